@@ -1,0 +1,184 @@
+"""The one entry point of every worker: argv -> plan.json -> WorkerContext -> Worker.run() -> exit code.
+
+    python -m corral.workers --plan TRIAL/plan.json --kind rollout_worker --index 0 --attempt 0 --incarnation 5f2c...
+
+This is the only place that configures logging, signals and the process's ties to its parent. Secrets come from the trial
+directory, never from arguments or the environment.
+"""
+
+import argparse
+import ctypes
+import faulthandler
+import importlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.plan import RunPlan
+from corral.experiments.secrets import SecretFilter, TrialSecrets
+from corral.experiments.trial_directory import TrialDirectory
+from corral.name_resolve import NameService, RedisNameService, TrialKeys
+from corral.workers.presence import Presence
+from corral.workers.streams.control import ControlServer
+from corral.workers.streams.security import StreamSecurity
+from corral.workers.worker import Worker, WorkerContext, flush_output, install_signal_handlers, run_to_exit_code
+
+WORKER_CLASSES: dict[str, str] = {
+    "master_worker": "corral.workers.master.master_worker:MasterWorker",
+    "model_worker": "corral.workers.model.model_worker:ModelWorker",
+    "generation_server": "corral.workers.generation.generation_server:GenerationServer",
+    "gserver_manager": "corral.workers.generation.gserver_manager:GserverManager",
+    "rollout_worker": "corral.workers.rollout.rollout_worker:RolloutWorker",
+}
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_RENDEZVOUS_TIMEOUT_S = 60.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one worker; returns its exit code."""
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    faulthandler.enable()
+    plan = RunPlan.from_json(arguments.plan.read_bytes())
+    if plan.mode == "local":
+        _die_with_parent()
+    trial = TrialDirectory(plan.trial.directory)
+    secrets = TrialSecrets.load(trial.secrets_path)
+    _configure_logging(f"{arguments.kind}/{arguments.index}", secrets)
+    stopping = threading.Event()
+    install_signal_handlers(stopping)
+    with connect_names(trial, secrets, plan.trial.uuid) as names:
+        return _run(arguments, plan, trial, secrets, names, stopping)
+
+
+def _run(
+    arguments: argparse.Namespace,
+    plan: RunPlan,
+    trial: TrialDirectory,
+    secrets: TrialSecrets,
+    names: NameService,
+    stopping: threading.Event,
+) -> int:
+    keys = TrialKeys(plan.trial.uuid)
+    security = StreamSecurity.from_trial_secrets(secrets, role=arguments.kind)
+    # Ranks of a gang share their incarnation, so the process id keeps the owners of their records apart.
+    owner = f"{arguments.incarnation}.{os.getpid()}"
+    identity: dict[str, str | int] = {
+        "kind": arguments.kind,
+        "index": arguments.index,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "node": os.environ.get("SLURMD_NODENAME", socket.gethostname()),
+        "attempt": arguments.attempt,
+        "incarnation": arguments.incarnation,
+    }
+    key = keys.worker(arguments.kind, arguments.index)
+    with Presence(
+        names, key, owner=owner, ttl_s=plan.supervision.lease_ttl_s, identity=identity
+    ) as presence:
+        presence.enter("setup", deadline_s=plan.supervision.setup_timeout_s)
+        context = WorkerContext(
+            plan=plan,
+            kind=arguments.kind,
+            index=arguments.index,
+            attempt=arguments.attempt,
+            incarnation=arguments.incarnation,
+            address=os.environ.get("CORRAL_BIND_ADDRESS", "127.0.0.1"),
+            resume=arguments.resume,
+            trial=trial,
+            names=names,
+            keys=keys,
+            secrets=secrets,
+            security=security,
+            presence=presence,
+            stopping=stopping,
+        )
+        worker = _load_class(arguments.kind)(context)
+        with ControlServer(security, context.address, handler=_control_handler(worker)) as control:
+            presence.annotate(control=control.address)
+            return run_to_exit_code(worker)
+
+
+def connect_names(trial: TrialDirectory, secrets: TrialSecrets, trial_uuid: str) -> NameService:
+    """The trial's name service, at the address that the supervisor wrote to rdzv.json.
+
+    Raises:
+        TimeoutError: if the supervisor has not written it in time.
+    """
+    deadline = time.monotonic() + _RENDEZVOUS_TIMEOUT_S
+    while True:
+        try:
+            rendezvous = json.loads(trial.rendezvous_path.read_text())
+            break
+        except (FileNotFoundError, json.JSONDecodeError) as error:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"the supervisor did not write {trial.rendezvous_path} within {_RENDEZVOUS_TIMEOUT_S:.0f} s; "
+                    "see its log, supervisor.log, beside this worker's"
+                ) from error
+            time.sleep(0.05)
+    return RedisNameService(
+        host=rendezvous["host"],
+        port=rendezvous["port"],
+        username="trial",
+        password=secrets.redis_password.reveal(),
+        prefix=f"corral/{trial_uuid}/",
+    )
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m corral.workers", description="One worker of a trial.")
+    parser.add_argument("--plan", type=Path, required=True, help="plan.json of the trial")
+    parser.add_argument("--kind", choices=sorted(WORKER_CLASSES), required=True)
+    parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--attempt", type=int, default=0, help="which start of the trial this is, from 0")
+    parser.add_argument("--incarnation", required=True, help="random name of this start of the worker")
+    parser.add_argument("--resume", action="store_true", help="continue a trial that was stopped")
+    return parser.parse_args(argv)
+
+
+def _load_class(kind: str) -> type[Worker]:
+    module_name, _, class_name = WORKER_CLASSES[kind].partition(":")
+    worker_class: type[Worker] = getattr(importlib.import_module(module_name), class_name)
+    return worker_class
+
+
+def _control_handler(worker: Worker) -> Any:
+    def handle(command: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if command == "status":
+            return {**worker.context.presence.snapshot(), "details": worker.status()}
+        if command == "exit":
+            os.kill(os.getpid(), signal.SIGTERM)
+            return {"leaving": True}
+        raise ValueError(f"unknown control command {command!r}; known are ping, stacks, status and exit")
+
+    return handle
+
+
+def _configure_logging(worker_id: str, secrets: TrialSecrets) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {worker_id} %(levelname)s %(name)s: %(message)s"))
+    handler.addFilter(SecretFilter(secrets.values()))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+
+
+def _die_with_parent() -> None:
+    """A local worker without its supervisor would be an orphan that nobody restarts or stops."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it went away before the wish was registered
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    flush_output()
+    # Threads of libraries (ZeroMQ, OpenMP) must not keep a finished worker alive.
+    os._exit(exit_code)

@@ -1,0 +1,147 @@
+"""Presence: what a worker says about itself, published as its leased record in name-resolve.
+
+worker code --enter(phase, waiting_for)/beat()--> Presence --at most twice a second--> lease `worker/{kind}/{index}` --> rl-status
+
+A phase may have a deadline. A worker that outstays it prints the stacks of all its threads and leaves the process: a
+hang becomes an exit that the supervisor sees and answers, whatever the hung thread was doing.
+"""
+
+import faulthandler
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from corral.name_resolve import NameService
+
+logger = logging.getLogger(__name__)
+
+_PUBLISH_INTERVAL_S = 0.5  # twice a second keeps rl-status fresh and costs Redis next to nothing
+EXIT_HUNG = 74
+
+
+class Presence:
+    """The record of one worker; its methods may be called from any thread.
+
+    Example:
+        with Presence(names, key, owner=incarnation, ttl_s=10, identity={"kind": "rollout_worker", "index": 0}) as presence:
+            presence.enter("setup", deadline_s=600)
+            with presence.waiting("trajectories from rollout_worker/0", deadline_s=None):
+                ...
+    """
+
+    def __init__(
+        self, names: NameService, key: str, *, owner: str, ttl_s: float, identity: Mapping[str, str | int]
+    ) -> None:
+        self._identity = dict(identity)
+        self._lock = threading.Lock()
+        self._phase = "starting"
+        self._phase_since = time.time()
+        self._entered = time.monotonic()
+        self._deadline_s: float | None = None
+        self._waiting_for = ""
+        self._version = ""
+        self._progress = 0
+        self._dirty = True
+        self._closed = threading.Event()
+        self._lease = names.lease(key, self._text(), ttl_s=ttl_s, owner=owner)
+        self._thread = threading.Thread(target=self._publish, name="presence", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Presence":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Publish the last state and give the record up."""
+        self._closed.set()
+        self._thread.join(timeout=5.0)
+        self._lease.release()
+
+    @property
+    def lease_lost(self) -> bool:
+        """Whether another process now holds this worker's record: this one was replaced and must not act any more."""
+        return self._lease.lost
+
+    def enter(self, phase: str, *, waiting_for: str = "", deadline_s: float | None = None) -> None:
+        """Say what the worker does from now on.
+
+        Args:
+            phase: a word or two for rl-status, such as `train_step`.
+            waiting_for: for whom or what it waits; empty while it works.
+            deadline_s: seconds after which the phase counts as hung; None is no limit.
+        """
+        with self._lock:
+            if (phase, waiting_for) != (self._phase, self._waiting_for):
+                self._phase_since = time.time()
+                self._dirty = True
+            self._phase, self._waiting_for, self._deadline_s = phase, waiting_for, deadline_s
+            self._entered = time.monotonic()
+            self._progress += 1
+
+    @contextmanager
+    def during(self, phase: str, *, waiting_for: str = "", deadline_s: float | None = None) -> Iterator[None]:
+        """`enter` a phase for a block, then return to the one before."""
+        with self._lock:
+            before = self._phase, self._waiting_for, self._deadline_s
+        self.enter(phase, waiting_for=waiting_for, deadline_s=deadline_s)
+        try:
+            yield
+        finally:
+            self.enter(before[0], waiting_for=before[1], deadline_s=before[2])
+
+    def beat(self, *, version: str | None = None) -> None:
+        """Count progress; `version` is the policy version that the worker now holds, as a tag."""
+        with self._lock:
+            self._progress += 1
+            self._entered = time.monotonic()
+            if version is not None and version != self._version:
+                self._version, self._dirty = version, True
+
+    def annotate(self, **identity: str | int) -> None:
+        """Add or change fixed fields of the record, such as the address of the control channel."""
+        with self._lock:
+            self._identity.update(identity)
+            self._dirty = True
+
+    def snapshot(self) -> dict[str, Any]:
+        """The record as it would be published now."""
+        with self._lock:
+            return {
+                **self._identity,
+                "phase": self._phase,
+                "phase_since": self._phase_since,
+                "waiting_for": self._waiting_for,
+                "version": self._version,
+                "progress": self._progress,
+                "beat": time.time(),
+            }
+
+    def _text(self) -> str:
+        return json.dumps(self.snapshot())
+
+    def _publish(self) -> None:
+        published = 0.0
+        while not self._closed.wait(_PUBLISH_INTERVAL_S):
+            self._leave_if_hung()
+            # A change shows at once; without one the beat still moves every two seconds, so that silence means trouble.
+            if self._dirty or time.monotonic() - published > 2.0:
+                self._dirty = False
+                published = time.monotonic()
+                self._lease.update(self._text())
+
+    def _leave_if_hung(self) -> None:
+        with self._lock:
+            stayed_s, deadline_s, phase = time.monotonic() - self._entered, self._deadline_s, self._phase
+        if deadline_s is not None and stayed_s > deadline_s:
+            logger.critical("phase %r made no progress for %.0f s (deadline %.0f s); leaving", phase, stayed_s, deadline_s)
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+            sys.stderr.flush()
+            os._exit(EXIT_HUNG)

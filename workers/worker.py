@@ -1,0 +1,143 @@
+"""The life of a worker process, the same for all five kinds.
+
+    start ──► setup ──► running ──► done (exit 0)
+                │          │
+                │          ├─ SIGTERM: finish what is cheap, leave (exit 0)
+                │          ├─ superseded: another process has its place (exit 75)
+                │          └─ error: traceback in the log (exit 1); the supervisor restarts it
+                └─ bad configuration (exit 2): never restarted
+
+A worker wires parts that are handed to it in a WorkerContext. Its control channel and its presence record live in threads
+of their own, so that both go on while the main thread computes.
+"""
+
+import logging
+import signal
+import sys
+import threading
+import traceback
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from corral.experiments.plan import RunPlan
+from corral.experiments.secrets import TrialSecrets
+from corral.experiments.trial_directory import TrialDirectory
+from corral.name_resolve import NameService, TrialKeys
+from corral.workers.presence import Presence
+from corral.workers.streams.security import StreamSecurity
+
+logger = logging.getLogger(__name__)
+
+EXIT_DONE = 0
+EXIT_ERROR = 1
+EXIT_BAD_CONFIGURATION = 2
+EXIT_SUPERSEDED = 75
+EXIT_GANG_BROKEN = 76
+
+
+class BadConfigurationError(ValueError):
+    """What the user wrote cannot work; restarting would not help."""
+
+
+class SupersededWorkerError(RuntimeError):
+    """Another process holds this worker's place; this one must not act any more."""
+
+
+class GangBrokenError(RuntimeError):
+    """A rank of the collective is gone; all ranks must start again together."""
+
+
+class StopRequested(Exception):  # noqa: N818 - a wish, not an error
+    """SIGTERM arrived, or the control channel asked the worker to leave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """What a worker is given: its plan, its place, and the trial's services."""
+
+    plan: RunPlan
+    kind: str
+    index: int
+    attempt: int
+    incarnation: str
+    """Random; shared by the ranks of one gang start, new at each restart."""
+    address: str
+    """Interface that this worker's servers listen on."""
+    resume: bool
+    """Whether this attempt continues a trial that was stopped."""
+    trial: TrialDirectory
+    names: NameService
+    keys: TrialKeys
+    secrets: TrialSecrets
+    security: StreamSecurity
+    presence: Presence
+    stopping: threading.Event = field(default_factory=threading.Event)
+    """Set when the worker is asked to leave."""
+
+    @property
+    def worker_id(self) -> str:
+        return f"{self.kind}/{self.index}"
+
+
+class Worker(ABC):
+    """One kind of worker; `run` returns when its work is done."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def run(self) -> None:
+        """Set up, then work until the trial is done or `context.stopping` is set."""
+
+    def status(self) -> dict[str, Any]:
+        """Details for the control channel, beyond the presence record; called from another thread."""
+        return {}
+
+
+def install_signal_handlers(stopping: threading.Event) -> None:
+    """SIGTERM and SIGINT ask the worker to leave: the event is set and the main thread is interrupted once."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stopping.is_set():
+            return
+        stopping.set()
+        raise StopRequested(signal.Signals(number).name)
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+
+
+def run_to_exit_code(worker: Worker) -> int:
+    """Run a worker and say how it ended as one of the EXIT_ codes."""
+    worker_id = worker.context.worker_id
+    try:
+        worker.run()
+    except StopRequested as reason:
+        logger.info("%s leaves: asked to stop (%s)", worker_id, reason)
+        return EXIT_DONE
+    except BadConfigurationError as error:
+        logger.error("%s cannot work with this configuration: %s", worker_id, error)
+        return EXIT_BAD_CONFIGURATION
+    except SupersededWorkerError as error:
+        logger.warning("%s leaves: %s", worker_id, error)
+        return EXIT_SUPERSEDED
+    except GangBrokenError as error:
+        logger.error("%s leaves: %s", worker_id, error)
+        return EXIT_GANG_BROKEN
+    except Exception:  # the last line of the log must be the cause; the supervisor decides what follows
+        if worker.context.stopping.is_set():
+            logger.info("%s was interrupted while it stopped:\n%s", worker_id, traceback.format_exc())
+            return EXIT_DONE
+        logger.error("%s failed:\n%s", worker_id, traceback.format_exc())
+        return EXIT_ERROR
+    logger.info("%s is done", worker_id)
+    return EXIT_DONE
+
+
+def flush_output() -> None:
+    """Write out what logging has buffered, before the process leaves without running its exit handlers."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
