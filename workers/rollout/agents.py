@@ -1,0 +1,32 @@
+"""Agents: async functions from a problem to a judged group of answers.
+
+An agent gets the problem, a sampler that speaks text and token ids, and a judge that calls the reward function with its
+deadline and retries. The one that ships asks once and judges each answer; others are named by import path.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from corral.workers.rollout.partial_rollout import PartialAnswer
+from corral.workers.rollout.rewards import Problem
+
+SampleGroup = Callable[[Sequence[int]], Awaitable[list[PartialAnswer]]]
+"""Prompt token ids -> the group's answers."""
+Judge = Callable[[Problem, PartialAnswer], Awaitable[float]]
+"""Problem, answer -> reward; raises RewardFailedError after the last retry."""
+
+
+@dataclass(frozen=True)
+class JudgedGroup:
+    """The answers to one prompt with their rewards."""
+
+    prompt_ids: list[int]
+    answers: list[PartialAnswer]
+    rewards: list[float]
+
+
+async def single_turn(problem: Problem, prompt_ids: list[int], sample_group: SampleGroup, judge: Judge) -> JudgedGroup:
+    """Ask once, judge each answer."""
+    answers = await sample_group(prompt_ids)
+    rewards = [await judge(problem, answer) for answer in answers]
+    return JudgedGroup(prompt_ids=prompt_ids, answers=answers, rewards=rewards)

@@ -1,0 +1,98 @@
+"""PartialAnswer: one answer that grows chunk by chunk, over weight updates and lost servers.
+
+    prompt ──► chunk ──► chunk ──► ... ──► finished (stop token, or the token limit)
+                 │  aborted or server lost: the tokens that came back stay, the rest is asked for again
+                 └─ every token keeps the policy version that made it
+
+Pure; the HTTP client around it is generation_client.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from corral.scheduling.policy_version import PolicyVersion
+
+VersionSpan = tuple[PolicyVersion, int, int]
+"""(version, first token, one past the last token), token positions within the answer."""
+
+
+class MalformedChunkError(ValueError):
+    """A generation server answered with something that does not fit its own token counts."""
+
+
+@dataclass
+class PartialAnswer:
+    """An answer in the making.
+
+    Example:
+        answer = PartialAnswer(max_new_tokens=4)
+        answer.extend({"output_ids": [5, 6], "meta_info": {...}})   # answer.remaining == 2
+    """
+
+    max_new_tokens: int
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    stopped: bool = False
+    """Whether a stop token ended it."""
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.max_new_tokens - len(self.output_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.stopped or self.remaining <= 0
+
+    def versions(self) -> list[PolicyVersion]:
+        """The version of each token."""
+        return [version for version, start, end in self.spans for _ in range(start, end)]
+
+    def extend(self, chunk: Mapping[str, Any]) -> None:
+        """Take in one reply of /generate, complete or aborted.
+
+        Raises:
+            MalformedChunkError: if ids, logprobs and version spans disagree; nothing was taken in.
+        """
+        try:
+            ids: Sequence[int] = chunk["output_ids"]
+            meta = chunk["meta_info"]
+            triples: Sequence[Sequence[Any]] = meta["output_token_logprobs"]
+            logprobs = [float(triple[0]) for triple in triples]
+            spans = [
+                (PolicyVersion.parse(span["version"]), int(span["start"]), int(span["end"]))
+                for span in meta["weight_versions"]
+            ]
+            reason = meta["finish_reason"]["type"]
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise MalformedChunkError(f"a reply of /generate lacks or garbles a field: {error!r}") from error
+        self._check(ids, logprobs, spans)
+        offset = len(self.output_ids)
+        self.output_ids.extend(ids)
+        self.logprobs.extend(logprobs)
+        for version, start, end in spans:
+            self._add_span(version, start + offset, end + offset)
+        self.stopped = reason == "stop"
+
+    def _check(self, ids: Sequence[int], logprobs: list[float], spans: list[VersionSpan]) -> None:
+        covered = 0
+        for _, start, end in spans:
+            if start != covered or end < start:
+                raise MalformedChunkError(f"version spans {spans} leave a gap or overlap at token {covered}")
+            covered = end
+        if not len(ids) == len(logprobs) == covered:
+            raise MalformedChunkError(
+                f"{len(ids)} token ids, {len(logprobs)} logprobs and version spans over {covered} tokens disagree"
+            )
+        if len(ids) > self.remaining:
+            raise MalformedChunkError(f"{len(ids)} tokens came back where at most {self.remaining} were asked for")
+
+    def _add_span(self, version: PolicyVersion, start: int, end: int) -> None:
+        if start == end:
+            return
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1] = (version, self.spans[-1][1], end)
+        else:
+            self.spans.append((version, start, end))
