@@ -1,0 +1,86 @@
+"""The demo's task, made from a seed: two-digit addition, a character tokenizer, and a tiny untrained Qwen2.
+
+    python -m corral.workers.data.arithmetic --out DIR [--seed 1]
+
+writes DIR/model (Hugging Face format), DIR/train_sft.jsonl, DIR/train_grpo.jsonl and DIR/heldout.jsonl. Held-out problems
+appear in neither training file.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+END_OF_ANSWER = "<eos>"
+PADDING = "<pad>"
+CHARACTERS = "0123456789+="
+NUM_HELD_OUT = 512
+NUM_SFT = 3072
+
+
+def make_problems(seed: int) -> list[dict[str, str]]:
+    """Every sum of two two-digit numbers as a row, shuffled."""
+    rows = [
+        {"id": f"{left}+{right}", "prompt": f"{left}+{right}=", "answer": str(left + right)}
+        for left in range(10, 100)
+        for right in range(10, 100)
+    ]
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+def write_datasets(directory: Path, *, seed: int) -> None:
+    """Write the three jsonl files."""
+    rows = make_problems(seed)
+    held_out, training = rows[:NUM_HELD_OUT], rows[NUM_HELD_OUT:]
+    for name, part in (
+        ("heldout.jsonl", held_out),
+        ("train_sft.jsonl", training[:NUM_SFT]),
+        ("train_grpo.jsonl", training),
+    ):
+        (directory / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+
+
+def write_model(directory: Path, *, seed: int, hidden_size: int = 128, num_layers: int = 3) -> None:
+    """Write an untrained Qwen2 of about half a million parameters with a tokenizer of one token a character."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    vocabulary = {token: index for index, token in enumerate([PADDING, END_OF_ANSWER, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PADDING))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PADDING, eos_token=END_OF_ANSWER, unk_token=PADDING
+    ).save_pretrained(directory)
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 11 // 4,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=vocabulary[PADDING],
+        bos_token_id=None,
+        eos_token_id=vocabulary[END_OF_ANSWER],
+    )
+    Qwen2ForCausalLM(config).save_pretrained(directory, safe_serialization=True)
+
+
+def main() -> None:
+    """Write everything below --out."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to; made if absent")
+    parser.add_argument("--seed", type=int, default=1, help="decides the problems' order and the untrained weights")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    write_datasets(arguments.out, seed=arguments.seed)
+    write_model(arguments.out / "model", seed=arguments.seed)
+
+
+if __name__ == "__main__":
+    main()
