@@ -1,0 +1,95 @@
+"""SequenceBuffer: where every sample of the trainer stands; metadata only, tensors stay on the model workers.
+
+    put (fetched) ──► READY ──select──► IN BATCH ──amend (outputs of calls)──► consumed (trained)
+                        │
+                        └──► released: stale, orphaned, duplicate: its prompt is issued again, never trained twice
+
+Pure: events go in, decisions come out. The master's sockets are in master_worker.py.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from corral.scheduling.policy_version import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferedSample:
+    """What the master knows about one sample (one prompt with its group of answers)."""
+
+    uid: str
+    order: int
+    """Admission number; older samples are trained first."""
+    owner: int
+    """Rank of the DP head that holds the tensors."""
+    num_tokens: Sequence[int]
+    """Tokens of each answer, prompt included."""
+    versions: frozenset[PolicyVersion]
+    """Every version that made one of its tokens; empty for rows of a dataset."""
+    keys: frozenset[str]
+    """Data that exists for it at its owner."""
+    dropped_because: str = ""
+    """Reason of a sample that has no answers to train on, such as a failed reward."""
+
+    @property
+    def head_version(self) -> int:
+        """Step number of the oldest weights that made one of its tokens."""
+        return min((version.step for version in self.versions), default=0)
+
+
+@dataclass
+class SequenceBuffer:
+    """Samples that have arrived and are not yet trained on.
+
+    Args:
+        is_consumed: whether a uid is in the ledger already (trained or dropped, committed or not).
+    """
+
+    is_consumed: Callable[[str], bool]
+    samples: dict[str, BufferedSample] = field(default_factory=dict)
+    located: dict[tuple[str, str], set[int]] = field(default_factory=dict)
+    """Ranks that hold (uid, key)."""
+    duplicates: int = 0
+    """Samples that arrived a second time and were turned away."""
+
+    def put(self, sample: BufferedSample) -> bool:
+        """Take a sample in; False if it is here or consumed already, and must be thrown away by its owner."""
+        if sample.uid in self.samples or self.is_consumed(sample.uid):
+            self.duplicates += 1
+            return False
+        self.samples[sample.uid] = sample
+        for key in sample.keys:
+            self.located[sample.uid, key] = {sample.owner}
+        return True
+
+    def ready(self, input_keys: Iterable[str]) -> list[BufferedSample]:
+        """Samples with all of `input_keys`, oldest first."""
+        wanted = frozenset(input_keys)
+        found = [sample for sample in self.samples.values() if wanted <= sample.keys and not sample.dropped_because]
+        return sorted(found, key=lambda sample: (sample.order, sample.uid))
+
+    def dropped(self) -> list[BufferedSample]:
+        """Samples that were given up before they reached the trainer."""
+        return [sample for sample in self.samples.values() if sample.dropped_because]
+
+    def orphaned(self, contains: Callable[[PolicyVersion], bool]) -> list[str]:
+        """Samples with a token of weights that the present ones do not descend from."""
+        return [uid for uid, sample in self.samples.items() if not all(contains(version) for version in sample.versions)]
+
+    def amend(self, keys: Iterable[str], ranks_by_uid: Mapping[str, int]) -> None:
+        """Record that `keys` now exist for each uid on the rank that computed them."""
+        for uid, rank in ranks_by_uid.items():
+            for key in keys:
+                self.located.setdefault((uid, key), set()).add(rank)
+
+    def moved(self, uid: str, key: str, ranks: Iterable[int]) -> None:
+        """Record that a transfer has put (uid, key) on further ranks."""
+        self.located[uid, key].update(ranks)
+
+    def release(self, uids: Iterable[str]) -> None:
+        """Forget samples: trained, stale, or given up."""
+        gone = set(uids)
+        for uid in gone:
+            self.samples.pop(uid, None)
+        for place in [place for place in self.located if place[0] in gone]:
+            del self.located[place]
