@@ -1,0 +1,45 @@
+# Everything that a fresh Debian or Ubuntu with Python >= 3.11 and make needs: `make demo`, `make test`.
+.DELETE_ON_ERROR:
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup setup-slurm demo test test-fast lint typecheck docs bench clean
+
+setup: $(STAMP)  ## create .venv and install corral with its development tools
+
+$(STAMP): pyproject.toml setup.py
+	@sh .ci/make-venv "$(PYTHON)" "$(VENV)"
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+setup-slurm:  ## install the SLURM daemons that the tests start (Debian and Ubuntu)
+	@sh .ci/install-slurm
+
+demo: setup  ## train a tiny language model to add: SFT, then asynchronous GRPO, on this machine
+	@BIN="$(BIN)" sh experiments/recipes/demo.sh
+
+test: setup setup-slurm lint typecheck  ## everything that must hold
+	CORRAL_REQUIRE_SLURM=1 $(BIN)/pytest
+
+test-fast: setup  ## without what takes long
+	$(BIN)/pytest -m 'not slow and not slurm'
+
+lint: setup
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+
+typecheck: setup
+	@MYPY="$(BIN)/mypy" sh tests/typecheck.sh
+
+docs: setup  ## write docs/configuration.md from the schema
+	$(BIN)/python -m corral.experiments.reference > docs/configuration.md
+
+bench: setup  ## the benchmarks; each prints ratios from one run
+	$(BIN)/python benchmarks/generation_throughput.py
+	$(BIN)/python benchmarks/startup.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info
