@@ -1,0 +1,166 @@
+"""Packed samples: what goes in comes out, however it was cut and put together in between."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corral.workers.data.sequence_sample import KEY_LAYOUTS, KeyLayout, SequenceSample, answer_slices, key_spec
+
+group_lengths = st.lists(st.integers(1, 6), min_size=1, max_size=3)
+
+
+def make_sample(lengths_by_sample: list[list[int]]) -> SequenceSample:
+    """Samples whose token ids count up, so that every token can be told from every other."""
+    next_token = 0
+    groups = []
+    for index, lengths in enumerate(lengths_by_sample):
+        ids = []
+        for length in lengths:
+            ids.append(np.arange(next_token, next_token + length))
+            next_token += length
+        answers = {
+            "input_ids": ids,
+            "old_logprobs": [-0.5 * x[1:] for x in ids],
+            "rewards": [float(x[0]) for x in ids],
+        }
+        groups.append(SequenceSample.from_group(f"0:{index}", answers, metadata={"task": f"task-{index}"}))
+    return SequenceSample.gather(groups)
+
+
+def assert_same(left: SequenceSample, right: SequenceSample) -> None:
+    assert left.uids == right.uids
+    assert left.seqlens == right.seqlens
+    assert left.metadata == right.metadata
+    assert left.data.keys() == right.data.keys()
+    for key in left.data:
+        np.testing.assert_array_equal(left.data[key], right.data[key])
+
+
+@given(st.lists(group_lengths, min_size=1, max_size=5))
+@settings(max_examples=50, deadline=None)
+def test_gather_undoes_unpack(lengths: list[list[int]]) -> None:
+    sample = make_sample(lengths)
+    assert_same(SequenceSample.gather(sample.unpack()), sample)
+
+
+@given(st.lists(group_lengths, min_size=1, max_size=5), st.randoms(use_true_random=False))
+@settings(max_examples=50, deadline=None)
+def test_select_returns_the_chosen_samples_in_the_order_asked_for(lengths: list[list[int]], random: object) -> None:
+    sample = make_sample(lengths)
+    order = list(range(len(sample)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    chosen = sample.select([sample.uids[i] for i in order])
+    starts = np.cumsum([0, *map(sum, lengths)])
+    expected = [token for i in order for token in range(starts[i], starts[i + 1])]
+    assert chosen.data["input_ids"].tolist() == expected
+    assert chosen.metadata["task"] == [f"task-{i}" for i in order]
+
+
+def test_keys_have_their_declared_types_and_lengths() -> None:
+    sample = make_sample([[4, 2], [3]])
+    assert sample.seqlens == {
+        "input_ids": [[4, 2], [3]],
+        "old_logprobs": [[3, 1], [2]],
+        "rewards": [[1, 1], [1]],
+    }
+    assert {key: str(array.dtype) for key, array in sample.data.items()} == {
+        "input_ids": "int32",
+        "old_logprobs": "float32",
+        "rewards": "float32",
+    }
+    assert sample.total_length() == 9
+    assert sample.answer_lengths("old_logprobs") == [3, 1, 2]
+    assert sample.num_answers_per_sample() == [2, 1]
+    assert sample.size_bytes == 4 * (9 + 6 + 3)
+
+
+def test_an_ungrouped_sample_has_one_answer_per_uid() -> None:
+    single = make_sample([[4, 2], [3]]).ungroup()
+    assert single.uids == ["0:0#0", "0:0#1", "0:1#0"]
+    assert single.seqlens["old_logprobs"] == [[3], [1], [2]]
+    assert single.metadata["task"] == ["task-0", "task-0", "task-1"]
+    assert single.select(["0:0#1"]).data["input_ids"].tolist() == [4, 5]
+
+
+def test_selecting_nothing_keeps_the_keys_and_their_types() -> None:
+    empty = make_sample([[4, 2]]).select([])
+    assert len(empty) == 0
+    assert {key: (str(array.dtype), len(array)) for key, array in empty.data.items()} == {
+        "input_ids": ("int32", 0),
+        "old_logprobs": ("float32", 0),
+        "rewards": ("float32", 0),
+    }
+
+
+def test_update_merges_new_keys_of_the_same_samples() -> None:
+    sample = make_sample([[4, 2], [3]])
+    proximal = sample.select_keys(["old_logprobs"]).remap_keys({"old_logprobs": "proximal_logprobs"})
+    sample.update_(proximal)
+    np.testing.assert_array_equal(sample.data["proximal_logprobs"], sample.data["old_logprobs"])
+    with pytest.raises(ValueError, match="cannot merge"):
+        sample.update_(proximal.select(["0:1"]))
+
+
+def test_a_key_is_added_with_the_layout_that_it_declares() -> None:
+    sample = make_sample([[4, 2]]).with_key("advantages", np.zeros(4, np.float32))
+    assert sample.seqlens["advantages"] == [[3, 1]]
+    with pytest.raises(ValueError, match=r"'advantages' has shape \(5,\); its seqlens add up to \[4\]"):
+        make_sample([[4, 2]]).with_key("advantages", np.zeros(5, np.float32))
+
+
+def test_tensors_and_arrays_convert_without_change() -> None:
+    sample = make_sample([[4, 2], [3]])
+    tensors = sample.to_torch()
+    assert_same(SequenceSample.gather(tensors.unpack()).to_numpy(), sample)
+
+
+def test_a_sample_without_data_keeps_lengths_and_metadata() -> None:
+    bare = make_sample([[4, 2], [3]]).without_data()
+    assert bare.data == {}
+    assert bare.select(["0:1"]).seqlens["input_ids"] == [[3]]
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"rewards": [1.0]}, "no 'input_ids'"),
+        ({"input_ids": [[1, 2]], "old_logprob": [[0.0]]}, "did you mean 'old_logprobs'"),
+        ({"input_ids": [[1, 2]], "old_logprobs": [[0.0, 0.0]]}, "needs 1 values for 2 tokens"),
+        ({"input_ids": [[1, 2]], "rewards": [1.0, 2.0]}, "2 answers in 'rewards' but 1"),
+    ],
+)
+def test_a_group_that_breaks_a_layout_is_refused(answers: dict[str, list[object]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SequenceSample.from_group("0:a", answers)  # type: ignore[arg-type]
+
+
+def test_repeated_uids_unknown_uids_and_differing_keys_are_refused() -> None:
+    sample = make_sample([[2], [3]])
+    with pytest.raises(ValueError, match="'0:0' occurs more than once"):
+        SequenceSample.gather([sample, sample])
+    with pytest.raises(ValueError, match="cannot select"):
+        sample.select(["0:9"])
+    with pytest.raises(ValueError, match="different keys"):
+        SequenceSample.gather([sample.select(["0:0"]), sample.select(["0:1"]).select_keys(["input_ids"])])
+    with pytest.raises(ValueError, match="gives two keys one name"):
+        sample.remap_keys({"rewards": "input_ids"})
+
+
+def test_every_declared_key_has_a_length_for_an_answer() -> None:
+    assert key_spec("versions").layout is KeyLayout.PER_SHIFTED_TOKEN
+    assert {layout: layout.length(5) for layout in KeyLayout} == {
+        KeyLayout.PER_TOKEN: 5,
+        KeyLayout.PER_SHIFTED_TOKEN: 4,
+        KeyLayout.PER_ANSWER: 1,
+    }
+    assert KEY_LAYOUTS["input_ids"].dtype == np.int32
+    assert answer_slices([2, 0, 3]) == [slice(0, 2), slice(2, 2), slice(2, 5)]
+
+
+def test_the_module_does_not_import_torch() -> None:
+    program = "import sys, corral.workers.data.sequence_sample; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

@@ -1,0 +1,328 @@
+"""Packed samples: dataset -> rollout worker -> data store -> redistribution -> algorithm, always in this one form.
+
+A sample is one prompt, named by its uid, with the group of its answers. Every key stores the values of all answers of
+all samples in one flat array, answer after answer, and `seqlens` says where each answer ends:
+
+    uids    = ["0:a", "0:b"]
+    seqlens = {"input_ids": [[4, 3], [5]],    "old_logprobs": [[3, 2], [4]],   "rewards": [[1, 1], [1]]}
+    data    = {"input_ids": 12 token ids,     "old_logprobs": 9 numbers,       "rewards": 3 numbers}
+               `--- 0:a, answer 0 (4) | 0:a, answer 1 (3) | 0:b, answer 0 (5)
+
+Arrays are numpy wherever data is stored or sent, and torch tensors only while an algorithm computes; this module
+imports torch in no process that does not ask for tensors.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+    Array: TypeAlias = npt.NDArray[Any] | torch.Tensor
+
+
+class KeyLayout(Enum):
+    """How many values a key holds for one answer of S tokens, its prompt included."""
+
+    PER_TOKEN = "per_token"  # S values
+    PER_SHIFTED_TOKEN = "per_shifted_token"  # S - 1 values; value t belongs to the token at t + 1
+    PER_ANSWER = "per_answer"  # 1 value
+
+    def length(self, num_tokens: int) -> int:
+        """Number of values for an answer of `num_tokens` tokens."""
+        if self is KeyLayout.PER_TOKEN:
+            return num_tokens
+        return num_tokens - 1 if self is KeyLayout.PER_SHIFTED_TOKEN else 1
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpec:
+    """Layout and native type of a key: what a receiver needs to know before the bytes arrive."""
+
+    layout: KeyLayout
+    dtype: np.dtype[Any]
+
+
+def _spec(layout: KeyLayout, dtype: npt.DTypeLike) -> KeySpec:
+    return KeySpec(layout, np.dtype(dtype))
+
+
+KEY_LAYOUTS: Mapping[str, KeySpec] = {
+    "input_ids": _spec(KeyLayout.PER_TOKEN, np.int32),
+    "prompt_mask": _spec(KeyLayout.PER_TOKEN, np.bool_),  # True on prompt tokens
+    "old_logprobs": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.float32),  # of the behaviour policy; 0 on prompt tokens
+    "versions": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.int32),  # policy version that made the token; -1 on prompt tokens
+    "logprobs": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.float32),  # an inference call's output, before it is renamed
+    "proximal_logprobs": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.float32),
+    "ref_logprobs": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.float32),
+    "advantages": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.float32),
+    "behaviour_weights": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.float32),
+    "loss_mask": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.bool_),  # True on the tokens that are trained on
+    "values": _spec(KeyLayout.PER_TOKEN, np.float32),
+    "returns": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.float32),
+    "rewards": _spec(KeyLayout.PER_ANSWER, np.float32),
+    "seq_no_eos_mask": _spec(KeyLayout.PER_ANSWER, np.bool_),  # True where the answer was cut off by the token limit
+}
+
+
+def key_spec(key: str) -> KeySpec:
+    """The declared layout of `key`.
+
+    Raises:
+        ValueError: if the key is not declared in `KEY_LAYOUTS`.
+    """
+    spec = KEY_LAYOUTS.get(key)
+    if spec is None:
+        closest = difflib.get_close_matches(key, KEY_LAYOUTS, n=1)
+        hint = f"did you mean {closest[0]!r}?" if closest else f"declared are {', '.join(KEY_LAYOUTS)}"
+        raise ValueError(f"unknown sample key {key!r}; {hint}")
+    return spec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceSample:
+    """Some samples and some of their keys, packed. See the module's docstring for the picture.
+
+    `data` may lack keys of `seqlens`: a sample without data is what the master worker plans with.
+    """
+
+    uids: list[str]
+    seqlens: dict[str, list[list[int]]]
+    data: dict[str, Array] = field(default_factory=dict)
+    metadata: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(set(self.uids)) != len(self.uids):
+            repeated = next(uid for uid in self.uids if self.uids.count(uid) > 1)
+            raise ValueError(f"sample uid {repeated!r} occurs more than once; every uid must be unique")
+        for key, lengths in self.seqlens.items():
+            if len(lengths) != len(self.uids):
+                raise ValueError(f"seqlens of {key!r} cover {len(lengths)} samples, but there are {len(self.uids)}")
+        for key, array in self.data.items():
+            self._check_array(key, array)
+        for name, values in self.metadata.items():
+            if len(values) != len(self.uids):
+                raise ValueError(f"metadata {name!r} has {len(values)} entries for {len(self.uids)} samples")
+
+    def _check_array(self, key: str, array: Array) -> None:
+        if key not in self.seqlens:
+            raise ValueError(f"data has key {key!r}, but seqlens do not say how it is cut into answers")
+        expected = self.total_length(key)
+        if array.ndim != 1 or array.shape[0] != expected:
+            raise ValueError(f"data of {key!r} has shape {tuple(array.shape)}; its seqlens add up to [{expected}]")
+
+    # --- building ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_group(
+        cls, uid: str, answers: Mapping[str, Sequence[npt.ArrayLike]], *, metadata: Mapping[str, Any] | None = None
+    ) -> SequenceSample:
+        """One sample from per-answer arrays, cast to the declared types.
+
+            SequenceSample.from_group("0:a", {"input_ids": [[5, 6, 7], [5, 8]], "rewards": [1.0, 0.0]})
+
+        Raises:
+            ValueError: on an undeclared key, a wrong number of answers, or a length that its layout does not allow.
+        """
+        if "input_ids" not in answers:
+            raise ValueError(f"sample {uid!r} has no 'input_ids': the other keys are measured against them")
+        num_tokens = [np.atleast_1d(np.asarray(ids)).shape[0] for ids in answers["input_ids"]]
+        seqlens: dict[str, list[list[int]]] = {}
+        data: dict[str, Array] = {}
+        for key, values in answers.items():
+            arrays = _answer_arrays(uid, key, values, num_tokens)
+            seqlens[key] = [[array.shape[0] for array in arrays]]
+            data[key] = np.concatenate(arrays) if arrays else np.empty(0, key_spec(key).dtype)
+        return cls([uid], seqlens, data, {name: [value] for name, value in (metadata or {}).items()})
+
+    @classmethod
+    def gather(cls, samples: Sequence[SequenceSample], *, keys: Iterable[str] | None = None) -> SequenceSample:
+        """The samples one after the other; all must hold the same keys, or at least those asked for."""
+        if not samples:
+            return cls([], {key: [] for key in keys or ()}, {key: _empty(key) for key in keys or ()}, {})
+        chosen = list(samples[0].seqlens) if keys is None else list(keys)
+        for sample in samples:
+            missing = [key for key in chosen if key not in sample.seqlens]
+            if missing or (keys is None and len(sample.seqlens) != len(chosen)):
+                raise ValueError(
+                    f"cannot gather samples with different keys: {samples[0].uids[:1]} has {sorted(samples[0].seqlens)} "
+                    f"and {sample.uids[:1]} has {sorted(sample.seqlens)}; name the common keys"
+                )
+        stored = [key for key in chosen if all(key in sample.data for sample in samples)]
+        names = [name for name in samples[0].metadata if all(name in sample.metadata for sample in samples)]
+        return cls(
+            [uid for sample in samples for uid in sample.uids],
+            {key: [lengths for sample in samples for lengths in sample.seqlens[key]] for key in chosen},
+            {key: _concatenate([sample.data[key] for sample in samples]) for key in stored},
+            {name: [value for sample in samples for value in sample.metadata[name]] for name in names},
+        )
+
+    # --- cutting ----------------------------------------------------------------------------------------------------
+
+    def unpack(self) -> list[SequenceSample]:
+        """One sample per uid; their arrays are views of this one's."""
+        offsets = {key: _offsets(sum(lengths) for lengths in self.seqlens[key]) for key in self.data}
+        return [
+            SequenceSample(
+                [uid],
+                {key: [list(lengths[index])] for key, lengths in self.seqlens.items()},
+                {key: array[offsets[key][index] : offsets[key][index + 1]] for key, array in self.data.items()},
+                {name: [values[index]] for name, values in self.metadata.items()},
+            )
+            for index, uid in enumerate(self.uids)
+        ]
+
+    def select(self, uids: Sequence[str]) -> SequenceSample:
+        """The samples with these uids, in the order asked for."""
+        index_by_uid = {uid: index for index, uid in enumerate(self.uids)}
+        missing = [uid for uid in uids if uid not in index_by_uid]
+        if missing:
+            raise ValueError(f"cannot select {missing[:3]}: not among the {len(self.uids)} samples held here")
+        if not uids:
+            nothing: dict[str, Array] = {key: array[:0] for key, array in self.data.items()}
+            return SequenceSample([], {key: [] for key in self.seqlens}, nothing, {name: [] for name in self.metadata})
+        parts = self.unpack()
+        return SequenceSample.gather([parts[index_by_uid[uid]] for uid in uids])
+
+    def select_keys(self, keys: Iterable[str]) -> SequenceSample:
+        """The same samples with these keys only."""
+        chosen = list(keys)
+        missing = [key for key in chosen if key not in self.seqlens]
+        if missing:
+            raise ValueError(f"samples have no keys {missing}; they have {sorted(self.seqlens)}")
+        data = {key: self.data[key] for key in chosen if key in self.data}
+        return SequenceSample(self.uids, {key: self.seqlens[key] for key in chosen}, data, self.metadata)
+
+    def remap_keys(self, new_name_by_key: Mapping[str, str]) -> SequenceSample:
+        """The same samples with keys renamed; keys that are not named keep theirs."""
+        renamed = [new_name_by_key.get(key, key) for key in self.seqlens]
+        if len(set(renamed)) != len(renamed):
+            raise ValueError(f"renaming {dict(new_name_by_key)} gives two keys one name among {sorted(renamed)}")
+        return SequenceSample(
+            self.uids,
+            {new_name_by_key.get(key, key): lengths for key, lengths in self.seqlens.items()},
+            {new_name_by_key.get(key, key): array for key, array in self.data.items()},
+            self.metadata,
+        )
+
+    def ungroup(self) -> SequenceSample:
+        """Every answer as a sample of its own, named `{uid}#{answer}`; the packed arrays stay as they are."""
+        counts = self.num_answers_per_sample()
+        return SequenceSample(
+            [f"{uid}#{answer}" for uid, count in zip(self.uids, counts, strict=True) for answer in range(count)],
+            {key: [[length] for group in lengths for length in group] for key, lengths in self.seqlens.items()},
+            self.data,
+            {
+                name: [v for v, n in zip(values, counts, strict=True) for _ in range(n)]
+                for name, values in self.metadata.items()
+            },
+        )
+
+    # --- changing ---------------------------------------------------------------------------------------------------
+
+    def update_(self, other: SequenceSample) -> None:
+        """Take over the keys and metadata of `other`, which must hold the same uids in the same order."""
+        if other.uids != self.uids:
+            raise ValueError(f"cannot merge keys of samples {other.uids[:3]}... into those of {self.uids[:3]}...")
+        self.seqlens.update(other.seqlens)
+        self.data.update(other.data)
+        self.metadata.update(other.metadata)
+
+    def with_key(self, key: str, array: Array) -> SequenceSample:
+        """The same samples with one declared key added, cut as its layout says."""
+        layout = key_spec(key).layout
+        lengths = [[layout.length(length) for length in group] for group in self.seqlens["input_ids"]]
+        return SequenceSample(self.uids, self.seqlens | {key: lengths}, self.data | {key: array}, self.metadata)
+
+    def without_data(self) -> SequenceSample:
+        """Uids, lengths and metadata only: what the master worker sees."""
+        return SequenceSample(self.uids, self.seqlens, {}, self.metadata)
+
+    def to_torch(self, device: torch.device | str = "cpu") -> SequenceSample:
+        """The same samples as torch tensors on `device`; CPU tensors share the arrays' memory."""
+        import torch
+
+        data: dict[str, Array] = {key: torch.as_tensor(array).to(device) for key, array in self.data.items()}
+        return SequenceSample(self.uids, self.seqlens, data, self.metadata)
+
+    def to_numpy(self) -> SequenceSample:
+        """The same samples as numpy arrays."""
+        data: dict[str, Array] = {
+            key: array if isinstance(array, np.ndarray) else array.detach().cpu().numpy()
+            for key, array in self.data.items()
+        }
+        return SequenceSample(self.uids, self.seqlens, data, self.metadata)
+
+    # --- measuring --------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.uids)
+
+    def answer_lengths(self, key: str = "input_ids") -> list[int]:
+        """Number of values of each answer, over all samples."""
+        return [length for group in self.seqlens[key] for length in group]
+
+    def num_answers_per_sample(self) -> list[int]:
+        """Group size of each sample."""
+        key = "input_ids" if "input_ids" in self.seqlens else next(iter(self.seqlens), None)
+        return [] if key is None else [len(group) for group in self.seqlens[key]]
+
+    def total_length(self, key: str = "input_ids") -> int:
+        """Number of values of `key` over all samples."""
+        return sum(map(sum, self.seqlens[key]))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(int(array.nbytes) for array in self.data.values())
+
+
+def _answer_arrays(
+    uid: str, key: str, values: Sequence[npt.ArrayLike], num_tokens: Sequence[int]
+) -> list[npt.NDArray[Any]]:
+    """The answers' values of one key, cast and checked against their numbers of tokens."""
+    spec = key_spec(key)
+    if len(values) != len(num_tokens):
+        raise ValueError(f"sample {uid!r} has {len(values)} answers in {key!r} but {len(num_tokens)} in 'input_ids'")
+    arrays = [np.atleast_1d(np.asarray(value, dtype=spec.dtype)) for value in values]
+    for answer, (array, tokens) in enumerate(zip(arrays, num_tokens, strict=True)):
+        expected = spec.layout.length(tokens)
+        if array.shape != (expected,):
+            raise ValueError(
+                f"sample {uid!r}, answer {answer}: {key!r} is {spec.layout.value} and needs {expected} values "
+                f"for {tokens} tokens, got shape {array.shape}"
+            )
+    return arrays
+
+
+def _offsets(lengths: Iterable[int]) -> list[int]:
+    return list(accumulate(lengths, initial=0))
+
+
+def _empty(key: str) -> npt.NDArray[Any]:
+    return np.empty(0, key_spec(key).dtype)
+
+
+def _concatenate(arrays: Sequence[Any]) -> Any:
+    if len(arrays) == 1:
+        return arrays[0]
+    if isinstance(arrays[0], np.ndarray):
+        return np.concatenate(arrays)
+    import torch
+
+    return torch.cat(list(arrays))
+
+
+def answer_slices(lengths: Sequence[int]) -> list[slice]:
+    """Where each answer lies in a packed array whose answers have these lengths."""
+    ends = _offsets(lengths)
+    return [slice(start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
