@@ -1,0 +1,77 @@
+"""Advantages against slow float64 loops and cases worked by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from corral.workers.algorithms.functional.advantages import gae, group_relative
+
+
+def slow_gae(rewards: list[float], values: list[float], *, gamma: float, lam: float) -> tuple[list[float], list[float]]:
+    """Equation 16 as its infinite sum says it: every advantage summed over all later temporal differences."""
+    deltas = [rewards[t] + gamma * values[t + 1] - values[t] for t in range(len(rewards))]
+    advantages = [
+        sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, len(rewards)))
+        for t in range(len(rewards))
+    ]
+    return advantages, [a + v for a, v in zip(advantages, values, strict=False)]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_gae_equals_the_sum_of_temporal_differences(gamma: float, lam: float) -> None:
+    rng = np.random.default_rng(0)
+    lengths = [1, 7, 0, 23, 4]
+    rewards = [rng.normal(size=n).tolist() for n in lengths]
+    values = [rng.normal(size=n + 1).tolist() for n in lengths]
+    values[1][-1] = 0.0  # this one ended; the others are bootstrapped
+    advantages, returns = gae(
+        torch.tensor([r for sequence in rewards for r in sequence], dtype=torch.float64),
+        torch.tensor([v for sequence in values for v in sequence], dtype=torch.float64),
+        torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32),
+        gamma=gamma,
+        lam=lam,
+    )
+    slow = [slow_gae(r, v, gamma=gamma, lam=lam) for r, v in zip(rewards, values, strict=True)]
+    np.testing.assert_allclose(advantages, [a for s in slow for a in s[0]], atol=1e-6)
+    np.testing.assert_allclose(returns, [x for s in slow for x in s[1]], atol=1e-6)
+    assert advantages.dtype == torch.float32
+
+
+def test_gae_without_values_is_the_remaining_reward() -> None:
+    advantages, _ = gae(torch.tensor([0.0, 0.0, 1.0]), torch.zeros(4), torch.tensor([0, 3]), gamma=1.0, lam=1.0)
+    assert advantages.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_gae_refuses_values_without_a_bootstrap_entry() -> None:
+    with pytest.raises(
+        ValueError, match="one bootstrap value per sequence: 3 rewards in 1 sequences want 4 values, got 3"
+    ):
+        gae(torch.zeros(3), torch.zeros(3), torch.tensor([0, 3]), gamma=1.0, lam=1.0)
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_group_relative_compares_each_reward_with_its_own_group(normalize_std: bool) -> None:
+    rng = np.random.default_rng(1)
+    sizes = [4, 1, 8, 3]
+    rewards = rng.normal(size=sum(sizes)) * 5
+    expected: list[float] = []
+    start = 0
+    for size in sizes:
+        group = [float(r) for r in rewards[start : start + size]]
+        mean = math.fsum(group) / size
+        std = math.sqrt(math.fsum((r - mean) ** 2 for r in group) / size)
+        expected += [(r - mean) / (std + 1e-6) if normalize_std else r - mean for r in group]
+        start += size
+    actual = group_relative(torch.from_numpy(rewards), sizes, normalize_std=normalize_std)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
+def test_a_group_of_equal_rewards_teaches_nothing() -> None:
+    assert group_relative(torch.tensor([0.1, 0.1, 0.1, 5.0]), [3, 1]).abs().max() < 1e-6
+
+
+def test_group_sizes_must_cover_the_rewards() -> None:
+    with pytest.raises(ValueError, match="add up to 3, not to 4"):
+        group_relative(torch.zeros(4), [2, 1])

@@ -1,0 +1,1 @@
+"""Losses, advantages and divergences as plain functions on packed tensors."""
