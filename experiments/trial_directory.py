@@ -1,0 +1,288 @@
+"""The trial directory: the one place that survives every process, every node and Redis.
+
+    {fileroot}/{experiment}/{trial}/
+        config.yaml plan.json trial.sbatch rdzv.json      written once, at submission or at the start of an attempt
+        events.jsonl metrics.jsonl                        appended to
+        secrets/ (0700)   log/ (the trial log)            see secrets.py and trial_log.py
+        logs/attempt-N/{kind}-{index}.log  logs/latest    what workers print
+        exits/ checkpoints/ weights/ ledger/ spool/ report/
+        control/                                          requests from the command line to a running trial
+
+Launcher and workers meet here: `rl-stop` writes `control/stop.json`, and the master worker reads it.
+"""
+
+import errno
+import os
+import re
+import secrets as random_tokens
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_FOLDERS = ("logs", "exits", "log", "checkpoints", "weights", "ledger", "spool", "report", "control")
+
+
+class TrialExistsError(FileExistsError):
+    """A trial of this name already has a directory."""
+
+
+class StopRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `rl-stop` asks of a running trial."""
+
+    requested_at: float
+    """Unix time; shown to people, never compared."""
+    by: str
+    """Who asked, as user@host."""
+    now: bool
+    """True: stop without a last checkpoint."""
+    grace_s: float
+    """How long the trial may take to commit before it is cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialDirectory:
+    """Names of everything in one trial's directory.
+
+    >>> trial = TrialDirectory.of(Path("/scratch/runs"), experiment="math-ppo", trial="trial-3")
+    >>> trial.worker_log(2, "rollout_worker", 0)      # {path}/logs/attempt-2/rollout_worker-0.log
+    """
+
+    path: Path
+
+    @classmethod
+    def of(cls, fileroot: Path, *, experiment: str, trial: str) -> Self:
+        """The directory of a named trial, which need not exist yet.
+
+        Raises:
+            ValueError: if a name is not allowed, or a symbolic link leads out of `fileroot`.
+        """
+        validate_name(experiment, what="experiment name")
+        validate_name(trial, what="trial name")
+        path = fileroot / experiment / trial
+        require_inside(path, fileroot)
+        return cls(path)
+
+    def create(self) -> None:
+        """Makes the directory, readable by its owner only, and its folders.
+
+        Raises:
+            TrialExistsError: if the name is taken; of two that create it at the same time, one gets this.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(mode=0o700)
+        except FileExistsError:
+            raise TrialExistsError(
+                f"trial directory {self.path} already exists; choose another trial name, continue that trial with "
+                f"`rl-submit --resume`, or move the directory away"
+            ) from None
+        self.path.chmod(0o700)
+        for folder in _FOLDERS:
+            (self.path / folder).mkdir(mode=0o700)
+        fsync_directory(self.path)
+        fsync_directory(self.path.parent)
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan_path(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def sbatch_path(self) -> Path:
+        return self.path / "trial.sbatch"
+
+    @property
+    def rendezvous_path(self) -> Path:
+        """Where the supervisor publishes the name service's address."""
+        return self.path / "rdzv.json"
+
+    @property
+    def journal_path(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def secrets_path(self) -> Path:
+        return self.path / "secrets"
+
+    @property
+    def logs_path(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def exits_path(self) -> Path:
+        return self.path / "exits"
+
+    @property
+    def log_path(self) -> Path:
+        """The trial log: claims and commits, not text."""
+        return self.path / "log"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def weights_path(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def ledger_path(self) -> Path:
+        return self.path / "ledger"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report"
+
+    @property
+    def control_path(self) -> Path:
+        return self.path / "control"
+
+    @property
+    def stop_request_path(self) -> Path:
+        return self.control_path / "stop.json"
+
+    def attempt_logs(self, attempt: int) -> Path:
+        return self.logs_path / f"attempt-{attempt}"
+
+    def worker_log(self, attempt: int, kind: str, index: int) -> Path:
+        return self.attempt_logs(attempt) / f"{kind}-{index}.log"
+
+    def spool_path(self, rollout_index: int) -> Path:
+        return self.path / "spool" / f"rollout_worker-{rollout_index}"
+
+    def start_attempt_logs(self, attempt: int) -> Path:
+        """Makes the log folder of an attempt and points `logs/latest` at it."""
+        folder = self.attempt_logs(attempt)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        link = self.logs_path / f".latest.{random_tokens.token_hex(4)}.tmp"
+        link.symlink_to(folder.name)
+        link.replace(self.logs_path / "latest")
+        return folder
+
+    def inside(self, relative: str) -> Path:
+        """A path that a file of this trial names, e.g. `checkpoints/step-...`.
+
+        Raises:
+            ValueError: if it is absolute or leads out of the trial directory.
+        """
+        if not relative or relative.startswith("/") or ".." in Path(relative).parts:
+            raise ValueError(f"path {relative!r} must be relative and inside the trial directory {self.path}")
+        path = self.path / relative
+        require_inside(path, self.path)
+        return path
+
+    def relative(self, path: Path) -> str:
+        """The name by which files of this trial refer to `path`; the inverse of `inside`."""
+        return path.relative_to(self.path).as_posix()
+
+    def write_stop_request(self, request: StopRequest) -> None:
+        atomic_write(self.stop_request_path, msgspec.json.encode(request))
+
+    def read_stop_request(self) -> StopRequest | None:
+        """The stop request, or None if nobody asked.
+
+        Raises:
+            ValueError: if the file is not a stop request (written by hand).
+        """
+        try:
+            data = self.stop_request_path.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            return msgspec.json.decode(data, type=StopRequest)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{self.stop_request_path} is not a stop request ({error}); delete it and use `rl-stop` instead"
+            ) from error
+
+    def clear_stop_request(self) -> None:
+        """Forgets the stop request: a resumed trial must not stop again for an old one."""
+        self.stop_request_path.unlink(missing_ok=True)
+        fsync_directory(self.control_path)
+
+
+def validate_name(name: str, *, what: str = "name") -> str:
+    """Returns `name` if it may be a directory and job name.
+
+    Raises:
+        ValueError: naming the rule and the value.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise ValueError(
+            f"{what} {name!r} is not allowed: use 1 to 64 of the characters A-Z a-z 0-9 . _ - (it has {len(name)})"
+        )
+    if name[0] in ".-":
+        raise ValueError(f"{what} {name!r} is not allowed: it must not start with {name[0]!r}; put a letter first")
+    return name
+
+
+def require_inside(path: Path, root: Path) -> None:
+    """Raises ValueError unless `path`, with symbolic links followed, lies strictly below `root`."""
+    real_path, real_root = os.path.realpath(path), os.path.realpath(root)
+    if os.path.commonpath([real_path, real_root]) != real_root or real_path == real_root:
+        raise ValueError(f"path {path} leads to {real_path}, outside of {real_root}; remove the symbolic link or '..'")
+
+
+def next_trial_name(experiment_directory: Path, prefix: str = "trial") -> str:
+    """The first unused `{prefix}-{number}`. A hint: only `TrialDirectory.create` decides who gets the name."""
+    validate_name(prefix, what="trial name prefix")
+    pattern = re.compile(re.escape(prefix) + r"-(\d+)", re.ASCII)
+    try:
+        existing = os.listdir(experiment_directory)
+    except FileNotFoundError:
+        existing = []
+    numbers = [int(match[1]) for match in map(pattern.fullmatch, existing) if match]
+    return validate_name(f"{prefix}-{max(numbers, default=0) + 1}", what="trial name")
+
+
+def atomic_write(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Replaces `path` by `data` so that a reader, or a crash at any moment, sees the old file or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.{random_tokens.token_hex(4)}.tmp")
+    try:
+        write_new_file(temporary, data, mode=mode)
+        os.rename(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def write_new_file(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Creates `path`, which must not exist, with exactly this mode whatever the umask, and forces it to disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        os.fchmod(descriptor, mode)
+        write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Writes all of `data`; one write(2) may take less on a nearly full disk."""
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(descriptor, remaining) :]
+
+
+def fsync_directory(path: Path) -> None:
+    """Forces created, renamed and removed names in `path` to disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no fsync for directories; their name operations are synchronous.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
