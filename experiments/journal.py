@@ -1,0 +1,89 @@
+"""The journal: every state change of a trial as one line of `events.jsonl`, for people and for `rl-status`.
+
+    {"time": 1700000000.5, "event": "worker_started", "worker": "rollout_worker/0", "attempt": 1, "pid": 4711}
+
+The journal explains; it never decides. What decides is the trial log.
+"""
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_RESERVED = ("time", "event")
+
+
+class Journal:
+    """Appends events; several processes may append to one journal at the same time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def append(self, event: str, **fields: Any) -> None:
+        """Adds one line.
+
+        Args:
+            event: what happened, e.g. `worker_exited`.
+            fields: whatever explains it (worker, attempt, pid, node, cause, ...); must be JSON.
+
+        Raises:
+            ValueError: if a field is named `time`, or its value is not JSON.
+        """
+        if "time" in fields:
+            raise ValueError(f"journal field 'time' of event {event!r} is set by the journal; use another name")
+        try:
+            text = json.dumps({"time": time.time(), "event": event, **fields}, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"event {event!r} has a field that is not JSON ({error}); convert it first") from error
+        line = text.encode("ascii") + b"\n"
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            # A writer that died within a line must cost that line only, so its successor starts on a fresh one.
+            if _ends_within_a_line(descriptor):
+                line = b"\n" + line
+            written = os.write(descriptor, line)
+            if written != len(line):
+                os.write(descriptor, b"\n")
+                raise OSError(
+                    f"only {written} of {len(line)} bytes of an event fit into {self._path}; is the disk full?"
+                )
+        finally:
+            os.close(descriptor)
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """All whole events, oldest first; an empty list if there is no journal yet."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    lines = data.split(b"\n")
+    events: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        event = _parse(line)
+        if event is not None:
+            events.append(event)
+        elif number < len(lines):
+            logger.warning("%s line %d is not a journal event, skipped: %r", path, number, line[:80])
+    return events
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or not all(key in event for key in _RESERVED):
+        return None
+    return event
+
+
+def _ends_within_a_line(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) not in (b"\n", b"")
