@@ -1,0 +1,284 @@
+"""A trial's secrets: made once at submission, kept in one file of mode 0600, handed on by path only.
+
+    rl-submit --create--> {trial}/secrets/secrets.json --load--> every worker of the trial, by the same user
+                                     |
+    rl-stop, completion --destroy----+
+
+All server sockets of a trial share one CURVE key pair; each role has a client key pair of its own, so a server can
+tell a rollout worker from a master worker, and a stranger from both.
+"""
+
+import hmac
+import logging
+import os
+import re
+import secrets as random_tokens
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NoReturn
+
+import msgspec
+import zmq
+
+from corral.experiments.trial_directory import fsync_directory, write_new_file
+
+ROLES: Final = (
+    "master_worker",
+    "model_worker",
+    "generation_server",
+    "gserver_manager",
+    "rollout_worker",
+    "launcher",
+)
+_FILE_NAME: Final = "secrets.json"
+_MAX_BYTES: Final = 65536
+_HIDDEN: Final = "***"
+
+
+class UnsafeSecretsError(PermissionError):
+    """The secrets may have been read or written by somebody else, so they are not used."""
+
+
+class Secret:
+    """Text that shows as `***` wherever it is printed; `reveal()` is the one way out, and easy to search for."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    def reveal(self) -> str:
+        return self._value
+
+    def __repr__(self) -> str:
+        return _HIDDEN
+
+    def __format__(self, format_spec: str) -> str:
+        return _HIDDEN
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Secret):
+            return NotImplemented
+        return hmac.compare_digest(self._value.encode(), other._value.encode())
+
+    def __hash__(self) -> int:
+        return hash((Secret, self._value))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a Secret is never serialized; hand on the path of the secrets directory instead")
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePair:
+    """A CURVE key pair, each key as 40 characters of Z85."""
+
+    public: str
+    secret: Secret
+
+
+class _PairFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    public: str
+    secret: str
+
+
+class _SecretsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    server: _PairFile
+    clients: dict[str, _PairFile]
+    redis_password: str
+    http_api_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialSecrets:
+    """Everything that lets a process take part in one trial."""
+
+    server: CurvePair
+    clients: Mapping[str, CurvePair]
+    """Client key pair by role."""
+    redis_password: Secret
+    http_api_key: Secret
+    """Guards generation servers' HTTP."""
+
+    @classmethod
+    def create(cls, directory: Path) -> "TrialSecrets":
+        """Makes new secrets in `directory` (created with mode 0700 if missing).
+
+        Raises:
+            FileExistsError: if there are secrets already; they are never overwritten.
+            UnsafeSecretsError: if others may write into `directory`.
+        """
+        new = cls(
+            server=_new_pair(),
+            clients={role: _new_pair() for role in ROLES},
+            redis_password=Secret(random_tokens.token_urlsafe(32)),
+            http_api_key=Secret(random_tokens.token_urlsafe(32)),
+        )
+        directory.mkdir(mode=0o700, exist_ok=True)
+        _require_private_directory(directory)
+        path = directory / _FILE_NAME
+        try:
+            write_new_file(path, msgspec.json.encode(new._to_file()))
+        except FileExistsError:
+            raise FileExistsError(
+                f"{path} exists already; a trial keeps its secrets for life, so load them, or start a new trial"
+            ) from None
+        fsync_directory(directory)
+        return new
+
+    @classmethod
+    def load(cls, directory: Path) -> "TrialSecrets":
+        """Reads the secrets, refusing what somebody else may have read or replaced.
+
+        Raises:
+            FileNotFoundError: if there are none (the trial has ended, or this is no trial directory).
+            UnsafeSecretsError: naming path, rule and remedy.
+            ValueError: if the file is no secrets file.
+        """
+        _require_private_directory(directory)
+        path = directory / _FILE_NAME
+        try:
+            content = msgspec.json.decode(_read_private_file(path), type=_SecretsFile)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            # The cause is not chained: it may quote the file.
+            raise ValueError(f"{path} is not a secrets file ({type(error).__name__}); start a new trial") from None
+        missing = [role for role in ROLES if role not in content.clients]
+        if missing:
+            raise ValueError(
+                f"{path} has no keys for {', '.join(missing)}; it was written by another version of corral"
+            )
+        return cls(
+            server=_pair(content.server),
+            clients={role: _pair(pair) for role, pair in content.clients.items()},
+            redis_password=Secret(content.redis_password),
+            http_api_key=Secret(content.http_api_key),
+        )
+
+    @staticmethod
+    def destroy(directory: Path) -> None:
+        """Removes everything in the secrets directory, and the directory; does nothing if it is gone."""
+        if directory.is_symlink():
+            raise UnsafeSecretsError(f"{directory} is a symbolic link, so what it leads to is not removed; remove it")
+        try:
+            for path in directory.iterdir():
+                path.unlink(missing_ok=True)
+            directory.rmdir()
+        except FileNotFoundError:
+            return
+
+    @property
+    def server_public(self) -> str:
+        return self.server.public
+
+    @property
+    def server_secret(self) -> Secret:
+        return self.server.secret
+
+    def client(self, role: str) -> CurvePair:
+        """The client key pair of a role.
+
+        Raises:
+            ValueError: if there is no such role.
+        """
+        try:
+            return self.clients[role]
+        except KeyError:
+            raise ValueError(f"no client keys for role {role!r}; roles are {', '.join(self.clients)}") from None
+
+    def role_by_public_key(self) -> dict[bytes, str]:
+        """Who a client is, by its public key in Z85."""
+        return {pair.public.encode("ascii"): role for role, pair in self.clients.items()}
+
+    def values(self) -> list[Secret]:
+        """All secret values, for `SecretFilter`."""
+        pairs = [self.server, *self.clients.values()]
+        return [*(pair.secret for pair in pairs), self.redis_password, self.http_api_key]
+
+    def _to_file(self) -> _SecretsFile:
+        return _SecretsFile(
+            server=_PairFile(public=self.server.public, secret=self.server.secret.reveal()),
+            clients={
+                role: _PairFile(public=pair.public, secret=pair.secret.reveal()) for role, pair in self.clients.items()
+            },
+            redis_password=self.redis_password.reveal(),
+            http_api_key=self.http_api_key.reveal(),
+        )
+
+
+class SecretFilter(logging.Filter):
+    """Replaces known secrets in log records by `***`. Add it to handlers: a logger's filter misses child loggers."""
+
+    def __init__(self, secrets: Iterable[Secret]) -> None:
+        super().__init__()
+        values = sorted((secret.reveal() for secret in secrets), key=len, reverse=True)
+        self._pattern = re.compile("|".join(re.escape(value) for value in values if value) or r"(?!)")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if self._pattern.search(message):
+            record.msg, record.args = self.scrub(message), ()
+        if record.exc_info and not record.exc_text:
+            # Formatters print exc_text if it is there, so a traceback is scrubbed before any handler sees it.
+            record.exc_text = logging.Formatter().formatException(record.exc_info)
+        if record.exc_text:
+            record.exc_text = self.scrub(record.exc_text)
+        if record.stack_info:
+            record.stack_info = self.scrub(record.stack_info)
+        return True
+
+    def scrub(self, text: str) -> str:
+        return self._pattern.sub(_HIDDEN, text)
+
+
+def _new_pair() -> CurvePair:
+    public, secret = zmq.curve_keypair()
+    return CurvePair(public.decode("ascii"), Secret(secret.decode("ascii")))
+
+
+def _pair(content: _PairFile) -> CurvePair:
+    return CurvePair(content.public, Secret(content.secret))
+
+
+def _read_private_file(path: Path) -> bytes:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if path.is_symlink():
+            raise UnsafeSecretsError(
+                f"{path} is a symbolic link; secrets must be a regular file, start a new trial"
+            ) from (error)
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise UnsafeSecretsError(f"{path} is not a regular file; remove it and start a new trial")
+        _require_own(path, status)
+        if status.st_mode & 0o077:
+            raise UnsafeSecretsError(
+                f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, so others may have read it; "
+                f"start a new trial (or `chmod 600` it if you know that nobody has)"
+            )
+        return os.read(descriptor, _MAX_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def _require_private_directory(directory: Path) -> None:
+    status = os.lstat(directory)
+    if not stat.S_ISDIR(status.st_mode):
+        raise UnsafeSecretsError(f"{directory} is not a directory (or a symbolic link to one); remove it")
+    _require_own(directory, status)
+    if status.st_mode & 0o022:
+        raise UnsafeSecretsError(
+            f"{directory} has mode {stat.S_IMODE(status.st_mode):04o}, so others may replace what is in it; "
+            f"`chmod 700` it and start a new trial"
+        )
+
+
+def _require_own(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
+        raise UnsafeSecretsError(
+            f"{path} belongs to user id {status.st_uid}, not to {os.geteuid()} who reads it; "
+            f"use the trial as the user who submitted it"
+        )
