@@ -1,0 +1,400 @@
+"""The trial log: one numbered, append-only sequence of claims and commits decides who may change a trial.
+
+    log/00000001  claim  epoch 1
+    log/00000002  commit epoch 1, step 10
+    log/00000003  claim  epoch 2           from here on epoch 1 finds its next slot taken, reads it, and exits
+    log/00000004  commit epoch 2, step 20, parent 2
+    log/00000005  done   epoch 2
+
+A slot is written by link(2), which a file server decides: it succeeds once, for one writer, and slots are never
+rewritten. A writer appends at the slot after the last entry that it has read, so it cannot pass a claim or a stop
+unseen. Clocks, directory listings and Redis have no say.
+"""
+
+import errno
+import os
+import secrets as random_tokens
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from corral.experiments.trial_directory import fsync_directory, write_new_file
+from corral.experiments.trial_log_state import (
+    Claim,
+    Commit,
+    CorruptLogError,
+    Done,
+    DoneError,
+    Entry,
+    LoggedCommit,
+    LogState,
+    Stop,
+    StoppedError,
+    SupersededError,
+    TrialLogError,
+    UncertainAppendError,
+)
+
+__all__ = [
+    "Claim",
+    "Commit",
+    "CorruptLogError",
+    "DirectoryStorage",
+    "Done",
+    "DoneError",
+    "Entry",
+    "LogState",
+    "LogWriter",
+    "LoggedCommit",
+    "SlotStorage",
+    "Stop",
+    "StoppedError",
+    "SupersededError",
+    "TrialLog",
+    "TrialLogError",
+    "UncertainAppendError",
+]
+
+MAX_ENTRY_BYTES: Final = 4096
+_DECODER: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(Claim | Commit | Stop | Done)
+_MAX_TRIES: Final = 5  # ESTALE and lost replies of a file server heal on reopening, or not at all
+_VISIBLE_TIMEOUT_S: Final = 75.0  # NFS clients may cache "no such file" for up to 60 s
+
+
+class SlotStorage(Protocol):
+    """Where slots live. Each method is atomic as seen by all writers."""
+
+    def read(self, slot: int) -> bytes | None:
+        """The entry, or None if there is none yet (which a cache may still say shortly after it was written)."""
+
+    def put_if_absent(self, slot: int, data: bytes) -> bytes | None:
+        """Stores `data` durably and returns None, or returns what the slot holds already."""
+
+    def remove_leftovers(self, below_slot: int) -> None:
+        """Removes what writers that died left behind for slots that are taken."""
+
+
+class DirectoryStorage:
+    """Slots as files `00000001`, ... of one directory on a shared file system with hard links."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self, slot: int) -> bytes | None:
+        for tries_left in reversed(range(_MAX_TRIES)):
+            try:
+                with open(self._slot_path(slot), "rb") as file:
+                    return file.read(MAX_ENTRY_BYTES + 1)
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                if error.errno != errno.ESTALE or not tries_left:
+                    raise
+        return None
+
+    def put_if_absent(self, slot: int, data: bytes) -> bytes | None:
+        temporary = self._path / f".{slot:08d}.{random_tokens.token_hex(8)}.tmp"
+        try:
+            occupant = self._link(slot, data, temporary)
+        finally:
+            temporary.unlink(missing_ok=True)
+        try:
+            fsync_directory(self._path)
+        except OSError as error:
+            raise UncertainAppendError(
+                f"slot {slot:08d} of the trial log {self._path} is written, but perhaps not on disk ({error}); exit, "
+                f"and claim a new epoch once the file system works again"
+            ) from error
+        return occupant
+
+    def _link(self, slot: int, data: bytes, temporary: Path) -> bytes | None:
+        last_error: OSError | None = None
+        for _ in range(_MAX_TRIES):
+            # Torn entries cannot exist: the bytes are on disk before the slot's name is.
+            temporary.unlink(missing_ok=True)
+            write_new_file(temporary, data)
+            try:
+                os.link(temporary, self._slot_path(slot))
+                return None
+            except FileExistsError:
+                return self._read_existing(slot)
+            except OSError as error:
+                self._require_hard_links(error)
+                last_error = error
+            if (occupant := self.read(slot)) is not None:
+                return occupant
+        raise UncertainAppendError(
+            f"slot {slot:08d} of the trial log {self._path}: the file system answered {last_error} {_MAX_TRIES} times; "
+            f"the entry may be there or not, so exit and claim a new epoch"
+        ) from last_error
+
+    def remove_leftovers(self, below_slot: int) -> None:
+        for temporary in self._path.glob(".*.tmp"):
+            slot = temporary.name.split(".")[1]
+            # The slot is taken, so a writer that still holds this file can only learn that it lost.
+            if slot.isdecimal() and int(slot) < below_slot:
+                temporary.unlink(missing_ok=True)
+
+    def _slot_path(self, slot: int) -> Path:
+        return self._path / f"{slot:08d}"
+
+    def _read_existing(self, slot: int) -> bytes:
+        deadline = time.monotonic() + _VISIBLE_TIMEOUT_S
+        pause_s = 0.01
+        while (data := self.read(slot)) is None:
+            if time.monotonic() > deadline:
+                raise UncertainAppendError(
+                    f"slot {self._slot_path(slot)} is taken, but the file system has not shown what it holds "
+                    f"for {_VISIBLE_TIMEOUT_S:.0f} s; check the mount of the trial directory on this node"
+                )
+            time.sleep(pause_s)
+            pause_s = min(1.0, 2 * pause_s)
+        return data
+
+    def _require_hard_links(self, error: OSError) -> None:
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise TrialLogError(
+                f"the file system of {self._path} refuses hard links ({error}), which the trial log needs; "
+                f"put the file root on a shared POSIX file system (NFS, Lustre, GPFS, BeeGFS)"
+            ) from error
+
+
+class TrialLog:
+    """Reads the log incrementally, and appends to it. One object per thread."""
+
+    def __init__(self, path: Path, *, storage: SlotStorage | None = None) -> None:
+        self._path = path
+        self._storage: SlotStorage = storage if storage is not None else DirectoryStorage(path)
+        self._state = LogState()
+
+    @property
+    def state(self) -> LogState:
+        """The state as last read; costs nothing."""
+        return self._state
+
+    def read(self) -> LogState:
+        """Reads what is new and returns the state."""
+        self.poll()
+        return self._state
+
+    def poll(self) -> list[tuple[int, Entry]]:
+        """The entries that appeared since the last read, by opening the next slots; never lists the directory."""
+        entries = self.read_from(self._state.next_slot)
+        for _, entry in entries:
+            self._state = self._state.after(entry)
+        return entries
+
+    def read_from(self, slot: int) -> list[tuple[int, Entry]]:
+        """All entries from `slot` on, without changing what this object has read."""
+        entries: list[tuple[int, Entry]] = []
+        while (data := self._storage.read(slot)) is not None:
+            entries.append((slot, self._decode(slot, data)))
+            slot += 1
+        return entries
+
+    def claim(self, owner: str, *, resume: bool = False) -> "LogWriter":
+        """Begins a new trainer epoch, which ends all earlier ones.
+
+        Args:
+            owner: who claims, for people: job id, host, pid.
+            resume: claim although the trial was stopped.
+
+        Raises:
+            DoneError: the trial is complete.
+            StoppedError: the trial was stopped, and `resume` is false.
+        """
+        nonce = _new_nonce()
+
+        def entry(state: LogState) -> Claim:
+            if state.done:
+                raise DoneError(
+                    f"trial log {self._path}: epoch {state.done.epoch} finished this trial; start a new one"
+                )
+            if state.stop and not resume:
+                raise StoppedError(
+                    f"trial log {self._path}: {_describe(state.stop)}; continue with `rl-submit --resume`"
+                )
+            return Claim(epoch=state.epoch + 1, owner=owner, nonce=nonce)
+
+        self.read()
+        slot = self.append(entry)
+        self._storage.remove_leftovers(slot)
+        return LogWriter(self)
+
+    def request_stop(self, by: str, *, reason: str = "") -> int:
+        """Stops the trial from outside: no epoch commits any more, whether its process hears of it or not.
+
+        Returns:
+            The slot of the stop that is in force.
+
+        Raises:
+            DoneError: the trial is complete, there is nothing to stop.
+        """
+        nonce = _new_nonce()
+        self.read()
+        try:
+            return self.append(lambda state: self._outside_stop(state, by=by, reason=reason, nonce=nonce))
+        except DoneError:
+            raise
+        except StoppedError:
+            return self._state.next_slot - 1
+
+    def append(self, make_entry: Callable[[LogState], Entry]) -> int:
+        """Appends at the slot after the last entry read; whoever won that slot is read first, and asked again.
+
+        Args:
+            make_entry: gives the entry for a state, with the same nonce each time, or raises if that state forbids it.
+        """
+        while True:
+            slot = self._state.next_slot
+            entry = make_entry(self._state)
+            occupant_data = self._storage.put_if_absent(slot, self._encode(entry))
+            occupant = entry if occupant_data is None else self._decode(slot, occupant_data)
+            self._state = self._state.after(occupant)
+            # Equal nonces: the link succeeded, and only its reply was lost.
+            if occupant.nonce == entry.nonce:
+                return slot
+
+    def _outside_stop(self, state: LogState, *, by: str, reason: str, nonce: str) -> Stop:
+        if state.done:
+            raise DoneError(f"trial log {self._path}: epoch {state.done.epoch} finished this trial; nothing to stop")
+        if state.stop:
+            raise StoppedError(f"trial log {self._path}: {_describe(state.stop)}")
+        return Stop(epoch=None, by=by, reason=reason, nonce=nonce)
+
+    def _encode(self, entry: Entry) -> bytes:
+        data = msgspec.json.encode(entry)
+        if len(data) > MAX_ENTRY_BYTES:
+            raise ValueError(
+                f"trial log entry has {len(data)} bytes, more than {MAX_ENTRY_BYTES}; shorten owner or reason"
+            )
+        return data
+
+    def _decode(self, slot: int, data: bytes) -> Entry:
+        try:
+            if len(data) > MAX_ENTRY_BYTES:
+                raise ValueError(f"more than {MAX_ENTRY_BYTES} bytes")
+            entry: Entry = _DECODER.decode(data)
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise CorruptLogError(
+                f"{self._path}/{slot:08d} is not a trial log entry ({error}); restore the file from a backup, "
+                f"or start a new trial from the last good checkpoint"
+            ) from error
+        return entry
+
+
+class LogWriter:
+    """The only way to commit: one claimed epoch. Every method raises rather than write for a superseded epoch."""
+
+    def __init__(self, log: TrialLog) -> None:
+        self._log = log
+        self._uncertain = False
+        self.epoch: Final = log.state.epoch
+        self.base: Final = log.state.last
+        """The last commit before the claim: nobody can add another one before it any more."""
+        self._parent = self.base.slot if self.base else 0
+
+    @property
+    def state(self) -> LogState:
+        return self._log.state
+
+    def check(self) -> None:
+        """Reads what is new; call it after every long wait.
+
+        Raises:
+            SupersededError, StoppedError, DoneError: this epoch is over.
+        """
+        self._log.poll()
+        self._require_open(self._log.state)
+
+    def fall_back_to(self, slot: int) -> None:
+        """Continues an earlier commit, because all later ones are corrupt.
+
+        Raises:
+            ValueError: if `slot` is no ancestor of the base, or this epoch has committed already.
+        """
+        if self.base is None or slot not in [logged.slot for logged in self.state.lineage(self.base.slot)]:
+            raise ValueError(f"slot {slot} is no ancestor of the commit that epoch {self.epoch} starts from")
+        if any(logged.commit.epoch == self.epoch for logged in self.state.commits):
+            raise ValueError(f"epoch {self.epoch} has committed already; only a new epoch may fall back")
+        self._parent = slot
+
+    def commit(
+        self,
+        *,
+        step: int,
+        directory: str,
+        manifest_sha256: str,
+        ledger_file: str,
+        ledger_sha256: str,
+        trained: int,
+        dropped: int,
+    ) -> LoggedCommit:
+        """Makes a checkpoint count. All its files must be on disk, with checksums, before.
+
+        Raises:
+            SupersededError, StoppedError, DoneError: this epoch is over, nothing was written.
+        """
+        commit = Commit(
+            epoch=self.epoch,
+            step=step,
+            parent=self._parent,
+            directory=directory,
+            manifest_sha256=manifest_sha256,
+            ledger_file=ledger_file,
+            ledger_sha256=ledger_sha256,
+            trained=trained,
+            dropped=dropped,
+            nonce=_new_nonce(),
+        )
+        parent = next((logged.commit for logged in self.state.commits if logged.slot == self._parent), None)
+        if parent is not None and step <= parent.step:
+            raise ValueError(f"commit of step {step} must come after step {parent.step}, which it continues")
+        slot = self._append(commit)
+        self._parent = slot
+        return LoggedCommit(slot, commit)
+
+    def stop(self, *, by: str, reason: str = "") -> None:
+        """Ends this epoch such that only a resume continues the trial."""
+        self._append(Stop(epoch=self.epoch, by=by, reason=reason, nonce=_new_nonce()))
+
+    def done(self) -> None:
+        """Ends the trial for good."""
+        self._append(Done(epoch=self.epoch, nonce=_new_nonce()))
+
+    def _append(self, entry: Entry) -> int:
+        def if_open(state: LogState) -> Entry:
+            self._require_open(state)
+            return entry
+
+        try:
+            return self._log.append(if_open)
+        except UncertainAppendError:
+            self._uncertain = True
+            raise
+
+    def _require_open(self, state: LogState) -> None:
+        if self._uncertain:
+            raise UncertainAppendError(
+                f"an earlier append of epoch {self.epoch} may be in the log or not; exit and claim a new epoch"
+            )
+        if state.epoch != self.epoch:
+            raise SupersededError(
+                f"epoch {self.epoch} was superseded by epoch {state.epoch} of {state.owner} in slot "
+                f"{state.claim_slot:08d}; exit, that one continues from the last commit"
+            )
+        if state.done:
+            raise DoneError(f"epoch {state.done.epoch} finished this trial; exit")
+        if state.stop:
+            raise StoppedError(f"{_describe(state.stop)}; exit, `rl-submit --resume` continues from the last commit")
+
+
+def _describe(stop: Stop) -> str:
+    return f"{stop.by} stopped this trial" + (f" ({stop.reason})" if stop.reason else "")
+
+
+def _new_nonce() -> str:
+    return random_tokens.token_hex(16)

@@ -1,0 +1,187 @@
+"""What the entries of a trial log mean: a pure fold from entries to who may commit, and onto what.
+
+            claim, commit
+               +----+
+               v    |
+(empty) ---> OPEN --+-- done ---> DONE       nobody may claim again
+   |           |  ^
+   +-- stop ---+  | claim, to resume
+               v  |
+             STOPPED
+"""
+
+from dataclasses import dataclass, replace
+
+import msgspec
+
+
+class TrialLogError(Exception):
+    """Base of:
+
+    SupersededError      a higher epoch was claimed
+    StoppedError         somebody stopped the trial
+      DoneError          the trial is complete
+    UncertainAppendError the file server answers neither yes nor no
+    CorruptLogError      a slot that no writer of this log can have written
+    """
+
+
+class SupersededError(TrialLogError):
+    """A newer trainer epoch has taken over; this one must exit without writing anything."""
+
+
+class StoppedError(TrialLogError):
+    """The trial was stopped."""
+
+
+class DoneError(StoppedError):
+    """The trial is complete."""
+
+
+class UncertainAppendError(TrialLogError):
+    """The entry may or may not be in the log; only a new claim can tell."""
+
+
+class CorruptLogError(TrialLogError):
+    """A slot holds something that the rules of the log forbid."""
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
+    nonce: str
+    """Random; tells a writer whose reply was lost that the entry in the slot is its own."""
+
+
+class Claim(_Entry, frozen=True, kw_only=True):
+    """Trainer epoch `epoch` begins, and every lower one ends."""
+
+    epoch: int
+    owner: str
+
+
+class Commit(_Entry, frozen=True, kw_only=True):
+    """Binds weights, optimizer, data position (all in `directory`) and the consumed samples (`ledger_file`)."""
+
+    epoch: int
+    step: int
+    """The policy version that this commit holds."""
+    parent: int
+    """Slot of the commit that this one continues; 0 if it continues the initial weights."""
+    directory: str
+    """Relative to the trial directory."""
+    manifest_sha256: str
+    ledger_file: str
+    """Relative to the trial directory."""
+    ledger_sha256: str
+    trained: int
+    """How many samples this commit adds as trained."""
+    dropped: int
+    """How many samples this commit adds as dropped."""
+
+
+class Stop(_Entry, frozen=True, kw_only=True):
+    """Nobody may commit until a claim resumes the trial."""
+
+    epoch: int | None
+    """The epoch that stopped itself; None if someone outside stopped it."""
+    by: str
+    reason: str
+
+
+class Done(_Entry, frozen=True, kw_only=True):
+    """The trial is complete."""
+
+    epoch: int
+
+
+Entry = Claim | Commit | Stop | Done
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedCommit:
+    """A commit and its slot, by which later commits name it as their parent."""
+
+    slot: int
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogState:
+    """What the entries so far add up to."""
+
+    next_slot: int = 1
+    epoch: int = 0
+    """The highest claimed epoch; 0 before the first claim."""
+    owner: str = ""
+    claim_slot: int = 0
+    commits: tuple[LoggedCommit, ...] = ()
+    stop: Stop | None = None
+    """The stop in force; None once a claim has resumed the trial."""
+    done: Done | None = None
+
+    @property
+    def last(self) -> LoggedCommit | None:
+        return self.commits[-1] if self.commits else None
+
+    @property
+    def last_commit(self) -> Commit | None:
+        return self.commits[-1].commit if self.commits else None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.stop is not None
+
+    @property
+    def is_done(self) -> bool:
+        return self.done is not None
+
+    def lineage(self, slot: int | None = None) -> tuple[LoggedCommit, ...]:
+        """The chain of commits up to `slot` (default: the last one), oldest first.
+
+        It is all commits, unless a recovery had to fall back past a corrupt one, which then is no ancestor.
+        """
+        by_slot = {logged.slot: logged for logged in self.commits}
+        slot = slot if slot is not None else (self.commits[-1].slot if self.commits else 0)
+        chain: list[LoggedCommit] = []
+        while slot:
+            chain.append(by_slot[slot])
+            slot = chain[-1].commit.parent
+        return tuple(reversed(chain))
+
+    def after(self, entry: Entry) -> "LogState":
+        """The state with `entry` in the next slot.
+
+        Raises:
+            CorruptLogError: if the rules of the log forbid that entry there.
+        """
+        slot = self.next_slot
+        problem = self._why_not(entry)
+        if problem:
+            raise CorruptLogError(f"slot {slot:08d} of the trial log holds {entry}, but {problem}")
+        match entry:
+            case Claim():
+                return replace(
+                    self, next_slot=slot + 1, epoch=entry.epoch, owner=entry.owner, claim_slot=slot, stop=None
+                )
+            case Commit():
+                return replace(self, next_slot=slot + 1, commits=(*self.commits, LoggedCommit(slot, entry)))
+            case Stop():
+                return replace(self, next_slot=slot + 1, stop=entry)
+            case Done():
+                return replace(self, next_slot=slot + 1, done=entry)
+
+    def _why_not(self, entry: Entry) -> str:
+        if self.done:
+            return "the trial was done before"
+        if isinstance(entry, Claim):
+            return "" if entry.epoch == self.epoch + 1 else f"the next epoch is {self.epoch + 1}"
+        if self.stop:
+            return "the trial was stopped before"
+        if entry.epoch is not None and entry.epoch != self.epoch:
+            return f"the epoch is {self.epoch}"
+        if isinstance(entry, Commit) and entry.parent:
+            parent = next((logged.commit for logged in reversed(self.commits) if logged.slot == entry.parent), None)
+            if parent is None:
+                return f"its parent slot {entry.parent} holds no commit"
+            if entry.step <= parent.step:
+                return f"its parent's step is {parent.step} already"
+        return ""
