@@ -1,0 +1,173 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corral.experiments.ledger import (
+    CorruptLedgerError,
+    Ledger,
+    LedgerDelta,
+    LedgerViolationError,
+    check_conservation,
+    write_delta,
+)
+from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial_log import Commit
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> TrialDirectory:
+    trial = TrialDirectory(tmp_path / "trial")
+    trial.create()
+    return trial
+
+
+def _commit(trial: TrialDirectory, delta: LedgerDelta) -> Commit:
+    file, digest = write_delta(trial, delta)
+    return Commit(
+        epoch=delta.epoch,
+        step=delta.step,
+        parent=0,
+        directory="checkpoints/x",
+        manifest_sha256="0" * 64,
+        ledger_file=file,
+        ledger_sha256=digest,
+        trained=delta.trained_count,
+        dropped=len(delta.dropped),
+        nonce="n",
+    )
+
+
+def test_the_ledger_is_the_union_of_the_commits_deltas(trial: TrialDirectory) -> None:
+    commits = [
+        _commit(trial, LedgerDelta(epoch=1, step=2, trained={1: ["0:a", "0:b"], 2: ["0:c"]}, dropped={"0:d": "stale"})),
+        _commit(trial, LedgerDelta(epoch=2, step=3, trained={3: ["0:e"]}, dropped={})),
+    ]
+    ledger = Ledger.load(trial, commits)
+    assert ledger.trained == {"0:a": 1, "0:b": 1, "0:c": 2, "0:e": 3} and ledger.dropped == {"0:d": "stale"}
+    assert ledger.trained_count == 4 and ledger.consumed("0:d") and not ledger.consumed("1:a")
+    assert commits[0].ledger_file == "ledger/1-2.json"
+
+
+def test_a_sample_in_two_commits_is_a_violation(trial: TrialDirectory) -> None:
+    first = _commit(trial, LedgerDelta(epoch=1, step=1, trained={1: ["0:a"]}, dropped={}))
+    for second in (
+        LedgerDelta(epoch=2, step=2, trained={2: ["0:b", "0:a"]}, dropped={}),
+        LedgerDelta(epoch=2, step=2, trained={}, dropped={"0:a": "stale"}),
+    ):
+        with pytest.raises(LedgerViolationError, match="'0:a'.*step 1 consumed"):
+            Ledger.load(trial, [first, _commit(trial, second)])
+
+
+def test_a_refused_record_changes_nothing() -> None:
+    ledger = Ledger()
+    ledger.train(1, ["0:a"])
+    for again in (["0:b", "0:a"], ["0:c", "0:c"]):
+        with pytest.raises(LedgerViolationError):
+            ledger.train(2, again)
+    with pytest.raises(LedgerViolationError):
+        ledger.drop("0:a", "stale")
+    with pytest.raises(ValueError, match="reason"):
+        ledger.drop("0:z", "")
+    assert ledger.trained == {"0:a": 1} and not ledger.dropped
+    assert ledger.delta_for(epoch=1, step=1).trained == {1: ["0:a"]}
+
+
+def test_a_commit_covers_what_was_pending_when_it_was_made(trial: TrialDirectory) -> None:
+    ledger = Ledger()
+    ledger.train(1, ["0:a"])
+    ledger.drop("0:b", "filtered")
+    delta = ledger.delta_for(epoch=1, step=1)
+    ledger.train(2, ["0:c"])
+    ledger.mark_committed(delta)
+    assert ledger.delta_for(epoch=1, step=2) == LedgerDelta(epoch=1, step=2, trained={2: ["0:c"]}, dropped={})
+    assert ledger.consumed("0:a") and Ledger.load(trial, [_commit(trial, delta)]).trained == {"0:a": 1}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["train", "drop", "commit"]), st.lists(st.integers(0, 30), unique=True, max_size=4)),
+        max_size=25,
+    )
+)
+def test_deltas_of_any_history_add_up_to_its_ledger(history: list[tuple[str, list[int]]]) -> None:
+    ledger, rebuilt, seen = Ledger(), Ledger(), set[str]()
+    for step, (action, numbers) in enumerate([*history, ("commit", [])], start=1):
+        uids = [f"0:{number}" for number in numbers if f"0:{number}" not in seen]
+        seen |= set(uids) if action != "commit" else set()
+        if action == "train":
+            ledger.train(step, uids)
+        elif action == "drop":
+            for uid in uids:
+                ledger.drop(uid, "stale")
+        else:
+            delta = ledger.delta_for(epoch=1, step=step)
+            rebuilt.add(delta)
+            ledger.mark_committed(delta)
+    assert (rebuilt.trained, rebuilt.dropped) == (ledger.trained, ledger.dropped)
+    rebuilt.verify_exactly_once(seen)
+
+
+def test_skipped_and_invented_samples_are_named() -> None:
+    ledger = Ledger()
+    ledger.train(1, ["0:a", "0:x"])
+    with pytest.raises(LedgerViolationError, match="never consumed: '0:b'; consumed but never issued: '0:x'"):
+        ledger.verify_exactly_once(["0:a", "0:b"])
+    with pytest.raises(LedgerViolationError, match="and 995 more"):
+        Ledger().verify_exactly_once([f"0:{i}" for i in range(1000)])
+
+
+def test_conservation_counts_each_sample_at_the_last_stage_it_reached() -> None:
+    ledger = Ledger()
+    ledger.train(1, ["0:a", "0:b"])
+    ledger.drop("0:c", "stale")
+    result = check_conservation(
+        ledger, issued=[f"0:{x}" for x in "abcdef"], spooled=["0:b", "0:d"], in_flight=["0:d", "0:e", "0:f"]
+    )
+    assert (result.issued, result.trained, result.dropped, result.spooled, result.in_flight) == (
+        6,
+        2,
+        {"stale": 1},
+        1,
+        2,
+    )
+
+
+def test_a_sample_that_is_nowhere_breaks_conservation() -> None:
+    ledger = Ledger()
+    ledger.train(1, ["0:a"])
+    with pytest.raises(LedgerViolationError, match=r"lost: '0:b' \(2 issued, 1 trained"):
+        check_conservation(ledger, issued=["0:a", "0:b"], spooled=[], in_flight=[])
+    with pytest.raises(LedgerViolationError, match="never issued: '0:z'"):
+        check_conservation(ledger, issued=["0:a"], spooled=["0:z"], in_flight=[])
+
+
+def test_a_delta_file_changed_at_any_byte_is_refused(trial: TrialDirectory) -> None:
+    commit = _commit(trial, LedgerDelta(epoch=1, step=1, trained={1: ["0:a"]}, dropped={"0:b": "stale"}))
+    path = trial.path / commit.ledger_file
+    whole = path.read_bytes()
+    for index in range(len(whole)):
+        for damaged in (whole[:index], whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :]):
+            path.write_bytes(damaged)
+            with pytest.raises(CorruptLedgerError, match="1-1.json"):
+                Ledger.load(trial, [commit])
+    path.unlink()
+    with pytest.raises(CorruptLedgerError, match="cannot be read"):
+        Ledger.load(trial, [commit])
+
+
+def test_a_delta_must_hold_what_its_commit_counts(trial: TrialDirectory) -> None:
+    good = _commit(trial, LedgerDelta(epoch=1, step=1, trained={1: ["0:a"]}, dropped={}))
+    fields = {name: getattr(good, name) for name in good.__struct_fields__}
+    with pytest.raises(CorruptLedgerError, match=r"\(1, 1, 1, 0\)"):
+        Ledger.load(trial, [Commit(**{**fields, "trained": 2})])
+
+
+def test_a_ledger_path_out_of_the_trial_is_not_followed(trial: TrialDirectory) -> None:
+    good = _commit(trial, LedgerDelta(epoch=1, step=1, trained={}, dropped={}))
+    (trial.path.parent / "evil.json").write_text(json.dumps({}))
+    fields = {name: getattr(good, name) for name in good.__struct_fields__}
+    with pytest.raises(CorruptLedgerError, match="inside the trial directory"):
+        Ledger.load(trial, [Commit(**{**fields, "ledger_file": "../evil.json"})])
