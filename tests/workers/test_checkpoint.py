@@ -1,0 +1,291 @@
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from corral.experiments.ledger import Ledger, LedgerDelta, LedgerViolationError, write_delta
+from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial_log import LoggedCommit, LogWriter, TrialLog
+from corral.workers.checkpoint import (
+    CheckpointWriter,
+    CorruptCheckpointError,
+    NoValidCheckpointError,
+    collect_garbage,
+    last_valid_commit,
+    verify_checkpoint,
+    verify_manifest,
+    write_manifest,
+)
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> TrialDirectory:
+    trial = TrialDirectory(tmp_path / "trial")
+    trial.create()
+    return trial
+
+
+def _save(trial: TrialDirectory, writer: LogWriter, step: int, trained: list[str]) -> LoggedCommit:
+    new = CheckpointWriter(trial, epoch=writer.epoch, step=step)
+    (new.path / "rank-0.safetensors").write_bytes(f"weights after {step}".encode() * 20)
+    (new.path / "optimizer").mkdir()
+    (new.path / "optimizer" / "rank-0.distcp").write_bytes(bytes(100))
+    (new.path / "state.json").write_text("{}")
+    digest = new.write_manifest({"layout": "d2"})
+    delta = LedgerDelta(epoch=writer.epoch, step=step, trained={step: trained}, dropped={})
+    file, ledger_sha256 = write_delta(trial, delta)
+    return writer.commit(
+        step=step,
+        directory=new.relative_path,
+        manifest_sha256=digest,
+        ledger_file=file,
+        ledger_sha256=ledger_sha256,
+        trained=len(trained),
+        dropped=0,
+    )
+
+
+def _directory(trial: TrialDirectory, logged: LoggedCommit) -> Path:
+    return trial.path / logged.commit.directory
+
+
+def test_a_manifest_seals_every_file_with_size_and_digest(tmp_path: Path) -> None:
+    folder = tmp_path / "weights" / "v1.3"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.safetensors").write_bytes(b"abc")
+    (folder / "sub" / "empty").write_bytes(b"")
+    (folder / "sub" / "manifest.json").write_bytes(b"not the manifest")
+    (folder / ".nfs0001").write_bytes(b"removed while open")
+    digest = write_manifest(folder, {"version": "1.3"})
+    manifest = verify_manifest(folder, digest)
+    assert manifest.files["a.safetensors"].size == 3
+    assert manifest.files["a.safetensors"].sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert sorted(manifest.files) == ["a.safetensors", "sub/empty", "sub/manifest.json"]
+    assert manifest.extra == {"version": "1.3"} and verify_manifest(folder, None) == manifest
+
+
+def test_only_files_and_folders_can_be_sealed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/etc/hostname")
+    with pytest.raises(ValueError, match="neither a file nor a folder"):
+        write_manifest(tmp_path, {})
+    (tmp_path / "link").unlink()
+    with pytest.raises(ValueError, match="not JSON"):
+        write_manifest(tmp_path, {"loss": object()})
+
+
+Damage = Callable[[Path], None]
+
+
+def _edit(name: str, change: Callable[[bytes], bytes]) -> Damage:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes())) and None
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "truncated shard": (_edit("rank-0.safetensors", lambda data: data[:-1]), "rank-0.safetensors: expected .* bytes"),
+    "flipped bit": (_edit("rank-0.safetensors", lambda data: data[:9] + b"\x00" + data[10:]), "SHA-256 .* got"),
+    "zeroed shard": (_edit("rank-0.safetensors", lambda data: bytes(len(data))), "SHA-256 .* got"),
+    "grown shard": (_edit("state.json", lambda data: data + b" "), "state.json: expected 2 bytes, got 3"),
+    "missing shard": (lambda folder: (folder / "optimizer" / "rank-0.distcp").unlink(), "rank-0.distcp: .* no file"),
+    "missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "never finished"),
+    "truncated manifest": (_edit("manifest.json", lambda data: data[:-10]), "manifest.json: expected SHA-256"),
+    "other manifest": (_edit("manifest.json", lambda data: data.replace(b"d2", b"d4")), "expected SHA-256"),
+    "unlisted shard": (lambda folder: (folder / "rank-1.safetensors").touch(), "no such file"),
+    "shard by link": (
+        lambda folder: ((folder / "state.json").unlink(), (folder / "state.json").symlink_to("/etc/hostname")) and None,
+        "neither a file nor a folder",
+    ),
+    "missing directory": (shutil.rmtree, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
+    trial: TrialDirectory, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage, message = DAMAGES[name]
+    writer = TrialLog(trial.log_path).claim("job 1")
+    good = _save(trial, writer, 10, ["0:a"])
+    bad = _save(trial, writer, 20, ["0:b"])
+    verify_checkpoint(_directory(trial, bad), bad.commit.manifest_sha256)
+    damage(_directory(trial, bad))
+    with pytest.raises(CorruptCheckpointError, match=message):
+        verify_checkpoint(_directory(trial, bad), bad.commit.manifest_sha256)
+
+    second = TrialLog(trial.log_path).claim("job 2")
+    point = last_valid_commit(second.state, trial)
+    assert point.commit == good.commit and [rejected.logged for rejected in point.rejected] == [bad]
+    assert "commit of step 20" in caplog.text and "continuing from step 10" in caplog.text
+    assert Ledger.load(trial, point.commits).trained == {"0:a": 10}
+
+    second.fall_back_to(good.slot)
+    again = _save(trial, second, 11, ["0:b"])
+    point = last_valid_commit(TrialLog(trial.log_path).read(), trial)
+    assert point.slot == again.slot and not point.rejected
+    assert Ledger.load(trial, point.commits).trained == {"0:a": 10, "0:b": 11}
+
+
+def test_without_any_commit_a_trial_starts_from_its_initial_weights(trial: TrialDirectory) -> None:
+    point = last_valid_commit(TrialLog(trial.log_path).claim("job 1").state, trial)
+    assert (point.commit, point.slot, point.honoured, point.rejected) == (None, None, (), ())
+
+
+def test_a_trial_never_starts_from_scratch_silently(trial: TrialDirectory) -> None:
+    writer = TrialLog(trial.log_path).claim("job 1")
+    for step in (1, 2):
+        shutil.rmtree(_directory(trial, _save(trial, writer, step, [f"0:{step}"])))
+    with pytest.raises(NoValidCheckpointError, match=r"none of the 2 commits(.|\n)*step 2: (.|\n)*step 1: "):
+        last_valid_commit(writer.state, trial)
+
+
+def test_a_commit_without_its_ledger_is_no_place_to_continue_from(trial: TrialDirectory) -> None:
+    writer = TrialLog(trial.log_path).claim("job 1")
+    saved = [_save(trial, writer, step, [f"0:{step}"]) for step in (1, 2, 3)]
+    (trial.path / saved[1].commit.ledger_file).write_bytes(b"{}")
+    point = last_valid_commit(writer.state, trial)
+    assert point.commit == saved[0].commit
+    assert [rejected.logged.slot for rejected in point.rejected] == [saved[2].slot, saved[1].slot]
+    assert all("1-2.json" in rejected.reason for rejected in point.rejected)
+
+
+def test_forgetting_to_fall_back_is_noticed_by_the_ledger(trial: TrialDirectory) -> None:
+    writer = TrialLog(trial.log_path).claim("job 1")
+    _save(trial, writer, 10, ["0:a"])
+    (_directory(trial, _save(trial, writer, 20, ["0:b"])) / "state.json").unlink()
+    second = TrialLog(trial.log_path).claim("job 2")
+    assert last_valid_commit(second.state, trial).slot == 2
+    _save(trial, second, 30, ["0:b"])
+    with pytest.raises(LedgerViolationError, match="'0:b'"):
+        Ledger.load(trial, [logged.commit for logged in TrialLog(trial.log_path).read().lineage()])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_change_of_any_byte_is_noticed(trial: TrialDirectory, data: st.DataObject) -> None:
+    folder = trial.checkpoints_path / "sealed"
+    if not folder.exists():
+        folder.mkdir()
+        for index in range(3):
+            (folder / f"rank-{index}").write_bytes(os.urandom(64))
+        (trial.path / "digest").write_text(write_manifest(folder, {}))
+    path = folder / data.draw(st.sampled_from(["rank-0", "rank-1", "rank-2", "manifest.json"]))
+    whole = path.read_bytes()
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    changed = data.draw(
+        st.sampled_from(
+            [whole[:cut], whole[:cut] + bytes([whole[cut] ^ 4]) + whole[cut + 1 :], whole[:cut] + whole[cut + 1 :]]
+        )
+    )
+    path.write_bytes(changed)
+    try:
+        with pytest.raises(CorruptCheckpointError, match=path.name):
+            verify_checkpoint(folder, (trial.path / "digest").read_text())
+    finally:
+        path.write_bytes(whole)
+
+
+def test_swapped_shards_are_noticed(trial: TrialDirectory) -> None:
+    folder = trial.checkpoints_path / "sealed"
+    folder.mkdir()
+    for index in range(2):
+        (folder / f"rank-{index}").write_bytes(bytes([index]) * 64)
+    digest = write_manifest(folder, {})
+    os.rename(folder / "rank-0", folder / "x")
+    os.rename(folder / "rank-1", folder / "rank-0")
+    os.rename(folder / "x", folder / "rank-1")
+    with pytest.raises(CorruptCheckpointError, match="rank-0: expected SHA-256"):
+        verify_checkpoint(folder, digest)
+
+
+def test_two_attempts_at_one_step_never_share_a_directory(trial: TrialDirectory) -> None:
+    first, second = (CheckpointWriter(trial, epoch=3, step=7) for _ in range(2))
+    assert first.path != second.path and first.relative_path.startswith("checkpoints/step-00000007-e3-")
+    first.discard()
+    assert os.listdir(trial.checkpoints_path) == [second.path.name]
+
+
+def test_everything_a_commit_names_is_on_disk_before_the_commit(
+    trial: TrialDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real_fsync, real_link = os.fsync, os.link
+    at_commit: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        real_fsync(descriptor)
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), trial.path))
+
+    def link(source: Path, target: Path) -> None:
+        at_commit[:] = synced
+        real_link(source, target)
+
+    writer = TrialLog(trial.log_path).claim("job 1")
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "link", link)
+    commit = _save(trial, writer, 1, ["0:a"]).commit
+    names = ["rank-0.safetensors", "optimizer/rank-0.distcp", "state.json", "optimizer"]
+    expected = [f"{commit.directory}/{name}" for name in names]
+    assert {*expected, commit.directory, "checkpoints", "ledger"} <= set(at_commit)
+    # Files that are renamed into place are synced under their temporary names.
+    for folder, name in ((commit.directory, "manifest.json"), ("ledger", "1-1.json"), ("log", "00000002")):
+        assert [path for path in at_commit if path.startswith(f"{folder}/.") and name in path]
+
+
+def _names(trial: TrialDirectory) -> set[str]:
+    return {f"checkpoints/{name}" for name in os.listdir(trial.checkpoints_path)}
+
+
+def test_old_commits_go_and_the_newest_stay(trial: TrialDirectory) -> None:
+    writer = TrialLog(trial.log_path).claim("job 1")
+    saved = [_save(trial, writer, step, [f"0:{step}"]).commit.directory for step in range(1, 6)]
+    removed = collect_garbage(trial, writer.state, epoch=1, keep=2, protect={saved[0]})
+    assert removed == saved[1:3] and _names(trial) == {saved[0], *saved[3:]}
+    assert collect_garbage(trial, writer.state, epoch=1, keep=2) == [saved[0]]
+
+
+def test_what_dead_epochs_left_goes_but_not_what_this_one_writes(trial: TrialDirectory) -> None:
+    first = TrialLog(trial.log_path).claim("job 1")
+    committed = [_save(trial, first, step, [f"0:{step}"]).commit.directory for step in (1, 2)]
+    abandoned = CheckpointWriter(trial, epoch=1, step=3)
+    (abandoned.path / "rank-0").write_bytes(b"half")
+    second = TrialLog(trial.log_path).claim("job 2")
+    in_progress = CheckpointWriter(trial, epoch=2, step=4)
+    newer = CheckpointWriter(trial, epoch=3, step=4)
+    (trial.checkpoints_path / "my-notes").mkdir()
+    (trial.checkpoints_path / ".removing-step-00000001-e1-00000000").mkdir()
+    committed.append(_save(trial, second, 3, ["0:3"]).commit.directory)
+    assert collect_garbage(trial, second.state, epoch=2, keep=2) == [committed[0], abandoned.relative_path]
+    assert _names(trial) == {
+        *committed[1:],
+        in_progress.relative_path,
+        newer.relative_path,
+        "checkpoints/my-notes",
+    }
+
+
+def test_nothing_is_removed_before_the_own_commit_or_below_two(trial: TrialDirectory) -> None:
+    first = TrialLog(trial.log_path).claim("job 1")
+    for step in range(1, 4):
+        _save(trial, first, step, [f"0:{step}"])
+    before = _names(trial)
+    with pytest.raises(ValueError, match="at least 2 commits, got 1"):
+        collect_garbage(trial, first.state, epoch=1, keep=1)
+    second = TrialLog(trial.log_path).claim("job 2")
+    for state, epoch in ((second.state, 2), (TrialLog(trial.log_path).read(), 1)):
+        with pytest.raises(ValueError, match="before its own first commit"):
+            collect_garbage(trial, state, epoch=epoch, keep=2)
+    assert _names(trial) == before
+
+
+def test_after_a_fall_back_the_commits_continued_from_stay(trial: TrialDirectory) -> None:
+    first = TrialLog(trial.log_path).claim("job 1")
+    saved = [_save(trial, first, step, [f"0:{step}"]) for step in (1, 2, 3)]
+    (_directory(trial, saved[2]) / "state.json").unlink()
+    second = TrialLog(trial.log_path).claim("job 2")
+    second.fall_back_to(last_valid_commit(second.state, trial).slot or 0)
+    new = _save(trial, second, 3, ["0:3"])
+    collect_garbage(trial, second.state, epoch=2, keep=2)
+    assert _names(trial) == {saved[1].commit.directory, new.commit.directory}
