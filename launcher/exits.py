@@ -1,0 +1,90 @@
+"""Exit records: one small file per ended worker, so that the first failure can be told from those that followed it.
+
+exits/{attempt}.{kind}-{index}.{n}.json   worker, attempt, returncode, signal, time, node, pid, last_lines
+"""
+
+import json
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.trial_directory import TrialDirectory, atomic_write
+
+_TAIL_BYTES = 16384
+_TAIL_LINES = 20
+
+
+class ExitRecorder:
+    """Writes the records of one attempt."""
+
+    def __init__(self, directory: TrialDirectory, attempt: int) -> None:
+        self._directory = directory
+        self._attempt = attempt
+        self._next_number: dict[str, int] = {}
+
+    def record(self, worker: str, returncode: int, *, pid: int, node: str) -> None:
+        """Writes down how a worker ended and what it said last."""
+        kind, _, index = worker.partition("/")
+        log_path = self._directory.worker_log(self._attempt, kind, int(index))
+        content = {
+            "worker": worker,
+            "attempt": self._attempt,
+            "returncode": returncode,
+            "signal": signal_name(returncode),
+            "time": time.time(),
+            "node": node,
+            "pid": pid,
+            "last_lines": tail_lines(log_path, _TAIL_LINES),
+        }
+        atomic_write(self._free_path(f"{self._attempt}.{kind}-{index}"), json.dumps(content).encode())
+
+    def _free_path(self, stem: str) -> Path:
+        number = self._next_number.get(stem, 0)
+        # An earlier supervisor of the same attempt may have counted already.
+        while (path := self._directory.exits_path / f"{stem}.{number}.json").exists():
+            number += 1
+        self._next_number[stem] = number + 1
+        return path
+
+
+def read_exits(directory: TrialDirectory) -> list[dict[str, Any]]:
+    """All exit records, the earliest first; what is not a record is skipped."""
+    records = []
+    for path in directory.exits_path.glob("*.json"):
+        try:
+            content = json.loads(path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            continue
+        if isinstance(content, dict) and {"worker", "returncode", "time"} <= content.keys():
+            records.append(content)
+    return sorted(records, key=lambda record: float(record["time"]))
+
+
+def signal_name(returncode: int) -> str | None:
+    """SIGKILL for -9, None for a plain exit."""
+    if returncode >= 0:
+        return None
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:
+        return f"signal {-returncode}"
+
+
+def tail_lines(path: Path, count: int) -> list[str]:
+    """The last lines of a text file; an empty list if there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    lines = text.splitlines()
+    return lines[-count:] if count else []
+
+
+def join_lines(lines: Iterable[str], *, indent: str = "  ") -> str:
+    """Lines as an indented block."""
+    return "\n".join(f"{indent}{line}" for line in lines)

@@ -1,0 +1,129 @@
+"""Workers as processes of this machine, and how a trial is set free from the terminal that started it.
+
+rl-submit --local --start_detached--> supervisor (its own session) --LocalRunner--> one session per worker
+"""
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from corral.launcher.runner import TaskSpec
+
+LOCAL_NODE = "localhost"
+
+
+class LocalTask:
+    """One worker process, leader of its own session."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def node(self) -> str:
+        return LOCAL_NODE
+
+    def poll(self) -> int | None:
+        if self._process.returncode is not None:
+            return self._process.returncode
+        # Look before reaping: while the leader is a zombie its id cannot be used again, so the group is still ours.
+        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        self._signal_group(signal.SIGKILL)
+        return self._process.wait()
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            pass  # nobody is left in the group
+
+
+class LocalRunner:
+    """Starts workers on this machine; groups that ask for GPUs get their share of the visible ones."""
+
+    def __init__(self, *, bind_address: str, gpus_by_worker: Mapping[str, Sequence[str]]) -> None:
+        self._bind_address = "127.0.0.1" if bind_address == "auto" else bind_address
+        self._gpus_by_worker = gpus_by_worker
+
+    def start(self, spec: TaskSpec) -> LocalTask:
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",  # a laptop's few cores are shared by all workers
+            # Empty, not unset: a worker without GPUs must not find the ones of its neighbours.
+            "CUDA_VISIBLE_DEVICES": ",".join(self._gpus_by_worker.get(spec.worker, ())),
+            **spec.environment,
+        }
+        with spec.log_path.open("ab") as log:
+            process = subprocess.Popen(
+                spec.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        return LocalTask(process)
+
+    def bind_address(self, worker: str) -> str:
+        return self._bind_address
+
+    def clean_up(self) -> None:
+        """Nothing: the supervisor itself ends the processes of this machine."""
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this machine offers: those of CUDA_VISIBLE_DEVICES, else all that the driver shows."""
+    inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if inherited is not None:
+        return [device.strip() for device in inherited.split(",") if device.strip()]
+    try:
+        return [str(index) for index in range(len(os.listdir("/proc/driver/nvidia/gpus")))]
+    except FileNotFoundError:
+        return []
+
+
+def share_gpus(gpus_wanted: Mapping[str, int], gpus: Sequence[str]) -> dict[str, list[str]]:
+    """Deals GPUs to workers in order.
+
+    Raises:
+        ValueError: if there are too few, with both numbers.
+    """
+    total = sum(gpus_wanted.values())
+    if total > len(gpus):
+        groups = sorted({worker.partition("/")[0] for worker, count in gpus_wanted.items() if count})
+        raise ValueError(
+            f"the trial needs {total} GPUs ({', '.join(groups)}) but this machine has {len(gpus)}; lower the counts in "
+            "`allocation`, set `gpu: 0` in these groups' scheduling to train on the CPU, or submit to SLURM"
+        )
+    remaining = iter(gpus)
+    return {worker: [next(remaining) for _ in range(count)] for worker, count in gpus_wanted.items()}
+
+
+def start_detached(command: Sequence[str], *, log_path: Path, environment: Mapping[str, str]) -> int:
+    """Starts a process that outlives this one and its terminal; returns its process id.
+
+    Its own session has no terminal, so closing the window sends it no SIGHUP; no descriptor of ours stays open in it.
+    """
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+        )
+    return process.pid

@@ -1,0 +1,109 @@
+"""One supervisor per trial: a lock file that its holder keeps open, and that names the holder to everyone else."""
+
+import errno
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.trial_directory import TrialDirectory, write_all
+from corral.launcher.processes import describe_this_process, is_process_alive
+
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class SupervisorRunsError(RuntimeError):
+    """Another supervisor holds the trial."""
+
+
+def lock_path(directory: TrialDirectory) -> Path:
+    """The supervisor's lock file."""
+    return directory.control_path / "supervisor.lock"
+
+
+class SupervisorLock:
+    """Held by the open file, so it ends with its holders, whatever kills them; children may inherit it."""
+
+    def __init__(self, directory: TrialDirectory) -> None:
+        self._path = lock_path(directory)
+        self._descriptor = -1
+
+    def acquire(self, **details: Any) -> None:
+        """Takes the lock and writes who holds it.
+
+        Raises:
+            SupervisorRunsError: naming the holder.
+        """
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._lock(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        content = json.dumps({**describe_this_process(), **details}).encode()
+        os.ftruncate(descriptor, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        write_all(descriptor, content)
+        os.fsync(descriptor)
+
+    @property
+    def descriptor(self) -> int:
+        """To be passed on to the child that shares the lock."""
+        return self._descriptor
+
+    def release(self) -> None:
+        """Gives the lock up; what the file says stays, for `rl-status`."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SupervisorRunsError(_who_holds(self._path)) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS_HERE:
+                raise
+            holder = read_lock(self._path)
+            if holder is not None and is_process_alive(holder) is not False:  # a file system without locks
+                raise SupervisorRunsError(
+                    f"{_who_holds(self._path)}; if that host is gone, delete {self._path}"
+                ) from error
+
+
+def read_lock(path: Path) -> dict[str, Any] | None:
+    """Who holds the lock, or held it last; None before the first."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def is_locked(directory: TrialDirectory) -> bool:
+    """Whether a supervisor of this trial runs, as far as this host can see."""
+    try:
+        descriptor = os.open(lock_path(directory), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS_HERE:
+            raise
+        holder = read_lock(lock_path(directory))
+        return holder is not None and is_process_alive(holder) is True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _who_holds(path: Path) -> str:
+    holder = read_lock(path) or {}
+    who = f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
+    return f"a supervisor of this trial runs already ({who}, lock {path}); rl-status shows it, rl-stop ends it"

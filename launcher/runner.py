@@ -1,0 +1,56 @@
+"""How a worker's task is started: the border between the supervisor and local processes or SLURM steps."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSpec:
+    """One worker process to start."""
+
+    worker: str
+    """kind/index."""
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    """Added to the supervisor's own environment."""
+    log_path: Path
+    """Standard output and error are appended here."""
+
+
+class Task(Protocol):
+    """A started worker process."""
+
+    @property
+    def pid(self) -> int:
+        """Process id on the supervisor's host (of srun, where a step carries the worker)."""
+
+    @property
+    def node(self) -> str:
+        """Host that the worker runs on."""
+
+    def poll(self) -> int | None:
+        """Return code once it ended (negative: a signal), else None."""
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+
+    def kill(self) -> None:
+        """End it, and whatever it started."""
+
+
+class TaskRunner(Protocol):
+    """Starts tasks."""
+
+    def start(self, spec: TaskSpec) -> Task:
+        """Start one task.
+
+        Raises:
+            OSError: if the command cannot be started.
+        """
+
+    def bind_address(self, worker: str) -> str:
+        """The interface that the worker's servers listen on."""
+
+    def clean_up(self) -> None:
+        """End what an earlier supervisor of this attempt left running."""

@@ -1,0 +1,294 @@
+"""SLURM's commands as typed calls: arguments go in as a list, text comes out parsed; no shell, no accounting database.
+
+    sbatch  -> job id          squeue  -> QueuedJob for every job of this user, in one call for all trials
+    scancel                    scontrol -> key=value of jobs, nodes, partitions        sinfo -> Node
+
+Parsers are pure functions over the text. What a newer SLURM adds to it is kept or skipped, never an error.
+"""
+
+import getpass
+import json
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_SLURM_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_")
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")  # how the commands find the cluster at all
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+# Name and comment last: they may hold anything, the separator included.
+_QUEUE_FORMAT = "%A|%T|%r|%S|%e|%M|%D|%N|%V|%j|%k"
+_NODE_FORMAT = "%N|%P|%c|%m|%G|%f|%t|%l"
+
+
+class SlurmError(RuntimeError):
+    """A SLURM command failed; the text is the command and what it said."""
+
+
+class SlurmUnreachableError(SlurmError):
+    """The commands are missing, time out, or find no controller: nothing is known about any job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedJob:
+    """One line of squeue."""
+
+    job_id: str
+    state: str
+    reason: str
+    start: str
+    """Start, or the estimate for a pending job; N/A if unknown."""
+    end: str
+    elapsed: str
+    num_nodes: str
+    nodes: str
+    submitted: str
+    name: str
+    comment: str
+
+    @property
+    def tag(self) -> dict[str, Any]:
+        """What corral wrote into the comment, or {} if this is another program's job."""
+        try:
+            content = json.loads(self.comment)
+        except ValueError:
+            return {}
+        return content if isinstance(content, dict) and content.get("corral") == 1 else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One node in one partition, as sinfo shows it."""
+
+    name: str
+    partition: str
+    is_default_partition: bool
+    cpus: int
+    mem_mb: int
+    gpus_by_type: Mapping[str, int]
+    """GPUs by GRES type; "" where the site names no type."""
+    features: tuple[str, ...]
+    state: str
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of any type."""
+        return sum(self.gpus_by_type.values())
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the node could ever start a job; sinfo marks one that does not answer with `*`."""
+        return not self.state.startswith(("down", "drain", "drng", "fail", "inval", "maint")) and "*" not in self.state
+
+
+def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment without what an enclosing job set: sbatch would take it for options of the new job."""
+    source = os.environ if environment is None else environment
+    return {
+        name: value
+        for name, value in source.items()
+        if name in _KEPT or not (name.startswith(_SLURM_PREFIXES) or name in _RANK_VARIABLES)
+    }
+
+
+class SlurmClient:
+    """Runs SLURM's commands, each with a deadline."""
+
+    def __init__(self, *, timeout_s: float = 20.0) -> None:
+        self._timeout_s = timeout_s
+
+    def submit(self, options: Sequence[str], script: Path) -> str:
+        """Hands a batch script over; returns the job id."""
+        answer = self._run(["sbatch", "--parsable", *options, str(script)], environment=clean_environment())
+        return parse_job_id(answer)
+
+    def test_submission(self, options: Sequence[str], script: Path) -> str:
+        """What `sbatch --test-only` says about the job; SlurmError if it can never start."""
+        command = ["sbatch", "--test-only", *options, str(script)]
+        completed = self._complete(command, environment=clean_environment())
+        if completed.returncode != 0:
+            raise SlurmError(_failure(command, completed))
+        return completed.stderr.strip()
+
+    def queue(self) -> list[QueuedJob]:
+        """Every job of this user that SLURM still knows, finished ones too."""
+        return parse_queue(self._run(["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", _QUEUE_FORMAT]))
+
+    def job(self, job_id: str) -> dict[str, str] | None:
+        """What scontrol knows about a job; None once SLURM has forgotten it."""
+        command = ["scontrol", "show", "job", "-d", "-o", job_id]
+        completed = self._complete(command)
+        if completed.returncode != 0:
+            if "Invalid job id" in completed.stderr:
+                return None
+            raise SlurmError(_failure(command, completed))
+        return parse_key_values(completed.stdout)
+
+    def steps(self, job_id: str) -> dict[str, list[str]]:
+        """Step ids of a running job by step name."""
+        return parse_steps(self._run(["squeue", "-h", "-s", "-j", job_id, "-o", "%i|%j"]))
+
+    def cancel(self, job_or_step: str, *, signal_name: str | None = None) -> None:
+        """Ends a job or a step, or sends it a signal; one that has ended already is no error."""
+        command = ["scancel", *([f"--signal={signal_name}"] if signal_name else []), job_or_step]
+        completed = self._complete(command)
+        if completed.returncode != 0 and not re.search(
+            "already|invalid job|not found", completed.stderr, re.IGNORECASE
+        ):
+            raise SlurmError(_failure(command, completed))
+
+    def nodes(self) -> list[Node]:
+        """All nodes, once for each partition they are in."""
+        return parse_nodes(self._run(["sinfo", "-h", "-N", "-o", _NODE_FORMAT]))
+
+    def partitions(self) -> dict[str, dict[str, str]]:
+        """Settings of every partition, by its name."""
+        lines = self._run(["scontrol", "show", "partition", "-o"]).splitlines()
+        settings = (parse_key_values(line) for line in lines if line.strip())
+        return {partition["PartitionName"]: partition for partition in settings if "PartitionName" in partition}
+
+    def hostnames(self, node_list: str) -> list[str]:
+        """n[1-3] -> n1, n2, n3."""
+        return self._run(["scontrol", "show", "hostnames", node_list]).split()
+
+    def node_address(self, node: str) -> str:
+        """Where the cluster reaches a node: an address or a host name."""
+        return parse_key_values(self._run(["scontrol", "show", "node", "-o", node])).get("NodeAddr", node)
+
+    def _run(self, command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> str:
+        completed = self._complete(command, environment=environment)
+        if completed.returncode != 0:
+            raise SlurmError(_failure(command, completed))
+        return completed.stdout
+
+    def _complete(
+        self, command: Sequence[str], *, environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        try:
+            completed = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=self._timeout_s,
+                env=environment,
+                check=False,
+            )
+        except FileNotFoundError as error:
+            raise SlurmUnreachableError(
+                f"{command[0]} was not found on PATH; log in to a machine of the cluster, or use rl-submit --local"
+            ) from error
+        except subprocess.TimeoutExpired as error:
+            raise SlurmUnreachableError(f"{command[0]} did not answer within {self._timeout_s:.0f} s") from error
+        if completed.returncode != 0 and re.search(
+            "unable to contact|connection refused|configuration source|socket timed out",
+            completed.stderr,
+            re.IGNORECASE,
+        ):
+            raise SlurmUnreachableError(_failure(command, completed))
+        return completed
+
+
+def parse_job_id(answer: str) -> str:
+    """`184223` or `184223;cluster` -> `184223`."""
+    job_id = answer.strip().partition(";")[0]
+    if not job_id.isdigit():
+        raise SlurmError(f"sbatch answered {answer!r}, which is no job id; look for the job with squeue --me")
+    return job_id
+
+
+def parse_queue(text: str) -> list[QueuedJob]:
+    """squeue's lines; one with too few fields is skipped."""
+    jobs = []
+    for line in text.splitlines():
+        fields = line.split("|", 10)
+        if len(fields) < 11:
+            continue
+        job_id, state, reason, start, end, elapsed, num_nodes, nodes, submitted, name, comment = fields
+        jobs.append(
+            QueuedJob(
+                job_id=job_id,
+                state=state,
+                reason=reason,
+                start=start,
+                end=end,
+                elapsed=elapsed,
+                num_nodes=num_nodes,
+                nodes=nodes,
+                submitted=submitted,
+                name=name,
+                comment=comment,
+            )
+        )
+    return jobs
+
+
+def parse_steps(text: str) -> dict[str, list[str]]:
+    """Numbered steps only: the batch step is the supervisor itself."""
+    steps: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        step_id, _, name = line.strip().partition("|")
+        if re.fullmatch(r"\d+\.\d+", step_id):
+            steps.setdefault(name, []).append(step_id)
+    return steps
+
+
+def parse_key_values(text: str) -> dict[str, str]:
+    """One `-o` line of scontrol: `JobId=7 JobName=a b Comment={"x": 1}` with values that may hold spaces."""
+    matches = list(re.finditer(r"(?:^|\s)([A-Za-z][A-Za-z0-9_:/-]*)=", text))
+    values: dict[str, str] = {}
+    for match, following in zip(matches, [*matches[1:], None], strict=True):
+        end = following.start() if following else len(text)
+        values.setdefault(match[1], text[match.end() : end].strip())
+    return values
+
+
+def parse_nodes(text: str) -> list[Node]:
+    """sinfo's lines; numbers may end in `+` where nodes differ."""
+    nodes = []
+    for line in text.splitlines():
+        fields = line.split("|")
+        if len(fields) != 8:
+            continue
+        name, partition, cpus, mem_mb, gres, features, state, _ = fields
+        nodes.append(
+            Node(
+                name=name,
+                partition=partition.rstrip("*"),
+                is_default_partition=partition.endswith("*"),
+                cpus=_leading_int(cpus),
+                mem_mb=_leading_int(mem_mb),
+                gpus_by_type=parse_gpus(gres),
+                features=tuple(feature for feature in features.split(",") if feature and feature != "(null)"),
+                state=state,
+            )
+        )
+    return nodes
+
+
+def parse_gpus(gres: str) -> dict[str, int]:
+    """`gpu:a100:8(S:0-1),nvme:1` -> {"a100": 8}; `gpu:8` -> {"": 8}."""
+    gpus: dict[str, int] = {}
+    for item in re.sub(r"\([^)]*\)", "", gres).split(","):
+        parts = item.split(":")
+        if parts[0] != "gpu":
+            continue
+        kind = parts[1] if len(parts) > 2 or (len(parts) == 2 and not parts[1].isdigit()) else ""
+        count = int(parts[-1]) if parts[-1].isdigit() else 1
+        gpus[kind] = gpus.get(kind, 0) + count
+    return gpus
+
+
+def _leading_int(text: str) -> int:
+    match = re.match(r"\d+", text)
+    return int(match[0]) if match else 0
+
+
+def _failure(command: Sequence[str], completed: subprocess.CompletedProcess[str]) -> str:
+    said = " ".join((completed.stderr or completed.stdout).split()) or "nothing"
+    return f"{command[0]} failed with exit {completed.returncode}: {said}"

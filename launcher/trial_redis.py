@@ -1,0 +1,81 @@
+"""The attempt's Redis server, as one of the supervisor's restart units, and how others of the launcher reach it."""
+
+import json
+import os
+import signal
+
+from corral.experiments.redis_server import RedisServer
+from corral.experiments.secrets import TrialSecrets
+from corral.experiments.trial_directory import TrialDirectory
+from corral.name_resolve.base import NameService
+from corral.name_resolve.keys import TrialKeys
+
+REDIS_USERNAME = "trial"
+
+
+class TrialRedis:
+    """A Redis server that can be started again on its port."""
+
+    def __init__(
+        self, *, directory: TrialDirectory, trial_uuid: str, secrets: TrialSecrets, attempt: int, host: str
+    ) -> None:
+        folder = directory.control_path / "redis"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._server = RedisServer(
+            directory=folder,
+            password=secrets.redis_password.reveal(),
+            key_prefix=TrialKeys(trial_uuid).prefix,
+            host=host,
+            username=REDIS_USERNAME,
+            log_path=directory.attempt_logs(attempt) / "redis.log",
+        )
+        self._has_started = False
+
+    @property
+    def pid(self) -> int:
+        return self._server.pid
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._server.host, self._server.port
+
+    def start(self) -> None:
+        if self._has_started:
+            self._server.restart()
+        else:
+            self._server.start()
+        self._has_started = True
+
+    def poll(self) -> int | None:
+        # Looked at before RedisServer reaps it, which does not tell how it ended.
+        ended = os.waitid(os.P_PID, self._server.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if self._server.is_running() or ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def kill(self) -> None:
+        if self._server.is_running():
+            os.kill(self._server.pid, signal.SIGKILL)  # nothing in it is durable
+
+
+def connect_name_service(directory: TrialDirectory, trial_uuid: str, *, timeout_s: float) -> NameService:
+    """The trial's name service, as rdzv.json and the secrets describe it.
+
+    Raises:
+        FileNotFoundError: if the trial has ended, or has not started yet.
+        ValueError: if rdzv.json is not what the supervisor writes.
+    """
+    from corral.name_resolve.redis import RedisNameService
+
+    address = json.loads(directory.rendezvous_path.read_bytes())
+    if not isinstance(address, dict) or not {"host", "port"} <= address.keys():
+        raise ValueError(f"{directory.rendezvous_path} holds no address; it is written when an attempt starts")
+    secrets = TrialSecrets.load(directory.secrets_path)
+    return RedisNameService(
+        str(address["host"]),
+        int(address["port"]),
+        secrets.redis_password.reveal(),
+        TrialKeys(trial_uuid).prefix,
+        REDIS_USERNAME,
+        unavailable_timeout_s=timeout_s,
+    )

@@ -1,0 +1,318 @@
+"""Restart units as a pure state machine: exits, requests and the clock go in; starts, signals and the end come out.
+
+One unit, while the trial runs:
+
+    WAITING --pause over--> RUNNING --one task ended--> CLEARING --last task gone--> WAITING
+                                                            |
+                                                            +-- budget spent, or exit 2 --> the trial fails
+
+The trial:
+
+    RUNNING --stop requested--> STOPPING --Stop in the log | grace over | master gone--> TERMINATING
+       |                                                                                      |
+       +-- Done or Stop in the log, a unit gave up, stop at once ---------------------------->+
+                                                                                              v
+                              ENDED <--all gone-- KILLING <--grace over, or everything but services gone
+
+The shell (`corral.launcher.supervisor`) owns processes, files and clocks; nothing here does I/O.
+A task is one worker process. The tasks of one unit share collectives: one dies, all start again.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+EXIT_REFUSED = 2  # the worker refused its configuration: another try gives the same answer
+EXIT_SUPERSEDED = 75  # the worker fenced itself: nothing crashed, so the budget is not charged
+EXIT_GANG_BROKEN = 76  # a rank saw its peers fail: a consequence, never the cause while another exit explains it
+
+MASTER_UNIT = "master_worker/0"
+TRAINER_UNIT = "model_worker"
+
+
+class Outcome(StrEnum):
+    """How a trial ended."""
+
+    COMPLETE = "COMPLETE"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+
+
+class TrialPhase(StrEnum):
+    """What the whole trial is doing."""
+
+    RUNNING = "running"
+    STOPPING = "stopping"
+    TERMINATING = "terminating"
+    KILLING = "killing"
+    ENDED = "ended"
+
+
+class UnitPhase(StrEnum):
+    """What one unit is doing."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    CLEARING = "clearing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSpec:
+    """What restarts together."""
+
+    name: str
+    tasks: tuple[str, ...]
+    is_service: bool = False
+    """A service (Redis) outlives the workers: it is restarted while they stop, and ends last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """Budgets and deadlines, in seconds."""
+
+    max_restarts: int
+    pause_s: float
+    healthy_after_s: float
+    max_pause_s: float = 30.0
+    terminate_grace_s: float = 10.0
+    kill_grace_s: float = 5.0
+
+    def pause_before(self, restart: int) -> float:
+        """Pause before the `restart`-th restart in a row, counted from 1: doubles each time, up to `max_pause_s`."""
+        return min(self.max_pause_s, self.pause_s * 2.0 ** min(restart - 1, 30))
+
+
+@dataclass(frozen=True, slots=True)
+class TaskExit:
+    """The end of one task; a negative return code is a signal, as `subprocess` reports it."""
+
+    task: str
+    returncode: int
+    killed_by_us: bool = False
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another task's end explains this one."""
+        return self.killed_by_us or self.returncode == EXIT_GANG_BROKEN
+
+    def __str__(self) -> str:
+        how = f"signal {-self.returncode}" if self.returncode < 0 else f"exit {self.returncode}"
+        meaning = {
+            0: " before the trial was done",
+            EXIT_REFUSED: " (it refused its configuration)",
+            EXIT_SUPERSEDED: " (superseded)",
+            EXIT_GANG_BROKEN: " (its peers failed)",
+        }.get(self.returncode, "")
+        return f"{self.task} {how}{meaning}"
+
+
+@dataclass(frozen=True, slots=True)
+class StartUnit:
+    """Start every task of the unit under a new incarnation."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class SignalTask:
+    """Ask a task to end (SIGTERM), or end it (SIGKILL)."""
+
+    task: str
+    kill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RestartUnit:
+    """News for the journal: the unit will start again after the pause."""
+
+    unit: str
+    cause: str
+    pause_s: float
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class AppendStop:
+    """Fence the trial: append Stop to the trial log before anything is killed."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndTrial:
+    """Nothing runs any more."""
+
+    outcome: Outcome
+    cause: str
+
+
+Action = StartUnit | SignalTask | RestartUnit | AppendStop | EndTrial
+
+
+@dataclass(slots=True)
+class _Unit:
+    spec: UnitSpec
+    phase: UnitPhase = UnitPhase.WAITING
+    running: set[str] = field(default_factory=set)
+    exits: list[TaskExit] = field(default_factory=list)
+    start_at: float = 0.0
+    started_at: float = 0.0
+    restarts: int = 0
+    charged: int = 0
+    in_a_row: int = 0
+
+
+class Supervision:
+    """The decisions of one attempt. Every method takes the time (monotonic seconds) and returns what to do now."""
+
+    def __init__(self, units: Sequence[UnitSpec], policy: RestartPolicy) -> None:
+        self._policy = policy
+        ordered = sorted(units, key=lambda spec: not spec.is_service)  # services first: workers need them at once
+        self._units = {spec.name: _Unit(spec) for spec in ordered}
+        self._unit_by_task = {task: unit for unit in self._units.values() for task in unit.spec.tasks}
+        self._signalled: set[str] = set()
+        self._deadline = float("inf")
+        self._stop_reason = ""
+        self._outcome = Outcome.FAILED
+        self._cause = ""
+        self.phase = TrialPhase.RUNNING
+
+    def restarts(self, unit: str) -> int:
+        """Times that the unit was started again."""
+        return self._units[unit].restarts
+
+    def exited(self, task: str, returncode: int, now: float) -> list[Action]:
+        """A task ended.
+
+        The shell reads the trial log first (`log_ended`), so that a worker that ends because of Done is no crash.
+        """
+        unit = self._unit_by_task[task]
+        if task not in unit.running:
+            return []
+        unit.running.discard(task)
+        unit.exits.append(TaskExit(task, returncode, killed_by_us=task in self._signalled))
+        self._signalled.discard(task)
+        if self.phase in (TrialPhase.TERMINATING, TrialPhase.KILLING):
+            return self._end_if_all_gone()
+        if returncode == EXIT_REFUSED:
+            return self._terminate(Outcome.FAILED, str(unit.exits[-1]), now)
+        if self.phase is TrialPhase.STOPPING and not unit.spec.is_service:
+            return self._exited_while_stopping(unit, now)
+        actions: list[Action] = []
+        if unit.phase is UnitPhase.RUNNING:
+            unit.phase = UnitPhase.CLEARING
+            # The rest of a gang waits in a collective that can never finish; commits are atomic, so nothing is lost.
+            actions += self._signal(unit.running, kill=True)
+        if not unit.running:
+            actions += self._restart_or_give_up(unit, now)
+        return actions
+
+    def stop_requested(self, *, reason: str, grace_s: float, immediately: bool, now: float) -> list[Action]:
+        """Someone asks for the end; the master checkpoints within `grace_s`, unless it is to be `immediately`."""
+        if self.phase not in (TrialPhase.RUNNING, TrialPhase.STOPPING):
+            return []
+        self._stop_reason = reason
+        if immediately:
+            return [AppendStop(reason), *self._terminate(Outcome.STOPPED, reason, now, kill=True)]
+        if self.phase is TrialPhase.STOPPING:
+            self._deadline = min(self._deadline, now + grace_s)
+            return []
+        self.phase = TrialPhase.STOPPING
+        self._deadline = now + grace_s
+        if not self._master_can_still_checkpoint():
+            return self._stop_without_checkpoint("the trainer was being restarted", now)
+        return []
+
+    def log_ended(self, outcome: Outcome, reason: str, now: float) -> list[Action]:
+        """The trial log holds Done or Stop."""
+        if self.phase not in (TrialPhase.RUNNING, TrialPhase.STOPPING):
+            return []
+        return self._terminate(outcome, reason, now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time passed."""
+        if self.phase is TrialPhase.STOPPING and now >= self._deadline:
+            return self._stop_without_checkpoint("the grace period ended", now)
+        if self.phase is TrialPhase.TERMINATING and now >= self._deadline:
+            return self._kill_all(now)
+        if self.phase is TrialPhase.KILLING and now >= self._deadline:
+            left = ", ".join(sorted(self._all_running()))
+            self._cause += f" (these did not die: {left})"
+            return self._end()
+        actions: list[Action] = []
+        for unit in self._units.values():
+            may_start = self.phase is TrialPhase.RUNNING or (self.phase is TrialPhase.STOPPING and unit.spec.is_service)
+            if may_start and unit.phase is UnitPhase.WAITING and now >= unit.start_at:
+                unit.phase = UnitPhase.RUNNING
+                unit.running = set(unit.spec.tasks)
+                unit.exits.clear()
+                unit.started_at = now
+                actions.append(StartUnit(unit.spec.name))
+        return actions
+
+    def _restart_or_give_up(self, unit: _Unit, now: float) -> list[Action]:
+        first = next((task_exit for task_exit in unit.exits if not task_exit.is_consequence), unit.exits[0])
+        if now - unit.started_at >= self._policy.healthy_after_s:
+            unit.charged = unit.in_a_row = 0
+        unit.in_a_row += 1
+        if first.returncode != EXIT_SUPERSEDED:
+            unit.charged += 1
+        if unit.charged > self._policy.max_restarts:
+            budget = f"{self._policy.max_restarts} restarts"
+            return self._terminate(Outcome.FAILED, f"{first}; {unit.spec.name} used up its {budget}", now)
+        pause_s = self._policy.pause_before(unit.in_a_row)
+        unit.restarts += 1
+        unit.phase = UnitPhase.WAITING
+        unit.start_at = now + pause_s
+        return [RestartUnit(unit.spec.name, str(first), pause_s, unit.restarts)]
+
+    def _exited_while_stopping(self, unit: _Unit, now: float) -> list[Action]:
+        unit.phase = UnitPhase.CLEARING  # not started again: the trial is about to end
+        if unit.spec.name in (MASTER_UNIT, TRAINER_UNIT):
+            return self._stop_without_checkpoint(str(unit.exits[-1]), now)
+        return []
+
+    def _master_can_still_checkpoint(self) -> bool:
+        needed = [self._units[name] for name in (MASTER_UNIT, TRAINER_UNIT) if name in self._units]
+        return bool(needed) and all(unit.phase is UnitPhase.RUNNING for unit in needed)
+
+    def _stop_without_checkpoint(self, why: str, now: float) -> list[Action]:
+        reason = f"{self._stop_reason} (without a last checkpoint: {why})"
+        return [AppendStop(reason), *self._terminate(Outcome.STOPPED, reason, now)]
+
+    def _terminate(self, outcome: Outcome, cause: str, now: float, *, kill: bool = False) -> list[Action]:
+        self._outcome, self._cause = outcome, cause
+        if kill:
+            return self._kill_all(now)
+        self.phase = TrialPhase.TERMINATING
+        self._deadline = now + self._policy.terminate_grace_s
+        workers = self._all_running(services=False)
+        return self._signal(workers, kill=False) if workers else self._kill_all(now)
+
+    def _kill_all(self, now: float) -> list[Action]:
+        self.phase = TrialPhase.KILLING
+        self._deadline = now + self._policy.kill_grace_s
+        running = self._all_running()
+        return self._signal(running, kill=True) if running else self._end()
+
+    def _end_if_all_gone(self) -> list[Action]:
+        if not self._all_running():
+            return self._end()
+        if self.phase is TrialPhase.TERMINATING and not self._all_running(services=False):
+            services = self._all_running()
+            # Nothing durable lives in a service, so it needs no grace; the deadline of its killer stays.
+            self.phase = TrialPhase.KILLING
+            return self._signal(services, kill=True)
+        return []
+
+    def _end(self) -> list[Action]:
+        self.phase = TrialPhase.ENDED
+        return [EndTrial(self._outcome, self._cause)]
+
+    def _signal(self, tasks: Iterable[str], *, kill: bool) -> list[Action]:
+        chosen = sorted(tasks)
+        self._signalled.update(chosen)
+        return [SignalTask(task, kill) for task in chosen]
+
+    def _all_running(self, *, services: bool = True) -> set[str]:
+        return {task for unit in self._units.values() if services or not unit.spec.is_service for task in unit.running}

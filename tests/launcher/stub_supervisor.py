@@ -1,0 +1,19 @@
+"""The real supervisor, started as rl-submit starts it, with stub workers instead of the real ones."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.supervisor import main, worker_command
+
+COMMAND = (sys.executable, str(Path(__file__).resolve()))
+
+
+def stub_command(directory: TrialDirectory, kind: str, index: int, attempt: int, incarnation: str) -> Sequence[str]:
+    real = worker_command(directory, kind, index, attempt, incarnation)
+    return [sys.executable, str(Path(__file__).with_name("stub_worker.py")), *real[3:]]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], own_command=COMMAND, worker_command=stub_command))

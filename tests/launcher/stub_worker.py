@@ -1,0 +1,93 @@
+"""A worker without work: does what {trial}/stub.json tells it, start by start; the last word holds for later starts.
+
+    {"rollout_worker/0": ["exit 3", "wait"], "master_worker/0": ["finish 0.5"]}
+
+wait       ends with 0 on SIGTERM               stubborn   ignores SIGTERM
+exit N     ends with N                          kill       SIGKILLs itself
+finish S   a master that is done after S s      master     a master that runs until a stop request
+die D S    waits S s, then `exit D`             child      starts a process of its own, then waits
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial_log import LogWriter, TrialLog
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--kind", required=True)
+    parser.add_argument("--index", required=True)
+    parser.add_argument("--attempt", required=True)
+    parser.add_argument("--incarnation", required=True)
+    options = parser.parse_args()
+    directory = TrialDirectory(options.plan.parent)
+    worker = f"{options.kind}/{options.index}"
+    starts = directory.path / "starts" / f"{options.kind}-{options.index}"
+    starts.parent.mkdir(exist_ok=True)
+    with starts.open("a") as file:
+        file.write(f"{os.getpid()} {options.incarnation}\n")
+    words = json.loads((directory.path / "stub.json").read_text()).get(worker, ["wait"])
+    word, *arguments = words[min(len(starts.read_text().splitlines()), len(words)) - 1].split()
+    print(f"{worker} attempt {options.attempt}: {word} {' '.join(arguments)}", flush=True)
+    return act(directory, word, arguments)
+
+
+def act(directory: TrialDirectory, word: str, arguments: list[str]) -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if word == "stubborn" else lambda *_: sys.exit(0))
+    if word == "exit":
+        print(f"ValueError: told to exit with {arguments[0]}", file=sys.stderr)
+        return int(arguments[0])
+    if word == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if word == "die":
+        time.sleep(float(arguments[1]))
+        return int(arguments[0])
+    if word == "child":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    if word in ("finish", "master"):
+        return be_master(directory, float(arguments[0]) if arguments else 600.0)
+    while True:
+        time.sleep(600.0)
+
+
+def be_master(directory: TrialDirectory, seconds: float) -> int:
+    resume = json.loads(max(directory.control_path.glob("attempt-*.json")).read_bytes())["resume"]
+    writer = TrialLog(directory.log_path).claim("stub", resume=resume)
+    with directory.metrics_path.open("a") as file:
+        for step in range(1, 4):
+            line = {
+                "step": step,
+                "time": time.time(),
+                "version": step,
+                "ppo/reward/mean": 0.25 * step,
+                "loss": 1.0 / step,
+            }
+            file.write(json.dumps(line) + "\n")
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if stopped(directory, writer):
+            return 0
+        time.sleep(0.05)
+    writer.done()
+    return 0
+
+
+def stopped(directory: TrialDirectory, writer: LogWriter) -> bool:
+    request = directory.read_stop_request()
+    if request is None:
+        return False
+    writer.stop(by=request.by, reason="checkpointed at step 3")
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""The supervisor with real processes and a real Redis: what dies is restarted, what ends is ended, nothing is left."""
+
+import json
+import os
+import signal
+import subprocess
+
+from corral.experiments.trial_directory import StopRequest
+from corral.experiments.trial_log import TrialLog
+from corral.launcher.lock import is_locked
+from tests.launcher.conftest import MakeTrial
+from tests.launcher.trials import StubTrial, wait_until
+
+
+def test_a_trial_that_is_done_ends_complete_and_leaves_nothing(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["finish 0.2"], "gserver_manager/0": ["child"]})
+    assert trial.run() == 0
+    assert trial.ended()["state"] == "COMPLETE"
+    assert trial.processes() == []
+    assert not trial.directory.secrets_path.exists()
+    assert not is_locked(trial.directory)
+    assert (trial.directory.logs_path / "latest" / "master_worker-0.log").read_text().startswith("master_worker/0")
+    assert {event["worker"] for event in trial.events("worker_started")} == {
+        f"{worker.kind}/{worker.index}" for worker in trial.plan.workers
+    }
+
+
+def test_a_worker_that_crashes_is_restarted_alone_with_its_exit_on_record(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["master"], "generation_server/0": ["exit 3", "kill", "wait"]})
+    trial.start()
+    trial.wait_for("worker_started", worker="generation_server/0", count=3)
+    _stop(trial)
+    assert trial.wait() == 0
+    records = [json.loads(path.read_bytes()) for path in sorted(trial.directory.exits_path.glob("0.generation*.json"))]
+    assert [(record["returncode"], record["signal"]) for record in records[:2]] == [(3, None), (-9, "SIGKILL")]
+    assert "ValueError: told to exit with 3" in records[0]["last_lines"]
+    assert len(trial.starts("master_worker/0")) == 1
+    assert len(trial.starts("model_worker/0")) == 1
+
+
+def test_one_dead_rank_restarts_the_gang_under_a_new_incarnation(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["master"], "model_worker/1": ["die 1 0.2", "wait"]})
+    trial.start()
+    trial.wait_for("worker_started", worker="model_worker/0", count=2)
+    wait_until(lambda: len(trial.starts("model_worker/0")) == 2 and len(trial.starts("model_worker/1")) == 2, "starts")
+    _stop(trial)
+    assert trial.wait() == 0
+    first, second = zip(trial.starts("model_worker/0"), trial.starts("model_worker/1"), strict=True)
+    assert first[0][1] == first[1][1] != second[0][1] == second[1][1]
+    assert [event["unit"] for event in trial.events("unit_restarting")] == ["model_worker"]
+
+
+def test_a_unit_out_of_budget_fails_the_trial_with_its_cause(make_trial: MakeTrial) -> None:
+    trial = make_trial(
+        {"master_worker/0": ["master"], "gserver_manager/0": ["exit 7"]}, supervision={"max_restarts": 2}
+    )
+    assert trial.run() == 1
+    assert trial.ended()["state"] == "FAILED"
+    assert "gserver_manager/0 exit 7" in trial.ended()["cause"]
+    assert len(trial.starts("gserver_manager/0")) == 3
+    assert trial.processes() == []
+
+
+def test_a_refused_configuration_fails_the_trial_at_once(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["master"], "model_worker/0": ["exit 2"]})
+    assert trial.run() == 1
+    assert "refused its configuration" in trial.ended()["cause"]
+    assert len(trial.starts("model_worker/0")) == 1
+
+
+def test_a_master_that_ends_without_done_is_restarted(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["exit 0", "finish 0"]})
+    assert trial.run() == 0
+    assert "before the trial was done" in trial.events("unit_restarting")[0]["cause"]
+    assert trial.ended()["state"] == "COMPLETE"
+
+
+def test_killed_redis_comes_back_on_its_port(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["master"]})
+    trial.start()
+    (redis,) = trial.wait_for("redis_started")
+    os.kill(redis["pid"], signal.SIGKILL)
+    trial.wait_for("redis_started", count=2)
+    address = json.loads(trial.directory.rendezvous_path.read_bytes())
+    assert address == {"host": "127.0.0.1", "port": redis["port"]}
+    assert trial.events("redis_exited")[0]["returncode"] == -9
+    _stop(trial)
+    assert trial.wait() == 0
+    assert len(trial.starts("model_worker/0")) == 1
+
+
+def test_a_stop_request_lets_the_master_checkpoint(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["master"]})
+    trial.start()
+    trial.wait_for_workers()
+    _stop(trial)
+    assert trial.wait() == 0
+    assert trial.ended()["state"] == "STOPPED"
+    state = TrialLog(trial.directory.log_path).read()
+    assert state.stop is not None and state.stop.reason == "checkpointed at step 3"
+    assert trial.processes() == []
+
+
+def test_a_master_that_does_not_answer_is_stopped_after_the_grace_period(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["wait"]})
+    trial.start()
+    trial.wait_for_workers()
+    _stop(trial, grace_s=0.2)
+    assert trial.wait() == 0
+    assert "grace period" in trial.ended()["cause"]
+    stop = TrialLog(trial.directory.log_path).read().stop
+    assert stop is not None and stop.epoch is None
+
+
+def test_stop_now_does_not_wait_for_stubborn_workers(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["stubborn"], "model_worker/0": ["stubborn"]})
+    trial.start()
+    trial.wait_for_workers()
+    _stop(trial, now=True, grace_s=600.0)
+    assert trial.wait() == 0
+    assert trial.ended()["state"] == "STOPPED"
+    assert trial.processes() == []
+
+
+def test_sigterm_and_the_time_limit_signal_checkpoint_and_stop(make_trial: MakeTrial) -> None:
+    for index, (number, word) in enumerate([(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR2, "time limit")]):
+        trial = make_trial({"master_worker/0": ["master"]}, trial=f"trial-{index}", model_workers=1, servers=0)
+        supervisor = trial.start()
+        trial.wait_for_workers()
+        supervisor.send_signal(number)
+        assert trial.wait() == 0
+        state = TrialLog(trial.directory.log_path).read()
+        assert state.stop is not None and word in state.stop.by and state.stop.epoch == 1
+
+
+def test_a_killed_supervisor_is_replaced_and_its_workers_with_it(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["master", "finish 0.2"]})
+    trial.start()
+    trial.wait_for_workers()
+    old = {event["pid"] for event in trial.events("worker_started")}
+    os.kill(trial.events("supervisor_started")[0]["pid"], signal.SIGKILL)
+    assert trial.wait() == 0
+    assert trial.ended()["state"] == "COMPLETE"
+    assert len(trial.events("supervisor_started")) == 2
+    assert old <= set(trial.events("leftovers_killed")[0]["pids"])
+    assert trial.processes() == []
+
+
+def test_a_second_supervisor_of_a_trial_is_refused(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["master"]})
+    first = trial.start()
+    trial.wait_for("supervisor_started")
+    second = subprocess.run(trial.command(), capture_output=True, text=True, timeout=20)
+    assert second.returncode == 2
+    assert str(first.pid) in second.stderr and "rl-stop" in second.stderr
+    assert len(trial.events("supervisor_started")) == 1
+    _stop(trial, now=True)
+    assert trial.wait() == 0
+
+
+def test_a_stopped_trial_resumes_as_the_next_attempt(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["master", "finish 0.1"]})
+    trial.start()
+    trial.wait_for_workers()
+    _stop(trial)
+    assert trial.wait() == 0
+    trial.directory.clear_stop_request()
+    trial.start(attempt=1, resume=True)
+    assert trial.wait() == 0
+    assert [event["state"] for event in trial.events("trial_ended")] == ["STOPPED", "COMPLETE"]
+    assert (trial.directory.logs_path / "latest").resolve().name == "attempt-1"
+
+
+def test_workers_know_the_bind_address_and_no_secret(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["master"]}, task={"env_vars": {"MY_SETTING": "a b"}})
+    trial.start()
+    trial.wait_for_workers()
+    pid = trial.starts("model_worker/0")[0][0]
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        environment = file.read().decode().split("\0")
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        command = file.read().decode()
+    assert {"CORRAL_BIND_ADDRESS=127.0.0.1", "OMP_NUM_THREADS=1", "MY_SETTING=a b", "CUDA_VISIBLE_DEVICES="} <= {
+        *environment
+    }
+    secret = json.loads((trial.directory.secrets_path / "secrets.json").read_text())["redis_password"]
+    assert secret not in command and not any(secret in entry for entry in environment)
+    _stop(trial, now=True)
+    assert trial.wait() == 0
+
+
+def _stop(trial: StubTrial, *, now: bool = False, grace_s: float = 10.0) -> None:
+    trial.directory.write_stop_request(StopRequest(requested_at=0.0, by="me@here", now=now, grace_s=grace_s))

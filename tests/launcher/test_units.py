@@ -1,0 +1,240 @@
+"""Restart units: what is restarted, what ends a trial, and that every path ends."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corral.launcher.units import (
+    EXIT_GANG_BROKEN,
+    EXIT_REFUSED,
+    EXIT_SUPERSEDED,
+    Action,
+    AppendStop,
+    EndTrial,
+    Outcome,
+    RestartPolicy,
+    RestartUnit,
+    SignalTask,
+    StartUnit,
+    Supervision,
+    TrialPhase,
+    UnitSpec,
+)
+
+REDIS = UnitSpec(name="redis", tasks=("redis",), is_service=True)
+MASTER = UnitSpec(name="master_worker/0", tasks=("master_worker/0",))
+GANG = UnitSpec(name="model_worker", tasks=("model_worker/0", "model_worker/1"))
+ROLLOUT = UnitSpec(name="rollout_worker/0", tasks=("rollout_worker/0",))
+UNITS = (MASTER, GANG, ROLLOUT, REDIS)
+POLICY = RestartPolicy(max_restarts=2, pause_s=1.0, healthy_after_s=100.0, terminate_grace_s=10.0, kill_grace_s=5.0)
+
+
+def started(policy: RestartPolicy = POLICY) -> Supervision:
+    supervision = Supervision(UNITS, policy)
+    supervision.tick(0.0)
+    return supervision
+
+
+def test_services_start_before_workers() -> None:
+    actions = Supervision(UNITS, POLICY).tick(0.0)
+    assert actions[0] == StartUnit("redis")
+    assert {action.unit for action in actions if isinstance(action, StartUnit)} == {unit.name for unit in UNITS}
+
+
+def test_a_dead_rollout_worker_is_restarted_alone_after_a_pause() -> None:
+    supervision = started()
+    assert supervision.exited("rollout_worker/0", -9, 10.0) == [
+        RestartUnit("rollout_worker/0", "rollout_worker/0 signal 9", 1.0, 1)
+    ]
+    assert supervision.tick(10.5) == []
+    assert supervision.tick(11.0) == [StartUnit("rollout_worker/0")]
+
+
+def test_one_dead_rank_takes_its_gang_along_and_all_start_together() -> None:
+    supervision = started()
+    assert supervision.exited("model_worker/1", 1, 10.0) == [SignalTask("model_worker/0", kill=True)]
+    assert supervision.tick(20.0) == []  # not before the old gang is gone
+    assert supervision.exited("model_worker/0", -9, 20.0) == [
+        RestartUnit("model_worker", "model_worker/1 exit 1", 1.0, 1)
+    ]
+    assert supervision.tick(21.0) == [StartUnit("model_worker")]
+
+
+def test_the_cause_is_the_rank_that_died_not_the_peer_that_noticed_first() -> None:
+    supervision = started()
+    supervision.exited("model_worker/0", EXIT_GANG_BROKEN, 10.0)
+    supervision_actions = [action for action in supervision.exited("model_worker/1", -9, 10.0)]
+    # model_worker/1 had been sent SIGKILL by then, so the two cannot be told apart: the first exit stands.
+    assert [type(action) for action in supervision_actions] == [RestartUnit]
+
+
+def test_a_unit_out_of_budget_fails_the_trial_with_the_cause() -> None:
+    supervision = started()
+    now = 0.0
+    for _ in range(2):
+        supervision.exited("rollout_worker/0", 3, now)
+        now += 40.0
+        supervision.tick(now)
+    supervision.exited("rollout_worker/0", 3, now)
+    ended = _drain(supervision, now)
+    assert ended.outcome is Outcome.FAILED
+    assert "rollout_worker/0 exit 3" in ended.cause and "2 restarts" in ended.cause
+
+
+def test_pauses_double_and_a_healthy_run_gives_the_budget_back() -> None:
+    supervision = started()
+    pauses = []
+    now = 0.0
+    for run_s in (5.0, 5.0, 500.0, 5.0):
+        now += run_s
+        (restart,) = supervision.exited("rollout_worker/0", 1, now)
+        assert isinstance(restart, RestartUnit)
+        pauses.append(restart.pause_s)
+        now += restart.pause_s
+        supervision.tick(now)
+    assert pauses == [1.0, 2.0, 1.0, 2.0]
+
+
+def test_a_superseded_worker_is_restarted_without_spending_the_budget() -> None:
+    supervision = started()
+    now = 0.0
+    for _ in range(10):
+        assert isinstance(supervision.exited("master_worker/0", EXIT_SUPERSEDED, now)[0], RestartUnit)
+        now += 40.0
+        assert supervision.tick(now) == [StartUnit("master_worker/0")]
+
+
+def test_a_refused_configuration_is_never_tried_again() -> None:
+    supervision = started()
+    supervision.exited("rollout_worker/0", EXIT_REFUSED, 1.0)
+    assert "refused its configuration" in _drain(supervision, 1.0).cause
+
+
+def test_done_in_the_log_ends_the_others_politely_and_redis_last() -> None:
+    supervision = started()
+    asked = supervision.log_ended(Outcome.COMPLETE, "", 5.0)
+    workers = ["master_worker/0", "model_worker/0", "model_worker/1", "rollout_worker/0"]
+    assert asked == [SignalTask(worker, kill=False) for worker in workers]
+    for worker in workers[:-1]:
+        assert supervision.exited(worker, 0, 6.0) == []
+    assert supervision.exited("rollout_worker/0", 0, 6.0) == [SignalTask("redis", kill=True)]
+    assert supervision.exited("redis", -9, 6.1) == [EndTrial(Outcome.COMPLETE, "")]
+
+
+def test_a_worker_that_ignores_the_request_to_end_is_killed_after_its_grace() -> None:
+    supervision = started()
+    supervision.log_ended(Outcome.COMPLETE, "", 5.0)
+    assert supervision.tick(14.9) == []
+    assert SignalTask("rollout_worker/0", kill=True) in supervision.tick(15.0)
+
+
+def test_an_unkillable_worker_is_named_and_does_not_hold_the_end_up() -> None:
+    supervision = started()
+    supervision.log_ended(Outcome.COMPLETE, "", 5.0)
+    supervision.tick(15.0)
+    (end,) = supervision.tick(20.0)
+    assert isinstance(end, EndTrial) and "rollout_worker/0" in end.cause
+
+
+def test_stop_waits_for_the_master_within_the_grace_period() -> None:
+    supervision = started()
+    assert supervision.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.0) == []
+    assert supervision.tick(60.9) == []
+    actions = supervision.tick(61.0)
+    assert isinstance(actions[0], AppendStop) and "grace period" in actions[0].reason
+
+
+def test_stop_now_fences_before_it_kills() -> None:
+    actions = started().stop_requested(reason="stopped by me", grace_s=60.0, immediately=True, now=1.0)
+    assert actions[0] == AppendStop("stopped by me")
+    assert all(isinstance(action, SignalTask) and action.kill for action in actions[1:])
+
+
+def test_a_master_that_dies_while_it_should_checkpoint_ends_the_stop_at_once() -> None:
+    supervision = started()
+    supervision.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.0)
+    assert isinstance(supervision.exited("master_worker/0", -9, 2.0)[0], AppendStop)
+    assert supervision.phase is TrialPhase.TERMINATING
+
+
+def test_nobody_waits_for_a_checkpoint_of_a_trainer_that_is_down() -> None:
+    supervision = started()
+    supervision.exited("master_worker/0", -9, 1.0)
+    assert isinstance(
+        supervision.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.1)[0], AppendStop
+    )
+
+
+def test_redis_is_restarted_even_while_the_trial_stops() -> None:
+    supervision = started()
+    supervision.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.0)
+    supervision.exited("redis", -9, 2.0)
+    assert supervision.tick(3.0) == [StartUnit("redis")]
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("exit"), st.integers(0, 4), st.sampled_from([0, 1, 2, -9, 75, 76])),
+    st.tuples(st.just("tick"), st.floats(0.0, 200.0), st.just(0)),
+    st.tuples(st.just("stop"), st.booleans(), st.just(0)),
+    st.tuples(st.just("log"), st.booleans(), st.just(0)),
+)
+
+
+class World:
+    """Processes as the shell would hold them: what was started and has not ended."""
+
+    def __init__(self) -> None:
+        self.running: set[str] = set()
+        self.end: EndTrial | None = None
+        self.starts: dict[str, int] = {}
+
+    def apply(self, actions: list[Action]) -> None:
+        for action in actions:
+            assert self.end is None, f"{action} after the end"
+            if isinstance(action, StartUnit):
+                unit = next(unit for unit in UNITS if unit.name == action.unit)
+                assert not self.running & set(unit.tasks), "two incarnations of a unit at once"
+                self.running |= set(unit.tasks)
+                self.starts[unit.name] = self.starts.get(unit.name, 0) + 1
+            elif isinstance(action, SignalTask):
+                assert action.task in self.running, "signalled what does not run"
+            elif isinstance(action, EndTrial):
+                self.end = action
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(EVENTS, max_size=40))
+def test_whatever_happens_units_never_overlap_and_every_stop_ends(events: list[tuple[str, float, int]]) -> None:
+    supervision, world, now = Supervision(UNITS, POLICY), World(), 0.0
+    world.apply(supervision.tick(now))
+    for kind, argument, code in events:
+        if world.end:
+            break
+        if kind == "exit" and world.running:
+            task = sorted(world.running)[int(argument) % len(world.running)]
+            world.running.discard(task)
+            world.apply(supervision.exited(task, code, now))
+        elif kind == "tick":
+            now += float(argument)
+            world.apply(supervision.tick(now))
+        elif kind == "stop":
+            world.apply(supervision.stop_requested(reason="asked", grace_s=30.0, immediately=bool(argument), now=now))
+        elif kind == "log":
+            world.apply(supervision.log_ended(Outcome.COMPLETE if argument else Outcome.STOPPED, "", now))
+    if world.end is None:
+        world.apply(supervision.stop_requested(reason="asked", grace_s=30.0, immediately=False, now=now))
+        for _ in range(10):  # nobody reacts to anything: grace, terminate, kill, given up
+            if world.end is None:
+                now += 31.0
+                world.apply(supervision.tick(now))
+    assert world.end is not None
+    if world.end.outcome is not Outcome.FAILED:
+        assert "used up" not in world.end.cause
+
+
+def _drain(supervision: Supervision, now: float) -> EndTrial:
+    """Lets every process die at once, and returns the end."""
+    for task in [task for unit in UNITS for task in unit.tasks]:
+        for action in supervision.exited(task, -15, now):
+            if isinstance(action, EndTrial):
+                return action
+    raise AssertionError("the trial did not end")

@@ -1,0 +1,211 @@
+"""Trials of stub workers, and waiting for what they do."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from corral.experiments.config import (
+    ClusterConfig,
+    EngineConfig,
+    LaunchConfig,
+    RolloutConfig,
+    SupervisionConfig,
+    TrainControl,
+)
+from corral.experiments.journal import read_journal
+from corral.experiments.plan import (
+    GenerationServerSpec,
+    GserverManagerSpec,
+    MasterWorkerSpec,
+    ModelWorkerSpec,
+    RunPlan,
+    TrialIdentity,
+    WorkerSpec,
+)
+from corral.experiments.secrets import TrialSecrets
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.attempts import record_attempt
+from corral.launcher.processes import trial_processes
+from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
+from tests.launcher.stub_supervisor import COMMAND
+
+DEADLINE_S = 20.0
+T = TypeVar("T")
+
+
+def make_plan(
+    directory: Path,
+    *,
+    mode: Literal["local", "slurm"] = "local",
+    experiment: str = "exp",
+    trial: str = "trial",
+    model_workers: int = 2,
+    servers: int = 1,
+    supervision: Mapping[str, Any] | None = None,
+    launch: Mapping[str, Any] | None = None,
+    cluster: Mapping[str, Any] | None = None,
+    task: Mapping[str, Any] | None = None,
+) -> RunPlan:
+    """A small valid plan: master, `model_workers` ranks, `servers` generation servers, manager."""
+    small = Scheduling(**({"cpu": 1, "mem": 64} | dict(task or {})))
+
+    def group(count: int) -> TasksGroup | None:
+        return TasksGroup(count=count, scheduling=small) if count else None
+
+    workers: list[WorkerSpec] = [
+        MasterWorkerSpec(
+            calls=[],
+            train_batch_size=4,
+            num_prompts=12,
+            source="trajectories",
+            max_head_offpolicyness=1,
+            control=TrainControl(max_steps=3),
+            eval_every_steps=None,
+            num_model_workers=max(model_workers, 1),
+            initial_weights=directory,
+        )
+    ]
+    workers += [
+        ModelWorkerSpec(
+            index=index,
+            world_size=model_workers,
+            roles=[],
+            calls=[],
+            dataset=None,
+            evaluation=None,
+            reward=None,
+            total_steps=3,
+        )
+        for index in range(model_workers)
+    ]
+    workers += [
+        GenerationServerSpec(index=index, initial_weights=directory, engine=EngineConfig()) for index in range(servers)
+    ]
+    workers.append(
+        GserverManagerSpec(num_generation_servers=max(servers, 1), train_batch_size=4, rollout=RolloutConfig())
+    )
+    return RunPlan(
+        trial=TrialIdentity(experiment=experiment, trial=trial, uuid=uuid.uuid4().hex, directory=directory),
+        mode=mode,
+        seed=1,
+        config={"experiment": "stub"},
+        cluster=ClusterConfig(**({"gpus_per_node": 0, "cpus_per_node": 8, "mem_per_node": 4000} | dict(cluster or {}))),
+        launch=LaunchConfig(**(launch or {})),
+        supervision=SupervisionConfig(**({"restart_pause_s": 0.02, "stop_grace_s": 5.0} | dict(supervision or {}))),
+        scheduling=ExperimentScheduling(
+            master_worker=TasksGroup(count=1, scheduling=small),
+            model_worker=group(model_workers),
+            generation_server=group(servers),
+            gserver_manager=group(1),
+        ),
+        workers=workers,
+    )
+
+
+class StubTrial:
+    """A trial whose workers are stubs."""
+
+    def __init__(self, fileroot: Path, behaviour: Mapping[str, Sequence[str]], **plan: Any) -> None:
+        path = fileroot / plan.get("experiment", "exp") / plan.get("trial", "trial")
+        self.directory = TrialDirectory(path)
+        self.plan = make_plan(path, **plan)
+        self.directory.create()
+        self.directory.plan_path.write_bytes(self.plan.to_json())
+        self.behave(behaviour)
+        self.supervisor: subprocess.Popen[bytes] | None = None
+
+    def behave(self, behaviour: Mapping[str, Sequence[str]]) -> None:
+        (self.directory.path / "stub.json").write_text(json.dumps(behaviour))
+
+    def prepare(self, *, attempt: int = 0, resume: bool = False) -> None:
+        TrialSecrets.create(self.directory.secrets_path)
+        record_attempt(self.directory, attempt=attempt, resume=resume, mode=self.plan.mode)
+
+    def command(self, attempt: int = 0) -> list[str]:
+        return [*COMMAND, "--trial", str(self.directory.path), "--attempt", str(attempt)]
+
+    def start(self, *, attempt: int = 0, resume: bool = False) -> subprocess.Popen[bytes]:
+        self.prepare(attempt=attempt, resume=resume)
+        output = self.directory.path / "supervisor.out"
+        with output.open("ab") as file:
+            self.supervisor = subprocess.Popen(
+                self.command(attempt), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+            )
+        return self.supervisor
+
+    def run(self) -> int:
+        """Starts the trial and waits for its end."""
+        self.start()
+        return self.wait()
+
+    def wait(self) -> int:
+        assert self.supervisor is not None
+        return self.supervisor.wait(DEADLINE_S)
+
+    def events(self, name: str | None = None, **fields: Any) -> list[dict[str, Any]]:
+        return [
+            event
+            for event in read_journal(self.directory.journal_path)
+            if name in (None, event["event"]) and all(event.get(key) == value for key, value in fields.items())
+        ]
+
+    def wait_for(self, name: str, *, count: int = 1, **fields: Any) -> list[dict[str, Any]]:
+        return wait_until(
+            lambda: found if len(found := self.events(name, **fields)) >= count else None,
+            f"{count} x {name} {fields} in {self.events()}",
+        )
+
+    def wait_for_workers(self) -> None:
+        """Until every worker has got as far as obeying signals."""
+        for worker in self.plan.workers:
+            log = self.directory.worker_log(0, worker.kind, worker.index)
+            wait_until(lambda log=log: log.exists() and log.read_text() or None, f"output in {log}")
+
+    def starts(self, worker: str) -> list[tuple[int, str]]:
+        path = self.directory.path / "starts" / worker.replace("/", "-")
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(int(line.split()[0]), line.split()[1]) for line in lines]
+
+    def ended(self) -> dict[str, Any]:
+        return self.events("trial_ended")[-1]
+
+    def processes(self) -> list[int]:
+        return list(trial_processes(self.plan.trial.uuid))
+
+    def close(self) -> None:
+        """Ends whatever a failed test left, by process id."""
+        if self.supervisor is not None and self.supervisor.poll() is None:
+            self.supervisor.kill()
+            self.supervisor.wait()
+        for event in self.events("supervisor_started"):
+            for pid in (event["pid"],):
+                if f"{self.directory.path}".encode() in _command_line(pid):
+                    os.kill(pid, signal.SIGKILL)
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def wait_until(look: Callable[[], T | None], what: str, *, timeout_s: float = DEADLINE_S) -> T:
+    """What `look` finds, as soon as it finds something."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
+        time.sleep(0.02)
+    return found
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
