@@ -1,0 +1,245 @@
+"""Asynchronous PPO: rollout workers make trajectories all the time, and model workers train on them.
+
+    trajectories ──┬──► actor_inf ──proximal_logprobs──┐     only with the decoupled loss
+    (prompt group) ├──► ref_inf ────ref_logprobs───────┤     only with a reference model
+                   └───────────────────────────────────┴──► actor_train ──► new weights
+
+With group-relative advantages and no critic this is GRPO. All five kinds of workers take part.
+"""
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from corral.experiments.checks import (
+    EXACT_MATCH,
+    check_batch,
+    check_concurrency,
+    check_evaluation,
+    check_imports,
+    check_length,
+    check_model,
+    check_ppo,
+)
+from corral.experiments.config import EngineConfig, ModelConfig, PPOConfig, RolloutConfig, TrainedModelConfig
+from corral.experiments.errors import ConfigProblem
+from corral.experiments.experiment import Experiment, ExperimentConfig
+from corral.experiments.model_directory import ModelFacts
+from corral.experiments.worker_specs import (
+    DatasetSpec,
+    GenerationServerSpec,
+    GserverManagerSpec,
+    MasterWorkerSpec,
+    ModelRoleSpec,
+    ModelWorkerSpec,
+    RolloutWorkerSpec,
+    WorkerSpec,
+)
+from corral.scheduling.dataflow import (
+    CallType,
+    DataTransferHook,
+    EvaluateHook,
+    ModelFunctionCall,
+    ModelName,
+    PostHook,
+    PublishWeightsHook,
+    SaveHook,
+)
+from corral.scheduling.packing import MicroBatchSpec
+
+TRAJECTORY_KEYS = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask")
+
+
+class AsyncPPOExperiment(Experiment):
+    """PPO on answers that the policy, at most `max_head_offpolicyness` versions ago, gave to the dataset's prompts."""
+
+    experiment: Literal["async_ppo"] = "async_ppo"
+    """Asynchronous PPO and GRPO."""
+    allocation: str = "hf:d1+fsdp:d1"
+    """Who generates and who trains, on how many GPUs or processes: hf:d2+fsdp:d4."""
+    actor: TrainedModelConfig
+    """The policy."""
+    ref: ModelConfig | None = None
+    """The reference model of the KL term; None trains without one."""
+    ppo: PPOConfig = PPOConfig()
+    """The algorithm."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How answers are made and judged."""
+    engine: EngineConfig = EngineConfig()
+    """The generation engine."""
+
+    generates: ClassVar[bool] = True
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("actor",) if self.ref is None else ("actor", "ref")
+
+    @property
+    def needs_answers(self) -> bool:
+        # A reward of one's own may judge without a reference.
+        return self.rollout.reward == EXACT_MATCH
+
+    def calls(self) -> list[ModelFunctionCall]:
+        """The model function calls of one step."""
+        made: list[ModelFunctionCall] = []
+        if self.ppo.use_decoupled_loss:
+            made.append(self._inference("actor_inf", self.actor, role="actor", output="proximal_logprobs"))
+        if self.ref is not None:
+            made.append(self._inference("ref_inf", self.ref, role="ref", output="ref_logprobs"))
+        outputs = [key for call in made for key in call.output_keys]
+        evaluate: tuple[PostHook, ...] = (EvaluateHook(),) if self.evaluation is not None else ()
+        train = ModelFunctionCall(
+            name="actor_train",
+            model_name=ModelName("actor"),
+            call_type=CallType.TRAIN_STEP,
+            implementation="ppo_actor",
+            n_seqs=self.train_batch_size,
+            input_keys=(*TRAJECTORY_KEYS, *outputs),
+            micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=self.actor.max_tokens_per_micro_batch),
+            pre_hooks=(DataTransferHook(),),
+            post_hooks=(PublishWeightsHook(), *evaluate, SaveHook()),
+        )
+        return [*made, train]
+
+    def _inference(self, name: str, model: ModelConfig, *, role: str, output: str) -> ModelFunctionCall:
+        return ModelFunctionCall(
+            name=name,
+            model_name=ModelName(role),
+            call_type=CallType.INFERENCE,
+            implementation="ppo_actor",
+            n_seqs=self.train_batch_size,
+            input_keys=("input_ids", "prompt_mask"),
+            output_keys=(output,),
+            output_key_remap={"logprobs": output},
+            micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=model.max_tokens_per_micro_batch),
+            pre_hooks=(DataTransferHook(),),
+        )
+
+    def initial_setup(self) -> ExperimentConfig:
+        dataset = self.read_dataset()
+        workers: list[WorkerSpec] = [self._master(dataset), *self._model_workers(dataset)]
+        workers += [
+            GenerationServerSpec(index=index, initial_weights=self.actor.path, engine=self.engine)
+            for index in range(self.num_workers("generation_server"))
+        ]
+        workers.append(
+            GserverManagerSpec(
+                num_generation_servers=self.num_workers("generation_server"),
+                train_batch_size=self.train_batch_size,
+                rollout=self.rollout,
+            )
+        )
+        workers += self._rollout_workers(dataset)
+        return ExperimentConfig.build(calls=self.calls(), dataset_keys=TRAJECTORY_KEYS, workers=workers)
+
+    def _master(self, dataset: DatasetSpec) -> MasterWorkerSpec:
+        return MasterWorkerSpec(
+            calls=self.calls(),
+            train_batch_size=self.train_batch_size,
+            num_prompts=dataset.num_rows,
+            source="trajectories",
+            max_head_offpolicyness=self.rollout.max_head_offpolicyness,
+            control=self.control,
+            eval_every_steps=self.evaluation.every_steps if self.evaluation is not None else None,
+            num_model_workers=self.num_training_ranks,
+            initial_weights=self.actor.path,
+            shuffle=self.dataset.shuffle,
+        )
+
+    def _model_workers(self, dataset: DatasetSpec) -> list[ModelWorkerSpec]:
+        roles = [
+            ModelRoleSpec(
+                role="actor",
+                model=self.actor.without_optimizer(),
+                interface="ppo_actor",
+                optimizer=self.actor.optimizer,
+                ppo=self.ppo,
+            )
+        ]
+        if self.ref is not None:
+            roles.append(ModelRoleSpec(role="ref", model=self.ref, interface="ppo_actor", optimizer=None, ppo=self.ppo))
+        return [
+            ModelWorkerSpec(
+                index=rank,
+                world_size=self.num_training_ranks,
+                roles=roles,
+                calls=self.calls(),
+                dataset=None,
+                evaluation=self.evaluation,
+                reward=self.rollout.reward,
+                temperature=self.rollout.sampling.temperature,
+                total_steps=self.control.total_steps(num_rows=dataset.num_rows, batch_size=self.train_batch_size),
+            )
+            for rank in range(self.num_training_ranks)
+        ]
+
+    def _rollout_workers(self, dataset: DatasetSpec) -> list[RolloutWorkerSpec]:
+        count = self.num_workers("rollout_worker")
+        return [
+            RolloutWorkerSpec(
+                index=index,
+                num_rollout_workers=count,
+                dataset=dataset,
+                tokenizer=self.actor.path,
+                group_size=self.ppo.group_size,
+                train_batch_size=self.train_batch_size,
+                total_train_epochs=self.control.total_train_epochs,
+                rollout=self.rollout,
+            )
+            for index in range(count)
+        ]
+
+    def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
+        facts, problems = check_model(self.actor, ("actor",))
+        yield from problems
+        yield from self._ref_problems(facts)
+        yield from check_ppo(self.ppo, has_ref=self.ref is not None, train_batch_size=self.train_batch_size)
+        yield from check_concurrency(self.rollout, train_batch_size=self.train_batch_size)
+        yield from check_imports(self.rollout)
+        yield from self._length_problems(facts)
+        if num_rows is not None:
+            yield from check_batch(
+                num_rows=num_rows,
+                epochs=self.control.total_train_epochs,
+                train_batch_size=self.train_batch_size,
+                training_ranks=self.known_training_ranks(),
+            )
+        if self.evaluation is not None:
+            yield from check_evaluation(self.evaluation, facts, needs_answer=self.needs_answers)
+
+    def _ref_problems(self, actor: ModelFacts | None) -> Iterator[ConfigProblem]:
+        if self.ref is None:
+            return
+        facts, problems = check_model(self.ref, ("ref",))
+        yield from problems
+        if actor is not None and facts is not None and actor.vocab_size != facts.vocab_size:
+            yield ConfigProblem(
+                message=f"ref has a vocabulary of {facts.vocab_size}, the actor one of {actor.vocab_size}",
+                hint="use the model that the actor starts from, or one with the same tokenizer",
+                path=("ref", "path"),
+                shown=str(self.ref.path),
+            )
+
+    def _length_problems(self, facts: ModelFacts | None) -> Iterator[ConfigProblem]:
+        limits = [
+            ("engine.max_total_tokens", self.engine.max_total_tokens),
+            ("actor.max_tokens_per_micro_batch", self.actor.max_tokens_per_micro_batch),
+        ]
+        if self.ref is not None:
+            limits.append(("ref.max_tokens_per_micro_batch", self.ref.max_tokens_per_micro_batch))
+        if facts is not None and facts.max_position_embeddings is not None:
+            limits.append(("the model's max_position_embeddings", facts.max_position_embeddings))
+        for limit_name, limit in limits:
+            yield from check_length(
+                max_prompt_tokens=self.dataset.max_prompt_tokens,
+                max_new_tokens=self.rollout.sampling.max_new_tokens,
+                limit=limit,
+                limit_name=limit_name,
+                path=("rollout", "sampling", "max_new_tokens"),
+            )
+
+    def find_warnings(self) -> Iterator[str]:
+        yield from super().find_warnings()
+        if self.ref is not None and self.ppo.kl_coef == 0.0:
+            yield "ref has no effect on training while ppo.kl_coef is 0; leave it out to save its memory"
+        if not self.ppo.use_decoupled_loss and "behav_imp_weight_cap" in self.ppo.model_fields_set:
+            yield "ppo.behav_imp_weight_cap has no effect without ppo.use_decoupled_loss"

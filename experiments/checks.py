@@ -1,0 +1,290 @@
+"""Checks across fields and against files: parts of an experiment -> ConfigProblems, each with the key to change.
+
+Every check is a function of what it compares; `Experiment.find_problems` says which apply. Lines of the file are filled
+in by the loader.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from corral.experiments.config import (
+    ClusterConfig,
+    DatasetConfig,
+    EvaluationConfig,
+    GroupConfig,
+    ModelConfig,
+    PPOConfig,
+    RolloutConfig,
+)
+from corral.experiments.dataset_file import DatasetReader
+from corral.experiments.errors import ConfigProblem, KeyPath, display_path, show_value, split_remedy
+from corral.experiments.import_paths import check_import_path
+from corral.experiments.model_directory import ModelFacts, inspect_model
+from corral.scheduling.allocation import EVERY_ROLE, Allocation, parse_allocation
+from corral.scheduling.placement import NodeShape, place
+from corral.scheduling.scheduling import ExperimentScheduling, Scheduling
+from corral.scheduling.worker_information import WorkerKind
+
+BUILT_GENERATION_BACKENDS = ("hf",)
+BUILT_TRAINING_BACKENDS = ("fsdp",)
+EXACT_MATCH = "corral.workers.rollout.rewards:exact_match"
+
+_ALLOCATION = ("allocation",)
+_JOB_FIELDS = (
+    "nodelist", "exclude", "partition", "account", "qos", "constraint", "reservation",
+    "time_limit", "begin", "deadline", "extra_sbatch_arguments",
+)  # fmt: skip
+_UNBUILT_FIELDS = ("container_image", "container_mounts")
+
+
+def check_allocation(
+    text: str, *, roles: Iterable[str], generates: bool
+) -> tuple[Allocation | None, list[ConfigProblem]]:
+    """The allocation, and what this version cannot do of it; None if it is no allocation string at all."""
+    try:
+        allocation = parse_allocation(text)
+    except ValueError as error:
+        message, hint = split_remedy(str(error))
+        return None, [ConfigProblem(message=message, hint=hint, path=_ALLOCATION, shown=text)]
+    problems = [*_generation_problems(allocation, generates), *_training_problems(allocation, tuple(roles))]
+    return allocation, [replace(problem, path=_ALLOCATION, shown=text) for problem in problems]
+
+
+def _generation_problems(allocation: Allocation, generates: bool) -> Iterator[ConfigProblem]:
+    engine = allocation.generation
+    if engine is None:
+        if generates:
+            hint = "add it before the training side: hf:d1+fsdp:d1"
+            yield ConfigProblem(
+                message="the allocation has no generation side, but this experiment generates", hint=hint
+            )
+        return
+    if not generates:
+        message = "the allocation has a generation side, but this experiment generates nothing"
+        yield ConfigProblem(message=message, hint="leave the training side only: fsdp:d1")
+    if engine.backend not in BUILT_GENERATION_BACKENDS:
+        message = f"generation backend {engine.backend!r} is not built yet in this version"
+        yield ConfigProblem(message=message, hint=f"use the embedded engine: hf:d{engine.dims.dp}")
+    if engine.dims.tp > 1:
+        message = f"tensor parallel generation (t{engine.dims.tp}) is not built yet in this version"
+        yield ConfigProblem(message=message, hint=f"use one process per server: hf:d{engine.dims.dp}")
+
+
+def _training_problems(allocation: Allocation, roles: tuple[str, ...]) -> Iterator[ConfigProblem]:
+    if not allocation.training:
+        yield ConfigProblem(message="the allocation has no training side", hint="add one: fsdp:d1")
+        return
+    named = ", ".join(roles)
+    for role, engine in allocation.training.items():
+        if role != EVERY_ROLE and role not in roles:
+            yield ConfigProblem(
+                message=f"the allocation names role {role!r}; this experiment has {named}", hint="remove it"
+            )
+        if engine.backend not in BUILT_TRAINING_BACKENDS:
+            message = f"training backend {engine.backend!r} is not built yet in this version"
+            yield ConfigProblem(message=message, hint=f"use the PyTorch-native backend: fsdp:d{engine.dims.world_size}")
+        if engine.dims.tp > 1 or engine.dims.pp > 1:
+            message = f"tensor and pipeline parallel training ({engine.dims}) are not built yet in this version"
+            yield ConfigProblem(message=message, hint=f"use pure data parallelism: fsdp:d{engine.dims.world_size}")
+    without = [role for role in roles if role not in allocation.training and EVERY_ROLE not in allocation.training]
+    if without:
+        yield ConfigProblem(message=f"the allocation has no layout for role {', '.join(without)}", hint="write fsdp:d1")
+    elif len({str(allocation.training_of(role)) for role in roles}) > 1:
+        message = "different layouts per role are not built yet in this version"
+        yield ConfigProblem(message=message, hint=f"use one layout for {named}: fsdp:d1")
+
+
+def check_groups(
+    groups: Mapping[WorkerKind, GroupConfig], expected_count: Mapping[WorkerKind, int | None]
+) -> Iterator[ConfigProblem]:
+    """Counts that contradict the allocation, and settings of groups that nobody would read.
+
+    Args:
+        groups: what the experiment says.
+        expected_count: by kind that the experiment has; None where the user may choose.
+    """
+    for kind, group in groups.items():
+        path: KeyPath = ("groups", kind)
+        if kind not in expected_count:
+            if group.model_fields_set:
+                hint = f"remove it; there are {', '.join(expected_count)}"
+                yield ConfigProblem(message=f"this experiment has no {kind}", hint=hint, path=path)
+            continue
+        expected = expected_count[kind]
+        if group.count is not None and expected is not None and group.count != expected:
+            reason = (
+                "a trial has one" if kind in ("master_worker", "gserver_manager") else f"the allocation says {expected}"
+            )
+            yield ConfigProblem(
+                message=f"groups.{kind}.count is {group.count}, but {reason}",
+                hint=f"remove the count, or {'write 1' if reason.endswith('one') else 'change the allocation'}",
+                path=(*path, "count"),
+                shown=str(group.count),
+            )
+        if group.scheduling is not None:
+            yield from _check_group_scheduling(group.scheduling, (*path, "scheduling"))
+
+
+def _check_group_scheduling(scheduling: Scheduling, path: KeyPath) -> Iterator[ConfigProblem]:
+    for name in (*_JOB_FIELDS, *_UNBUILT_FIELDS):
+        value = getattr(scheduling, name)
+        if value is None or value == ():
+            continue
+        if name in _JOB_FIELDS:
+            message, hint = (
+                f"all groups share one allocation, so {name} cannot be set for one of them",
+                f"use launch.{name}",
+            )
+        else:
+            message, hint = (
+                f"{name} is not built yet in this version",
+                "remove it; workers run in rl-submit's environment",
+            )
+        yield ConfigProblem(message=message, hint=hint, path=(*path, name), shown=show_value(value))
+    if scheduling.gpu > 1:
+        yield ConfigProblem(
+            message=f"a worker drives at most 1 GPU, got {scheduling.gpu}",
+            hint="raise d in the allocation instead",
+            path=(*path, "gpu"),
+            shown=str(scheduling.gpu),
+        )
+
+
+def check_placement(scheduling: ExperimentScheduling, cluster: ClusterConfig) -> Iterator[ConfigProblem]:
+    """Groups that do not fit the nodes that the configuration describes."""
+    shape = NodeShape(cpus=cluster.cpus_per_node, gpus=cluster.gpus_per_node, mem_mb=cluster.mem_per_node)
+    try:
+        place(scheduling, shape, max_nodes=cluster.max_nodes)
+    except ValueError as error:
+        message, hint = split_remedy(str(error))
+        message += (
+            f" (the cluster: {cluster.max_nodes or 'any number of'} nodes with {cluster.cpus_per_node} CPUs, "
+            f"{cluster.gpus_per_node} GPUs and {cluster.mem_per_node} MB each)"
+        )
+        yield ConfigProblem(
+            message=f"the groups cannot be placed: {message}",
+            hint=hint or "change the group's scheduling, the allocation, or the cluster's description",
+            path=("cluster",),
+        )
+
+
+def check_dataset(
+    config: DatasetConfig, path: KeyPath, *, needs_answer: bool
+) -> tuple[int | None, list[ConfigProblem]]:
+    """Rows of a dataset (None if it is broken), and what is wrong with it."""
+    reader = DatasetReader(config=config, needs_answer=needs_answer)
+    for _ in reader:
+        pass
+    where = (*path, "path")
+    problems = [replace(problem, path=where, shown=display_path(config.path)) for problem in reader.problems]
+    return (None if problems else reader.num_rows), problems
+
+
+def check_batch(
+    *, num_rows: int, epochs: int, train_batch_size: int, training_ranks: int | None
+) -> Iterator[ConfigProblem]:
+    """A batch that the data never fills, or that leaves ranks without work."""
+    path, shown = ("train_batch_size",), str(train_batch_size)
+    if train_batch_size > num_rows * epochs:
+        yield ConfigProblem(
+            message=f"train_batch_size {train_batch_size} is more than the dataset's {num_rows} rows x {epochs} epochs",
+            hint=f"at most {num_rows * epochs} fits; or raise control.total_train_epochs",
+            path=path,
+            shown=shown,
+        )
+    if training_ranks is not None and train_batch_size < training_ranks:
+        yield ConfigProblem(
+            message=f"train_batch_size {train_batch_size} leaves some of {training_ranks} training ranks without work",
+            hint=f"at least {training_ranks}, or fewer ranks in the allocation",
+            path=path,
+            shown=shown,
+        )
+
+
+def check_model(config: ModelConfig, path: KeyPath) -> tuple[ModelFacts | None, list[ConfigProblem]]:
+    """What is known of a model on disk, and what is wrong with it."""
+    facts, problems = inspect_model(config.path)
+    return facts, [replace(problem, path=(*path, "path"), shown=display_path(config.path)) for problem in problems]
+
+
+def check_length(
+    *, max_prompt_tokens: int, max_new_tokens: int, limit: int | None, limit_name: str, path: KeyPath
+) -> Iterator[ConfigProblem]:
+    """Prompts and answers that together exceed a limit; `path` is the key of max_new_tokens or of the limit."""
+    needed = max_prompt_tokens + max_new_tokens
+    if limit is not None and needed > limit:
+        yield ConfigProblem(
+            message=(
+                f"{max_prompt_tokens} prompt tokens + {max_new_tokens} new tokens = {needed} do not fit "
+                f"{limit_name} = {limit}"
+            ),
+            hint=f"lower max_new_tokens or the dataset's max_prompt_tokens, or raise {limit_name}",
+            path=path,
+        )
+
+
+def check_evaluation(
+    evaluation: EvaluationConfig, facts: ModelFacts | None, *, needs_answer: bool
+) -> Iterator[ConfigProblem]:
+    """Held-out problems that are broken or too long for the model."""
+    yield from check_dataset(evaluation.dataset, ("evaluation", "dataset"), needs_answer=needs_answer)[1]
+    if facts is not None:
+        yield from check_length(
+            max_prompt_tokens=evaluation.dataset.max_prompt_tokens,
+            max_new_tokens=evaluation.max_new_tokens,
+            limit=facts.max_position_embeddings,
+            limit_name="the model's max_position_embeddings",
+            path=("evaluation", "max_new_tokens"),
+        )
+
+
+def check_ppo(ppo: PPOConfig, *, has_ref: bool, train_batch_size: int) -> Iterator[ConfigProblem]:
+    """Settings of the algorithm that contradict each other."""
+    if ppo.kl_coef > 0.0 and not has_ref:
+        yield ConfigProblem(
+            message=f"ppo.kl_coef {ppo.kl_coef} needs a reference model, and there is none",
+            hint="give ref.path (the model that the actor starts from), or set ppo.kl_coef: 0",
+            path=("ppo", "kl_coef"),
+            shown=str(ppo.kl_coef),
+        )
+    if ppo.group_size < 2:
+        yield ConfigProblem(
+            message="group_relative advantages compare the answers to one prompt: with group_size 1 they are all 0",
+            hint="ppo.group_size: 8 is usual, 2 the least",
+            path=("ppo", "group_size"),
+            shown=str(ppo.group_size),
+        )
+    answers = train_batch_size * ppo.group_size
+    if ppo.n_minibatches > answers:
+        yield ConfigProblem(
+            message=f"ppo.n_minibatches {ppo.n_minibatches} is more than the {answers} answers of a train step",
+            hint=f"at most {answers}",
+            path=("ppo", "n_minibatches"),
+            shown=str(ppo.n_minibatches),
+        )
+
+
+def check_concurrency(rollout: RolloutConfig, *, train_batch_size: int) -> Iterator[ConfigProblem]:
+    """More prompts in flight than the staleness bound ever admits."""
+    most = (rollout.max_head_offpolicyness + 1) * train_batch_size
+    if rollout.max_concurrent_rollouts is not None and rollout.max_concurrent_rollouts > most:
+        yield ConfigProblem(
+            message=(
+                f"rollout.max_concurrent_rollouts {rollout.max_concurrent_rollouts} can never be reached: "
+                f"the staleness bound admits (max_head_offpolicyness {rollout.max_head_offpolicyness} + 1) "
+                f"x train_batch_size {train_batch_size} = {most}"
+            ),
+            hint=f"at most {most}, or leave it out; raise max_head_offpolicyness for more",
+            path=("rollout", "max_concurrent_rollouts"),
+            shown=str(rollout.max_concurrent_rollouts),
+        )
+
+
+def check_imports(rollout: RolloutConfig) -> Iterator[ConfigProblem]:
+    """Agents and rewards that do not exist."""
+    for name, import_path, must_be_async in (("agent", rollout.agent, True), ("reward", rollout.reward, False)):
+        problem = check_import_path(import_path, must_be_async=must_be_async)
+        if problem is not None:
+            yield replace(
+                problem, message=f"rollout.{name}: {problem.message}", path=("rollout", name), shown=import_path
+            )

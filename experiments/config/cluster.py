@@ -1,0 +1,126 @@
+"""Where a trial runs and how it is kept alive: shared folder, network, Redis, SLURM layout, restart budgets."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+
+from corral.experiments.config.base import FrozenConfig
+from corral.scheduling.scheduling import MemoryMb, Scheduling, SlurmTime
+from corral.scheduling.worker_information import WorkerKind
+
+
+class ClusterConfig(FrozenConfig):
+    """Facts of the site."""
+
+    fileroot: Path | None = None
+    """Folder for all trials, on a file system that every node sees; None is $CORRAL_FILEROOT, else ~/corral."""
+    bind_address: str = Field(default="auto", pattern=r"^(auto|[0-9A-Za-z_.:-]+)$")
+    """Interface that servers listen on: an IP address, or `auto`: 127.0.0.1 with --local, the node's own address on SLURM."""  # noqa: E501
+    gpus_per_node: int = Field(default=8, ge=0)
+    """GPUs of one node; placement fills nodes by it."""
+    cpus_per_node: int = Field(default=64, ge=1)
+    """CPU cores of one node that a trial may use."""
+    mem_per_node: MemoryMb = Field(default=480 * 1024, ge=1)
+    """Memory of one node that a trial may use, in MB or with a suffix K, M, G or T."""
+    max_nodes: int | None = Field(default=None, ge=1)
+    """Nodes that a trial may use; None is as many as its groups need."""
+
+
+class LaunchConfig(FrozenConfig):
+    """How the trial is submitted to SLURM."""
+
+    layout: Literal["auto", "packed"] = "auto"
+    """`packed` is one allocation with one step per worker; `auto` chooses it."""
+    partition: str | None = None
+    """SLURM partition; None is the cluster's default."""
+    account: str | None = None
+    """SLURM account."""
+    qos: str | None = None
+    """SLURM quality of service."""
+    constraint: str | None = None
+    """Node features that the allocation needs."""
+    reservation: str | None = None
+    """SLURM reservation."""
+    nodelist: str | None = None
+    """Nodes that the allocation must contain."""
+    exclude: str | None = None
+    """Nodes that the allocation must not contain."""
+    time_limit: SlurmTime | None = None
+    """SLURM time, such as 30, 1:30:00 or 2-12; None is the partition's default."""
+    begin: SlurmTime | None = None
+    """Earliest start, as sbatch --begin takes it."""
+    deadline: SlurmTime | None = None
+    """Latest end, as sbatch --deadline takes it."""
+    extra_sbatch_arguments: list[str] = []
+    """Further arguments of sbatch, each as one string; those that corral sets itself are refused."""
+    signal_before_end_s: int = Field(default=180, ge=30)
+    """Seconds before the time limit at which the trial is asked to checkpoint."""
+
+    @field_validator(
+        "partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude",
+        "time_limit", "begin", "deadline", "extra_sbatch_arguments",
+    )  # fmt: skip
+    @classmethod
+    def _is_what_a_group_may_ask_for(cls, value: Any, info: ValidationInfo) -> Any:
+        # One set of rules for the job and for its groups.
+        try:
+            Scheduling.model_validate({"cpu": 1, "mem": 1, info.field_name or "": value})
+        except ValidationError as error:
+            details = error.errors(include_url=False)[0]
+            raise ValueError(str(details.get("ctx", {}).get("error", details["msg"]))) from error
+        return value
+
+
+class SupervisionConfig(FrozenConfig):
+    """Restart budgets and deadlines."""
+
+    max_restarts: int = Field(default=20, ge=0)
+    """Restarts of one unit before the trial fails."""
+    restart_pause_s: float = Field(default=0.2, ge=0.0)
+    """Pause before the first restart; doubles with each further one within `healthy_after_s`, up to 30 s."""
+    healthy_after_s: float = Field(default=600.0, gt=0.0)
+    """A unit that ran this long gets its whole budget back."""
+    lease_ttl_s: float = Field(default=10.0, ge=1.0)
+    """Time to live of a worker's record; a record is refreshed three times in it."""
+    setup_timeout_s: float = Field(default=600.0, gt=0.0)
+    """Deadline for a worker to become ready."""
+    step_timeout_s: float = Field(default=3600.0, gt=0.0)
+    """Deadline for one model function call."""
+    stop_grace_s: float = Field(default=120.0, gt=0.0)
+    """Time that rl-stop gives a trial to checkpoint."""
+
+
+class GroupConfig(FrozenConfig):
+    """Overrides for one group of workers."""
+
+    count: int | None = Field(default=None, ge=1)
+    """Number of workers; None follows from the allocation (rollout workers: one per training rank)."""
+    scheduling: Scheduling | None = None
+    """Resources of one worker; in an experiment file, keys that are left out keep the default of the kind."""
+
+
+class GroupsConfig(FrozenConfig):
+    """Overrides per kind of worker."""
+
+    master_worker: GroupConfig = GroupConfig()
+    """The master; its count is 1."""
+    model_worker: GroupConfig = GroupConfig()
+    """Training ranks; their count follows from the allocation."""
+    generation_server: GroupConfig = GroupConfig()
+    """Generation servers; their count follows from the allocation."""
+    gserver_manager: GroupConfig = GroupConfig()
+    """The manager; its count is 1."""
+    rollout_worker: GroupConfig = GroupConfig()
+    """Rollout workers."""
+
+
+DEFAULT_SCHEDULING: Mapping[WorkerKind, Scheduling] = {
+    "master_worker": Scheduling.master_worker_default(),
+    "model_worker": Scheduling.model_worker_default(),
+    "generation_server": Scheduling.generation_server_default(),
+    "gserver_manager": Scheduling.gserver_manager_default(),
+    "rollout_worker": Scheduling.rollout_worker_default(),
+}
+"""Resources of one worker where the experiment says nothing."""

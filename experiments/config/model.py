@@ -1,0 +1,55 @@
+"""What is trained: where a model's weights come from, how they are held, how they are updated."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from corral.experiments.config.base import FrozenConfig
+
+
+class OptimizerConfig(FrozenConfig):
+    """AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) and its learning-rate schedule."""
+
+    type: Literal["adamw"] = "adamw"
+    """The optimizer; AdamW is the one that is built."""
+    lr: float = Field(default=2e-5, gt=0.0)
+    """Peak learning rate."""
+    weight_decay: float = Field(default=0.05, ge=0.0)
+    """Decoupled weight decay, per step and multiplied by the learning rate."""
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Decay of the first moment."""
+    beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Decay of the second moment."""
+    eps: float = Field(default=1e-5, gt=0.0)
+    """Added to the denominator of the update."""
+    warmup_steps_proportion: float = Field(default=0.001, ge=0.0, lt=1.0)
+    """Share of all train steps over which the learning rate rises linearly from 0."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up."""
+    min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Final learning rate as a share of `lr`; `constant` ignores it."""
+    gradient_clipping: float = Field(default=1.0, gt=0.0)
+    """Largest global gradient norm; larger gradients are scaled down to it."""
+
+
+class ModelConfig(FrozenConfig):
+    """One model on disk and how the training backend holds it."""
+
+    path: Path
+    """Directory in Hugging Face format: config.json, *.safetensors, tokenizer.json."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in memory while training."""
+    max_tokens_per_micro_batch: int = Field(default=16384, ge=16)
+    """Token budget of one packed forward and backward pass; longer single sequences are an error."""
+
+
+class TrainedModelConfig(ModelConfig):
+    """A model that is updated."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """How its weights are updated."""
+
+    def without_optimizer(self) -> ModelConfig:
+        """The part that concerns the weights alone."""
+        return ModelConfig(**{name: getattr(self, name) for name in ModelConfig.model_fields})

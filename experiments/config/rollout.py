@@ -1,0 +1,59 @@
+"""How answers are made and judged: sampling, the staleness bound, agents and rewards."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from corral.experiments.config.base import FrozenConfig
+
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
+"""`package.module:name` of a function or class."""
+
+
+class SamplingConfig(FrozenConfig):
+    """How one answer is sampled."""
+
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Longest answer in tokens."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Divides the logits, in generation and in the training loss alike."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Share of the probability mass that is sampled from; 1.0 is all."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Number of most likely tokens that are sampled from; -1 is all."""
+
+
+class RolloutConfig(FrozenConfig):
+    """The asynchronous side of the trial."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """How answers are sampled."""
+    max_head_offpolicyness: int = Field(default=1, ge=0)
+    """Eta: no token that is trained on is more than this many policy versions old; 0 is synchronous."""
+    max_concurrent_rollouts: int | None = Field(default=None, ge=1)
+    """Prompts in flight at a time over all rollout workers; None is the train batch size."""
+    new_tokens_per_chunk: int = Field(default=256, ge=1)
+    """Tokens asked for in one request; the most that a lost generation server costs an answer."""
+    schedule_policy: Literal["round_robin", "least_requests", "least_token_usage"] = "least_requests"
+    """How the manager spreads requests over generation servers."""
+    agent: ImportPath = "corral.workers.rollout.agents:single_turn"
+    """An async function (problem, prompt_ids, sample_group, judge) -> JudgedGroup, see workers/rollout/agents.py."""
+    reward: ImportPath = "corral.workers.rollout.rewards:exact_match"
+    """A function (problem, answer text) -> float."""
+    reward_timeout_s: float = Field(default=15.0, gt=0.0)
+    """Deadline of one reward call."""
+    reward_retries: int = Field(default=2, ge=0)
+    """Further tries of a failed reward; then the prompt is dropped and counted, never given a reward of 0."""
+    request_timeout_s: float = Field(default=300.0, gt=0.0)
+    """Deadline of one request to a generation server or of one weight update."""
+
+
+class EngineConfig(FrozenConfig):
+    """The generation engine."""
+
+    max_running_requests: int = Field(default=64, ge=1)
+    """Sequences decoded at a time in one server."""
+    max_total_tokens: int = Field(default=65536, ge=64)
+    """Tokens that the KV cache of one server holds."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights and of the KV cache in the server."""

@@ -1,0 +1,160 @@
+"""A jsonl dataset: file -> checked rows, one at a time, and the facts that a plan keeps of it (rows, SHA-256).
+
+Rows are checked at submission, where a bad file can be refused while someone is looking.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from corral.experiments.config.data import DatasetConfig
+from corral.experiments.errors import ConfigError, ConfigProblem, closest, display_path, show_value
+
+_MAX_ID_LENGTH = 128
+_MAX_PROBLEMS = 3  # more of the same kind would only scroll the first ones away
+_DECODER = msgspec.json.Decoder()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetRow:
+    """One problem.
+
+    row_id: unique in the file; with the dataset epoch it makes the sample's uid.
+    fields: everything that the row says, for rewards and agents of one's own.
+    line: line of the file, from 1.
+    """
+
+    row_id: str
+    prompt: str
+    answer: str | None
+    fields: dict[str, Any]
+    line: int
+
+
+@dataclass(slots=True)
+class DatasetReader:
+    """Iterates over the rows of a file once; `num_rows`, `sha256` and `problems` are complete afterwards.
+
+    reader = DatasetReader(config, needs_answer=True)
+    rows = list(reader)
+    reader.raise_problems()
+    """
+
+    config: DatasetConfig
+    needs_answer: bool
+    num_rows: int = 0
+    problems: list[ConfigProblem] = field(default_factory=list)
+    _digest: Any = field(default_factory=hashlib.sha256)
+    _line_by_id: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def sha256(self) -> str:
+        """Digest of what was read."""
+        return str(self._digest.hexdigest())
+
+    def __iter__(self) -> Iterator[DatasetRow]:
+        try:
+            with self.config.path.open("rb") as stream:
+                for number, line in enumerate(stream, start=1):
+                    self._digest.update(line)
+                    row = self._row(line, number) if line.strip() else None
+                    if len(self.problems) >= _MAX_PROBLEMS:
+                        return
+                    if row is not None:
+                        self.num_rows += 1
+                        yield row
+        except OSError as error:
+            self._note_unreadable(error)
+            return
+        if self.num_rows == 0 and not self.problems:
+            name = display_path(self.config.path)
+            self.problems.append(
+                ConfigProblem(message=f"dataset {name} has no rows", hint="write one JSON object a line")
+            )
+
+    def raise_problems(self) -> None:
+        """ConfigError if anything was wrong with the rows read so far."""
+        if self.problems:
+            raise ConfigError(self.problems)
+
+    def _row(self, line: bytes, number: int) -> DatasetRow | None:
+        try:
+            fields = _DECODER.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._note(number, f"row is not JSON: {error}", "write one JSON object a line, without line breaks inside")
+            return None
+        if not isinstance(fields, dict):
+            self._note(
+                number, f"row is no JSON object but {show_value(fields)}", 'write {"prompt": ..., "answer": ...}'
+            )
+            return None
+        prompt, answer = fields.get(self.config.prompt_key), fields.get(self.config.answer_key)
+        if not isinstance(prompt, str) or not prompt:
+            self._note_missing(number, fields, self.config.prompt_key, "prompt", prompt)
+            return None
+        if answer is None and self.needs_answer:
+            self._note_missing(number, fields, self.config.answer_key, "answer", answer)
+            return None
+        if answer is not None and not isinstance(answer, str):
+            hint = f'write it as text: "{show_value(answer)}"'
+            self._note(number, f"{self.config.answer_key!r} must be text, got {show_value(answer)}", hint)
+            return None
+        row_id = self._row_id(fields, number)
+        if row_id is None:
+            return None
+        return DatasetRow(row_id=row_id, prompt=prompt, answer=answer, fields=fields, line=number)
+
+    def _row_id(self, fields: dict[str, Any], number: int) -> str | None:
+        key = self.config.id_key
+        given = fields.get(key, number - 1)
+        if isinstance(given, bool) or not isinstance(given, str | int):
+            self._note(
+                number, f"{key!r} must be text or a whole number, got {show_value(given)}", "give each row its own"
+            )
+            return None
+        row_id = str(given)
+        if not 0 < len(row_id) <= _MAX_ID_LENGTH or not row_id.isprintable():
+            rule = f"{key!r} must have 1 to {_MAX_ID_LENGTH} printable characters, got {show_value(row_id)}"
+            self._note(number, rule, "shorten it")
+            return None
+        first = self._line_by_id.setdefault(row_id, number)
+        if first != number:
+            hint = f"every {key!r} must be unique; a row without it is known by its line number, from 0"
+            self._note(number, f"{key!r} {row_id!r} is also that of line {first}", hint)
+            return None
+        return row_id
+
+    def _note_missing(self, number: int, fields: dict[str, Any], key: str, what: str, value: Any) -> None:
+        if key in fields:
+            hint = f"the {what} must be text with at least one character" if what == "prompt" else "write it as text"
+            self._note(number, f"{key!r} is no {what}: {show_value(value)}", hint)
+            return
+        near = closest(key, list(fields))
+        known = f"it has {', '.join(map(repr, list(fields)[:8]))}" if fields else "it is empty"
+        hint = f"did you mean {what}_key: {near}?" if near else f"name the row's field with {what}_key; {known}"
+        self._note(number, f"row has no {what} (no field {key!r})", hint)
+
+    def _note(self, number: int, message: str, hint: str) -> None:
+        place = f"{display_path(self.config.path)}:{number}"
+        self.problems.append(ConfigProblem(message=f"{place}: {message}", hint=hint))
+
+    def _note_unreadable(self, error: OSError) -> None:
+        reason = (error.strerror or str(error)).lower()
+        message = f"cannot read dataset {display_path(self.config.path)}: {reason}"
+        hint = "check the path; in an experiment file it is relative to that file's folder"
+        self.problems.append(ConfigProblem(message=message, hint=hint))
+
+
+def load_rows(config: DatasetConfig, *, needs_answer: bool = False) -> list[DatasetRow]:
+    """All rows of a dataset.
+
+    Raises:
+        ConfigError: naming the file and line of the first few bad rows.
+    """
+    reader = DatasetReader(config=config, needs_answer=needs_answer)
+    rows = list(reader)
+    reader.raise_problems()
+    return rows

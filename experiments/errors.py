@@ -1,0 +1,140 @@
+"""What is wrong with an experiment, said so that it can be mended: ConfigProblem (one) -> ConfigError (all of them).
+
+error: unknown key 'lr_rate' in actor.optimizer
+  math.yaml:31  actor.optimizer.lr_rate: 0.1
+  hint: did you mean 'lr'?
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KeyPath = tuple[str | int, ...]
+"""Where a value stands in an experiment file: ("actor", "optimizer", "lr"); list items by their index."""
+
+_MAX_SHOWN_VALUE = 100  # characters; an error fits on one screen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigProblem:
+    """One mistake.
+
+    message: what is wrong and by which rule.
+    hint: the way out.
+    path: the key that has to change; empty where no key is to blame.
+    shown: the offending value, as it is printed after the key.
+    place: where that stands: "math.yaml:31", "-s ppo.kl_coef=1".
+    """
+
+    message: str
+    hint: str = ""
+    path: KeyPath = ()
+    shown: str = ""
+    place: str = ""
+
+    def render(self) -> str:
+        """The problem on two or three lines."""
+        first, *more = self.message.splitlines() or [""]
+        lines = [f"error: {first}", *(f"  {line}" for line in more)]
+        key = dotted(self.path)
+        value = f"{key}: {self.shown}" if key and self.shown else key or self.shown
+        if location := "  ".join(part for part in (self.place, value) if part):
+            lines.append(f"  {location}")
+        if self.hint:
+            lines.append(f"  hint: {self.hint}")
+        return "\n".join(lines)
+
+
+class ConfigError(ValueError):
+    """An experiment that cannot be run as it is written; nothing was submitted."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Iterable[ConfigProblem]) -> None:
+        self.problems: tuple[ConfigProblem, ...] = tuple(problems)
+        if not self.problems:
+            raise TypeError("a ConfigError needs at least one problem")
+        super().__init__("\n".join(problem.render() for problem in self.problems))
+
+    @classmethod
+    def of(cls, message: str, *, hint: str = "", path: KeyPath = (), shown: str = "", place: str = "") -> "ConfigError":
+        """An error with one problem."""
+        return cls([ConfigProblem(message=message, hint=hint, path=path, shown=shown, place=place)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigSource:
+    """Where each value of a configuration came from: a line of a file, or an override on the command line."""
+
+    file: Path | None = None
+    line_by_path: Mapping[KeyPath, int]
+    override_by_path: Mapping[KeyPath, str]
+
+    def place(self, path: KeyPath) -> str:
+        """Where `path` was written, or else the nearest thing that encloses it."""
+        for length in range(len(path), 0, -1):
+            prefix = path[:length]
+            if prefix in self.override_by_path:
+                return f"-s {shorten(self.override_by_path[prefix])}"
+            if self.file is not None and prefix in self.line_by_path:
+                return f"{display_path(self.file)}:{self.line_by_path[prefix]}"
+        return display_path(self.file) if self.file is not None else ""
+
+
+NO_SOURCE = ConfigSource(line_by_path={}, override_by_path={})
+
+
+def dotted(path: KeyPath) -> str:
+    """The key path as it is written in an override: `actor.optimizer.lr`."""
+    return ".".join(str(part) for part in path)
+
+
+def show_value(value: Any) -> str:
+    """A value as one would write it in the file, short enough for a line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Path):
+        return shorten(str(value))
+    if isinstance(value, str) and value.isprintable() and value == value.strip() and value:
+        return shorten(value)
+    if isinstance(value, Mapping):
+        return shorten("{" + ", ".join(f"{key}: {show_value(item)}" for key, item in list(value.items())[:8]) + "}")
+    if isinstance(value, list | tuple):
+        return shorten("[" + ", ".join(show_value(item) for item in value[:8]) + "]")
+    return shorten(repr(value))
+
+
+def shorten(text: str) -> str:
+    """`text` on one line, cut where it is too long to be shown."""
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    return text if len(text) <= _MAX_SHOWN_VALUE else f"{text[: _MAX_SHOWN_VALUE - 3]}..."
+
+
+def display_path(path: Path) -> str:
+    """The shorter of the path itself and the path from the current directory."""
+    try:
+        relative = os.path.relpath(path)
+    except ValueError:
+        return str(path)
+    return min(str(path), relative, key=len)
+
+
+def closest(word: str, candidates: Sequence[str]) -> str | None:
+    """The candidate that `word` was most likely meant to be, if one is near."""
+    # Most runs have no mistake to explain, and difflib is not free to import.
+    from difflib import get_close_matches
+
+    matches = get_close_matches(word, candidates, n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def split_remedy(text: str) -> tuple[str, str]:
+    """The rule and the way out of an error text such as "needs 9 GPUs but has 8; lower dp"."""
+    rule, separator, remedy = text.rpartition("; ")
+    if "\n" in text:
+        return text, ""
+    return (rule, remedy) if separator else (text, "")

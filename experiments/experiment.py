@@ -1,0 +1,211 @@
+"""Experiment: a checked experiment file -> what runs (ExperimentConfig) and on what (ExperimentScheduling).
+
+    experiment.yaml ──► Experiment ──scheduling_setup()──► ExperimentScheduling    counts and resources per worker kind
+                                   └──initial_setup()────► ExperimentConfig        the graph, every worker's spec
+
+Subclasses (sft.py, async_ppo.py) say which model function calls there are and which workers run them.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator, Field
+
+from corral.experiments.checks import check_allocation, check_dataset, check_groups, check_placement
+from corral.experiments.config import (
+    ClusterConfig,
+    DatasetConfig,
+    EvaluationConfig,
+    FrozenConfig,
+    GroupConfig,
+    GroupsConfig,
+    LaunchConfig,
+    SupervisionConfig,
+    TrainControl,
+)
+from corral.experiments.config.cluster import DEFAULT_SCHEDULING
+from corral.experiments.dataset_file import DatasetReader
+from corral.experiments.errors import ConfigProblem
+from corral.experiments.trial_directory import validate_name
+from corral.experiments.worker_specs import DatasetSpec, ModelWorkerSpec, WorkerSpec
+from corral.scheduling.allocation import Allocation, parse_allocation
+from corral.scheduling.dataflow import DataflowGraph, ModelFunctionCall, build_dataflow
+from corral.scheduling.scheduling import ExperimentScheduling, TasksGroup
+from corral.scheduling.worker_information import WORKER_KINDS, WorkerInformation, WorkerKind, worker_id
+
+Name = Annotated[str, AfterValidator(validate_name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExperimentConfig:
+    """A resolved experiment: the dataflow graph and the specification of every worker, consistent with each other.
+
+    Raises:
+        ValueError: if a worker is missing or given twice, or the training ranks are not exactly 0..n-1.
+    """
+
+    graph: DataflowGraph
+    workers: tuple[WorkerSpec, ...]
+
+    def __post_init__(self) -> None:
+        for kind in WORKER_KINDS:
+            indices = sorted(worker.index for worker in self.workers if worker.kind == kind)
+            if indices != list(range(len(indices))):
+                raise ValueError(f"indices of {kind} must be 0..{len(indices) - 1}, each once, got {indices}")
+        ranks = [worker for worker in self.workers if isinstance(worker, ModelWorkerSpec)]
+        for rank in ranks:
+            if rank.world_size != len(ranks):
+                raise ValueError(
+                    f"model_worker/{rank.index} has world_size {rank.world_size}; there are {len(ranks)} ranks"
+                )
+
+    @classmethod
+    def build(
+        cls, *, calls: Sequence[ModelFunctionCall], dataset_keys: Sequence[str], workers: Sequence[WorkerSpec]
+    ) -> "ExperimentConfig":
+        """Connect the calls and put the workers beside them; ValueError if either does not fit together."""
+        return cls(graph=build_dataflow(calls, dataset_keys), workers=tuple(workers))
+
+    def worker_information(self, *, experiment: str, trial: str) -> tuple[WorkerInformation, ...]:
+        """Who each worker is; its record under `host_key` lives as long as it does."""
+        counts = {kind: sum(worker.kind == kind for worker in self.workers) for kind in WORKER_KINDS}
+        return tuple(
+            WorkerInformation(
+                experiment=experiment,
+                trial=trial,
+                kind=worker.kind,
+                index=worker.index,
+                count=counts[worker.kind],
+                host_key=f"workers/{worker_id(worker.kind, worker.index)}",
+            )
+            for worker in self.workers
+        )
+
+
+class Experiment(FrozenConfig):
+    """What all experiments have in common."""
+
+    experiment: str
+    """Kind of the experiment: sft or async_ppo."""
+    name: Name
+    """Name of the experiment; with the trial's name it makes the folder."""
+    trial: Name | None = None
+    """Name of the trial; None takes the next free trial-N."""
+    seed: int = Field(default=1, ge=0, lt=2**63)
+    """Every random choice follows from it."""
+    allocation: str
+    """Who generates and who trains, on how many GPUs or processes: hf:d2+fsdp:d4."""
+    train_batch_size: int = Field(default=64, ge=1)
+    """Prompts (rows, for SFT) that one train step consumes."""
+    dataset: DatasetConfig
+    """What is learned from."""
+    evaluation: EvaluationConfig | None = None
+    """Held-out problems; None trains without looking."""
+    control: TrainControl = TrainControl()
+    """How long to train, and what is written when."""
+    groups: GroupsConfig = GroupsConfig()
+    """Resources per kind of worker."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Facts of the site."""
+    launch: LaunchConfig = LaunchConfig()
+    """How the trial is submitted to SLURM."""
+    supervision: SupervisionConfig = SupervisionConfig()
+    """Restart budgets and deadlines."""
+
+    generates: ClassVar[bool]
+    """Whether there is a generation side: servers, a manager and rollout workers."""
+
+    @property
+    @abstractmethod
+    def needs_answers(self) -> bool:
+        """Whether every row must have an answer."""
+
+    @property
+    @abstractmethod
+    def roles(self) -> tuple[str, ...]:
+        """Roles of the models that are held."""
+
+    @abstractmethod
+    def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
+        """Mistakes that only this kind of experiment can have; `num_rows` is None if the dataset is broken."""
+
+    @abstractmethod
+    def initial_setup(self) -> ExperimentConfig:
+        """The dataflow graph and every worker's specification.
+
+        Raises:
+            ConfigError: if the dataset cannot be read any more.
+        """
+
+    @property
+    def parsed_allocation(self) -> Allocation:
+        """The allocation string, read; ValueError if it is none."""
+        return parse_allocation(self.allocation)
+
+    @property
+    def num_training_ranks(self) -> int:
+        return self.parsed_allocation.training_of(self.roles[0]).dims.world_size
+
+    def known_training_ranks(self) -> int | None:
+        """Training ranks; None if the allocation is broken."""
+        allocation, problems = check_allocation(self.allocation, roles=self.roles, generates=self.generates)
+        return None if allocation is None or problems else self.num_training_ranks
+
+    @property
+    def expected_counts(self) -> dict[WorkerKind, int | None]:
+        """Workers by kind; None where the user may choose."""
+        counts: dict[WorkerKind, int | None] = {"master_worker": 1, "model_worker": self.num_training_ranks}
+        if self.generates:
+            counts["generation_server"] = self.parsed_allocation.num_generation_servers
+            counts["gserver_manager"] = 1
+            counts["rollout_worker"] = None
+        return counts
+
+    @property
+    def group_by_kind(self) -> Mapping[WorkerKind, GroupConfig]:
+        """What the experiment says about each group."""
+        return {kind: getattr(self.groups, kind) for kind in WORKER_KINDS}
+
+    def num_workers(self, kind: WorkerKind) -> int:
+        """Workers of one kind: as the user says, else as the allocation says, else one per training rank."""
+        if kind not in self.expected_counts:
+            return 0
+        return self.group_by_kind[kind].count or self.expected_counts[kind] or self.num_training_ranks
+
+    def scheduling_setup(self) -> ExperimentScheduling:
+        """Count and resources of every group."""
+        groups = {
+            kind: TasksGroup(
+                count=self.num_workers(kind), scheduling=self.group_by_kind[kind].scheduling or DEFAULT_SCHEDULING[kind]
+            )
+            for kind in self.expected_counts
+        }
+        return ExperimentScheduling(**groups)
+
+    def find_problems(self) -> Iterator[ConfigProblem]:
+        """Everything that is wrong beyond single fields; reads the dataset and looks at the models' folders."""
+        allocation, problems = check_allocation(self.allocation, roles=self.roles, generates=self.generates)
+        yield from problems
+        if allocation is not None and not problems:
+            group_problems = list(check_groups(self.group_by_kind, self.expected_counts))
+            yield from group_problems
+            if not group_problems:
+                yield from check_placement(self.scheduling_setup(), self.cluster)
+        num_rows, problems = check_dataset(self.dataset, ("dataset",), needs_answer=self.needs_answers)
+        yield from problems
+        yield from self.find_own_problems(num_rows=num_rows)
+
+    def find_warnings(self) -> Iterator[str]:
+        """Settings that have no effect as they stand."""
+        if self.evaluation is not None and self.evaluation.dataset.path == self.dataset.path:
+            yield "evaluation.dataset is the training data: the accuracy says nothing about new problems"
+
+    def read_dataset(self) -> DatasetSpec:
+        """Facts of the dataset as it is now; ConfigError if it cannot be used."""
+        reader = DatasetReader(config=self.dataset, needs_answer=self.needs_answers)
+        for _ in reader:
+            pass
+        reader.raise_problems()
+        return DatasetSpec(config=self.dataset, num_rows=reader.num_rows, sha256=reader.sha256)

@@ -1,0 +1,152 @@
+"""RunPlan: the frozen result of an experiment file, written once as plan.json and read by everybody.
+
+experiment.yaml --load_experiment--> Experiment --make_run_plan--> RunPlan --plan.json--> supervisor, workers, rl-status
+
+Nobody re-runs user code to find out its configuration: each worker finds its complete, typed specification here.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from corral.experiments.config import ClusterConfig, FrozenConfig, LaunchConfig, SupervisionConfig
+from corral.experiments.experiment import Experiment
+from corral.experiments.worker_specs import (
+    DatasetSpec,
+    GenerationServerSpec,
+    GserverManagerSpec,
+    MasterWorkerSpec,
+    ModelRoleSpec,
+    ModelWorkerSpec,
+    RolloutWorkerSpec,
+    WorkerSpec,
+)
+from corral.scheduling.scheduling import ExperimentScheduling
+from corral.scheduling.worker_information import WorkerKind
+
+__all__ = [
+    "PLAN_SCHEMA_VERSION",
+    "DatasetSpec",
+    "GenerationServerSpec",
+    "GserverManagerSpec",
+    "MasterWorkerSpec",
+    "ModelRoleSpec",
+    "ModelWorkerSpec",
+    "RolloutWorkerSpec",
+    "RunPlan",
+    "TrialIdentity",
+    "WorkerKind",
+    "WorkerSpec",
+    "make_run_plan",
+]
+
+PLAN_SCHEMA_VERSION: Literal[1] = 1
+
+
+class TrialIdentity(FrozenConfig):
+    """Which run of which experiment this is."""
+
+    experiment: str
+    """Name of the experiment."""
+    trial: str
+    """Name of the trial; experiment and trial together name its folder."""
+    uuid: str = Field(pattern=r"^[0-9a-f]{32}$")
+    """What every message, key and log entry of the trial carries; names may be used again, this is not."""
+    directory: Path
+    """The trial directory."""
+
+
+class RunPlan(FrozenConfig):
+    """Everything that a trial's processes need to know."""
+
+    schema_version: Literal[1] = PLAN_SCHEMA_VERSION
+    trial: TrialIdentity
+    mode: Literal["local", "slurm"]
+    """Where the workers run."""
+    seed: int
+    """Every random choice of the trial follows from it."""
+    config: dict[str, Any]
+    """The experiment file with defaults and overrides applied, for people."""
+    cluster: ClusterConfig
+    launch: LaunchConfig
+    supervision: SupervisionConfig
+    scheduling: ExperimentScheduling
+    workers: list[WorkerSpec]
+
+    def to_json(self) -> bytes:
+        """The text of plan.json, with the digest of everything else in it."""
+        content = self.model_dump(mode="json")
+        return json.dumps({"digest": _digest(content), **content}, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "RunPlan":
+        """Read plan.json.
+
+        Raises:
+            ValueError: if the digest does not match: the file was changed after submission.
+        """
+        content = json.loads(text)
+        if not isinstance(content, dict):
+            raise ValueError("plan.json does not hold a plan (no JSON object); submit the trial again")
+        digest = content.pop("digest", None)
+        if digest != _digest(content):
+            raise ValueError(
+                f"plan.json was changed after submission (digest {digest!r}, content {_digest(content)!r}); "
+                "submit a new trial instead of editing a plan"
+            )
+        return cls.model_validate(content)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the plan, hexadecimal."""
+        return _digest(self.model_dump(mode="json"))
+
+    @property
+    def master(self) -> MasterWorkerSpec:
+        """The specification of the master worker."""
+        for worker in self.workers:
+            if isinstance(worker, MasterWorkerSpec):
+                return worker
+        raise ValueError("the plan has no master_worker; submit the trial again")
+
+    @property
+    def total_steps(self) -> int:
+        """Train steps of the whole run."""
+        master = self.master
+        return master.control.total_steps(num_rows=master.num_prompts, batch_size=master.train_batch_size)
+
+    def worker(self, kind: str, index: int) -> WorkerSpec:
+        """The specification of one worker; ValueError if the plan has no such worker."""
+        for worker in self.workers:
+            if worker.kind == kind and worker.index == index:
+                return worker
+        have = ", ".join(f"{worker.kind}/{worker.index}" for worker in self.workers)
+        raise ValueError(f"the plan has no worker {kind}/{index}; it has {have}")
+
+
+def make_run_plan(experiment: Experiment, trial_identity: TrialIdentity, mode: Literal["local", "slurm"]) -> RunPlan:
+    """Resolve an experiment into the plan of one trial.
+
+    The datasets are read here once more, so that the plan holds the digest of what the workers will find.
+
+    Raises:
+        ConfigError: if the experiment cannot be resolved, such as when a file vanished since it was loaded.
+    """
+    return RunPlan(
+        trial=trial_identity,
+        mode=mode,
+        seed=experiment.seed,
+        config=experiment.model_dump(mode="json"),
+        cluster=experiment.cluster,
+        launch=experiment.launch,
+        supervision=experiment.supervision,
+        scheduling=experiment.scheduling_setup(),
+        workers=list(experiment.initial_setup().workers),
+    )
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,127 @@
+"""experiment.yaml + overrides -> Experiment, or everything that is wrong with them.
+
+    bytes ─read_yaml─► raw values ─apply_overrides─► raw values ─validate─► Experiment ─find_problems─► Experiment
+             │                          │                           │                       │
+             └──────────────────────────┴────── ConfigError ────────┴───────────────────────┘
+
+Each stage reports all of its mistakes at once; the next stage runs only on what the one before found clean.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.async_ppo import AsyncPPOExperiment
+from corral.experiments.config.cluster import DEFAULT_SCHEDULING
+from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, KeyPath, closest, show_value
+from corral.experiments.experiment import Experiment
+from corral.experiments.overrides import Override, apply_overrides, as_text_where_asked, parse_override
+from corral.experiments.schema import path_keys
+from corral.experiments.sft import SFTExperiment
+from corral.experiments.validation import validate
+from corral.experiments.yaml_loader import read_yaml
+
+EXPERIMENTS: Mapping[str, type[Experiment]] = {
+    "async_ppo": AsyncPPOExperiment,
+    "sft": SFTExperiment,
+}
+"""Experiment class by the file's `experiment` key."""
+
+
+def load_experiment(path: Path | str, overrides: Sequence[str] = ()) -> Experiment:
+    """Read an experiment file and check everything that can be checked without starting anything.
+
+    Args:
+        path: the YAML file; relative paths in it are relative to its folder.
+        overrides: `key.path=value`, applied in order; relative paths in them are relative to the current directory.
+
+    Raises:
+        ConfigError: listing all mistakes of the first stage that found any.
+    """
+    file = Path(path)
+    data, line_by_path = read_yaml(file)
+    changes = _parse_overrides(overrides)
+    data = apply_overrides(data, changes)
+    source = ConfigSource(file=file, line_by_path=line_by_path, override_by_path={c.path: c.typed for c in changes})
+    experiment_class = _experiment_class(data, source)
+    changes = [as_text_where_asked(change, experiment_class) for change in changes]
+    data = _with_group_defaults(apply_overrides(data, changes))
+    data = _with_absolute_paths(data, experiment_class, source, folder=file.parent)
+    experiment = validate(experiment_class, data, source)
+    check_experiment(experiment, source)
+    return experiment
+
+
+def check_experiment(experiment: Experiment, source: ConfigSource) -> None:
+    """ConfigError with everything that is wrong across fields, with the files, models and import paths named in it."""
+    problems = [replace(problem, place=source.place(problem.path)) for problem in experiment.find_problems()]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    changes: list[Override] = []
+    problems: list[ConfigProblem] = []
+    for typed in overrides:
+        try:
+            changes.append(parse_override(typed))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return changes
+
+
+def _experiment_class(data: Mapping[str, Any], source: ConfigSource) -> type[Experiment]:
+    kind = data.get("experiment")
+    known = ", ".join(sorted(EXPERIMENTS))
+    if kind is None:
+        place = source.place(("experiment",))
+        raise ConfigError.of("experiment is missing: the kind of experiment", hint=f"add one of: {known}", place=place)
+    experiment_class = EXPERIMENTS.get(kind) if isinstance(kind, str) else None
+    if experiment_class is None:
+        near = closest(kind, list(EXPERIMENTS)) if isinstance(kind, str) else None
+        raise ConfigError.of(
+            f"there is no experiment {show_value(kind)}",
+            hint=f"did you mean {near!r}?" if near else f"known: {known}",
+            path=("experiment",),
+            shown=show_value(kind),
+            place=source.place(("experiment",)),
+        )
+    return experiment_class
+
+
+def _with_group_defaults(data: dict[str, Any]) -> dict[str, Any]:
+    """Resources that a group's `scheduling` leaves out are those of its kind, not an error."""
+    groups = data.get("groups")
+    if not isinstance(groups, dict):
+        return data
+    filled = dict(groups)
+    for kind, default in DEFAULT_SCHEDULING.items():
+        group = groups.get(kind)
+        if isinstance(group, dict) and isinstance(group.get("scheduling"), dict):
+            scheduling = default.model_dump(mode="json", exclude_defaults=True) | group["scheduling"]
+            filled[kind] = {**group, "scheduling": scheduling}
+    return {**data, "groups": filled}
+
+
+def _with_absolute_paths(
+    data: dict[str, Any], experiment_class: type[Experiment], source: ConfigSource, *, folder: Path
+) -> dict[str, Any]:
+    for path in path_keys(experiment_class):
+        typed_on_command_line = any(path[:length] in source.override_by_path for length in range(1, len(path) + 1))
+        data = _map_at(data, path, base=Path.cwd() if typed_on_command_line else folder)
+    return data
+
+
+def _map_at(data: dict[str, Any], path: KeyPath, *, base: Path) -> dict[str, Any]:
+    """`data` with the text at `path`, if there is one, made an absolute path."""
+    key = str(path[0])
+    value = data.get(key)
+    if len(path) > 1:
+        return {**data, key: _map_at(value, path[1:], base=base)} if isinstance(value, dict) else data
+    if not isinstance(value, str):
+        return data
+    return {**data, key: os.path.abspath(base / os.path.expanduser(value))}

@@ -1,0 +1,81 @@
+"""What the configuration classes look like: class + key path -> the class, field or type that stands there.
+
+Error messages, overrides, relative paths and the generated reference all ask here, so that the classes stay the only
+description of the schema.
+"""
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from corral.experiments.errors import KeyPath
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, without None and annotations; one type is a union of one."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return alternatives(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return tuple(
+            member for part in get_args(annotation) for member in alternatives(part) if member is not type(None)
+        )
+    return (annotation,)
+
+
+def submodel(annotation: Any) -> type[BaseModel] | None:
+    """The configuration class among the alternatives of an annotation."""
+    for member in alternatives(annotation):
+        if isinstance(member, type) and issubclass(member, BaseModel):
+            return member
+    return None
+
+
+def field_at(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
+    """The field at a key path, or None where the schema has none (unknown keys, items of lists and dicts)."""
+    current: type[BaseModel] | None = model
+    field: FieldInfo | None = None
+    for part in path:
+        field = current.model_fields.get(part) if current is not None and isinstance(part, str) else None
+        if field is None:
+            return None
+        current = submodel(field.annotation)
+    return field
+
+
+def model_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
+    """The configuration class whose keys stand below a key path."""
+    if not path:
+        return model
+    field = field_at(model, path)
+    return submodel(field.annotation) if field is not None else None
+
+
+def key_paths(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]]:
+    """Every key of the schema with its field, depth first in the order of the classes."""
+    for name, field in model.model_fields.items():
+        path = (*prefix, name)
+        yield path, field
+        below = submodel(field.annotation)
+        if below is not None:
+            yield from key_paths(below, path)
+
+
+def accepts(field: FieldInfo | None, kind: type) -> bool:
+    """Whether `kind` is one of the field's alternatives."""
+    return field is not None and kind in alternatives(field.annotation)
+
+
+def path_keys(model: type[BaseModel]) -> Iterator[KeyPath]:
+    """The keys whose values are paths of files."""
+    return (path for path, field in key_paths(model) if accepts(field, Path))
+
+
+def first_sentence(field: FieldInfo | None) -> str:
+    """What a field is for, in few words."""
+    description = (field.description or "") if field is not None else ""
+    return " ".join(description.split()).split("; ")[0].rstrip(".")

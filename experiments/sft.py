@@ -1,0 +1,111 @@
+"""Supervised fine-tuning: one model function call, fed by a dataset.
+
+    dataset ──input_ids, prompt_mask──► actor_train
+
+Workers: the master and the model workers; the latter read the rows themselves.
+"""
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from corral.experiments.checks import check_batch, check_evaluation, check_model
+from corral.experiments.config import TrainedModelConfig
+from corral.experiments.errors import ConfigProblem
+from corral.experiments.experiment import Experiment, ExperimentConfig
+from corral.experiments.worker_specs import MasterWorkerSpec, ModelRoleSpec, ModelWorkerSpec
+from corral.scheduling.dataflow import (
+    CallType,
+    DataTransferHook,
+    EvaluateHook,
+    ModelFunctionCall,
+    ModelName,
+    PostHook,
+    SaveHook,
+)
+from corral.scheduling.packing import MicroBatchSpec
+
+ROW_KEYS = ("input_ids", "prompt_mask")
+
+
+class SFTExperiment(Experiment):
+    """Maximum likelihood of the answers in a dataset."""
+
+    experiment: Literal["sft"] = "sft"
+    """Supervised fine-tuning."""
+    allocation: str = "fsdp:d1"
+    """Who trains, on how many GPUs or processes: fsdp:d4."""
+    model: TrainedModelConfig
+    """The model that is trained."""
+
+    generates: ClassVar[bool] = False
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("actor",)
+
+    @property
+    def needs_answers(self) -> bool:
+        return True
+
+    def calls(self) -> list[ModelFunctionCall]:
+        """The one model function call."""
+        evaluate: tuple[PostHook, ...] = (EvaluateHook(),) if self.evaluation is not None else ()
+        return [
+            ModelFunctionCall(
+                name="actor_train",
+                model_name=ModelName("actor"),
+                call_type=CallType.TRAIN_STEP,
+                implementation="sft",
+                n_seqs=self.train_batch_size,
+                input_keys=ROW_KEYS,
+                micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=self.model.max_tokens_per_micro_batch),
+                pre_hooks=(DataTransferHook(),),
+                post_hooks=(*evaluate, SaveHook()),
+            )
+        ]
+
+    def initial_setup(self) -> ExperimentConfig:
+        dataset = self.read_dataset()
+        calls = self.calls()
+        master = MasterWorkerSpec(
+            calls=calls,
+            train_batch_size=self.train_batch_size,
+            num_prompts=dataset.num_rows,
+            source="dataset",
+            max_head_offpolicyness=0,
+            control=self.control,
+            eval_every_steps=self.evaluation.every_steps if self.evaluation is not None else None,
+            num_model_workers=self.num_training_ranks,
+            initial_weights=self.model.path,
+            shuffle=self.dataset.shuffle,
+        )
+        role = ModelRoleSpec(
+            role="actor", model=self.model.without_optimizer(), interface="sft", optimizer=self.model.optimizer
+        )
+        ranks = [
+            ModelWorkerSpec(
+                index=rank,
+                world_size=self.num_training_ranks,
+                roles=[role],
+                calls=calls,
+                dataset=dataset,
+                evaluation=self.evaluation,
+                reward=None,
+                total_steps=self.control.total_steps(num_rows=dataset.num_rows, batch_size=self.train_batch_size),
+            )
+            for rank in range(self.num_training_ranks)
+        ]
+        return ExperimentConfig.build(calls=calls, dataset_keys=ROW_KEYS, workers=[master, *ranks])
+
+    def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
+        facts, problems = check_model(self.model, ("model",))
+        yield from problems
+        if num_rows is not None:
+            yield from check_batch(
+                num_rows=num_rows,
+                epochs=self.control.total_train_epochs,
+                train_batch_size=self.train_batch_size,
+                training_ranks=self.known_training_ranks(),
+            )
+        if self.evaluation is not None:
+            yield from check_evaluation(self.evaluation, facts, needs_answer=True)

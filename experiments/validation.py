@@ -1,0 +1,150 @@
+"""Raw values + class -> a checked configuration, or all mistakes: pydantic's errors in the user's words.
+
+The values of a file are checked strictly (a quoted "8" is no number, `yes` is no boolean), which pydantic offers for
+JSON without refusing paths and tuples; hence the detour over JSON text.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from corral.experiments.errors import (
+    ConfigError,
+    ConfigProblem,
+    ConfigSource,
+    KeyPath,
+    closest,
+    dotted,
+    show_value,
+    split_remedy,
+)
+from corral.experiments.schema import field_at, first_sentence, key_paths, model_at
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validate(model: type[Model], data: Mapping[str, Any], source: ConfigSource) -> Model:
+    """The configuration that `data` stands for.
+
+    Raises:
+        ConfigError: with one problem per mistake, each naming its line.
+    """
+    try:
+        return model.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        raise ConfigError(explain(error, model, source)) from error
+
+
+def explain(error: ValidationError, model: type[BaseModel], source: ConfigSource) -> list[ConfigProblem]:
+    """The problems behind a ValidationError, one per key, in the order of the file."""
+    problem_by_path: dict[KeyPath, ConfigProblem] = {}
+    for details in error.errors(include_url=False):
+        path = _known_path(details["loc"], model)
+        if path not in problem_by_path:
+            problem_by_path[path] = _problem(details, path, model, source)
+    return list(problem_by_path.values())
+
+
+def _known_path(location: tuple[int | str, ...], model: type[BaseModel]) -> KeyPath:
+    """The location without the words that pydantic adds for the members of a union, such as "str" or "int"."""
+    for length in range(len(location), 0, -1):
+        path = location[:length]
+        parent = field_at(model, path[:-1])
+        if model_at(model, path[:-1]) is not None or (parent is not None and _holds_items(path[-1], parent.annotation)):
+            return path
+    return location
+
+
+def _holds_items(part: int | str, annotation: Any) -> bool:
+    return isinstance(part, int) or "dict[" in str(annotation)
+
+
+def _problem(details: ErrorDetails, path: KeyPath, model: type[BaseModel], source: ConfigSource) -> ConfigProblem:
+    kind = details["type"]
+    if kind == "extra_forbidden":
+        return _unknown_key(path, details["input"], model, source)
+    if kind == "missing":
+        purpose = first_sentence(field_at(model, path))
+        hint = f"add {path[-1]}" + (f": {purpose}" if purpose else "")
+        return ConfigProblem(message=f"{dotted(path)} is missing", hint=hint, path=path, place=source.place(path))
+    rule, remedy = _rule(details)
+    purpose = first_sentence(field_at(model, path))
+    if not remedy and purpose:
+        remedy = f"{path[-1]}: {purpose}"
+    message = f"{dotted(path)} {rule}" if path else rule
+    return ConfigProblem(
+        message=message, hint=remedy, path=path, shown=show_value(details["input"]), place=source.place(path)
+    )
+
+
+def _unknown_key(path: KeyPath, value: Any, model: type[BaseModel], source: ConfigSource) -> ConfigProblem:
+    key = str(path[-1])
+    above = model_at(model, path[:-1])
+    known = list(above.model_fields) if above is not None else []
+    where = f" in {dotted(path[:-1])}" if len(path) > 1 else ""
+    elsewhere = [dotted(other) for other, _ in key_paths(model) if other[-1] == key]
+    if near := closest(key, known):
+        hint = f"did you mean {near!r}?"
+    elif elsewhere:
+        hint = f"did you mean {' or '.join(elsewhere[:3])}?"
+    else:
+        hint = f"known keys{where}: {', '.join(known)}"
+    return ConfigProblem(
+        message=f"unknown key {key!r}{where}", hint=hint, path=path, shown=show_value(value), place=source.place(path)
+    )
+
+
+def _rule(details: ErrorDetails) -> tuple[str, str]:
+    """The rule that was broken, to be read after the key, and the way out where it is not the field's purpose."""
+    kind, context = details["type"], details.get("ctx", {})
+    if kind == "value_error":
+        return split_remedy(str(context["error"]))
+    if kind == "literal_error":
+        expected = str(context["expected"])
+        options = [option.strip("'") for part in expected.split(", ") for option in part.split(" or ")]
+        near = closest(str(details["input"]), options)
+        return f"must be {expected}, got {show_value(details['input'])}", f"did you mean {near!r}?" if near else ""
+    if kind == "string_type":
+        return _text_rule(details["input"])
+    if explain_rule := _RULES.get(kind):
+        return explain_rule(context), ""
+    return f"is not allowed: {details['msg']}", ""
+
+
+def _text_rule(value: Any) -> tuple[str, str]:
+    if isinstance(value, bool | int | float):
+        return f"must be text, got {show_value(value)}", f'write it in quotes: "{show_value(value)}"'
+    return f"must be text, got {_kind_of(value)}", ""
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "a list"
+    return show_value(value)
+
+
+_RULES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "greater_than": lambda context: f"must be above {context['gt']}",
+    "greater_than_equal": lambda context: f"must be at least {context['ge']}",
+    "less_than": lambda context: f"must be below {context['lt']}",
+    "less_than_equal": lambda context: f"must be at most {context['le']}",
+    "finite_number": lambda context: "must be a finite number",
+    "int_type": lambda context: "must be a whole number",
+    "int_from_float": lambda context: "must be a whole number",
+    "float_type": lambda context: "must be a number",
+    "bool_type": lambda context: "must be true or false",
+    "list_type": lambda context: "must be a list, [a, b]",
+    "tuple_type": lambda context: "must be a list, [a, b]",
+    "dict_type": lambda context: "must be a mapping of keys to values",
+    "model_type": lambda context: "must be a mapping of keys to values",
+    "model_attributes_type": lambda context: "must be a mapping of keys to values",
+    "path_type": lambda context: "must be the path of a file",
+    "string_too_short": lambda context: f"must have at least {context['min_length']} character(s)",
+    "string_too_long": lambda context: f"must have at most {context['max_length']} characters",
+    "string_pattern_mismatch": lambda context: f"must match {context['pattern']}",
+}

@@ -1,0 +1,142 @@
+"""What each worker of a trial is told: one complete, typed specification per process, kept in plan.json."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from corral.experiments.config import (
+    DatasetConfig,
+    EngineConfig,
+    EvaluationConfig,
+    FrozenConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PPOConfig,
+    RolloutConfig,
+    TrainControl,
+)
+from corral.scheduling.dataflow import ModelFunctionCall
+
+
+class DatasetSpec(FrozenConfig):
+    """A dataset that was read and checked at submission."""
+
+    config: DatasetConfig
+    """Where it is and how its rows are named."""
+    num_rows: int = Field(ge=1)
+    """Rows in the file."""
+    sha256: str
+    """Digest of the file; workers refuse a file that has changed."""
+
+
+class ModelRoleSpec(FrozenConfig):
+    """One role (actor, ref) that a model worker holds."""
+
+    role: str
+    """actor, critic, ref or reward."""
+    model: ModelConfig
+    """Its weights."""
+    interface: Literal["ppo_actor", "sft"]
+    """The algorithm that its function calls run."""
+    optimizer: OptimizerConfig | None
+    """None for a model that is only read."""
+    ppo: PPOConfig | None = None
+    """Settings of `ppo_actor`."""
+
+
+class MasterWorkerSpec(FrozenConfig):
+    """The one process that knows where every sample stands and says what runs next."""
+
+    kind: Literal["master_worker"] = "master_worker"
+    index: int = 0
+    calls: list[ModelFunctionCall]
+    """The dataflow graph's nodes."""
+    train_batch_size: int = Field(ge=1)
+    """Prompts (or rows, for SFT) that one train step consumes."""
+    num_prompts: int = Field(ge=1)
+    """Rows of the dataset: prompts of one pass."""
+    source: Literal["dataset", "trajectories"]
+    """Whether samples are read by the model workers or arrive from rollout workers."""
+    max_head_offpolicyness: int = Field(ge=0)
+    """Eta."""
+    control: TrainControl
+    """Length of the run and its commits."""
+    eval_every_steps: int | None
+    """None without held-out problems."""
+    num_model_workers: int = Field(ge=1)
+    """Training ranks."""
+    initial_weights: Path
+    """Weights of version 0."""
+    shuffle: bool = True
+    """Whether each pass over a dataset source has an order of its own."""
+
+
+class ModelWorkerSpec(FrozenConfig):
+    """One training rank."""
+
+    kind: Literal["model_worker"] = "model_worker"
+    index: int = Field(ge=0)
+    """Global rank."""
+    world_size: int = Field(ge=1)
+    """Training ranks; all are data parallel."""
+    backend: Literal["fsdp"] = "fsdp"
+    """Training backend."""
+    roles: list[ModelRoleSpec]
+    """Models that this rank holds."""
+    calls: list[ModelFunctionCall]
+    """Function calls that it may be asked for."""
+    dataset: DatasetSpec | None
+    """The rows of a dataset source; None where samples arrive from rollout workers."""
+    evaluation: EvaluationConfig | None
+    """Held-out problems."""
+    reward: str | None
+    """Import path of the reward that judges held-out answers; None for the exact match."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Sampling temperature of the behaviour policy."""
+    total_steps: int = Field(ge=1)
+    """Train steps of the whole run, for the learning-rate schedule."""
+
+
+class GenerationServerSpec(FrozenConfig):
+    """One server that answers /generate."""
+
+    kind: Literal["generation_server"] = "generation_server"
+    index: int = Field(ge=0)
+    backend: Literal["hf"] = "hf"
+    """`hf` is the embedded engine."""
+    initial_weights: Path
+    """Weights that it starts with, version 0."""
+    engine: EngineConfig
+    """Sizes of the engine."""
+
+
+class GserverManagerSpec(FrozenConfig):
+    """Routing, admission and weight updates."""
+
+    kind: Literal["gserver_manager"] = "gserver_manager"
+    index: int = 0
+    num_generation_servers: int = Field(ge=1)
+    train_batch_size: int = Field(ge=1)
+    rollout: RolloutConfig
+
+
+class RolloutWorkerSpec(FrozenConfig):
+    """One process that turns prompts into judged trajectories."""
+
+    kind: Literal["rollout_worker"] = "rollout_worker"
+    index: int = Field(ge=0)
+    num_rollout_workers: int = Field(ge=1)
+    dataset: DatasetSpec
+    tokenizer: Path
+    """Directory with tokenizer.json."""
+    group_size: int = Field(ge=1)
+    train_batch_size: int = Field(ge=1)
+    total_train_epochs: int = Field(ge=1)
+    rollout: RolloutConfig
+
+
+WorkerSpec = Annotated[
+    MasterWorkerSpec | ModelWorkerSpec | GenerationServerSpec | GserverManagerSpec | RolloutWorkerSpec,
+    Field(discriminator="kind"),
+]
