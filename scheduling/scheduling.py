@@ -1,0 +1,266 @@
+"""What worker groups ask of the cluster: Scheduling (one task) -> TasksGroup (how many) -> ExperimentScheduling (all).
+
+ExperimentScheduling
+  master_worker      TasksGroup(count=1,  Scheduling(cpu=16, mem=20 GiB))
+  model_worker       TasksGroup(count=8,  Scheduling(cpu=2, gpu=1, mem=60 GiB))
+  generation_server  TasksGroup(count=4,  Scheduling(cpu=4, gpu=2, mem=60 GiB))
+  gserver_manager    TasksGroup(count=1,  Scheduling(cpu=4, mem=10 GiB))
+  rollout_worker     TasksGroup(count=16, Scheduling(cpu=4, mem=20 GiB))
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from corral.scheduling.frozen import FrozenModel
+from corral.scheduling.slurm_formats import (
+    check_environment_name,
+    check_plain_text,
+    check_point_in_time,
+    check_sbatch_arguments,
+    parse_memory_mb,
+    parse_time_limit,
+)
+from corral.scheduling.worker_information import WORKER_KINDS, WorkerKind
+
+GIB_MB = 1024
+
+
+def _memory_mb(value: Any) -> Any:
+    return parse_memory_mb(value) if isinstance(value, str) else value
+
+
+def _quoted_time(value: Any) -> Any:
+    # YAML 1.1 reads an unquoted 24:00:00 as 86400, which SLURM would take for 60 days of minutes.
+    if isinstance(value, int | float):
+        raise ValueError(f"must be quoted, got the number {value}; write '60' for minutes or '1:00:00' for an hour")
+    return value
+
+
+MemoryMb = Annotated[int, BeforeValidator(_memory_mb)]
+SlurmTime = Annotated[str, BeforeValidator(_quoted_time)]
+
+_WORD_RULES = {
+    "gpu_type": re.compile(r"[A-Za-z0-9._-]+"),
+    "nodelist": re.compile(r"[A-Za-z0-9._,\[\]-]+"),
+    "exclude": re.compile(r"[A-Za-z0-9._,\[\]-]+"),
+    "partition": re.compile(r"[A-Za-z0-9._,-]+"),
+    "account": re.compile(r"[A-Za-z0-9._@-]+"),
+    "qos": re.compile(r"[A-Za-z0-9._-]+"),
+    "constraint": re.compile(r"[A-Za-z0-9._&|*()\[\],:=-]+"),
+    "reservation": re.compile(r"[A-Za-z0-9._,-]+"),
+}
+
+
+class AllocationNeeds(NamedTuple):
+    """What decides whether two groups can share one SLURM allocation: only groups with equal needs can."""
+
+    partition: str | None
+    account: str | None
+    qos: str | None
+    constraint: str | None
+    reservation: str | None
+    nodelist: str | None
+    exclude: str | None
+
+
+class Scheduling(FrozenModel):
+    """What one task of a worker group asks of the cluster."""
+
+    cpu: int = Field(ge=1)
+    """CPU cores per task."""
+    gpu: int = Field(default=0, ge=0)
+    """GPUs per task."""
+    gpu_type: str | None = None
+    """GRES type of the GPUs ("a100"); None takes any."""
+    mem: MemoryMb = Field(ge=1)
+    """Memory per task in MB; a string may carry a unit ("20G")."""
+    nodelist: str | None = None
+    """Nodes to use, as a SLURM host list ("n[1-4]"); None lets SLURM choose."""
+    exclude: str | None = None
+    """Nodes not to use, as a SLURM host list."""
+    partition: str | None = None
+    """SLURM partition; None is the cluster's default."""
+    account: str | None = None
+    """Account to charge; None is the user's default."""
+    qos: str | None = None
+    """Quality of service; None is the account's default."""
+    constraint: str | None = None
+    """Node features that are needed ("h100&ib")."""
+    reservation: str | None = None
+    """Reservation to run in."""
+    container_image: str | None = None
+    """Image that the task runs in; None runs on the host."""
+    container_mounts: tuple[str, ...] = ()
+    """Bind mounts of the container, each "/host/path:/container/path[:options]"."""
+    env_vars: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the task, beside the inherited ones."""
+    time_limit: SlurmTime | None = None
+    """Longest run in a SLURM form ("12:00:00", "2-0"); None is the partition's default."""
+    begin: SlurmTime | None = None
+    """Earliest start ("now+2hours", "2026-01-31T08:00"); None is at once."""
+    deadline: SlurmTime | None = None
+    """Time by which the job must be able to end, or SLURM removes it; None is never."""
+    extra_sbatch_arguments: tuple[str, ...] = ()
+    """More sbatch options ("--licenses=matlab:1"), except those that corral sets itself."""
+
+    @field_validator(*_WORD_RULES)
+    @classmethod
+    def _words_hold_only_what_slurm_allows(cls, value: str | None, info: Any) -> str | None:
+        if value is not None:
+            check_plain_text(value, what=info.field_name)
+            if not _WORD_RULES[info.field_name].fullmatch(value):
+                raise ValueError(f"{info.field_name} {value!r} must match {_WORD_RULES[info.field_name].pattern}")
+        return value
+
+    @field_validator("container_image")
+    @classmethod
+    def _image_is_plain_text(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_plain_text(value, what="container_image")
+            if not value.strip():
+                raise ValueError("container_image must not be empty; leave it out to run on the host")
+        return value
+
+    @field_validator("container_mounts")
+    @classmethod
+    def _mounts_are_pairs_of_paths(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for mount in value:
+            check_plain_text(mount, what="container mount")
+            parts = mount.split(":")
+            if (
+                len(parts) not in (2, 3)
+                or "," in parts[0] + parts[1]
+                or not all(part.startswith("/") for part in parts[:2])
+            ):
+                raise ValueError(
+                    f"container mount {mount!r} must be /host/path:/container/path[:options], without commas"
+                )
+        return value
+
+    @field_validator("env_vars")
+    @classmethod
+    def _variables_can_be_exported(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, text in value.items():
+            check_environment_name(name)
+            check_plain_text(text, what=f"environment variable {name}")
+        return value
+
+    @field_validator("time_limit")
+    @classmethod
+    def _time_limit_is_one_of_slurms_forms(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_time_limit(value)
+        return value
+
+    @field_validator("begin", "deadline")
+    @classmethod
+    def _points_in_time_exist(cls, value: str | None) -> str | None:
+        return None if value is None else check_point_in_time(value)
+
+    @field_validator("extra_sbatch_arguments")
+    @classmethod
+    def _extra_arguments_are_not_owned(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for argument in value:
+            check_plain_text(argument, what="extra sbatch argument")
+        check_sbatch_arguments(value)
+        return value
+
+    @model_validator(mode="after")
+    def _gpu_type_needs_a_gpu(self) -> "Scheduling":
+        if self.gpu_type is not None and self.gpu == 0:
+            raise ValueError(f"gpu_type {self.gpu_type!r} has no effect with gpu=0; set gpu or remove gpu_type")
+        return self
+
+    @property
+    def time_limit_s(self) -> int | None:
+        return None if self.time_limit is None else parse_time_limit(self.time_limit)
+
+    @property
+    def allocation_needs(self) -> AllocationNeeds:
+        return AllocationNeeds(*(getattr(self, field) for field in AllocationNeeds._fields))
+
+    @classmethod
+    def master_worker_default(cls, **overrides: Any) -> "Scheduling":
+        return cls(**({"cpu": 16, "mem": 20 * GIB_MB} | overrides))
+
+    @classmethod
+    def model_worker_default(cls, **overrides: Any) -> "Scheduling":
+        return cls(**({"cpu": 2, "gpu": 1, "mem": 60 * GIB_MB} | overrides))
+
+    @classmethod
+    def generation_server_default(cls, **overrides: Any) -> "Scheduling":
+        return cls(**({"cpu": 4, "gpu": 1, "mem": 60 * GIB_MB} | overrides))
+
+    @classmethod
+    def gserver_manager_default(cls, **overrides: Any) -> "Scheduling":
+        return cls(**({"cpu": 4, "mem": 10 * GIB_MB} | overrides))
+
+    @classmethod
+    def rollout_worker_default(cls, **overrides: Any) -> "Scheduling":
+        return cls(**({"cpu": 4, "mem": 20 * GIB_MB} | overrides))
+
+
+class TasksGroup(FrozenModel):
+    """`count` tasks that all ask for the same."""
+
+    count: int = Field(ge=1)
+    """How many tasks."""
+    scheduling: Scheduling
+    """What each of them asks for."""
+
+
+class ExperimentScheduling(FrozenModel):
+    """Every worker group of a trial, by worker kind; a kind that the trial does not have is None."""
+
+    model_worker: TasksGroup | None = None
+    master_worker: TasksGroup = TasksGroup(count=1, scheduling=Scheduling.master_worker_default())
+    generation_server: TasksGroup | None = None
+    gserver_manager: TasksGroup | None = None
+    rollout_worker: TasksGroup | None = None
+
+    @model_validator(mode="after")
+    def _single_workers_are_single(self) -> "ExperimentScheduling":
+        for kind in ("master_worker", "gserver_manager"):
+            group = getattr(self, kind)
+            if group is not None and group.count != 1:
+                raise ValueError(f"{kind} must have count 1, got {group.count}: a trial has one")
+        return self
+
+    def keys(self) -> list[WorkerKind]:
+        """The kinds that this trial has."""
+        return [kind for kind in WORKER_KINDS if getattr(self, kind) is not None]
+
+    def items(self) -> Iterator[tuple[WorkerKind, TasksGroup]]:
+        for kind in self.keys():
+            yield kind, self[kind]
+
+    def get(self, kind: WorkerKind) -> TasksGroup | None:
+        group: TasksGroup | None = getattr(self, kind)
+        return group
+
+    def __getitem__(self, kind: WorkerKind) -> TasksGroup:
+        group = self.get(kind)
+        if group is None:
+            raise KeyError(f"this trial has no {kind}; it has {', '.join(self.keys())}")
+        return group
+
+    def __contains__(self, kind: str) -> bool:
+        return kind in self.keys()
+
+    @property
+    def num_tasks(self) -> int:
+        return sum(group.count for _, group in self.items())
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(group.count * group.scheduling.gpu for _, group in self.items())
+
+    def kinds_by_allocation_needs(self) -> dict[AllocationNeeds, list[WorkerKind]]:
+        """Groups that can share an allocation; more than one entry means that a trial needs a heterogeneous job."""
+        kinds: dict[AllocationNeeds, list[WorkerKind]] = {}
+        for kind, group in self.items():
+            kinds.setdefault(group.scheduling.allocation_needs, []).append(kind)
+        return kinds

@@ -1,0 +1,242 @@
+"""What a user writes for SLURM -> checked text that may reach an sbatch line.
+
+A value that SLURM would reject, or read as something else, is refused here with the rule and the way out: after
+`sbatch` the same mistake costs a wait in the queue, and a newline inside a value would start a line of the script.
+"""
+
+import re
+from collections.abc import Sequence
+from datetime import date, datetime, time
+
+_MINUTE_S = 60
+_HOUR_S = 60 * _MINUTE_S
+_DAY_S = 24 * _HOUR_S
+
+TIME_LIMIT_GRAMMAR = (
+    "MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES, DAYS-HOURS:MINUTES:SECONDS"
+)
+
+_TIME_LIMITS = (
+    re.compile(r"(?P<minutes>[0-9]{1,9})"),
+    re.compile(r"(?P<minutes>[0-9]{1,9}):(?P<seconds>[0-9]{1,2})"),
+    re.compile(r"(?P<hours>[0-9]{1,9}):(?P<minutes>[0-9]{1,2}):(?P<seconds>[0-9]{1,2})"),
+    re.compile(r"(?P<days>[0-9]{1,6})-(?P<hours>[0-9]{1,2})"),
+    re.compile(r"(?P<days>[0-9]{1,6})-(?P<hours>[0-9]{1,2}):(?P<minutes>[0-9]{1,2})"),
+    re.compile(r"(?P<days>[0-9]{1,6})-(?P<hours>[0-9]{1,2}):(?P<minutes>[0-9]{1,2}):(?P<seconds>[0-9]{1,2})"),
+)
+_UNITS_S = {"days": _DAY_S, "hours": _HOUR_S, "minutes": _MINUTE_S, "seconds": 1}
+_UNIT_LIMITS = {"hours": 24, "minutes": 60, "seconds": 60}  # for a unit that has a larger one before it
+
+
+def parse_time_limit(text: str) -> int:
+    """Seconds that a SLURM time limit stands for.
+
+    Example:
+        parse_time_limit("90")          # 5400: a bare number is minutes
+        parse_time_limit("1:30:00")     # 5400
+        parse_time_limit("2-12")        # 216000
+
+    Raises:
+        ValueError: if `text` is not one of SLURM's six forms, a later unit overflows, or it is zero (to SLURM: none).
+    """
+    for form in _TIME_LIMITS:
+        match = form.fullmatch(text)
+        if match is None:
+            continue
+        units = {unit: int(digits) for unit, digits in match.groupdict().items()}
+        for unit in list(units)[1:]:
+            if units[unit] >= _UNIT_LIMITS[unit]:
+                raise ValueError(f"time limit {text!r}: {unit} must be below {_UNIT_LIMITS[unit]}, got {units[unit]}")
+        seconds = sum(_UNITS_S[unit] * number for unit, number in units.items())
+        if seconds == 0:
+            raise ValueError(
+                f"time limit {text!r} is zero, which SLURM reads as no limit; write the longest time to run"
+            )
+        return seconds
+    raise ValueError(f"time limit {text!r} is none of SLURM's forms: {TIME_LIMIT_GRAMMAR}")
+
+
+def format_time_limit(seconds: int) -> str:
+    """The SLURM time limit of `seconds`: "HH:MM:SS", with "D-" before it from one day on."""
+    if seconds <= 0:
+        raise ValueError(f"a time limit must be at least 1 second, got {seconds}")
+    days, rest = divmod(seconds, _DAY_S)
+    clock = f"{rest // _HOUR_S:02d}:{rest % _HOUR_S // _MINUTE_S:02d}:{rest % _MINUTE_S:02d}"
+    return f"{days}-{clock}" if days else clock
+
+
+_MEMORY = re.compile(r"(?P<number>[0-9]{1,12}(?:\.[0-9]{1,6})?)\s?(?P<unit>[KMGT]?)(?:i?B)?", re.IGNORECASE)
+_MEMORY_UNITS_MB = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0 * 1024.0}
+
+
+def parse_memory_mb(text: str) -> int:
+    """Megabytes in a SLURM memory size, rounded up: "20G" is 20480, "512" is 512. Units are powers of 1024 there."""
+    match = _MEMORY.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"memory {text!r} is not a size; write megabytes (20480) or a number with K, M, G or T (20G)")
+    megabytes = float(match["number"]) * _MEMORY_UNITS_MB[match["unit"].upper()]
+    return int(-(-megabytes // 1))
+
+
+_CLOCK = r"(?P<clock>[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?)(?:\s?(?P<half>[AaPp][Mm]))?"
+_POINTS_IN_TIME = {
+    "clock": re.compile(_CLOCK),
+    "iso": re.compile(r"(?P<iso>[0-9]{4}-[0-9]{2}-[0-9]{2}(?:T[0-9]{2}:[0-9]{2}(?::[0-9]{2})?)?)"),
+    "calendar": re.compile(
+        r"(?P<month>[0-9]{2})(?P<separator>[/.]?)(?P<day>[0-9]{2})(?:(?P=separator)(?P<year>[0-9]{2}))?(?:-"
+        + _CLOCK
+        + ")?"
+    ),
+    "now": re.compile(r"now(?:\+[0-9]{1,9}(?:seconds?|minutes?|hours?|days?|weeks?)?)?"),
+}
+_DAY_WORDS = frozenset({"today", "tomorrow", "midnight", "noon", "elevenses", "fika", "teatime"})
+POINT_IN_TIME_GRAMMAR = (
+    "HH:MM[:SS] [AM|PM], YYYY-MM-DD[THH:MM[:SS]], MM/DD[/YY][-HH:MM[:SS]], "
+    "now[+COUNT[seconds|minutes|hours|days|weeks]], or a word: " + ", ".join(sorted(_DAY_WORDS))
+)
+
+
+def check_point_in_time(text: str) -> str:
+    """`text` if it is a time that `sbatch --begin` and `--deadline` understand; the time itself may be past.
+
+    Raises:
+        ValueError: naming the forms, or the part that no calendar has (a 13th month, 25:00).
+    """
+    if text in _DAY_WORDS:
+        return text
+    for form in _POINTS_IN_TIME.values():
+        match = form.fullmatch(text)
+        if match is None:
+            continue
+        parts = match.groupdict()
+        try:
+            _check_calendar(parts)
+        except ValueError as error:
+            raise ValueError(f"time {text!r} does not exist: {error}") from error
+        return text
+    raise ValueError(f"time {text!r} is none of SLURM's forms: {POINT_IN_TIME_GRAMMAR}")
+
+
+def _check_calendar(parts: dict[str, str | None]) -> None:
+    if iso := parts.get("iso"):
+        datetime.fromisoformat(iso)
+    if month := parts.get("month"):
+        # A leap year where none is given: 02/29 exists in some of the years that SLURM may mean.
+        date(2000 + int(parts.get("year") or 0), int(month), int(parts.get("day") or 0))
+    if clock := parts.get("clock"):
+        numbers = [int(number) for number in clock.split(":")]
+        if parts.get("half") and not 1 <= numbers[0] <= 12:
+            raise ValueError(f"with AM or PM the hour must be 1 to 12, got {numbers[0]}")
+        hour, minute, second = (*numbers, 0)[:3]
+        time(hour, minute, second)
+
+
+_OWN = "corral sets it for every trial"
+_ANSWER = "corral reads sbatch's answer, which this option changes"
+_PROTECTED_OPTIONS: dict[str, str] = {
+    "job-name": f"{_OWN}; choose experiment and trial names",
+    "output": f"{_OWN}; logs are in the trial directory",
+    "error": f"{_OWN}; logs are in the trial directory",
+    "input": _OWN,
+    "open-mode": _OWN,
+    "chdir": _OWN,
+    "comment": _OWN,
+    "signal": _OWN,
+    "requeue": _OWN,
+    "no-requeue": _OWN,
+    "no-kill": _OWN,
+    "dependency": _OWN,
+    "export": "use the group's env_vars",
+    "export-file": "use the group's env_vars",
+    "array": "a trial is one job; submit one trial per point of a sweep",
+    "wrap": _OWN,
+    "nodes": "it follows from the groups' counts, cpu, gpu and mem",
+    "use-min-nodes": "it follows from the groups' counts, cpu, gpu and mem",
+    "ntasks": "use the group's count",
+    "ntasks-per-node": "use the group's count",
+    "ntasks-per-gpu": "use the group's count",
+    "ntasks-per-core": "use the group's count",
+    "ntasks-per-socket": "use the group's count",
+    "cpus-per-task": "use the field cpu",
+    "cpus-per-gpu": "use the field cpu",
+    "mem": "use the field mem",
+    "mem-per-cpu": "use the field mem",
+    "mem-per-gpu": "use the field mem",
+    "gres": "use the fields gpu and gpu_type",
+    "gpus": "use the fields gpu and gpu_type",
+    "gpus-per-node": "use the fields gpu and gpu_type",
+    "gpus-per-task": "use the fields gpu and gpu_type",
+    "gpus-per-socket": "use the fields gpu and gpu_type",
+    "gpu-bind": _OWN,
+    "tres-per-task": "use the fields cpu, gpu and gpu_type",
+    "nodelist": "use the field nodelist",
+    "nodefile": "use the field nodelist",
+    "exclude": "use the field exclude",
+    "partition": "use the field partition",
+    "account": "use the field account",
+    "qos": "use the field qos",
+    "constraint": "use the field constraint",
+    "reservation": "use the field reservation",
+    "time": "use the field time_limit",
+    "begin": "use the field begin",
+    "deadline": "use the field deadline",
+    "container-image": "use the field container_image",
+    "container-mounts": "use the field container_mounts",
+    "parsable": _ANSWER,
+    "test-only": f"{_ANSWER}; rl-submit --dry-run checks without submitting",
+    "wait": _ANSWER,
+    "quiet": _ANSWER,
+    "verbose": _ANSWER,
+    "help": _ANSWER,
+    "usage": _ANSWER,
+    "version": _ANSWER,
+}
+_OPTION = re.compile(r"--(?P<name>[A-Za-z][A-Za-z0-9-]*)(?:=(?P<value>.*))?")
+
+
+def check_sbatch_arguments(arguments: Sequence[str]) -> None:
+    """Refuse extra sbatch options that corral owns; each argument is one "--option" or "--option=value"."""
+    for argument in arguments:
+        match = _OPTION.fullmatch(argument)
+        if match is None:
+            raise ValueError(
+                f"extra sbatch argument {argument!r} must be one long option with its value, as --licenses=matlab:1"
+            )
+        name = match["name"].lower()
+        # getopt accepts any unambiguous beginning: --job-n is --job-name too.
+        owned = name if name in _PROTECTED_OPTIONS else _first_with_beginning(name)
+        if owned is not None:
+            raise ValueError(
+                f"extra sbatch argument {argument!r} may not be given (--{owned}): {_PROTECTED_OPTIONS[owned]}"
+            )
+
+
+def _first_with_beginning(name: str) -> str | None:
+    return next((owned for owned in sorted(_PROTECTED_OPTIONS) if owned.startswith(name)), None)
+
+
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def check_plain_text(text: str, *, what: str) -> None:
+    """Refuse control characters: a newline inside a value would become a line of the batch script."""
+    if match := _CONTROL.search(text):
+        raise ValueError(
+            f"{what} {text!r} holds the control character {match[0]!r} at position {match.start()}; remove it"
+        )
+
+
+_ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SLURM_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_")
+
+
+def check_environment_name(name: str) -> None:
+    """Refuse names that no shell can export, and those by which SLURM's own commands are steered."""
+    if not _ENVIRONMENT_NAME.fullmatch(name):
+        raise ValueError(
+            f"environment variable name {name!r} must consist of letters, digits and _, not starting with a digit"
+        )
+    if name.startswith(_SLURM_PREFIXES):
+        raise ValueError(
+            f"environment variable {name!r} would change what SLURM's commands do; use the scheduling fields"
+        )

@@ -1,0 +1,141 @@
+"""What worker groups ask for: defaults, checks with the field's name, and values that survive a JSON file."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
+
+
+def test_defaults_are_those_of_the_reference_system() -> None:
+    defaults = {
+        "master": Scheduling.master_worker_default(),
+        "model": Scheduling.model_worker_default(),
+        "server": Scheduling.generation_server_default(),
+        "manager": Scheduling.gserver_manager_default(),
+        "rollout": Scheduling.rollout_worker_default(),
+    }
+    sizes = {name: (scheduling.cpu, scheduling.gpu, scheduling.mem) for name, scheduling in defaults.items()}
+    assert sizes == {
+        "master": (16, 0, 20_480),
+        "model": (2, 1, 61_440),
+        "server": (4, 1, 61_440),
+        "manager": (4, 0, 10_240),
+        "rollout": (4, 0, 20_480),
+    }
+
+
+def test_a_default_can_be_overridden_field_by_field() -> None:
+    scheduling = Scheduling.model_worker_default(gpu=4, mem="100G", partition="a100")
+    assert (scheduling.cpu, scheduling.gpu, scheduling.mem, scheduling.partition) == (2, 4, 102_400, "a100")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("cpu", 0, "cpu"),
+        ("gpu", -1, "gpu"),
+        ("gpu", 0.5, "gpu"),
+        ("mem", 0, "mem"),
+        ("mem", "lots", "20G"),
+        ("nodelist", "n1;rm", "nodelist"),
+        ("nodelist", "", "nodelist"),
+        ("exclude", "n1 n2", "exclude"),
+        ("partition", "gpu\n#SBATCH --uid=0", "control character"),
+        ("account", "$(id)", "account"),
+        ("qos", "a b", "qos"),
+        ("constraint", "a`b", "constraint"),
+        ("reservation", "r\x00", "control character"),
+        ("container_image", "image\n", "control character"),
+        ("container_image", " ", "leave it out"),
+        ("container_mounts", ["/a"], "/host/path:/container/path"),
+        ("container_mounts", ["relative:/b"], "/host/path:/container/path"),
+        ("container_mounts", ["/a:/b,/c:/d"], "commas"),
+        ("env_vars", {"A B": "1"}, "letters"),
+        ("env_vars", {"A": "x\ny"}, "environment variable A"),
+        ("env_vars", {"SLURM_NTASKS": "1"}, "SLURM's commands"),
+        ("time_limit", "1 day", "DAYS-HOURS"),
+        ("time_limit", 86400, "must be quoted"),
+        ("begin", "whenever", "now"),
+        ("deadline", "2026-02-30", "does not exist"),
+        ("extra_sbatch_arguments", ["--mem=1G"], "use the field mem"),
+        ("gpu_type", "a100", "no effect"),
+        ("gpus", 3, "gpus"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_field_and_rule(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ValidationError) as refusal:
+        Scheduling.model_validate({"cpu": 1, "mem": 100, field: value})
+    assert message in str(refusal.value)
+
+
+def test_a_scheduling_cannot_be_changed() -> None:
+    scheduling = Scheduling.master_worker_default()
+    with pytest.raises(ValidationError, match="frozen"):
+        scheduling.cpu = 1
+
+
+def test_full_scheduling_survives_json() -> None:
+    scheduling = Scheduling(
+        cpu=8, gpu=2, gpu_type="a100", mem=1000, nodelist="n[1-3],n7", exclude="n2", partition="gpu,long",
+        account="proj@lab", qos="high", constraint="[rack1*2&ib]", reservation="week", container_image="docker://nvcr.io#nvidia/pytorch:25.01",
+        container_mounts=("/data:/data:ro",), env_vars={"A": "x y'\"$"}, time_limit="2-12:00:00", begin="now+1hour",
+        deadline="2030-01-01T00:00", extra_sbatch_arguments=("--exclusive",),
+    )  # fmt: skip
+    assert Scheduling.model_validate_json(scheduling.model_dump_json()) == scheduling
+    assert scheduling.time_limit_s == 216_000
+
+
+def test_every_field_is_documented() -> None:
+    undocumented = [name for name, field in Scheduling.model_fields.items() if not field.description]
+    assert undocumented == []
+
+
+def asynchronous() -> ExperimentScheduling:
+    return ExperimentScheduling(
+        model_worker=TasksGroup(count=4, scheduling=Scheduling.model_worker_default()),
+        generation_server=TasksGroup(count=2, scheduling=Scheduling.generation_server_default(gpu=2)),
+        gserver_manager=TasksGroup(count=1, scheduling=Scheduling.gserver_manager_default()),
+        rollout_worker=TasksGroup(count=3, scheduling=Scheduling.rollout_worker_default()),
+    )
+
+
+def test_groups_are_found_by_kind() -> None:
+    groups = asynchronous()
+    assert groups.keys() == ["master_worker", "model_worker", "generation_server", "gserver_manager", "rollout_worker"]
+    assert groups["rollout_worker"].count == 3
+    assert {kind: group.count for kind, group in groups.items()}["model_worker"] == 4
+    assert (groups.num_tasks, groups.num_gpus) == (11, 8)
+
+
+def test_an_absent_group_is_named_with_those_that_exist() -> None:
+    groups = ExperimentScheduling(model_worker=TasksGroup(count=1, scheduling=Scheduling.model_worker_default()))
+    assert "rollout_worker" not in groups
+    assert groups.get("rollout_worker") is None
+    with pytest.raises(KeyError, match="no rollout_worker; it has master_worker, model_worker"):
+        groups["rollout_worker"]
+
+
+def test_a_trial_has_one_master_and_one_manager() -> None:
+    two = TasksGroup(count=2, scheduling=Scheduling.gserver_manager_default())
+    with pytest.raises(ValidationError, match="gserver_manager must have count 1, got 2"):
+        ExperimentScheduling(gserver_manager=two)
+    with pytest.raises(ValidationError, match="master_worker must have count 1"):
+        ExperimentScheduling(master_worker=two)
+
+
+def test_groups_that_need_other_partitions_cannot_share_an_allocation() -> None:
+    groups = asynchronous()
+    assert len(groups.kinds_by_allocation_needs()) == 1
+    cpu_only = TasksGroup(count=3, scheduling=Scheduling.rollout_worker_default(partition="cpu"))
+    split = groups.model_copy(update={"rollout_worker": cpu_only}).kinds_by_allocation_needs()
+    assert {needs.partition: kinds for needs, kinds in split.items()} == {
+        None: ["master_worker", "model_worker", "generation_server", "gserver_manager"],
+        "cpu": ["rollout_worker"],
+    }
+
+
+def test_experiment_scheduling_survives_json() -> None:
+    groups = asynchronous()
+    assert ExperimentScheduling.model_validate_json(groups.model_dump_json()) == groups
