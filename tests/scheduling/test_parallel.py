@@ -1,0 +1,65 @@
+"""Parallel layouts: ranks and coordinates are inverse, neighbours are tensor-parallel, heads sit in the last stage."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corral.scheduling.parallel import ParallelCoords, ParallelDims
+
+layouts = st.builds(ParallelDims, dp=st.integers(1, 5), tp=st.integers(1, 5), pp=st.integers(1, 5))
+
+
+@given(layouts)
+def test_ranks_and_coordinates_are_inverse_and_complete(dims: ParallelDims) -> None:
+    coords = [dims.coords(rank) for rank in range(dims.world_size)]
+    assert len(set(coords)) == dims.dp * dims.tp * dims.pp
+    assert [dims.rank_of(**at._asdict()) for at in coords] == list(range(dims.world_size))
+
+
+@given(layouts)
+def test_every_rank_works_for_exactly_one_dp_rank(dims: ParallelDims) -> None:
+    ranks = [rank for dp_rank in range(dims.dp) for rank in dims.ranks_of_dp(dp_rank)]
+    assert sorted(ranks) == list(range(dims.world_size))
+    for dp_rank, head in enumerate(dims.dp_heads):
+        assert dims.coords(head) == ParallelCoords(dp_rank=dp_rank, tp_rank=0, pp_rank=dims.pp - 1)
+
+
+@given(layouts)
+def test_tensor_parallel_ranks_are_neighbours(dims: ParallelDims) -> None:
+    first = dims.rank_of(dp_rank=dims.dp - 1, tp_rank=0, pp_rank=dims.pp - 1)
+    ranks = [dims.rank_of(dp_rank=dims.dp - 1, tp_rank=tp_rank, pp_rank=dims.pp - 1) for tp_rank in range(dims.tp)]
+    assert ranks == list(range(first, first + dims.tp))
+
+
+def test_a_layout_of_eight_has_the_documented_ranks() -> None:
+    dims = ParallelDims(dp=2, tp=2, pp=2)
+    assert (dims.world_size, dims.dp_heads) == (8, (4, 6))
+    assert dims.rank_of(dp_rank=1, tp_rank=0, pp_rank=1) == 6
+    assert dims.ranks_of_dp(0) == (0, 1, 4, 5)
+
+
+@given(layouts)
+def test_a_layout_reads_back(dims: ParallelDims) -> None:
+    assert ParallelDims.parse(str(dims)) == dims
+
+
+@pytest.mark.parametrize("text", ["d4m2p1", "p1d4t2", "t2d4"])
+def test_letters_may_come_in_any_order_and_m_is_t(text: str) -> None:
+    assert ParallelDims.parse(text) == ParallelDims(dp=4, tp=2, pp=1)
+
+
+@pytest.mark.parametrize("text", ["", "d0", "d", "4", "d4d2", "d4t2m2", "d4x2", "d4oops", "D4", "d-1", "d04", " d4"])
+def test_other_layouts_are_refused_with_the_value(text: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        ParallelDims.parse(text)
+    assert repr(text) in str(refusal.value)
+
+
+def test_errors_name_rank_range_and_layout() -> None:
+    dims = ParallelDims(dp=2, tp=3, pp=1)
+    with pytest.raises(ValueError, match=r"tp_rank must be in \[0, 3\), got 3 in layout d2t3p1"):
+        dims.rank_of(dp_rank=0, tp_rank=3, pp_rank=0)
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 6\), got -1"):
+        dims.coords(-1)
+    with pytest.raises(ValueError, match="tp must be at least 1, got 0"):
+        ParallelDims(tp=0)
