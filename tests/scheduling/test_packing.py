@@ -1,0 +1,125 @@
+"""Packing keeps the token budget with few bins; partitions keep the work equal; both lose and repeat nothing."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from corral.scheduling.packing import (
+    MicroBatchSpec,
+    TransformerShape,
+    balanced_partition,
+    balanced_partition_by_cost,
+    pack_first_fit_decreasing,
+    sequence_flops,
+)
+
+lengths_up_to_100 = st.lists(st.integers(0, 100), max_size=40)
+
+
+def slow_first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        for candidate in bins:
+            if sum(lengths[other] for other in candidate) + lengths[index] <= max_tokens:
+                candidate.append(index)
+                break
+        else:
+            bins.append([index])
+    return bins
+
+
+@given(lengths_up_to_100, st.integers(100, 300))
+def test_packing_is_first_fit_decreasing(lengths: list[int], max_tokens: int) -> None:
+    assert pack_first_fit_decreasing(lengths, max_tokens=max_tokens) == slow_first_fit_decreasing(lengths, max_tokens)
+
+
+@given(lengths_up_to_100, st.integers(100, 300), st.integers(1, 12))
+def test_packing_keeps_the_budget_and_loses_nothing(lengths: list[int], max_tokens: int, min_bins: int) -> None:
+    bins = pack_first_fit_decreasing(lengths, max_tokens=max_tokens, min_bins=min_bins)
+    assert sorted(itertools.chain(*bins)) == list(range(len(lengths)))
+    assert all(0 < len(members) for members in bins)
+    assert all(sum(lengths[index] for index in members) <= max_tokens for members in bins)
+    assert len(bins) >= min(min_bins, len(lengths))
+
+
+def test_packing_matches_the_documented_example() -> None:
+    assert pack_first_fit_decreasing([5, 3, 4, 2], max_tokens=7) == [[0, 3], [2, 1]]
+
+
+def test_more_bins_than_needed_are_filled_evenly() -> None:
+    bins = pack_first_fit_decreasing([10] * 12, max_tokens=1000, min_bins=4)
+    assert [len(members) for members in bins] == [3, 3, 3, 3]
+
+
+def test_evenly_filled_bins_still_keep_the_budget() -> None:
+    lengths = [6, 6, 4, 4, 4]  # two bins of 12 hold them; spread over three, the last one fits nowhere but with a 4
+    bins = pack_first_fit_decreasing(lengths, max_tokens=12, min_bins=3)
+    assert all(sum(lengths[index] for index in members) <= 12 for members in bins)
+    assert len(bins) == 3
+
+
+def test_a_sequence_longer_than_the_budget_is_named_with_the_remedy() -> None:
+    with pytest.raises(
+        ValueError, match="sequence 1 has 9 tokens but a micro-batch holds at most 8; raise max_tokens.* 10"
+    ):
+        pack_first_fit_decreasing([8, 9, 10], max_tokens=8)
+
+
+def test_nonsense_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="min_bins=0"):
+        pack_first_fit_decreasing([1], max_tokens=1, min_bins=0)
+    with pytest.raises(ValueError, match="sequence 0 has the negative length -1"):
+        pack_first_fit_decreasing([-1], max_tokens=1)
+    with pytest.raises(ValueError, match="num_parts must be at least 1"):
+        balanced_partition([1], num_parts=0)
+    with pytest.raises(ValueError, match="item 1 has the cost nan"):
+        balanced_partition_by_cost([1.0, float("nan")], num_parts=1)
+    with pytest.raises(ValidationError, match="max_tokens_per_micro_batch"):
+        MicroBatchSpec(max_tokens_per_micro_batch=0)
+
+
+@given(st.lists(st.integers(0, 5000), max_size=40), st.integers(1, 9))
+def test_a_partition_loses_nothing_and_leaves_no_part_empty(lengths: list[int], num_parts: int) -> None:
+    parts = balanced_partition(lengths, num_parts=num_parts)
+    assert len(parts) == num_parts
+    assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
+    assert all(part == sorted(part) for part in parts)
+    if len(lengths) >= num_parts:
+        assert all(parts)
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=8), st.integers(1, 3))
+def test_a_partition_is_near_the_best_possible(costs: list[int], num_parts: int) -> None:
+    parts = balanced_partition_by_cost(costs, num_parts=num_parts)
+    heaviest = max(sum(costs[index] for index in part) for part in parts)
+    best = min(
+        max(sum(cost for cost, place in zip(costs, places, strict=True) if place == part) for part in range(num_parts))
+        for places in itertools.product(range(num_parts), repeat=len(costs))
+    )
+    assert heaviest <= best * 4 / 3  # what longest-first guarantees; refinement never makes it worse
+
+
+def test_refinement_finds_what_longest_first_misses() -> None:
+    assert balanced_partition([8, 7, 6, 5, 4], num_parts=2, cost=float) == [[2, 3, 4], [0, 1]]
+
+
+def test_work_is_balanced_by_attention_and_not_by_tokens() -> None:
+    lengths = [100_000] + [10_000] * 10
+    by_tokens = balanced_partition(lengths, num_parts=2, cost=float)
+    by_flops = balanced_partition(lengths, num_parts=2)
+    assert sorted(len(part) for part in by_tokens) == [1, 10]
+    work = [sum(sequence_flops(lengths[index]) for index in part) for part in by_flops]
+    assert max(work) == sequence_flops(100_000)
+    assert sequence_flops(100_000) > sum(sequence_flops(10_000) for _ in range(10))
+
+
+def test_flops_are_counted_as_by_hand() -> None:
+    shape = TransformerShape(num_layers=2, hidden_size=8, intermediate_size=16, vocab_size=32, key_value_share=0.5)
+    projections = 2 * (8 * 8 + 8 * 4 + 8 * 4 + 8 * 8)
+    mlp = 2 * 3 * 8 * 16
+    attention_pairs = 10 * 10 / 2
+    attention = 2 * 2 * 8 * attention_pairs
+    assert sequence_flops(10, shape=shape) == 2 * (10 * (projections + mlp) + attention) + 10 * 2 * 8 * 32
