@@ -1,0 +1,231 @@
+"""The dataflow graph: edges follow from keys, and a graph that could not run is refused with the reason."""
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from corral.scheduling.dataflow import (
+    CallType,
+    DataflowGraph,
+    DataTransferHook,
+    Edge,
+    EvaluateHook,
+    MFCDef,
+    ModelFunctionCall,
+    ModelName,
+    ModelShardID,
+    PublishWeightsHook,
+    SaveHook,
+    build_dataflow,
+    shard_ids,
+)
+from corral.scheduling.packing import MicroBatchSpec
+from corral.scheduling.parallel import ParallelDims
+
+
+def call(name: str, call_type: str = "inference", role: str | ModelName = "actor", **fields: Any) -> ModelFunctionCall:
+    return ModelFunctionCall.model_validate(
+        {"name": name, "model_name": role, "call_type": call_type, "implementation": "ppo", "n_seqs": 4} | fields
+    )
+
+
+def asynchronous_ppo() -> list[ModelFunctionCall]:
+    """In an order that is not topological."""
+    return [
+        call(
+            "actor_train",
+            "train_step",
+            input_keys=("input_ids", "rewards", "proximal_logprobs", "ref_logprobs", "values"),
+        ),
+        call("actor_inf", input_keys=("input_ids",), output_keys=("proximal_logprobs",)),
+        call("ref_inf", role="ref", input_keys=("input_ids",), output_keys=("ref_logprobs",)),
+        call("critic_inf", role="critic", input_keys=("input_ids",), output_keys=("values",)),
+        call("critic_train", "train_step", role="critic", input_keys=("input_ids", "rewards", "values")),
+    ]
+
+
+def test_edges_follow_from_keys() -> None:
+    graph = build_dataflow(asynchronous_ppo(), ["input_ids", "rewards"])
+    assert set(graph.edges) == {
+        Edge(producer="actor_inf", consumer="actor_train", key="proximal_logprobs"),
+        Edge(producer="ref_inf", consumer="actor_train", key="ref_logprobs"),
+        Edge(producer="critic_inf", consumer="actor_train", key="values"),
+        Edge(producer="critic_inf", consumer="critic_train", key="values"),
+    }
+    assert graph.levels == (("actor_inf", "ref_inf", "critic_inf"), ("actor_train", "critic_train"))
+
+
+def test_a_graph_knows_who_makes_and_who_reads_a_key() -> None:
+    graph = build_dataflow(asynchronous_ppo(), ["input_ids", "rewards"])
+    assert graph.producer_of("values") == "critic_inf"
+    assert graph.producer_of("rewards") is None
+    assert graph.consumers_of("values") == ("actor_train", "critic_train")
+    assert graph.predecessors("actor_train") == ("actor_inf", "ref_inf", "critic_inf")
+    assert graph.successors("critic_inf") == ("actor_train", "critic_train")
+    assert [name for name in itertools.chain(*graph.levels) if graph.is_src(name)] == [
+        "actor_inf",
+        "ref_inf",
+        "critic_inf",
+    ]
+    assert [name for name in itertools.chain(*graph.levels) if graph.is_dst(name)] == ["actor_train", "critic_train"]
+    with pytest.raises(ValueError, match="no call is named 'nobody'; there are actor_inf"):
+        graph.call("nobody")
+    with pytest.raises(ValueError, match="nobody makes key 'value'.*critic_inf makes values"):
+        graph.producer_of("value")
+
+
+def test_synchronous_ppo_has_three_levels() -> None:
+    generate = call("actor_gen", "generate", input_keys=("prompts",), output_keys=("input_ids",))
+    reward = call("rew_inf", role="reward", input_keys=("input_ids",), output_keys=("rewards",))
+    graph = build_dataflow([*asynchronous_ppo(), reward, generate], ["prompts"])
+    assert [len(level) for level in graph.levels] == [1, 4, 2]
+
+
+def test_an_unknown_key_names_the_closest_one_and_its_producer() -> None:
+    calls = [call("rew_inf", role="reward", input_keys=("input_ids",), output_keys=("rewards",)),
+             call("actor_train", "train_step", input_keys=("input_ids", "reward"))]  # fmt: skip
+    with pytest.raises(ValueError) as refusal:
+        build_dataflow(calls, ["input_ids"])
+    message = str(refusal.value)
+    assert "call 'actor_train' reads key 'reward'" in message
+    assert "did you mean 'rewards', which rew_inf makes?" in message
+    assert "the dataset has input_ids" in message
+
+
+def test_a_key_has_one_producer() -> None:
+    first = call("first", output_keys=("values",))
+    second = call("second", role="critic", output_keys=("values",))
+    with pytest.raises(ValueError, match="'values' is made by first and by second"):
+        build_dataflow([first, second], [])
+    with pytest.raises(ValueError, match="'values' is made by the dataset and by first"):
+        build_dataflow([first], ["values"])
+
+
+def test_a_circle_is_shown() -> None:
+    calls = [
+        call("source", role="ref", output_keys=("x",)),
+        call("a", input_keys=("x", "kc"), output_keys=("ka",)),
+        call("b", input_keys=("ka",), output_keys=("kb",)),
+        call("c", input_keys=("kb",), output_keys=("kc",)),
+    ]
+    with pytest.raises(ValueError, match="in a circle: a -> c -> b -> a"):
+        build_dataflow(calls, [])
+    with pytest.raises(ValueError, match="in a circle: self_made -> self_made"):
+        build_dataflow([call("self_made", input_keys=("x",), output_keys=("x",))], [])
+
+
+def test_names_train_steps_and_replicas_are_checked() -> None:
+    with pytest.raises(ValueError, match="twice occurs more than once"):
+        build_dataflow([call("twice", output_keys=("a",)), call("twice", output_keys=("b",))], [])
+    with pytest.raises(ValueError, match=r"'actor' has 2 train steps \(one, two\)"):
+        build_dataflow([call("one", "train_step"), call("two", "train_step")], [])
+    with pytest.raises(ValueError, match=r"replica ids of role 'actor' must be 0..1, got \[0, 2\]"):
+        build_dataflow([call("a", output_keys=("a",)), call("b", role=ModelName("actor", 2), output_keys=("b",))], [])
+    with pytest.raises(ValueError, match="at least one call"):
+        build_dataflow([], ["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("call_type", "fields", "message"),
+    [
+        ("inference", {}, "must have output_keys"),
+        ("generate", {}, "must have output_keys"),
+        ("train_step", {"output_keys": ["x"]}, "returns statistics"),
+        ("inference", {"output_keys": ["x", "x"]}, "names x more than once"),
+        ("inference", {"output_keys": ["x"], "input_key_remap": {"y": "z"}}, "input_key_remap names y"),
+        ("inference", {"output_keys": ["x"], "output_key_remap": {"y": "z"}}, "output_key_remap names z"),
+        ("inference", {"output_keys": ["x"], "post_hooks": [{"type": "save"}]}, "follows a train_step only"),
+        ("inference", {"output_keys": ["x"], "post_hooks": [{"type": "publish_weights"}]}, "follows a train_step only"),
+        ("inference", {"output_keys": ["x"], "pre_hooks": [{"type": "save"}]}, "data_transfer"),
+        ("inference", {"output_keys": ["x"], "n_seqs": 0}, "n_seqs"),
+        ("inference", {"output_keys": ["x"], "model_name": "a b"}, "role 'a b'"),
+        ("train", {}, "call_type"),
+    ],
+)
+def test_a_call_that_contradicts_itself_is_refused(call_type: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as refusal:
+        call("name", call_type, **fields)
+    assert message in str(refusal.value)
+
+
+def test_a_call_name_is_a_plain_word() -> None:
+    with pytest.raises(ValidationError, match="call name 'a-b' must consist of letters"):
+        call("a-b", output_keys=("x",))
+
+
+def test_a_role_alone_is_its_first_replica() -> None:
+    assert call("a", output_keys=("x",)).model_name == ModelName("actor", 0)
+    assert call("a", output_keys=("x",), role=ModelName("actor", 1)).role == "actor"
+    assert MFCDef is ModelFunctionCall
+
+
+def test_calls_survive_json_with_their_hooks() -> None:
+    train = call(
+        "actor_train", "train_step", role=ModelName("actor", 1), input_keys=("x",), input_key_remap={"x": "logprobs"},
+        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=1024, n_min=2),
+        pre_hooks=(DataTransferHook(),), post_hooks=(SaveHook(), EvaluateHook(), PublishWeightsHook()),
+    )  # fmt: skip
+    adapter = TypeAdapter(list[ModelFunctionCall])
+    (again,) = adapter.validate_json(adapter.dump_json([train]))
+    assert again == train
+    assert [type(hook) for hook in again.post_hooks] == [SaveHook, EvaluateHook, PublishWeightsHook]
+    assert again.call_type is CallType.TRAIN_STEP
+
+
+def test_shards_are_listed_by_rank() -> None:
+    shards = shard_ids(ModelName("actor"), ParallelDims(dp=2, tp=1, pp=2))
+    assert shards[2] == ModelShardID(ModelName("actor"), dp_rank=0, tp_rank=0, pp_rank=1)
+    assert [str(shard) for shard in shards] == ["actor/0@d0t0p0", "actor/0@d1t0p0", "actor/0@d0t0p1", "actor/0@d1t0p1"]
+
+
+def test_a_graph_is_drawn_as_text_and_as_mermaid() -> None:
+    calls = [call("actor_train", "train_step", input_keys=("ids", "logp")),
+             call("end", role="ref", input_keys=("ids",), output_keys=("logp",))]  # fmt: skip
+    graph = build_dataflow(calls, ["ids"])
+    assert graph.render_text().splitlines() == [
+        "dataset -> ids",
+        "0: end [ref/0 inference] ids -> logp",
+        "1: actor_train [actor/0 train_step] ids, logp -> (statistics)",
+    ]
+    assert graph.render_mermaid().splitlines() == [
+        "flowchart LR",
+        "  dataset([dataset])",
+        '  c0["end<br/>ref/0 inference"]',
+        '  c1["actor_train<br/>actor/0 train_step"]',
+        '  dataset -->|"ids"| c0',
+        '  dataset -->|"ids"| c1',
+        '  c0 -->|"logp"| c1',
+    ]
+
+
+@st.composite
+def acyclic_calls(draw: st.DrawFn) -> list[ModelFunctionCall]:
+    """Call i makes key i and reads keys of earlier calls; then in any order."""
+    count = draw(st.integers(1, 7))
+    calls = []
+    for index in range(count):
+        reads = draw(st.sets(st.integers(0, index - 1))) if index else set()
+        calls.append(
+            call(
+                f"call{index}",
+                input_keys=["ids", *(f"key{read}" for read in sorted(reads))],
+                output_keys=[f"key{index}"],
+            )
+        )
+    return draw(st.permutations(calls))
+
+
+@given(acyclic_calls())
+def test_levels_hold_every_call_once_right_after_what_it_waits_for(calls: list[ModelFunctionCall]) -> None:
+    graph: DataflowGraph = build_dataflow(calls, ["ids"])
+    level_of = {name: number for number, level in enumerate(graph.levels) for name in level}
+    assert sorted(level_of) == sorted(call.name for call in calls)
+    assert [call.name for call in graph.calls] == list(itertools.chain(*graph.levels))
+    for name, number in level_of.items():
+        before = [level_of[other] for other in graph.predecessors(name)]
+        assert number == max(before, default=-1) + 1
+        assert all(name in graph.successors(other) for other in graph.predecessors(name))
