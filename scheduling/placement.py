@@ -1,0 +1,253 @@
+"""Worker groups and the shape of a node -> which task runs on which node, with which GPUs.
+
+    1. node 0      master_worker and gserver_manager: every other worker talks to them
+    2. GPU tasks   first fit decreasing by GPUs per task, so that the fewest nodes are opened
+    3. CPU tasks   beside them: model workers together, generation servers and rollout workers in turns over the nodes
+
+Nodes and GPUs are indices: their names are known only once SLURM has started the allocation. On every node one core and
+1 GiB stay free for the supervisor and Redis.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from corral.scheduling.scheduling import GIB_MB, ExperimentScheduling, Scheduling
+from corral.scheduling.worker_information import WorkerKind, worker_id
+
+SLACK_CPUS = 1
+SLACK_MEM_MB = GIB_MB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeShape:
+    """What one node of the partition has; all nodes of an allocation are alike."""
+
+    cpus: int
+    gpus: int
+    mem_mb: int
+
+    def __post_init__(self) -> None:
+        if self.cpus < 1 or self.gpus < 0 or self.mem_mb < 1:
+            raise ValueError(f"a node needs at least 1 cpu, 0 gpus and 1 MB, got {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitPlacement:
+    """Where the tasks of one restart unit run. The tasks of a unit start, and are started again, together."""
+
+    unit: str
+    """"model_worker" for all model workers (their collectives live and die together), otherwise a worker id."""
+    kind: WorkerKind
+    first_index: int
+    """Worker index of the unit's first task; the others follow."""
+    nodes: tuple[int, ...]
+    """Node index of each task."""
+    gpus: tuple[tuple[int, ...], ...]
+    """GPU indices of each task among its node's; empty for CPU tasks."""
+
+    @property
+    def num_nodes(self) -> int:
+        return len(set(self.nodes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where every worker of a trial runs."""
+
+    units: tuple[UnitPlacement, ...]
+    num_nodes: int
+
+    def unit(self, name: str) -> UnitPlacement:
+        for unit in self.units:
+            if unit.unit == name:
+                return unit
+        raise ValueError(f"no unit is named {name!r}; there are {', '.join(unit.unit for unit in self.units)}")
+
+
+def place(
+    scheduling: ExperimentScheduling,
+    node: NodeShape,
+    *,
+    max_nodes: int | None = None,
+    tasks_together: Mapping[WorkerKind, int] | None = None,
+) -> Placement:
+    """Place every task of a trial on the fewest nodes that first fit decreasing finds.
+
+    Args:
+        scheduling: the groups.
+        node: shape of every node.
+        max_nodes: nodes that there are; None for as many as it takes.
+        tasks_together: by kind, how many consecutive tasks must share a node (tensor-parallel ranks); 1 if not given.
+
+    Raises:
+        ValueError: naming the group, what it asks for, and what a node or the nodes have.
+    """
+    blocks = _blocks(scheduling, node, tasks_together or {})
+    nodes = _Nodes(node, max_nodes=max_nodes)
+    on_first_node = [block for block in blocks if block.kind in ("master_worker", "gserver_manager")]
+    with_gpus = [block for block in blocks if block.gpus > 0]
+    others = [block for block in blocks if block.gpus == 0 and block not in on_first_node]
+    for block in on_first_node:
+        nodes.put_on_first(block)
+    # Python's sort is stable: equal blocks keep the order of their groups and indices.
+    for block in sorted(with_gpus, key=lambda block: (-block.gpus, -block.mem_mb)):
+        nodes.put_first_fit(block)
+    for block in sorted(others, key=lambda block: block.kind != "model_worker"):
+        if block.kind == "model_worker":
+            nodes.put_first_fit(block)
+        else:
+            nodes.put_round_robin(block)
+    return Placement(units=_units(scheduling, nodes.tasks), num_nodes=nodes.num_nodes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """Consecutive tasks of one group that must share a node."""
+
+    kind: WorkerKind
+    indices: range
+    task: Scheduling
+
+    @property
+    def cpus(self) -> int:
+        return len(self.indices) * self.task.cpu
+
+    @property
+    def gpus(self) -> int:
+        return len(self.indices) * self.task.gpu
+
+    @property
+    def mem_mb(self) -> int:
+        return len(self.indices) * self.task.mem
+
+
+def _blocks(
+    scheduling: ExperimentScheduling, node: NodeShape, tasks_together: Mapping[WorkerKind, int]
+) -> list[_Block]:
+    blocks = []
+    for kind, group in scheduling.items():
+        size = tasks_together.get(kind, 1)
+        if size < 1 or group.count % size:
+            raise ValueError(f"{kind}: {group.count} tasks cannot be split into blocks of {size} that share a node")
+        _check_fits_a_node(kind, group.scheduling, size, node)
+        for first in range(0, group.count, size):
+            blocks.append(_Block(kind=kind, indices=range(first, first + size), task=group.scheduling))
+    return blocks
+
+
+def _check_fits_a_node(kind: WorkerKind, task: Scheduling, size: int, node: NodeShape) -> None:
+    tasks = "one task" if size == 1 else f"{size} tasks that share a node"
+    if size * task.gpu > node.gpus:
+        raise ValueError(f"{kind} wants {size * task.gpu} GPUs in {tasks}; a node has {node.gpus}")
+    if size * task.cpu > node.cpus - SLACK_CPUS:
+        raise ValueError(
+            f"{kind} wants {size * task.cpu} CPUs in {tasks}; a node has {node.cpus}, of which {SLACK_CPUS} stays free "
+            f"for the supervisor; lower {kind}'s cpu"
+        )
+    if size * task.mem > node.mem_mb - SLACK_MEM_MB:
+        raise ValueError(
+            f"{kind} wants {size * task.mem} MB in {tasks}; a node has {node.mem_mb}, of which {SLACK_MEM_MB} stay "
+            f"free for the supervisor; lower {kind}'s mem"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Room:
+    """What is left on one node."""
+
+    cpus: int
+    mem_mb: int
+    gpus: list[int] = field(default_factory=list)
+    """Free GPU indices, ascending."""
+
+    def holds(self, block: _Block) -> bool:
+        return block.cpus <= self.cpus and block.mem_mb <= self.mem_mb and block.gpus <= len(self.gpus)
+
+
+class _Nodes:
+    """The nodes opened so far, and where each task went."""
+
+    def __init__(self, shape: NodeShape, *, max_nodes: int | None) -> None:
+        if max_nodes is not None and max_nodes < 1:
+            raise ValueError(f"max_nodes must be at least 1, got {max_nodes}")
+        self._shape = shape
+        self._max_nodes = max_nodes
+        self._rooms = [self._empty()]
+        self._next_in_turn = 0
+        self.tasks: dict[tuple[WorkerKind, int], tuple[int, tuple[int, ...]]] = {}
+        """Node index and GPU indices by kind and worker index."""
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._rooms)
+
+    def put_on_first(self, block: _Block) -> None:
+        if not self._rooms[0].holds(block):
+            raise ValueError(
+                f"{block.kind} must run on node 0 and wants {_amount(block)}; there are {self._left(0)} left on it "
+                f"beside {', '.join(sorted({kind for kind, _ in self.tasks}))}; lower their cpu or mem"
+            )
+        self._put(0, block)
+
+    def put_first_fit(self, block: _Block) -> None:
+        self._put(self._first_with_room(range(len(self._rooms)), block), block)
+
+    def put_round_robin(self, block: _Block) -> None:
+        turns = [(self._next_in_turn + step) % len(self._rooms) for step in range(len(self._rooms))]
+        number = self._first_with_room(turns, block)
+        self._put(number, block)
+        self._next_in_turn = (number + 1) % len(self._rooms)
+
+    def _first_with_room(self, numbers: Sequence[int], block: _Block) -> int:
+        for number in numbers:
+            if self._rooms[number].holds(block):
+                return number
+        if self._max_nodes is not None and len(self._rooms) >= self._max_nodes:
+            left = "; ".join(f"node {number}: {self._left(number)}" for number in range(min(len(self._rooms), 4)))
+            raise ValueError(
+                f"{worker_id(block.kind, block.indices[0])} wants {_amount(block)}, and the {len(self._rooms)} nodes "
+                f"that there are have no room left for it ({left}{'; ...' if len(self._rooms) > 4 else ''}); "
+                f"lower the groups' counts or sizes, or allow more nodes"
+            )
+        self._rooms.append(self._empty())
+        return len(self._rooms) - 1
+
+    def _empty(self) -> _Room:
+        shape = self._shape
+        return _Room(cpus=shape.cpus - SLACK_CPUS, mem_mb=shape.mem_mb - SLACK_MEM_MB, gpus=list(range(shape.gpus)))
+
+    def _put(self, number: int, block: _Block) -> None:
+        room = self._rooms[number]
+        room.cpus -= block.cpus
+        room.mem_mb -= block.mem_mb
+        for index in block.indices:
+            gpus, room.gpus = tuple(room.gpus[: block.task.gpu]), room.gpus[block.task.gpu :]
+            self.tasks[block.kind, index] = (number, gpus)
+
+    def _left(self, number: int) -> str:
+        room = self._rooms[number]
+        return f"{room.cpus} CPUs, {len(room.gpus)} GPUs and {room.mem_mb} MB"
+
+
+def _amount(block: _Block) -> str:
+    return f"{block.cpus} CPUs, {block.gpus} GPUs and {block.mem_mb} MB"
+
+
+def _units(
+    scheduling: ExperimentScheduling, tasks: Mapping[tuple[WorkerKind, int], tuple[int, tuple[int, ...]]]
+) -> tuple[UnitPlacement, ...]:
+    units = []
+    for kind, group in scheduling.items():
+        is_one_unit = kind == "model_worker"
+        for first in range(0, group.count, group.count if is_one_unit else 1):
+            indices = range(first, group.count if is_one_unit else first + 1)
+            units.append(
+                UnitPlacement(
+                    unit=kind if is_one_unit else worker_id(kind, first),
+                    kind=kind,
+                    first_index=first,
+                    nodes=tuple(tasks[kind, index][0] for index in indices),
+                    gpus=tuple(tasks[kind, index][1] for index in indices),
+                )
+            )
+    return tuple(units)

@@ -1,0 +1,161 @@
+"""Placement: nobody asks a node for more than it has, the mesh stays together, and what cannot fit says why."""
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corral.scheduling.placement import SLACK_CPUS, SLACK_MEM_MB, NodeShape, Placement, place
+from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
+
+EIGHT_GPUS = NodeShape(cpus=128, gpus=8, mem_mb=1_000_000)
+
+
+def group(count: int, *, cpu: int = 2, gpu: int = 0, mem: int = 1000) -> TasksGroup:
+    return TasksGroup(count=count, scheduling=Scheduling(cpu=cpu, gpu=gpu, mem=mem))
+
+
+def trial(
+    *,
+    model_worker: TasksGroup | None = None,
+    generation_server: TasksGroup | None = None,
+    rollout_worker: TasksGroup | None = None,
+) -> ExperimentScheduling:
+    return ExperimentScheduling(
+        master_worker=group(1, cpu=4, mem=2000),
+        gserver_manager=group(1),
+        model_worker=model_worker,
+        generation_server=generation_server,
+        rollout_worker=rollout_worker,
+    )
+
+
+def test_model_workers_are_one_unit_and_everyone_else_is_its_own() -> None:
+    placement = place(
+        trial(model_worker=group(2, gpu=1), generation_server=group(2, gpu=1), rollout_worker=group(2)), EIGHT_GPUS
+    )
+    assert [unit.unit for unit in placement.units] == [
+        "master_worker/0", "model_worker", "generation_server/0", "generation_server/1", "gserver_manager/0",
+        "rollout_worker/0", "rollout_worker/1",
+    ]  # fmt: skip
+    assert placement.unit("model_worker").nodes == (0, 0)
+    assert placement.unit("rollout_worker/1").first_index == 1
+    with pytest.raises(ValueError, match="no unit is named 'rollout_worker/2'; there are master_worker/0"):
+        placement.unit("rollout_worker/2")
+
+
+def test_large_gpu_tasks_come_first_and_small_ones_fill_the_gaps() -> None:
+    placement = place(trial(model_worker=group(8, gpu=1), generation_server=group(2, gpu=4)), EIGHT_GPUS)
+    assert placement.num_nodes == 2
+    assert placement.unit("generation_server/1").gpus == ((4, 5, 6, 7),)
+    assert placement.unit("model_worker").nodes == (1,) * 8
+    assert placement.unit("model_worker").gpus == tuple((index,) for index in range(8))
+
+
+def test_master_and_manager_run_on_node_zero() -> None:
+    placement = place(trial(generation_server=group(5, gpu=8), rollout_worker=group(10)), EIGHT_GPUS)
+    assert placement.unit("master_worker/0").nodes == placement.unit("gserver_manager/0").nodes == (0,)
+    assert placement.unit("master_worker/0").gpus == ((),)
+
+
+def test_rollout_workers_are_spread_over_the_nodes_of_the_gpu_groups() -> None:
+    placement = place(trial(generation_server=group(3, gpu=8), rollout_worker=group(7)), EIGHT_GPUS)
+    assert placement.num_nodes == 3
+    assert [placement.unit(f"rollout_worker/{index}").nodes[0] for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_tensor_parallel_ranks_share_a_node() -> None:
+    scheduling = trial(model_worker=group(4, gpu=1), generation_server=group(1, gpu=6))
+    assert place(scheduling, EIGHT_GPUS).unit("model_worker").nodes == (0, 0, 1, 1)
+    together = place(scheduling, EIGHT_GPUS, tasks_together={"model_worker": 4})
+    assert together.unit("model_worker").nodes == (1, 1, 1, 1)
+    assert together.unit("generation_server/0").nodes == (0,)
+
+
+def test_a_trial_without_gpus_fits_on_a_laptop() -> None:
+    laptop = NodeShape(cpus=9, gpus=0, mem_mb=8000)
+    placement = place(trial(model_worker=group(1, cpu=1), rollout_worker=group(1, cpu=1, mem=500)), laptop, max_nodes=1)
+    assert placement.num_nodes == 1
+    assert placement.unit("model_worker").gpus == ((),)
+
+
+def test_a_full_node_opens_another_one_as_far_as_there_are_any() -> None:
+    small = NodeShape(cpus=8, gpus=0, mem_mb=10_000)
+    scheduling = trial(rollout_worker=group(4, cpu=3))
+    assert place(scheduling, small).num_nodes == 3
+    with pytest.raises(ValueError) as refusal:
+        place(scheduling, small, max_nodes=2)
+    message = str(refusal.value)
+    assert "rollout_worker/2 wants 3 CPUs, 0 GPUs and 1000 MB, and the 2 nodes" in message
+    assert "node 0: 1 CPUs, 0 GPUs and 5976 MB; node 1: 1 CPUs" in message
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "message"),
+    [
+        (trial(generation_server=group(1, gpu=9)), "generation_server wants 9 GPUs in one task; a node has 8"),
+        (
+            trial(model_worker=group(1, cpu=128)),
+            "model_worker wants 128 CPUs in one task; a node has 128, of which 1 stays free",
+        ),
+        (
+            trial(rollout_worker=group(1, mem=1_000_000)),
+            "rollout_worker wants 1000000 MB in one task; a node has 1000000",
+        ),
+    ],
+)
+def test_a_task_larger_than_a_node_is_refused_with_the_numbers(scheduling: ExperimentScheduling, message: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        place(scheduling, EIGHT_GPUS)
+    assert message in str(refusal.value)
+
+
+def test_node_zero_must_hold_master_and_manager() -> None:
+    with pytest.raises(ValueError) as refusal:
+        place(trial(), NodeShape(cpus=6, gpus=0, mem_mb=100_000))
+    assert "gserver_manager must run on node 0 and wants 2 CPUs" in str(refusal.value)
+    assert "there are 1 CPUs, 0 GPUs and 96976 MB left on it beside master_worker" in str(refusal.value)
+
+
+def test_blocks_must_divide_the_group_and_fit_a_node() -> None:
+    with pytest.raises(ValueError, match="model_worker: 3 tasks cannot be split into blocks of 2"):
+        place(trial(model_worker=group(3, gpu=1)), EIGHT_GPUS, tasks_together={"model_worker": 2})
+    with pytest.raises(ValueError, match="model_worker wants 16 GPUs in 16 tasks that share a node; a node has 8"):
+        place(trial(model_worker=group(16, gpu=1)), EIGHT_GPUS, tasks_together={"model_worker": 16})
+
+
+groups = st.builds(
+    group, st.integers(1, 9), cpu=st.integers(1, 6), gpu=st.sampled_from([0, 0, 1, 2, 3]), mem=st.integers(100, 3000)
+)
+trials = st.builds(
+    trial,
+    model_worker=st.none() | groups,
+    generation_server=st.none() | groups,
+    rollout_worker=st.none() | st.builds(group, st.integers(1, 9), cpu=st.integers(1, 6), mem=st.integers(100, 3000)),
+)
+NODE = NodeShape(cpus=12, gpus=4, mem_mb=10_000)
+
+
+@given(trials)
+def test_every_task_is_placed_once_and_no_node_is_asked_for_more_than_it_has(scheduling: ExperimentScheduling) -> None:
+    placement: Placement = place(scheduling, NODE)
+    cpus: dict[int, int] = defaultdict(int)
+    mem_mb: dict[int, int] = defaultdict(int)
+    gpus: dict[int, list[int]] = defaultdict(list)
+    placed = []
+    for unit in placement.units:
+        task = scheduling[unit.kind].scheduling
+        for offset, (node, task_gpus) in enumerate(zip(unit.nodes, unit.gpus, strict=True)):
+            placed.append((unit.kind, unit.first_index + offset))
+            cpus[node] += task.cpu
+            mem_mb[node] += task.mem
+            gpus[node] += task_gpus
+            assert len(task_gpus) == task.gpu
+    assert placed == [(kind, index) for kind, tasks in scheduling.items() for index in range(tasks.count)]
+    assert set(cpus) == set(range(placement.num_nodes))
+    for node in cpus:
+        assert cpus[node] <= NODE.cpus - SLACK_CPUS
+        assert mem_mb[node] <= NODE.mem_mb - SLACK_MEM_MB
+        assert len(set(gpus[node])) == len(gpus[node]) and set(gpus[node]) <= set(range(NODE.gpus))
+    assert place(scheduling, NODE, max_nodes=placement.num_nodes) == placement
