@@ -1,0 +1,268 @@
+"""The name service: workers publish where they are, and find each other.
+
+    worker A: lease("workers/model_worker/0", address) --> backend (memory | file | redis)
+    worker B: wait("workers/model_worker/0")           <-- its address, as soon as it is there
+    master:   get_subtree("workers")                   <-- who is alive
+    worker C: watch(["workers/master_worker/0"], stop) <-- called once when they are all gone
+
+Liveness only: a name service may lose everything at any moment, and nothing but addresses and beats may depend on it.
+What must not be lost (epochs, commits, decisions) is in the trial log on the file system.
+
+Each record is a value and an owner. A lease says its owner; a plain `add` makes one up for that call, so that an `add`
+which is repeated because its reply was lost recognises its own record.
+"""
+
+import contextlib
+import threading
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from corral.name_resolve.errors import (
+    NameExistsError,
+    NameNotFoundError,
+    NameServiceError,
+    NameServiceUnavailableError,
+    NameTimeoutError,
+)
+from corral.name_resolve.lease import Keepalive, Lease, Put
+from corral.name_resolve.names import check_name, check_root, check_ttl
+from corral.name_resolve.watch import Survey, Watch
+
+__all__ = [
+    "Lease",
+    "NameExistsError",
+    "NameNotFoundError",
+    "NameService",
+    "NameServiceError",
+    "NameServiceUnavailableError",
+    "NameTimeoutError",
+    "Watch",
+]
+
+_POLL_INTERVAL_S = 0.05  # of wait() in backends that cannot push: a registration is seen well before anybody notices
+_ADD_OWNER_PREFIX = "add-"
+
+
+class Listener(Protocol):
+    """Returns early when a name may have appeared; returning for no reason is allowed."""
+
+    def pause(self, timeout_s: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NameService(ABC):
+    """A shared mapping from names to short strings. All methods may be called from any thread.
+
+    Args:
+        restart_grace_s: how long `watch` trusts no absence after the backend was away or lost its contents; must exceed
+            the time in which leases are registered again (about 6 s, see `lease.py`).
+    """
+
+    def __init__(self, *, restart_grace_s: float = 15.0) -> None:
+        self._restart_grace_s = restart_grace_s
+        self._keepalive = Keepalive(self)
+        self._watches: list[Watch] = []
+        self._is_closed = False
+        self._state = threading.Lock()
+
+    def add(self, name: str, value: str, *, ttl_s: float | None = None, replace: bool = False) -> None:
+        """Store a value, for `ttl_s` seconds or for ever.
+
+        Raises:
+            NameExistsError: if the name exists and `replace` is false. `replace` overwrites even a leased record; the
+                lease is then lost to its owner.
+        """
+        put = Put(
+            name=check_name(name),
+            value=_check_value(name, value),
+            owner=_ADD_OWNER_PREFIX + uuid.uuid4().hex,
+            ttl_s=check_ttl(ttl_s),
+            replace=replace,
+        )
+        [holder] = self._put([put])
+        if holder:
+            by = "" if holder.startswith(_ADD_OWNER_PREFIX) else f" (owner {holder})"
+            raise NameExistsError(f"{name!r} already exists{by}; pass replace=True to overwrite it")
+
+    def get(self, name: str) -> str:
+        """The value of a name; raises NameNotFoundError."""
+        value = self._fetch(check_name(name))
+        if value is None:
+            raise NameNotFoundError(f"{name!r} is not registered in {self._described}")
+        return value
+
+    def get_subtree(self, root: str) -> dict[str, str]:
+        """Values by name, sorted by name, of `root` itself and all names below `root/`; "" is all names."""
+        return self._fetch_subtree(check_root(root))
+
+    def find_subtree(self, root: str) -> list[str]:
+        """The sorted names in the subtree of `root`."""
+        return list(self.get_subtree(root))
+
+    def delete(self, name: str) -> None:
+        """Delete a name, whoever owns it; raises NameNotFoundError.
+
+        The owner of a living lease registers it again at its next beat: deleting makes a stale record go away, it does
+        not evict anybody.
+        """
+        if not self._remove(check_name(name), owner=None):
+            raise NameNotFoundError(f"cannot delete {name!r}: it is not registered in {self._described}")
+
+    def clear_subtree(self, root: str) -> int:
+        """Delete all names in the subtree of `root`; returns how many. Names that are added meanwhile may stay."""
+        return self._clear_subtree(check_root(root))
+
+    def incr(self, name: str, amount: int = 1) -> int:
+        """Add to a counter that starts at 0 and return it. For statistics only, never for authority.
+
+        A retry after a lost reply counts twice, and a backend that restarts begins at 0 again.
+        """
+        return self._incr(check_name(name), amount)
+
+    def wait(self, name: str, *, timeout_s: float, waiting_for: str = "") -> str:
+        """The value of a name, waiting until it exists. Outages of the backend are waited through.
+
+        Args:
+            waiting_for: whom the caller expects there ("rollout_worker/0"), for the error.
+
+        Raises:
+            NameTimeoutError: a TimeoutError, if it did not appear within `timeout_s`.
+        """
+        check_name(name)
+        deadline_s = time.monotonic() + timeout_s
+        outage: NameServiceUnavailableError | None = None
+        with contextlib.closing(self._listen(name)) as listener:
+            while True:
+                remaining_s = max(deadline_s - time.monotonic(), 0.0)
+                try:
+                    value = self._fetch(name, patience_s=remaining_s)
+                    outage = None
+                except NameServiceUnavailableError as error:
+                    value, outage = None, error
+                if value is not None:
+                    return value
+                remaining_s = deadline_s - time.monotonic()
+                if remaining_s <= 0:
+                    break
+                listener.pause(remaining_s)
+        whom = f"{waiting_for} did not register {name!r}" if waiting_for else f"{name!r} was not registered"
+        reason = f"; at the end {outage}" if outage else ""
+        raise NameTimeoutError(f"{whom} within {timeout_s:g} s in {self._described}{reason}") from outage
+
+    def watch(self, names: Sequence[str], on_all_gone: Callable[[], None], *, poll_interval_s: float = 1.0) -> Watch:
+        """Call `on_all_gone` once, on a thread of its own, when none of `names` exists any more.
+
+        A name that never existed counts as gone, so `wait` for the names first.
+        """
+        watched = tuple(check_name(name) for name in names)
+        if not watched:
+            raise ValueError("watch needs at least one name; nothing at all would be gone at once")
+        description = ", ".join(watched[:3]) + (f" and {len(watched) - 3} more" if len(watched) > 3 else "")
+        with self._state:
+            if self._is_closed:
+                raise NameServiceError(f"cannot watch {description}: {self._described} is closed")
+            watch = Watch(
+                lambda: self._survey(watched),
+                on_all_gone,
+                poll_interval_s=poll_interval_s,
+                grace_s=self._restart_grace_s,
+                description=description,
+            )
+            self._watches.append(watch)
+        return watch
+
+    def lease(self, name: str, value: str, *, ttl_s: float, owner: str) -> Lease:
+        """Register a value that stays while this process lives and reaches the service; see `lease.py`.
+
+        Args:
+            owner: identifies one incarnation ("rollout_worker/0 epoch 3 pid 4711"); the same owner may register again.
+
+        Raises:
+            NameExistsError: if the name exists and belongs to another owner, or is leased through this service.
+        """
+        if not owner or owner.startswith(_ADD_OWNER_PREFIX):
+            raise ValueError(f"owner {owner!r} of lease {name!r} must be non-empty and not start with 'add-'")
+        value = _check_value(name, value)
+        return self._keepalive.acquire(
+            Put(name=check_name(name), value=value, owner=_check_value(name, owner), ttl_s=check_ttl(ttl_s))
+        )
+
+    def close(self) -> None:
+        """Stop the watches, release the leases, drop the connections. Idempotent."""
+        with self._state:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        for watch in self._watches:
+            watch.close()
+        self._keepalive.close()
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What a backend provides. Names are checked by now. `patience_s` bounds the retries while the backend is
+    # unreachable (None: the limit that the backend has itself).
+
+    @property
+    @abstractmethod
+    def _described(self) -> str:
+        """What error messages call this service: its kind and where it is, no secret."""
+
+    @abstractmethod
+    def _put(self, puts: Sequence[Put], *, patience_s: float | None = None) -> list[str]:
+        """Perform each put atomically; answer "" where it was stored, and the owner in possession where it was not."""
+
+    @abstractmethod
+    def _remove(self, name: str, *, owner: str | None, patience_s: float | None = None) -> bool:
+        """Delete a name, atomically with comparing the owner if one is given; answer whether it was deleted."""
+
+    @abstractmethod
+    def _fetch(self, name: str, *, patience_s: float | None = None) -> str | None: ...
+
+    @abstractmethod
+    def _fetch_subtree(self, root: str) -> dict[str, str]:
+        """Values by name, sorted by name."""
+
+    @abstractmethod
+    def _clear_subtree(self, root: str) -> int: ...
+
+    @abstractmethod
+    def _incr(self, name: str, amount: int) -> int: ...
+
+    @abstractmethod
+    def _survey(self, names: Sequence[str]) -> Survey: ...
+
+    def _listen(self, name: str) -> Listener:
+        return _PollingListener()
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Give back what the backend holds."""
+
+
+class _PollingListener:
+    def pause(self, timeout_s: float) -> None:
+        time.sleep(min(timeout_s, _POLL_INTERVAL_S))
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def _check_value(name: str, value: str) -> str:
+    """Values travel as UTF-8 JSON; a lone surrogate would be refused by the server, far from the caller's mistake."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the value or owner for {name!r} is not encodable as UTF-8: {error}") from error
+    return value

@@ -1,0 +1,90 @@
+"""The names of a trial: who registers where.
+
+    ""                               root(): everything of the trial
+    workers/{kind}/{index}           one lease per worker          -> its record
+    streams/master                   the master's request socket   -> address
+    streams/trajectories/{index}     the trajectory receivers      -> address
+    generation/manager               the generation-server manager -> address
+    generation/servers/{index}       the generation servers        -> address
+    policy_version                   "{epoch}.{version}" published last
+    rendezvous/{incarnation}         where the ranks of one gang meet
+    status                           of the experiment
+    commit                           the last commit, as a hint; the trial log decides
+
+Names are relative: in Redis they live under `prefix`, in a file service in the directory of the trial.
+"""
+
+import re
+from dataclasses import dataclass
+
+from corral.name_resolve.names import check_name
+
+_TRIAL_UUID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class TrialKeys:
+    """The names of the trial `trial_uuid` (32 hex digits).
+
+    Example:
+        TrialKeys("0123456789abcdef0123456789abcdef").worker("rollout_worker", 0)  # "workers/rollout_worker/0"
+    """
+
+    trial_uuid: str
+
+    def __post_init__(self) -> None:
+        if not _TRIAL_UUID.fullmatch(self.trial_uuid):
+            raise ValueError(f"trial_uuid must be 32 lower-case hex digits (uuid4().hex), got {self.trial_uuid!r}")
+
+    @property
+    def prefix(self) -> str:
+        """What Redis keys and channels of this trial begin with; also the limit of its ACL user."""
+        return f"corral/{self.trial_uuid}/"
+
+    def root(self) -> str:
+        return ""
+
+    def workers_root(self) -> str:
+        return "workers"
+
+    def worker_kind_root(self, kind: str) -> str:
+        return check_name(f"{self.workers_root()}/{kind}")
+
+    def worker(self, kind: str, index: int) -> str:
+        return f"{self.worker_kind_root(kind)}/{_check_index(index)}"
+
+    def master_stream(self) -> str:
+        return "streams/master"
+
+    def trajectory_receivers_root(self) -> str:
+        return "streams/trajectories"
+
+    def trajectory_receiver(self, index: int) -> str:
+        return f"{self.trajectory_receivers_root()}/{_check_index(index)}"
+
+    def manager(self) -> str:
+        return "generation/manager"
+
+    def generation_servers_root(self) -> str:
+        return "generation/servers"
+
+    def generation_server(self, index: int) -> str:
+        return f"{self.generation_servers_root()}/{_check_index(index)}"
+
+    def policy_version(self) -> str:
+        return "policy_version"
+
+    def gang_rendezvous(self, incarnation: int | str) -> str:
+        return check_name(f"rendezvous/{incarnation}")
+
+    def experiment_status(self) -> str:
+        return "status"
+
+    def commit(self) -> str:
+        return "commit"
+
+
+def _check_index(index: int) -> int:
+    if index < 0:
+        raise ValueError(f"index must be >= 0, got {index}")
+    return index

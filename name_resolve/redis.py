@@ -1,0 +1,262 @@
+"""The name service in Redis (>= 6.2), which is what trials use.
+
+    {prefix}{name}     JSON {"owner", "value"}, with the TTL of the record        corral/<uuid>/workers/rollout_worker/0
+    {prefix}~names     sorted set of names, all with score 0, so in byte order    corral/<uuid>/~names
+    {prefix}~store     a random token: gone after a restart that lost the data    corral/<uuid>/~store
+
+A subtree is a range of the sorted set plus one MGET: it costs what it returns, where KEYS and SCAN cost what the server
+holds. The scripts change a record and the set in one step, so the set always contains every living name; a name whose
+record has expired is skipped, and taken out by whoever meets it.
+
+A wait subscribes to the channel named like the key, looks again, and is woken by the script that stores the record. It
+looks again every second too: a message lost with a connection costs a second, not the wait.
+
+Every operation retries over reconnects, for `unavailable_timeout_s`. That is safe because storing is idempotent for one
+owner. Connections come from a pool, one for each thread that is in an operation.
+"""
+
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.client import PubSub
+from redis.retry import Retry
+
+from corral.name_resolve import redis_scripts
+from corral.name_resolve.base import Listener, NameService
+from corral.name_resolve.errors import NameServiceError, NameServiceUnavailableError
+from corral.name_resolve.lease import Put
+from corral.name_resolve.names import check_prefix
+from corral.name_resolve.redis_scripts import ScriptCall, run_scripts
+from corral.name_resolve.table import Record
+from corral.name_resolve.watch import Survey
+
+logger = logging.getLogger(__name__)
+
+_SOCKET_TIMEOUT_S = 2.0  # all replies are small; a server that needs longer is hung, and a beat must not wait for it
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 0.5
+_LOOK_AGAIN_S = 1.0
+_NAMES_PER_COMMAND = 1000  # keeps single commands short, since Redis serves nobody else meanwhile
+_STORE_TOKEN_TTL_S = 86400  # refreshed by every survey; so that a trial leaves nothing behind in a Redis of the site
+
+Result = TypeVar("Result")
+
+
+class RedisNameService(NameService):
+    """A name service in the Redis at `host:port`, under `prefix`.
+
+    Args:
+        prefix: `TrialKeys.prefix`; the ACL user needs `~{prefix}*`, `&{prefix}*`, `+@read +@write +@connection
+            +@pubsub +@transaction +eval +evalsha`.
+        unavailable_timeout_s: how long an operation tries to reach the server before NameServiceUnavailableError.
+        restart_grace_s: see `NameService`.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        password: str | None,
+        prefix: str,
+        username: str | None = None,
+        *,
+        unavailable_timeout_s: float = 10.0,
+        restart_grace_s: float = 15.0,
+    ) -> None:
+        super().__init__(restart_grace_s=restart_grace_s)
+        self._prefix = check_prefix(prefix)
+        self._described_as = f"Redis at {host}:{port}"
+        self._user = username or "default"
+        self._unavailable_timeout_s = unavailable_timeout_s
+        self._is_disconnected = False
+        # Any: redis-py gives its commands either no types or unions with awaitables.
+        self._client: Any = redis.Redis(
+            host=host,
+            port=port,
+            username=username,
+            password=password,
+            socket_timeout=_SOCKET_TIMEOUT_S,
+            socket_connect_timeout=_SOCKET_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),  # retries are ours: with one deadline, and with the server named in the error
+            protocol=2,
+            decode_responses=True,
+        )
+
+    @property
+    def _described(self) -> str:
+        return self._described_as
+
+    def _put(self, puts: Sequence[Put], *, patience_s: float | None = None) -> list[str]:
+        calls = [
+            redis_scripts.store_call(
+                key=self._key(put.name),
+                index=self._index,
+                name=put.name,
+                owner=put.owner,
+                record=Record(owner=put.owner, value=put.value).to_json(),
+                ttl_ms=None if put.ttl_s is None else max(round(put.ttl_s * 1000), 1),
+                replace=put.replace,
+            )
+            for put in puts
+        ]
+        return [str(holder) for holder in self._run(calls, patience_s=patience_s)]
+
+    def _remove(self, name: str, *, owner: str | None, patience_s: float | None = None) -> bool:
+        call = redis_scripts.remove_call(key=self._key(name), index=self._index, name=name, owner=owner)
+        attempts = 0
+
+        def remove() -> bool:
+            nonlocal attempts
+            attempts += 1
+            [num_removed] = run_scripts(self._client, [call])
+            return bool(num_removed) or attempts > 1  # "absent" after a lost reply: the first attempt got through
+
+        return self._retry(remove, patience_s)
+
+    def _fetch(self, name: str, *, patience_s: float | None = None) -> str | None:
+        stored = self._retry(lambda: self._execute("GET", self._key(name)), patience_s)
+        return None if stored is None else self._value(name, stored)
+
+    def _fetch_subtree(self, root: str) -> dict[str, str]:
+        return self._retry(lambda: self._read_subtree(root))
+
+    def _read_subtree(self, root: str) -> dict[str, str]:
+        names = self._indexed_names(root)
+        values: dict[str, str] = {}
+        for start in range(0, len(names), _NAMES_PER_COMMAND):
+            chunk = names[start : start + _NAMES_PER_COMMAND]
+            stored = self._execute("MGET", *(self._key(name) for name in chunk))
+            values |= {name: self._value(name, text) for name, text in zip(chunk, stored, strict=True) if text}
+            expired = [name for name in chunk if name not in values]
+            if expired:
+                keys = [self._key(name) for name in expired]
+                run_scripts(self._client, [redis_scripts.prune_call(index=self._index, names=expired, keys=keys)])
+        return values
+
+    def _clear_subtree(self, root: str) -> int:
+        def clear() -> int:
+            calls = [
+                redis_scripts.remove_call(key=self._key(name), index=self._index, name=name, owner=None)
+                for name in self._indexed_names(root)
+            ]
+            return sum(int(num_removed) for num_removed in run_scripts(self._client, calls))
+
+        return self._retry(clear)
+
+    def _incr(self, name: str, amount: int) -> int:
+        call = redis_scripts.count_call(key=self._key(name), index=self._index, name=name, amount=amount)
+        [number] = self._run([call])
+        if number is None:
+            raise NameServiceError(f"cannot count {name!r}: it does not hold an integer")
+        return int(number)
+
+    def _survey(self, names: Sequence[str]) -> Survey:
+        return self._retry(lambda: self._look(names), 0.0)
+
+    def _look(self, names: Sequence[str]) -> Survey:
+        """Presence and token in one MULTI: a restart cannot fall between the two."""
+        token_key = self._prefix + "~store"
+        pipeline = self._client.pipeline(transaction=True)
+        for args in (
+            ("SET", token_key, uuid.uuid4().hex, "NX", "EX", _STORE_TOKEN_TTL_S),
+            ("EXPIRE", token_key, _STORE_TOKEN_TTL_S),
+            ("GET", token_key),
+            ("EXISTS", *(self._key(name) for name in names)),
+        ):
+            pipeline.execute_command(*args)
+        *_, token, num_present = pipeline.execute()
+        return Survey(num_present=int(num_present), incarnation=str(token))
+
+    def _listen(self, name: str) -> Listener:
+        return _ChannelListener(self._client, channel=self._key(name))
+
+    def _close(self) -> None:
+        self._is_disconnected = True
+        self._client.close()
+
+    @property
+    def _index(self) -> str:
+        return self._prefix + "~names"
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
+
+    def _value(self, name: str, stored: str) -> str:
+        return Record.from_json(stored, source=f"{self._key(name)} in {self._described}").value
+
+    def _indexed_names(self, root: str) -> list[str]:
+        """All living names of the subtree in byte order, and perhaps some that have expired."""
+        if not root:
+            return [str(name) for name in self._execute("ZRANGEBYLEX", self._index, "-", "+")]
+        # '0' is the character after '/', so this range is exactly what starts with "root/".
+        below = self._execute("ZRANGEBYLEX", self._index, f"[{root}/", f"({root}0")
+        return [root, *(str(name) for name in below)]
+
+    def _execute(self, *args: str) -> Any:
+        return self._client.execute_command(*args)
+
+    def _run(self, calls: Sequence[ScriptCall], *, patience_s: float | None = None) -> list[Any]:
+        return self._retry(lambda: run_scripts(self._client, calls), patience_s)
+
+    def _retry(self, operation: Callable[[], Result], patience_s: float | None = None) -> Result:
+        """Run an operation, again after each connection error, at most for the patience or `unavailable_timeout_s`."""
+        patience_s = self._unavailable_timeout_s if patience_s is None else patience_s
+        deadline_s = time.monotonic() + min(patience_s, self._unavailable_timeout_s)
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            if self._is_disconnected:
+                raise NameServiceError(f"the name service on {self._described} is closed")
+            try:
+                return operation()
+            except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+                # A subclass of ConnectionError, but no reconnect gives us another password.
+                raise NameServiceError(f"{self._described} refuses user {self._user!r}: {error}") from error
+            except (redis.ConnectionError, redis.TimeoutError) as error:
+                if time.monotonic() + backoff_s > deadline_s:
+                    raise NameServiceUnavailableError(
+                        f"{self._described} is unreachable (tried for {patience_s:g} s): {error}"
+                    ) from error
+                time.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            except redis.RedisError as error:
+                raise NameServiceError(f"{self._described} answers: {error}") from error
+
+
+class _ChannelListener:
+    """Wakes when the key is stored. The first pause only subscribes: the caller looks again before it sleeps."""
+
+    def __init__(self, client: Any, *, channel: str) -> None:
+        self._client = client
+        self._channel = channel
+        self._subscription: PubSub | None = None
+
+    def pause(self, timeout_s: float) -> None:
+        try:
+            if self._subscription is None:
+                self._subscribe(timeout_s)
+            else:
+                self._subscription.get_message(timeout=min(timeout_s, _LOOK_AGAIN_S))
+        except (redis.ConnectionError, redis.TimeoutError):
+            self.close()
+            time.sleep(min(timeout_s, _FIRST_BACKOFF_S))  # the caller looks again, and that is what retries
+        except redis.RedisError as error:
+            raise NameServiceError(
+                f"cannot subscribe to {self._channel!r}: {error}; its ACL user needs &<prefix>*"
+            ) from error
+
+    def _subscribe(self, timeout_s: float) -> None:
+        self._subscription = self._client.pubsub()
+        self._subscription.subscribe(self._channel)
+        # Its confirmation: from here on a publication cannot be missed.
+        self._subscription.get_message(timeout=min(timeout_s, _LOOK_AGAIN_S))
+
+    def close(self) -> None:
+        if self._subscription is not None:
+            with contextlib.suppress(redis.RedisError):
+                self._subscription.close()
+            self._subscription = None

@@ -1,0 +1,80 @@
+"""A real Redis for the session, and a factory of services that share one store, for each backend."""
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from corral.experiments.redis_server import RedisServer
+from corral.name_resolve import FileNameService, MemoryNameService, MemoryStore, NameService, RedisNameService
+
+PASSWORD = secrets.token_hex(16)
+TRIAL_PREFIX = "corral/0123456789abcdef0123456789abcdef/"
+
+ServiceFactory = Callable[[], NameService]
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    directory = tmp_path_factory.mktemp("redis") / "server"
+    with RedisServer(directory=directory, password=PASSWORD, key_prefix=TRIAL_PREFIX) as server:
+        yield server
+
+
+@pytest.fixture
+def own_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that the test may kill."""
+    with RedisServer(directory=tmp_path / "redis", password=PASSWORD, key_prefix=TRIAL_PREFIX) as server:
+        yield server
+
+
+_test_numbers = itertools.count()
+
+
+def connect(
+    server: RedisServer, *, prefix: str = TRIAL_PREFIX, unavailable_timeout_s: float = 10.0
+) -> RedisNameService:
+    return RedisNameService(
+        server.host, server.port, PASSWORD, prefix, server.username, unavailable_timeout_s=unavailable_timeout_s
+    )
+
+
+@pytest.fixture(params=["memory", "file", "redis"])
+def make_service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServiceFactory]:
+    """Each call gives another service on the same store, as if in another process."""
+    factory = _factory(request, tmp_path)
+    with ExitStack() as services:
+        yield lambda: services.enter_context(factory())
+
+
+def _factory(request: pytest.FixtureRequest, tmp_path: Path) -> ServiceFactory:
+    if request.param == "memory":
+        store = MemoryStore()
+        return lambda: MemoryNameService(store)
+    if request.param == "file":
+        return lambda: FileNameService(tmp_path / "names")
+    server: RedisServer = request.getfixturevalue("redis_server")
+    prefix = f"{TRIAL_PREFIX}test-{next(_test_numbers)}/"
+    return lambda: connect(server, prefix=prefix)
+
+
+@pytest.fixture
+def service(make_service: ServiceFactory) -> NameService:
+    return make_service()
+
+
+@pytest.fixture
+def redis_service(own_redis_server: RedisServer) -> Iterator[RedisNameService]:
+    with connect(own_redis_server) as names:
+        yield names
+
+
+def wait_until(condition: Callable[[], bool], description: str, timeout_s: float = 20) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {timeout_s} s until {description}"
+        time.sleep(0.01)

@@ -1,0 +1,269 @@
+"""What every backend promises; each test runs on memory, file and a real Redis."""
+
+import threading
+import time
+
+import pytest
+
+from corral.name_resolve import NameExistsError, NameNotFoundError, NameService, NameServiceError, NameTimeoutError
+from tests.name_resolve.conftest import ServiceFactory, wait_until
+
+
+def test_an_added_value_is_seen_through_another_service(make_service: ServiceFactory) -> None:
+    make_service().add("workers/model_worker/0", "tcp://10.0.0.1:5555")
+    assert make_service().get("workers/model_worker/0") == "tcp://10.0.0.1:5555"
+
+
+@pytest.mark.parametrize("value", ["", "two\nlines", 'quo"te', "\N{SNOWMAN}", '{"owner": "x"}', "nul\x00byte", "0"])
+def test_values_come_back_unchanged(service: NameService, value: str) -> None:
+    service.add("a", value)
+    assert service.get("a") == value
+
+
+def test_a_value_that_is_no_text_is_refused_by_name(service: NameService) -> None:
+    with pytest.raises(ValueError, match="'a' is not encodable"):
+        service.add("a", "\ud800")
+
+
+def test_adding_twice_keeps_the_first_value(service: NameService) -> None:
+    service.add("a", "first")
+    with pytest.raises(NameExistsError, match="'a' already exists; pass replace=True"):
+        service.add("a", "second")
+    assert service.get("a") == "first"
+
+
+def test_replace_overwrites_and_also_adds(service: NameService) -> None:
+    service.add("a", "first", replace=True)
+    service.add("a", "second", replace=True)
+    assert service.get("a") == "second"
+
+
+def test_only_one_of_many_simultaneous_adds_wins(make_service: ServiceFactory) -> None:
+    services = [make_service() for _ in range(8)]
+    start = threading.Barrier(len(services))
+    winners: list[int] = []
+
+    def contend(index: int) -> None:
+        start.wait(10)
+        try:
+            services[index].add("leader", str(index))
+        except NameExistsError:
+            return
+        winners.append(index)
+
+    threads = [threading.Thread(target=contend, args=(index,)) for index in range(len(services))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [services[0].get("leader")] == [str(index) for index in winners]
+
+
+def test_missing_names_are_errors_that_name_them(service: NameService) -> None:
+    with pytest.raises(NameNotFoundError, match="'workers/x'"):
+        service.get("workers/x")
+    with pytest.raises(NameNotFoundError, match="'workers/x'"):
+        service.delete("workers/x")
+
+
+def test_a_deleted_name_is_gone_and_free(service: NameService) -> None:
+    service.add("a/b", "1")
+    service.delete("a/b")
+    assert service.find_subtree("") == []
+    service.add("a/b", "2")
+    assert service.get("a/b") == "2"
+
+
+def test_values_expire_and_leave_the_subtree_and_the_name_is_free(make_service: ServiceFactory) -> None:
+    service = make_service()
+    service.add("a/short", "1", ttl_s=0.05)
+    service.add("a/long", "2", ttl_s=60)
+    wait_until(lambda: service.find_subtree("a") == ["a/long"], "a/short expires")
+    with pytest.raises(NameNotFoundError):
+        service.get("a/short")
+    with pytest.raises(NameNotFoundError):
+        service.delete("a/short")
+    make_service().add("a/short", "again")
+    assert service.get_subtree("a") == {"a/long": "2", "a/short": "again"}
+
+
+def test_replacing_without_ttl_makes_a_value_permanent(service: NameService) -> None:
+    service.add("a", "1", ttl_s=0.05)
+    service.add("a", "2", replace=True)
+    service.add("b", "short", ttl_s=0.1)
+    wait_until(lambda: service.find_subtree("b") == [], "b, which lives longer than a had left, expires")
+    assert service.get("a") == "2"
+
+
+def test_a_subtree_is_the_name_itself_and_all_below_it_in_order(service: NameService) -> None:
+    for name in ["run1/b", "run1", "run10", "run1/a/deep", "run1.5", "run1-x/a", "run", "run1:y"]:
+        service.add(name, name.upper())
+    assert service.get_subtree("run1") == {"run1": "RUN1", "run1/a/deep": "RUN1/A/DEEP", "run1/b": "RUN1/B"}
+    assert list(service.get_subtree("run1")) == ["run1", "run1/a/deep", "run1/b"]
+    assert service.find_subtree("run1/a") == ["run1/a/deep"]
+    assert service.find_subtree("nothing") == []
+    assert service.find_subtree("") == sorted(
+        ["run1/b", "run1", "run10", "run1/a/deep", "run1.5", "run1-x/a", "run", "run1:y"]
+    )
+
+
+def test_clearing_a_subtree_leaves_its_neighbours(service: NameService) -> None:
+    for name in ["run1", "run1/a", "run10/a", "run1.5"]:
+        service.add(name, "x")
+    assert service.clear_subtree("run1") == 2
+    assert service.find_subtree("") == ["run1.5", "run10/a"]
+    assert service.clear_subtree("run1") == 0
+    assert service.clear_subtree("") == 2
+
+
+BAD_NAMES = ["/a", "a/", "a//b", "a/*", "a/[b]", "a?", "a b", "a\n", "a/..", ".", "a%b", "~names", "\u00e4", "x" * 241]
+
+
+@pytest.mark.parametrize("name", ["", *BAD_NAMES])
+def test_malformed_names_are_refused_everywhere(service: NameService, name: str) -> None:
+    for operation in (
+        lambda: service.add(name, "v"),
+        lambda: service.get(name),
+        lambda: service.delete(name),
+        lambda: service.wait(name, timeout_s=0),
+        lambda: service.incr(name),
+        lambda: service.watch([name], lambda: None),
+        lambda: service.lease(name, "v", ttl_s=1, owner="me"),
+    ):
+        with pytest.raises(ValueError, match="name"):
+            operation()
+
+
+@pytest.mark.parametrize("root", BAD_NAMES)
+def test_malformed_roots_are_refused(service: NameService, root: str) -> None:
+    service.add("a/b", "stays")
+    for operation in (service.get_subtree, service.find_subtree, service.clear_subtree):
+        with pytest.raises(ValueError, match="name"):
+            operation(root)
+    assert service.find_subtree("") == ["a/b"]
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1, float("nan"), float("inf"), 0.0001])
+def test_a_ttl_that_cannot_be_kept_is_refused(service: NameService, ttl_s: float) -> None:
+    with pytest.raises(ValueError, match="ttl_s must be"):
+        service.add("a", "v", ttl_s=ttl_s)
+
+
+def test_wait_returns_what_is_already_there(service: NameService) -> None:
+    service.add("a", "v")
+    assert service.wait("a", timeout_s=0) == "v"
+
+
+def test_wait_finds_a_name_that_is_added_later(make_service: ServiceFactory) -> None:
+    waiter, adder = make_service(), make_service()
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(waiter.wait("a/b", timeout_s=20)))
+    thread.start()
+    time.sleep(0.1)
+    adder.add("a/b", "later")
+    thread.join(20)
+    assert found == ["later"]
+
+
+def test_wait_finds_a_lease_that_is_acquired_later(make_service: ServiceFactory) -> None:
+    waiter, owner = make_service(), make_service()
+    timer = threading.Timer(0.1, lambda: owner.lease("a", "leased", ttl_s=30, owner="me"))
+    timer.start()
+    assert waiter.wait("a", timeout_s=20) == "leased"
+    timer.join(20)
+
+
+def test_wait_that_times_out_says_for_whom_and_for_how_long(service: NameService) -> None:
+    with pytest.raises(NameTimeoutError, match="rollout_worker/3 did not register 'workers/x' within 0.1 s") as caught:
+        service.wait("workers/x", timeout_s=0.1, waiting_for="rollout_worker/3")
+    assert isinstance(caught.value, TimeoutError)
+
+
+def test_incr_counts_from_zero_across_services_and_is_readable(make_service: ServiceFactory) -> None:
+    first, second = make_service(), make_service()
+    assert first.incr("stats/n") == 1
+    assert second.incr("stats/n", 41) == 42
+    assert first.incr("stats/n", -50) == -8
+    assert second.get("stats/n") == "-8"
+    assert second.find_subtree("stats") == ["stats/n"]
+
+
+def test_simultaneous_incr_loses_no_count(make_service: ServiceFactory) -> None:
+    services = [make_service() for _ in range(4)]
+
+    def count(service: NameService) -> None:
+        for _ in range(25):
+            service.incr("n")
+
+    threads = [threading.Thread(target=count, args=(service,)) for service in services]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert services[0].get("n") == "100"
+
+
+def test_incr_of_something_else_than_a_number_is_refused(service: NameService) -> None:
+    service.add("a", "text")
+    with pytest.raises(NameServiceError, match="cannot count 'a'"):
+        service.incr("a")
+    assert service.get("a") == "text"
+
+
+def test_watch_fires_once_when_the_last_name_is_gone(make_service: ServiceFactory) -> None:
+    service, other = make_service(), make_service()
+    other.add("a", "1")
+    other.add("b", "2")
+    calls: list[str] = []
+    gone = threading.Event()
+
+    def on_all_gone() -> None:
+        calls.append("gone")
+        gone.set()
+
+    with service.watch(["a", "b"], on_all_gone, poll_interval_s=0.02) as watch:
+        other.delete("a")
+        assert not gone.wait(0.2)
+        other.delete("b")
+        assert gone.wait(20)
+        other.add("a", "back")
+        other.delete("a")
+        time.sleep(0.1)
+        assert watch.fired
+    assert calls == ["gone"]
+
+
+def test_a_closed_watch_does_not_fire(make_service: ServiceFactory) -> None:
+    service = make_service()
+    service.add("a", "1")
+    calls: list[str] = []
+    watch = service.watch(["a"], lambda: calls.append("gone"), poll_interval_s=0.02)
+    watch.close()
+    service.delete("a")
+    time.sleep(0.1)
+    assert calls == [] and not watch.fired
+
+
+def test_a_watch_may_close_itself_and_the_service_from_its_callback(make_service: ServiceFactory) -> None:
+    service, done = make_service(), threading.Event()
+
+    def on_all_gone() -> None:
+        service.close()
+        done.set()
+
+    service.watch(["never-there"], on_all_gone, poll_interval_s=0.02)
+    assert done.wait(20)
+
+
+def test_watching_nothing_is_refused(service: NameService) -> None:
+    with pytest.raises(ValueError, match="at least one name"):
+        service.watch([], lambda: None)
+
+
+def test_a_closed_service_refuses_new_leases_and_watches(service: NameService) -> None:
+    service.close()
+    service.close()
+    with pytest.raises(NameServiceError, match="closed"):
+        service.lease("a", "v", ttl_s=1, owner="me")
+    with pytest.raises(NameServiceError, match="closed"):
+        service.watch(["a"], lambda: None)

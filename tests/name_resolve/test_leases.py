@@ -1,0 +1,222 @@
+"""Leases on every backend: they live with their owner, and yield to nobody and overwrite nobody."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.experiments.redis_server import RedisServer
+from corral.name_resolve import FileNameService, NameExistsError, NameNotFoundError, NameService, NameServiceError
+from tests.name_resolve.conftest import PASSWORD, TRIAL_PREFIX, ServiceFactory, connect, wait_until
+
+SHORT_TTL_S = 0.3  # refreshed each 0.1 s
+
+
+def test_leases_outlive_their_ttl_while_they_are_refreshed(make_service: ServiceFactory) -> None:
+    owner, observer = make_service(), make_service()
+    names = [f"workers/{index}" for index in range(20)]
+    leases = [owner.lease(name, "v", ttl_s=0.8, owner="me") for name in names]
+    observer.add("reference", "x", ttl_s=1.2)
+    wait_until(lambda: observer.find_subtree("reference") == [], "a record that lives longer expires")
+    assert observer.find_subtree("workers") == sorted(names)
+    assert not any(lease.lost for lease in leases)
+    assert (leases[0].name, leases[0].owner) == ("workers/0", "me")
+
+
+def test_the_owner_is_not_part_of_the_value(make_service: ServiceFactory) -> None:
+    make_service().lease("a", "v", ttl_s=30, owner="me")
+    assert make_service().get_subtree("") == {"a": "v"}
+
+
+def test_an_update_is_visible_at_once_and_survives_refreshes(make_service: ServiceFactory) -> None:
+    owner, observer = make_service(), make_service()
+    lease = owner.lease("a", "one", ttl_s=SHORT_TTL_S, owner="me")
+    lease.update("two")
+    assert observer.get("a") == "two"
+    sent_before_s = lease._refreshed_at_s
+    wait_until(lambda: lease._refreshed_at_s > sent_before_s, "the lease is refreshed")
+    assert observer.get("a") == "two"
+
+
+def test_updates_racing_with_refreshes_never_fall_back(make_service: ServiceFactory) -> None:
+    owner, observer = make_service(), make_service()
+    lease = owner.lease("a", "0", ttl_s=0.01, owner="me")
+    for number in range(1, 200):
+        lease.update(str(number))
+        assert observer.wait("a", timeout_s=20) == str(number)
+
+
+def test_a_release_deletes_the_name_and_nothing_brings_it_back(make_service: ServiceFactory) -> None:
+    owner, observer = make_service(), make_service()
+    lease = owner.lease("a", "v", ttl_s=SHORT_TTL_S, owner="me")
+    lease.release()
+    lease.release()
+    with pytest.raises(NameNotFoundError):
+        observer.get("a")
+    with pytest.raises(NameServiceError, match="released"):
+        lease.update("w")
+    time.sleep(SHORT_TTL_S)
+    assert observer.find_subtree("") == []
+
+
+def test_a_released_name_can_be_leased_again(make_service: ServiceFactory) -> None:
+    service = make_service()
+    for value in ("one", "two"):
+        with service.lease("a", value, ttl_s=30, owner="me"):
+            assert service.get("a") == value
+    assert service.find_subtree("") == []
+
+
+def test_closing_the_service_releases_its_leases(make_service: ServiceFactory) -> None:
+    owner, observer = make_service(), make_service()
+    owner.lease("a", "v", ttl_s=60, owner="me")
+    owner.lease("b", "v", ttl_s=60, owner="me")
+    owner.close()
+    assert observer.find_subtree("") == []
+
+
+def test_a_name_of_another_owner_is_refused_and_the_error_names_the_owner(make_service: ServiceFactory) -> None:
+    first, second = make_service(), make_service()
+    first.lease("a", "v", ttl_s=60, owner="worker 1 of epoch 3")
+    with pytest.raises(NameExistsError, match="owner 'worker 1 of epoch 3' has it"):
+        second.lease("a", "w", ttl_s=60, owner="worker 1 of epoch 4")
+    with pytest.raises(NameExistsError, match="worker 1 of epoch 3"):
+        second.add("a", "w")
+    assert second.get("a") == "v"
+
+
+def test_the_same_owner_may_register_again_from_elsewhere(make_service: ServiceFactory) -> None:
+    make_service().lease("a", "v", ttl_s=60, owner="me")
+    second = make_service()
+    second.lease("a", "w", ttl_s=60, owner="me")
+    assert second.get("a") == "w"
+
+
+def test_one_service_leases_a_name_once(make_service: ServiceFactory) -> None:
+    service = make_service()
+    service.lease("a", "v", ttl_s=60, owner="me")
+    with pytest.raises(NameExistsError, match="already leased"):
+        service.lease("a", "w", ttl_s=60, owner="me")
+
+
+def test_a_taken_over_lease_is_lost_for_good_and_overwrites_nobody(make_service: ServiceFactory) -> None:
+    owner, usurper = make_service(), make_service()
+    lease = owner.lease("a", "mine", ttl_s=SHORT_TTL_S, owner="me")
+    usurper.add("a", "theirs", replace=True)
+    wait_until(lambda: lease.lost, "the old owner notices")
+    assert usurper.get("a") == "theirs"
+    with pytest.raises(NameExistsError, match="has taken it"):
+        lease.update("mine again")
+    lease.release()
+    assert usurper.get("a") == "theirs"
+    usurper.delete("a")
+    time.sleep(SHORT_TTL_S)
+    assert usurper.find_subtree("") == [], "a lost lease must not come back when the name is free again"
+
+
+def test_an_update_never_overwrites_another_owner(make_service: ServiceFactory) -> None:
+    owner, usurper = make_service(), make_service()
+    lease = owner.lease("a", "mine", ttl_s=60, owner="me")
+    usurper.add("a", "theirs", replace=True)
+    with pytest.raises(NameExistsError):
+        lease.update("mine again")
+    assert lease.lost
+    assert usurper.get("a") == "theirs"
+
+
+def test_a_release_never_deletes_another_owners_record(make_service: ServiceFactory) -> None:
+    owner, usurper = make_service(), make_service()
+    lease = owner.lease("a", "mine", ttl_s=60, owner="me")
+    usurper.add("a", "theirs", replace=True)
+    lease.release()
+    assert usurper.get("a") == "theirs"
+
+
+def test_a_living_owner_registers_again_after_a_deletion(make_service: ServiceFactory) -> None:
+    owner, other = make_service(), make_service()
+    lease = owner.lease("a", "v", ttl_s=SHORT_TTL_S, owner="me")
+    lease.update("w")
+    other.delete("a")
+    assert other.wait("a", timeout_s=20) == "w"
+    assert not lease.lost
+
+
+def test_after_a_deletion_the_first_to_register_wins(make_service: ServiceFactory) -> None:
+    owner, other = make_service(), make_service()
+    lease = owner.lease("a", "mine", ttl_s=60, owner="me")
+    other.delete("a")
+    other.lease("a", "theirs", ttl_s=60, owner="other")
+    with pytest.raises(NameExistsError):
+        lease.update("mine again")
+    assert other.get("a") == "theirs"
+
+
+@pytest.mark.parametrize("owner", ["", "add-123"])
+def test_owners_that_cannot_be_told_from_plain_records_are_refused(service: NameService, owner: str) -> None:
+    with pytest.raises(ValueError, match="owner"):
+        service.lease("a", "v", ttl_s=1, owner=owner)
+
+
+def test_the_keepalive_survives_an_unexpected_error(
+    make_service: ServiceFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, observer = make_service(), make_service()
+    lease = owner.lease("a", "v", ttl_s=SHORT_TTL_S, owner="me")
+    raised, put = threading.Event(), owner._put
+
+    def fail_once(*args: Any, **kwargs: Any) -> list[str]:
+        if not raised.is_set():
+            raised.set()
+            raise ZeroDivisionError("a bug in the backend")
+        return put(*args, **kwargs)
+
+    monkeypatch.setattr(owner, "_put", fail_once)
+    assert raised.wait(20)
+    sent_before_s = lease._refreshed_at_s
+    wait_until(lambda: lease._refreshed_at_s > sent_before_s, "the lease is refreshed again")
+    assert observer.get("a") == "v"
+
+
+HOLDER = """
+import sys, time
+from corral.name_resolve import FileNameService, RedisNameService
+kind, where, password, prefix = sys.argv[1:]
+if kind == "file":
+    service = FileNameService(where)
+else:
+    host, port = where.split(":")
+    service = RedisNameService(host, int(port), password, prefix, "trial")
+service.lease("workers/victim", "alive", ttl_s=1.0, owner="victim")
+print("leased", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("backend", ["file", "redis"])
+def test_the_lease_of_a_killed_process_expires(backend: str, tmp_path: Path, redis_server: RedisServer) -> None:
+    prefix = f"{TRIAL_PREFIX}killed/"
+    observer: NameService
+    if backend == "file":
+        where, observer = str(tmp_path / "names"), FileNameService(tmp_path / "names")
+    else:
+        where, observer = f"{redis_server.host}:{redis_server.port}", connect(redis_server, prefix=prefix)
+    command = [sys.executable, "-c", HOLDER, backend, where, PASSWORD, prefix]
+    with observer, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "leased\n"
+            observer.add("reference", "x", ttl_s=1.5)
+            wait_until(lambda: observer.find_subtree("reference") == [], "a record that lives longer expires")
+            assert observer.get("workers/victim") == "alive"
+            gone = threading.Event()
+            with observer.watch(["workers/victim"], gone.set, poll_interval_s=0.05):
+                holder.send_signal(signal.SIGKILL)
+                assert gone.wait(20), "a watch fires when a killed owner's lease has expired"
+            observer.lease("workers/victim", "successor", ttl_s=30, owner="successor")
+            assert observer.get("workers/victim") == "successor"
+        finally:
+            holder.kill()

@@ -1,0 +1,243 @@
+"""What only Redis can do to a name service: restart, refuse, forget its scripts, share a server with other trials."""
+
+import os
+import signal
+import socket
+import threading
+from typing import Any
+
+import pytest
+import redis
+
+from corral.experiments.redis_server import RedisServer
+from corral.name_resolve import NameServiceError, NameServiceUnavailableError, NameTimeoutError, RedisNameService
+from corral.name_resolve import redis as redis_module
+from tests.name_resolve.conftest import PASSWORD, TRIAL_PREFIX, connect, wait_until
+
+
+def raw_client(server: RedisServer) -> redis.Redis:
+    return redis.Redis(host=server.host, port=server.port, username=server.username, password=PASSWORD)
+
+
+def kill(server: RedisServer) -> None:
+    os.kill(server.pid, signal.SIGKILL)
+    wait_until(lambda: not server.is_running(), "the killed Redis is gone")
+
+
+def test_a_lease_is_back_within_10_s_after_redis_lost_everything(own_redis_server: RedisServer) -> None:
+    with connect(own_redis_server) as owner, connect(own_redis_server) as observer:
+        lease = owner.lease("workers/a", "v", ttl_s=60, owner="me")  # a long TTL must not mean a long absence
+        observer.add("plain", "x")
+        kill(own_redis_server)
+        own_redis_server.restart()
+        assert observer.wait("workers/a", timeout_s=10) == "v"
+        assert not lease.lost
+        assert observer.find_subtree("") == ["workers/a"], "nothing that nobody refreshes comes back"
+
+
+def test_operations_wait_through_a_restart(own_redis_server: RedisServer) -> None:
+    with connect(own_redis_server, unavailable_timeout_s=20) as names:
+        names.add("before", "x")
+        kill(own_redis_server)
+        restarting = threading.Timer(0.3, own_redis_server.restart)
+        restarting.start()
+        names.add("after", "y")
+        restarting.join(20)
+        assert names.get_subtree("") == {"after": "y"}
+
+
+def test_a_wait_goes_on_through_a_restart(own_redis_server: RedisServer) -> None:
+    found: list[str] = []
+    with connect(own_redis_server, unavailable_timeout_s=0.2) as waiter, connect(own_redis_server) as adder:
+        thread = threading.Thread(target=lambda: found.append(waiter.wait("a", timeout_s=30)))
+        thread.start()
+        wait_until(lambda: is_subscribed(own_redis_server, "a"), "the waiter has subscribed")
+        kill(own_redis_server)
+        own_redis_server.restart()
+        wait_until(lambda: is_subscribed(own_redis_server, "a"), "the waiter has subscribed again")
+        adder.add("a", "v")
+        thread.join(30)
+    assert found == ["v"]
+
+
+def is_subscribed(server: RedisServer, name: str) -> bool:
+    with raw_client(server) as client:
+        return bool(client.pubsub_numsub(TRIAL_PREFIX + name)[0][1])
+
+
+def test_a_waiter_leaves_no_subscription_behind(own_redis_server: RedisServer) -> None:
+    with connect(own_redis_server) as names:
+        with pytest.raises(NameTimeoutError):
+            names.wait("a", timeout_s=0.1)
+        wait_until(lambda: not is_subscribed(own_redis_server, "a"), "the subscription has ended")
+
+
+def test_a_lease_update_during_an_outage_is_published_after_it(own_redis_server: RedisServer) -> None:
+    with connect(own_redis_server) as owner, connect(own_redis_server) as observer:
+        lease = owner.lease("a", "old", ttl_s=60, owner="me")
+        kill(own_redis_server)
+        lease.update("new")
+        own_redis_server.restart()
+        assert observer.wait("a", timeout_s=10) == "new"
+
+
+def test_leaving_during_an_outage_is_no_error(own_redis_server: RedisServer) -> None:
+    names = connect(own_redis_server)
+    lease = names.lease("a", "v", ttl_s=60, owner="me")
+    names.lease("b", "v", ttl_s=60, owner="me")
+    kill(own_redis_server)
+    lease.release()
+    names.close()
+    own_redis_server.restart()
+    with connect(own_redis_server) as observer:
+        assert observer.find_subtree("") == []
+
+
+def test_a_watch_takes_a_restart_for_no_death(own_redis_server: RedisServer) -> None:
+    with connect(own_redis_server) as names:
+        names.add("a", "v")  # nobody refreshes it, so after the restart only the grace keeps the watch from firing
+        with names.watch(["a"], lambda: None, poll_interval_s=0.02) as watch:
+            surveys_before = watch.num_surveys
+            wait_until(lambda: watch.num_surveys > surveys_before + 1, "the watch has seen the name")
+            kill(own_redis_server)
+            own_redis_server.restart()
+            surveys_before = watch.num_surveys
+            wait_until(lambda: watch.num_surveys > surveys_before + 5, "the watch has looked at the empty server")
+            assert not watch.fired
+
+
+def test_an_unreachable_redis_is_named_after_a_bounded_time() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
+        port = unused.getsockname()[1]
+        with RedisNameService("127.0.0.1", port, "secret", TRIAL_PREFIX, "trial", unavailable_timeout_s=0.2) as names:
+            for operation in (
+                lambda: names.get("a"),
+                lambda: names.add("a", "v"),
+                lambda: names.lease("a", "v", ttl_s=1, owner="me"),
+                lambda: names.get_subtree(""),
+                lambda: names.incr("a"),
+            ):
+                with pytest.raises(NameServiceUnavailableError, match=f"Redis at 127.0.0.1:{port} is unreachable") as e:
+                    operation()
+                assert "secret" not in str(e.value)
+            with pytest.raises(NameTimeoutError, match="worker/1 did not register 'a' .* unreachable"):
+                names.wait("a", timeout_s=0.4, waiting_for="worker/1")
+
+
+def test_a_hung_redis_is_unavailable_and_not_a_hang(own_redis_server: RedisServer) -> None:
+    with connect(own_redis_server, unavailable_timeout_s=0.5) as names:
+        names.add("a", "v")
+        os.kill(own_redis_server.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(NameServiceUnavailableError, match="is unreachable"):
+                names.get("a")
+        finally:
+            os.kill(own_redis_server.pid, signal.SIGCONT)
+        assert names.get("a") == "v"
+
+
+@pytest.mark.parametrize(
+    ("username", "password"), [("trial", "wrong"), ("trial", None), (None, None), ("stranger", PASSWORD)]
+)
+def test_wrong_credentials_are_an_immediate_error_without_the_password(
+    redis_server: RedisServer, username: str | None, password: str | None
+) -> None:
+    with RedisNameService(redis_server.host, redis_server.port, password, TRIAL_PREFIX, username) as names:
+        with pytest.raises(NameServiceError, match="refuses user") as caught:
+            names.get("a")
+        assert not isinstance(caught.value, NameServiceUnavailableError)
+        assert PASSWORD not in str(caught.value)
+
+
+def test_a_prefix_of_another_trial_is_refused(redis_server: RedisServer) -> None:
+    with connect(redis_server, prefix="corral/another/") as names:
+        for operation in (lambda: names.get("a"), lambda: names.add("a", "v"), lambda: names.wait("a", timeout_s=1)):
+            with pytest.raises(NameServiceError, match="refuses user 'trial'"):
+                operation()
+
+
+@pytest.mark.parametrize("prefix", ["corral/x", "", "/", "corral/*/", "corral//"])
+def test_prefixes_that_could_reach_other_trials_are_refused(prefix: str) -> None:
+    with pytest.raises(ValueError, match="prefix|name"):
+        RedisNameService("127.0.0.1", 1, None, prefix)
+
+
+def test_two_prefixes_in_one_server_do_not_see_each_other(own_redis_server: RedisServer) -> None:
+    with (
+        connect(own_redis_server, prefix=f"{TRIAL_PREFIX}1/") as first,
+        connect(own_redis_server, prefix=f"{TRIAL_PREFIX}10/") as second,
+    ):
+        first.add("a", "1")
+        second.add("a", "10")
+        assert first.clear_subtree("") == 1
+        assert second.get_subtree("") == {"a": "10"}
+
+
+def test_expired_names_leave_the_index(redis_service: RedisNameService, own_redis_server: RedisServer) -> None:
+    redis_service.add("a/gone", "v", ttl_s=0.02)
+    redis_service.add("a/stays", "v")
+    wait_until(lambda: redis_service.find_subtree("a") == ["a/stays"], "a/gone expires")
+    with raw_client(own_redis_server) as client:
+        assert client.zrange(TRIAL_PREFIX + "~names", 0, -1) == [b"a/stays"]
+
+
+def test_a_cleared_trial_leaves_nothing_that_stays(
+    redis_service: RedisNameService, own_redis_server: RedisServer
+) -> None:
+    redis_service.add("a", "v")
+    redis_service.watch(["a"], lambda: None, poll_interval_s=0.02).close()
+    redis_service.clear_subtree("")
+    with raw_client(own_redis_server) as client:
+        assert client.exists(TRIAL_PREFIX + "~names") == 0
+        assert int(client.ttl(TRIAL_PREFIX + "~store")) != -1, "the token of the store must expire by itself"
+
+
+def test_a_subtree_larger_than_one_command_is_complete(redis_service: RedisNameService) -> None:
+    numbers = [f"n/{number:04d}" for number in range(1203)]
+    for number in numbers:
+        redis_service.incr(number)
+    assert redis_service.find_subtree("n") == numbers
+    assert redis_service.clear_subtree("n") == len(numbers)
+
+
+def test_a_record_that_is_not_ours_is_an_error_that_names_its_key(
+    redis_service: RedisNameService, own_redis_server: RedisServer
+) -> None:
+    with raw_client(own_redis_server) as client:
+        client.set(TRIAL_PREFIX + "a", "not a record")
+    with pytest.raises(NameServiceError, match="corral/.*/a in Redis at .* is not a record"):
+        redis_service.get("a")
+    with pytest.raises(NameServiceError, match="Redis at .* answers"):
+        redis_service.add("a", "v")
+
+
+def test_a_deletion_whose_reply_was_lost_is_no_error(
+    redis_service: RedisNameService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redis_service.add("a", "v")
+    lose_first_reply(monkeypatch)
+    redis_service.delete("a")
+    assert redis_service.find_subtree("") == []
+
+
+def test_an_add_whose_reply_was_lost_recognises_its_own_record(
+    redis_service: RedisNameService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_first_reply(monkeypatch)
+    redis_service.add("a", "v")
+    assert redis_service.get("a") == "v"
+
+
+def lose_first_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server executes the first batch of scripts, and the connection breaks before its reply is read."""
+    run_scripts = redis_module.run_scripts
+    calls = iter([redis.ConnectionError("connection lost after execution")])
+
+    def run(*args: Any, **kwargs: Any) -> list[Any]:
+        replies = run_scripts(*args, **kwargs)
+        for error in calls:
+            raise error
+        return replies
+
+    monkeypatch.setattr(redis_module, "run_scripts", run)
