@@ -301,6 +301,11 @@ class LogWriter:
     def state(self) -> LogState:
         return self._log.state
 
+    @property
+    def parent_slot(self) -> int:
+        """Slot of the commit that the next one continues; 0 for the initial weights."""
+        return self._parent
+
     def check(self) -> None:
         """Reads what is new; call it after every long wait.
 
