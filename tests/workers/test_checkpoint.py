@@ -81,7 +81,15 @@ Damage = Callable[[Path], None]
 
 
 def _edit(name: str, change: Callable[[bytes], bytes]) -> Damage:
-    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes())) and None
+    def damage(folder: Path) -> None:
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+    return damage
+
+
+def _replace_by_link(folder: Path) -> None:
+    (folder / "state.json").unlink()
+    (folder / "state.json").symlink_to("/etc/hostname")
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
@@ -94,10 +102,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "truncated manifest": (_edit("manifest.json", lambda data: data[:-10]), "manifest.json: expected SHA-256"),
     "other manifest": (_edit("manifest.json", lambda data: data.replace(b"d2", b"d4")), "expected SHA-256"),
     "unlisted shard": (lambda folder: (folder / "rank-1.safetensors").touch(), "no such file"),
-    "shard by link": (
-        lambda folder: ((folder / "state.json").unlink(), (folder / "state.json").symlink_to("/etc/hostname")) and None,
-        "neither a file nor a folder",
-    ),
+    "shard by link": (_replace_by_link, "neither a file nor a folder"),
     "missing directory": (shutil.rmtree, "cannot be read"),
 }
 
