@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def make_sample(lengths_by_sample: list[list[int]]) -> SequenceSample:
         for length in lengths:
             ids.append(np.arange(next_token, next_token + length))
             next_token += length
-        answers = {
+        answers: dict[str, Sequence[npt.ArrayLike]] = {
             "input_ids": ids,
             "old_logprobs": [-0.5 * x[1:] for x in ids],
             "rewards": [float(x[0]) for x in ids],
@@ -144,7 +146,7 @@ def test_repeated_uids_unknown_uids_and_differing_keys_are_refused() -> None:
         SequenceSample.gather([sample, sample])
     with pytest.raises(ValueError, match="cannot select"):
         sample.select(["0:9"])
-    with pytest.raises(ValueError, match="different keys"):
+    with pytest.raises(ValueError, match="cannot gather different keys"):
         SequenceSample.gather([sample.select(["0:0"]), sample.select(["0:1"]).select_keys(["input_ids"])])
     with pytest.raises(ValueError, match="gives two keys one name"):
         sample.remap_keys({"rewards": "input_ids"})

@@ -154,8 +154,8 @@ class SequenceSample:
             missing = [key for key in chosen if key not in sample.seqlens]
             if missing or (keys is None and len(sample.seqlens) != len(chosen)):
                 raise ValueError(
-                    f"cannot gather samples with different keys: {samples[0].uids[:1]} has {sorted(samples[0].seqlens)} "
-                    f"and {sample.uids[:1]} has {sorted(sample.seqlens)}; name the common keys"
+                    f"cannot gather different keys: {samples[0].uids[:1]} has {sorted(samples[0].seqlens)}, "
+                    f"{sample.uids[:1]} has {sorted(sample.seqlens)}; name the common keys"
                 )
         stored = [key for key in chosen if all(key in sample.data for sample in samples)]
         names = [name for name in samples[0].metadata if all(name in sample.metadata for sample in samples)]
