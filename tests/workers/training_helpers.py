@@ -1,0 +1,83 @@
+"""Tiny models and samples for the training tests."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from corral.experiments.config.model import OptimizerConfig
+from corral.workers.data.sequence_sample import SequenceSample
+
+VOCAB_SIZE = 64
+
+
+def save_tiny_model(directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """A random Qwen2 with grouped-query attention."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 256,
+    }
+    config = Qwen2Config(**(settings | overrides))
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def load_reference(directory: Path) -> Any:
+    """The same weights in plain transformers with its slowest, simplest attention."""
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    return model.eval()
+
+
+def make_sample(
+    lengths: Sequence[Sequence[int]], *, prompt_length: int = 2, seed: int = 0, version: int = 3
+) -> SequenceSample:
+    """Groups of random answers with every key that the PPO actor can use; log-probabilities near those of chance."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for index, group in enumerate(lengths):
+        is_prompt = [np.arange(n) < prompt_length for n in group]
+        noise = [rng.normal(size=n - 1) * 0.2 for n in group]
+        on_prompt = [mask[1:] for mask in is_prompt]
+        groups.append(
+            SequenceSample.from_group(
+                f"0:{index}",
+                {
+                    "input_ids": [rng.integers(0, VOCAB_SIZE, n) for n in group],
+                    "prompt_mask": is_prompt,
+                    "old_logprobs": [
+                        np.where(p, 0.0, -np.log(VOCAB_SIZE) + x) for p, x in zip(on_prompt, noise, strict=True)
+                    ],
+                    "proximal_logprobs": [np.where(p, 0.0, -np.log(VOCAB_SIZE)) for p in on_prompt],
+                    "ref_logprobs": [np.where(p, 0.0, -np.log(VOCAB_SIZE) - 0.1) for p in on_prompt],
+                    "versions": [np.where(p, -1, version - rng.integers(0, 2, p.shape[0])) for p in on_prompt],
+                    "rewards": [float(rng.integers(0, 2)) for _ in group],
+                    "seq_no_eos_mask": [bool(rng.integers(0, 2)) for _ in group],
+                },
+            )
+        )
+    return SequenceSample.gather(groups)
+
+
+def optimizer_config(**overrides: Any) -> OptimizerConfig:
+    """AdamW with a rate that moves a tiny model visibly in a few steps."""
+    return OptimizerConfig(**({"lr": 1e-3, "gradient_clipping": 1e6} | overrides))
+
+
+def read_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a directory's safetensors files."""
+    from safetensors.torch import load_file
+
+    return {
+        name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()
+    }

@@ -1,0 +1,285 @@
+"""The PyTorch-native backend: a transformers model, packed forward passes, FSDP2 over the data-parallel ranks.
+
+sample ─► micro-batches ─► packed forward ─► loss_fn ─► backward (each: sum of losses / tokens of the global batch)
+                                                            │ FSDP2 adds gradients up over the ranks
+                    one all-reduce: |gradient|², statistics ◄┘
+                              │ finite ─► clip ─► AdamW           not finite ─► nothing changes, counted
+"""
+
+import math
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from corral.experiments.config.model import OptimizerConfig
+from corral.workers.backends import train_state
+from corral.workers.backends.base import LossFunction, PostFunction
+from corral.workers.backends.learning_rate import learning_rate
+from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
+from corral.workers.backends.packed_attention import PACKED_ATTENTION, register_packed_attention
+from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.parallel_context import ParallelContext
+
+_COMPANION_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+)  # what a generation server reads beside the weights
+
+
+class FSDPEngine:
+    """A `TrainEngine` over a transformers causal language model.
+
+    Master weights and optimizer state are float32; `compute_dtype` is the type of the matrix products and of the
+    weights that `save_weights` writes.
+    """
+
+    def __init__(
+        self,
+        model_directory: Path,
+        *,
+        context: ParallelContext,
+        optimizer: OptimizerConfig | None,
+        total_steps: int = 1,
+        max_tokens_per_micro_batch: int = 16384,
+        seed: int = 0,
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Load the model and cut it over the ranks.
+
+        Args:
+            model_directory: local directory in Hugging Face's format.
+            context: this rank's place; the model lives on `context.device`.
+            optimizer: None for a model that is never trained (a reference).
+            total_steps: optimizer steps of the whole run, which the learning rate's schedule spans.
+            max_tokens_per_micro_batch: budget of one packed forward pass.
+            seed: with the step number, decides every random number of a step.
+            compute_dtype: float32 or bfloat16.
+        """
+        register_packed_attention()
+        self._directory = model_directory
+        self._context = context
+        self._config = optimizer
+        self._total_steps = total_steps
+        self._max_tokens = max_tokens_per_micro_batch
+        self._seed = seed
+        self._compute_dtype = compute_dtype
+        self._step = 0
+        self._model = _load_model(model_directory, context)
+        self._optimizer = None if optimizer is None else _make_optimizer(self._model, optimizer)
+
+    @property
+    def context(self) -> ParallelContext:
+        """This rank's place in the gang."""
+        return self._context
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made so far; skipped ones do not count."""
+        return self._step
+
+    @property
+    def model(self) -> nn.Module:
+        """The module itself, for evaluation by generation; cut over the ranks where there are several."""
+        return self._model
+
+    # --- computing --------------------------------------------------------------------------------------------------
+
+    def train_batch(self, sample: SequenceSample, *, loss_fn: LossFunction) -> dict[str, float]:
+        """See `TrainEngine.train_batch`."""
+        optimizer, config = self._require_optimizer()
+        local_tokens = float(np.count_nonzero(sample.data["loss_mask"])) if len(sample) else 0.0
+        num_tokens = self._context.sum_over_ranks({"tokens": local_tokens})["tokens"]
+        if num_tokens == 0.0:
+            return {"train/skipped_empty": 1.0, "train/skipped_nonfinite": 0.0}
+        torch.manual_seed(_step_seed(self._seed, self._step))
+        self._model.train()
+        optimizer.zero_grad(set_to_none=True)
+        sums: dict[str, float] = defaultdict(float)
+        for micro_batch in self._micro_batches(sample):
+            self._backward(micro_batch, loss_fn, num_tokens, sums)
+        return self._apply_gradients(optimizer, config, num_tokens, dict(sums))
+
+    @torch.no_grad()
+    def forward(self, sample: SequenceSample, *, post_fn: PostFunction) -> npt.NDArray[np.float32]:
+        """See `TrainEngine.forward`."""
+        self._model.eval()
+        outputs: list[tuple[MicroBatch, Tensor]] = []
+        for micro_batch in self._micro_batches(sample):
+            values = post_fn(self._logits(micro_batch), micro_batch)
+            if not micro_batch.is_padding:
+                outputs.append((micro_batch, values.float().cpu()))
+        return scatter_to_answers(sample, outputs)
+
+    def _micro_batches(self, sample: SequenceSample) -> Iterator[MicroBatch]:
+        """This rank's micro-batches, as many as the rank with the most has."""
+        plan = plan_micro_batches(sample, max_tokens=self._max_tokens)
+        count = int(self._context.max_over_ranks({"micro_batches": len(plan)})["micro_batches"])
+        return make_micro_batches(sample, plan, count=count, device=self._context.device)
+
+    def _logits(self, micro_batch: MicroBatch) -> Tensor:
+        """[T - n, V] logits of the tokens that have a next token."""
+        with torch.autocast(
+            self._context.device.type, dtype=self._compute_dtype, enabled=self._compute_dtype != torch.float32
+        ):
+            output = self._model(
+                input_ids=micro_batch.input_ids[None],
+                position_ids=micro_batch.position_ids[None],
+                segment_lengths=micro_batch.segment_lengths,
+                logits_to_keep=micro_batch.predicting,
+                use_cache=False,
+            )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _backward(
+        self, micro_batch: MicroBatch, loss_fn: LossFunction, num_tokens: float, sums: dict[str, float]
+    ) -> None:
+        output = loss_fn(self._logits(micro_batch), micro_batch)
+        torch.autograd.backward(output.loss_sum / num_tokens)
+        sums["loss"] += float(output.loss_sum.detach())
+        for name, value in output.stats.items():
+            sums[name] += float(value)
+
+    def _apply_gradients(
+        self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, num_tokens: float, sums: dict[str, float]
+    ) -> dict[str, float]:
+        """Clip and step, or skip; all ranks decide alike because they decide on the same sums."""
+        gradients = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
+        local_norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        total = self._context.sum_over_ranks(sums | {"squared_norm": local_norm**2})
+        norm = math.sqrt(total.pop("squared_norm"))
+        if not (math.isfinite(norm) and math.isfinite(total["loss"])):
+            optimizer.zero_grad(set_to_none=True)
+            return {"train/skipped_nonfinite": 1.0, "train/skipped_empty": 0.0, "train/tokens": num_tokens}
+        if norm > config.gradient_clipping:
+            for gradient in gradients:
+                gradient.mul_(config.gradient_clipping / norm)
+        rate = learning_rate(config, step=self._step, total_steps=self._total_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self._step += 1
+        return {name: value / num_tokens for name, value in total.items()} | {
+            "train/grad_norm": norm,
+            "train/lr": rate,
+            "train/tokens": num_tokens,
+            "train/skipped_nonfinite": 0.0,
+            "train/skipped_empty": 0.0,
+        }
+
+    def _require_optimizer(self) -> tuple[torch.optim.Optimizer, OptimizerConfig]:
+        if self._optimizer is None or self._config is None:
+            raise ValueError(f"the model from {self._directory} was loaded without an optimizer and cannot be trained")
+        return self._optimizer, self._config
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    def save_weights(self, directory: Path) -> None:
+        """See `TrainEngine.save_weights`; rank 0 writes, every rank must call."""
+        weights = train_state.gather_parameters(self._parameters(), keep=self._context.rank == 0)
+        if self._context.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            _write_model(self._directory, directory, {k: w.to(self._compute_dtype) for k, w in weights.items()})
+        self._context.barrier()
+
+    def save_state(self, directory: Path) -> None:
+        """See `TrainEngine.save_state`; every rank writes its own shard."""
+        optimizer, _ = self._require_optimizer()
+        rank, num_ranks = self._context.dp_rank, self._context.dp_size
+        directory.mkdir(parents=True, exist_ok=True)
+        train_state.write_shard(directory, self._parameters(), optimizer, rank=rank, num_ranks=num_ranks)
+        self._context.barrier()  # the header says that the shards are complete
+        if rank == 0:
+            header = train_state.TrainStateHeader(step=self._step, seed=self._seed, num_ranks=num_ranks)
+            train_state.write_header(directory, header)
+        self._context.barrier()
+
+    def load_state(self, directory: Path) -> None:
+        """See `TrainEngine.load_state`."""
+        optimizer, _ = self._require_optimizer()
+        header = train_state.read_header(directory)
+        train_state.read_shards(directory, self._parameters(), optimizer, num_ranks=header.num_ranks)
+        self._step, self._seed = header.step, header.seed
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._model.named_parameters())
+
+
+def _load_model(model_directory: Path, context: ParallelContext) -> nn.Module:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        model_directory,
+        dtype=torch.float32,
+        attn_implementation=PACKED_ATTENTION,
+        local_files_only=True,
+        use_safetensors=True,  # the other format is pickle
+    )
+    model.to(context.device)
+    if context.dp_size > 1:
+        _shard(model, context)
+    loaded: nn.Module = model
+    return loaded
+
+
+def _shard(model: Any, context: ParallelContext) -> None:
+    """Cut every layer over the ranks; gradients are added up, not averaged, because losses carry the global mean."""
+    if context.group is None:
+        raise ValueError(f"a gang of {context.dp_size} data-parallel ranks needs a process group; call init_parallel")
+    mesh = DeviceMesh.from_group(context.group, context.device.type)
+    layer_classes = set(model._no_split_modules or ())
+    for module in [*(m for m in model.modules() if type(m).__name__ in layer_classes), model]:
+        fully_shard(module, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+            module.set_gradient_divide_factor(1.0)
+
+
+def _make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def _write_model(source: Path, directory: Path, weights: dict[str, Tensor]) -> None:
+    """Write whole weights as transformers would, through a model without memory of its own."""
+    dtype = next(iter(weights.values())).dtype
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(source, local_files_only=True)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    model.load_state_dict(weights, strict=False, assign=True)  # tied weights have no entry of their own
+    model.tie_weights()
+    model.save_pretrained(directory)
+    for pattern in _COMPANION_FILES:
+        for path in source.glob(pattern):
+            shutil.copyfile(path, directory / path.name)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _step_seed(seed: int, step: int) -> int:
+    """A 63-bit seed of its own for every step."""
+    return int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0] >> 1)

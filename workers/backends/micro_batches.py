@@ -1,0 +1,109 @@
+"""Sample -> micro-batches: answers packed into token budgets, each a set of flat tensors on the training device.
+
+    answers of all samples ── pack_first_fit_decreasing ──► bins ──► MicroBatch | MicroBatch | ... | (padding)
+    per-token results of the micro-batches ── scatter_to_answers ──► one array in the sample's order
+
+Collectives inside a forward pass must be met by every rank, so all ranks run the same number of micro-batches; a rank
+with fewer runs padding: a short answer whose loss mask is False throughout.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from corral.scheduling.packing import pack_first_fit_decreasing
+from corral.workers.data.sequence_sample import SequenceSample, answer_slices, key_spec
+
+_PADDING_TOKENS = 2  # the shortest answer that still predicts a token
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Some answers, packed into one row of T tokens in n segments; T - n of the tokens have a next token to predict."""
+
+    answers: tuple[int, ...]
+    """Number of each answer within the sample, counted over all groups; empty for padding."""
+    segment_lengths: tuple[int, ...]
+    """[n] tokens of each answer."""
+    input_ids: Tensor
+    """[T] int64."""
+    position_ids: Tensor
+    """[T] int64, from 0 in each segment."""
+    predicting: Tensor
+    """[T - n] int64: the places in the row whose logits predict `labels`, all but the last of each segment."""
+    labels: Tensor
+    """[T - n] int64: the next tokens."""
+    tensors: dict[str, Tensor]
+    """Every key of the sample but input_ids, cut to these answers. Keys per shifted token align with `labels`."""
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether this only keeps the rank in step with the others."""
+        return not self.answers
+
+
+def plan_micro_batches(sample: SequenceSample, *, max_tokens: int) -> list[list[int]]:
+    """Answers of each micro-batch, in the sample's order so that sums are repeatable."""
+    lengths = sample.answer_lengths() if "input_ids" in sample.seqlens else []
+    if not lengths:
+        return []
+    return [sorted(bin_) for bin_ in pack_first_fit_decreasing(lengths, max_tokens=max_tokens)]
+
+
+def make_micro_batches(
+    sample: SequenceSample, plan: Sequence[Sequence[int]], *, count: int, device: torch.device
+) -> Iterator[MicroBatch]:
+    """The planned micro-batches, then padding until there are `count`."""
+    slices = {key: answer_slices(sample.answer_lengths(key)) for key in sample.data}
+    for answers in plan:
+        tensors = {
+            key: torch.cat([torch.as_tensor(array[slices[key][answer]]) for answer in answers])
+            for key, array in sample.data.items()
+        }
+        segment_lengths = tuple(slices["input_ids"][a].stop - slices["input_ids"][a].start for a in answers)
+        yield _pack(tuple(answers), segment_lengths, tensors, device)
+    for _ in range(count - len(plan)):
+        yield _pack((), (_PADDING_TOKENS,), _padding_tensors(sample), device)
+
+
+def _padding_tensors(sample: SequenceSample) -> dict[str, Tensor]:
+    """One answer of zeros in every key of the sample, so that losses see the same keys in padding as elsewhere."""
+    tensors = {"input_ids": torch.zeros(_PADDING_TOKENS, dtype=torch.int64)}
+    for key in sample.data.keys() - {"input_ids"}:
+        tensors[key] = torch.as_tensor(np.zeros(key_spec(key).layout.length(_PADDING_TOKENS), key_spec(key).dtype))
+    return tensors
+
+
+def _pack(
+    answers: tuple[int, ...], segment_lengths: tuple[int, ...], tensors: dict[str, Tensor], device: torch.device
+) -> MicroBatch:
+    input_ids = tensors.pop("input_ids").to(torch.int64)
+    position_ids = torch.cat([torch.arange(length) for length in segment_lengths])
+    has_next = torch.ones(input_ids.shape[0], dtype=torch.bool)
+    has_next[torch.tensor(segment_lengths).cumsum(0) - 1] = False
+    predicting = has_next.nonzero().squeeze(1)
+    return MicroBatch(
+        answers=answers,
+        segment_lengths=segment_lengths,
+        input_ids=input_ids.to(device),
+        position_ids=position_ids.to(device),
+        predicting=predicting.to(device),
+        labels=input_ids[predicting + 1].to(device),
+        tensors={key: tensor.to(device) for key, tensor in tensors.items()},
+    )
+
+
+def scatter_to_answers(sample: SequenceSample, outputs: Sequence[tuple[MicroBatch, Tensor]]) -> npt.NDArray[np.float32]:
+    """Results per shifted token of each micro-batch, put back into the sample's order."""
+    lengths = [length - 1 for length in sample.answer_lengths()] if "input_ids" in sample.seqlens else []
+    slices = answer_slices(lengths)
+    result = np.zeros(sum(lengths), dtype=np.float32)
+    for micro_batch, values in outputs:
+        pieces = torch.split(values, [length - 1 for length in micro_batch.segment_lengths])
+        for answer, piece in zip(micro_batch.answers, pieces, strict=True):
+            result[slices[answer]] = piece.numpy()
+    return result

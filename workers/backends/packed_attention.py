@@ -1,0 +1,74 @@
+"""Causal attention over packed sequences: one scaled-dot-product call per segment of the row.
+
+On CPU this is what a packed row is fastest with: a block-diagonal mask over the whole row computes, and throws away,
+the attention between all pairs of sequences. The model receives `segment_lengths` as a keyword of its forward pass,
+and transformers hands it through to here.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+PACKED_ATTENTION = "corral_packed_sdpa"
+
+
+def register_packed_attention() -> None:
+    """Make the function known to transformers under `PACKED_ATTENTION`; doing so again changes nothing."""
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    segment_lengths: Sequence[int],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature; no token sees another segment's, or a later one of its own.
+
+    Args:
+        module: the attention layer.
+        query: [1, heads, T, head_dim]; `key` and `value` may have fewer heads.
+        attention_mask: unused; the segments say it all.
+        segment_lengths: tokens of each sequence; they add up to T.
+
+    Returns:
+        ([1, T, heads, head_dim], None).
+    """
+    has_grouped_heads = query.shape[1] != key.shape[1]
+    lengths = list(segment_lengths)
+    outputs = [
+        F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=_window_mask(q.shape[2], sliding_window, q.device),
+            dropout_p=dropout,
+            is_causal=not _needs_window(q.shape[2], sliding_window),
+            scale=scaling,
+            enable_gqa=has_grouped_heads,
+        )
+        for q, k, v in zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _needs_window(length: int, sliding_window: int | None) -> bool:
+    return sliding_window is not None and length > sliding_window
+
+
+def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
+    if sliding_window is None or length <= sliding_window:
+        return None
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+    return (distance >= 0) & (distance < sliding_window)
