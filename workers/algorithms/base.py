@@ -1,0 +1,58 @@
+"""What a model function call runs: an interface, which knows an algorithm, on an engine, which knows a model.
+
+    INFERENCE    sample ─► interface.inference(engine, sample)            ─► new keys, one packed array each
+    TRAIN_STEP   sample ─► interface.train_step(engine, sample, version=) ─► statistics
+
+Interfaces hold configuration only: everything that a checkpoint must keep lives in the engine.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from corral.workers.algorithms.functional.logprobs import next_token_logprobs
+from corral.workers.backends.base import TrainEngine
+from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.data.sequence_sample import SequenceSample
+
+
+class ModelInterface(Protocol):
+    """An algorithm's side of the model function calls of one role. All ranks of the role call it together."""
+
+    def inference(self, engine: TrainEngine, sample: SequenceSample) -> dict[str, npt.NDArray[Any]]:
+        """Keys computed from the sample without changing the model; the call's `output_key_remap` names them."""
+
+    def train_step(self, engine: TrainEngine, sample: SequenceSample, *, version: int) -> dict[str, float]:
+        """Update the model on this rank's share of a global batch.
+
+        Args:
+            engine: the model.
+            sample: numpy arrays of the call's input keys.
+            version: policy version before this step; with the seed, it decides the step's random numbers.
+
+        Returns:
+            Statistics of the global batch, equal on all ranks.
+        """
+
+
+def response_mask(sample: SequenceSample) -> npt.NDArray[np.bool_]:
+    """`loss_mask` of all response tokens: False where the predicted token belongs to the prompt."""
+    is_first = np.zeros(sample.total_length("input_ids"), dtype=np.bool_)
+    ends = np.cumsum(sample.answer_lengths("input_ids"), dtype=np.int64)
+    is_first[np.concatenate([[0], ends[:-1]]) if len(ends) else []] = True
+    prompt_mask: npt.NDArray[np.bool_] = np.asarray(sample.data["prompt_mask"], dtype=np.bool_)
+    return ~prompt_mask[~is_first]
+
+
+def compute_logprobs(
+    engine: TrainEngine, sample: SequenceSample, *, temperature: float = 1.0
+) -> npt.NDArray[np.float32]:
+    """Log-probability of every response token under the engine's weights, packed; 0 on prompt tokens."""
+
+    def post_fn(logits: Tensor, micro_batch: MicroBatch) -> Tensor:
+        return next_token_logprobs(logits, micro_batch.labels, temperature=temperature)[0]
+
+    logprobs = engine.forward(sample.select_keys(["input_ids"]), post_fn=post_fn)
+    return np.where(response_mask(sample), logprobs, np.float32(0.0))

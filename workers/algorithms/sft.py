@@ -1,0 +1,47 @@
+"""Supervised fine-tuning: the mean cross entropy of response tokens.
+
+train_step   input_ids, prompt_mask ─► one optimizer step
+evaluate     input_ids, prompt_mask ─► loss, perplexity
+"""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from corral.workers.algorithms.base import compute_logprobs, response_mask
+from corral.workers.algorithms.functional.logprobs import next_token_logprobs
+from corral.workers.algorithms.functional.losses import sft_loss
+from corral.workers.algorithms.ppo import merge_mini_batch_stats
+from corral.workers.backends.base import LossOutput, TrainEngine
+from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.data.sequence_sample import SequenceSample
+
+
+class SFTInterface:
+    """Maximum likelihood of the responses."""
+
+    def inference(self, engine: TrainEngine, sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
+        """`logprobs` of the responses under the engine's weights."""
+        return {"logprobs": compute_logprobs(engine, sample)}
+
+    def train_step(self, engine: TrainEngine, sample: SequenceSample, *, version: int) -> dict[str, float]:
+        """One optimizer step; `version` decides nothing here, since nothing is drawn at random."""
+        stats = engine.train_batch(sample.with_key("loss_mask", response_mask(sample)), loss_fn=_loss)
+        return merge_mini_batch_stats([stats], loss_name="sft/loss")
+
+    def evaluate(self, engine: TrainEngine, sample: SequenceSample) -> dict[str, float]:
+        """Loss and perplexity per response token of the ranks' samples together."""
+        logprobs = compute_logprobs(engine, sample)
+        total = engine.context.sum_over_ranks(
+            {"loss": -float(logprobs.sum(dtype=np.float64)), "tokens": float(response_mask(sample).sum())}
+        )
+        loss = total["loss"] / max(total["tokens"], 1.0)
+        return {"sft/eval_loss": loss, "sft/eval_perplexity": math.exp(min(loss, 700.0))}
+
+
+def _loss(logits: Tensor, micro_batch: MicroBatch) -> LossOutput:
+    logprobs, _ = next_token_logprobs(logits, micro_batch.labels)
+    loss_sum, _ = sft_loss(logprobs, loss_mask=micro_batch.tensors["loss_mask"])
+    return LossOutput(loss_sum)
