@@ -1,0 +1,89 @@
+"""Where a model worker keeps its samples: uid -> the keys that it holds, as numpy arrays on the host.
+
+rollout worker ──► put ┐                       ┌─► gather(uids, keys) ──► algorithm
+transfer ────────► put ┼─► {uid: SequenceSample} ─► without_data      ──► reply to the master worker
+algorithm's output put ┘                       └─► drop(uids)             on clear_data_cache
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from corral.workers.data.sequence_sample import SequenceSample
+
+
+class DataStore:
+    """Samples by uid. The owner is one thread of the worker; nothing here is shared."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, SequenceSample] = {}
+        self._size_bytes = 0
+        self._peak_bytes = 0
+
+    def put(self, sample: SequenceSample) -> None:
+        """Add samples, or keys of samples that are here already; a key that is here already is replaced."""
+        for piece in sample.to_numpy().unpack():
+            if len(sample) > 1:
+                # A view would keep the whole batch's memory alive until its last sample is dropped.
+                piece.data.update({key: np.array(array) for key, array in piece.data.items()})
+            held = self._samples.get(piece.uids[0])
+            if held is None:
+                self._samples[piece.uids[0]] = piece
+                self._size_bytes += piece.size_bytes
+            else:
+                self._size_bytes -= held.size_bytes
+                held.update_(piece)
+                self._size_bytes += held.size_bytes
+        self._peak_bytes = max(self._peak_bytes, self._size_bytes)
+
+    def gather(self, uids: Sequence[str], keys: Iterable[str]) -> SequenceSample:
+        """These keys of these samples, packed in the order asked for.
+
+        Raises:
+            ValueError: naming the samples or keys that are not here.
+        """
+        wanted = list(keys)
+        missing = [(uid, key) for uid in uids for key in wanted if not self.holds(uid, key)]
+        if missing:
+            raise ValueError(
+                f"{len(missing)} of {len(uids) * len(wanted)} values are not in this store, first {missing[0]}: "
+                "they must be transferred here, or the sample was dropped"
+            )
+        return SequenceSample.gather([self._samples[uid] for uid in uids], keys=wanted)
+
+    def holds(self, uid: str, key: str) -> bool:
+        """Whether the values of `key` of this sample are here."""
+        sample = self._samples.get(uid)
+        return sample is not None and key in sample.data
+
+    def keys_of(self, uid: str) -> frozenset[str]:
+        """Keys whose values are here for this sample; none if the sample is unknown."""
+        sample = self._samples.get(uid)
+        return frozenset(sample.data) if sample is not None else frozenset()
+
+    def drop(self, uids: Iterable[str]) -> int:
+        """Forget samples; unknown uids are passed over, since a drop may be repeated. Returns how many there were."""
+        dropped = [sample for uid in uids if (sample := self._samples.pop(uid, None)) is not None]
+        self._size_bytes -= sum(sample.size_bytes for sample in dropped)
+        return len(dropped)
+
+    @property
+    def uids(self) -> list[str]:
+        """Samples held, oldest first."""
+        return list(self._samples)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the arrays held."""
+        return self._size_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest `size_bytes` so far."""
+        return self._peak_bytes
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __contains__(self, uid: object) -> bool:
+        return uid in self._samples
