@@ -1,0 +1,157 @@
+"""New weights are taken over whole or not at all."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from corral.workers.generation.engine import (
+    GenerationEngine,
+    GenerationRequest,
+    SamplingParams,
+    WeightsRejectedError,
+)
+from tests.workers.generation.tiny_models import load_reference, reference_greedy, save_tiny_model
+
+REQUEST = GenerationRequest(
+    request_id="a", prompt=(5, 9, 3), sampling=SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+)
+
+
+@pytest.fixture(scope="module")
+def old_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "old", seed=0)
+
+
+@pytest.fixture(scope="module")
+def new_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "new", seed=1)
+
+
+def greedy(engine: GenerationEngine) -> list[int]:
+    return list(engine.generate([REQUEST])[0].output_ids)
+
+
+def test_an_update_serves_what_transformers_would_load(old_directory: Path, new_directory: Path) -> None:
+    engine = GenerationEngine(old_directory, version="1.0")
+    engine.update_weights(new_directory, version="1.1")
+    assert greedy(engine) == reference_greedy(load_reference(new_directory), REQUEST.prompt, max_new_tokens=12)
+    assert engine.version == "1.1"
+
+
+def test_weights_in_several_files_are_read_through_their_index(old_directory: Path, tmp_path: Path) -> None:
+    sharded = save_tiny_model(tmp_path / "sharded", seed=1, max_shard_size="60KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    engine = GenerationEngine(old_directory)
+    engine.update_weights(sharded, version="1.1")
+    assert greedy(engine) == reference_greedy(load_reference(sharded), REQUEST.prompt, max_new_tokens=12)
+
+
+def test_weights_of_another_precision_are_converted_as_at_start_up(old_directory: Path, new_directory: Path) -> None:
+    engine = GenerationEngine(old_directory, dtype="bfloat16")
+    engine.update_weights(new_directory, version="1.1")
+    assert greedy(engine) == greedy(GenerationEngine(new_directory, dtype="bfloat16"))
+
+
+def test_a_tied_head_may_be_stored_twice_but_not_differ(tmp_path: Path) -> None:
+    directory = save_tiny_model(tmp_path / "tied", seed=0, model_type="qwen3")
+    engine = GenerationEngine(directory)
+    before = greedy(engine)
+
+    def store_head(change: float) -> Path:
+        copy = tmp_path / f"with-head-{change}"
+        shutil.copytree(directory, copy)
+        tensors = load_file(copy / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + change
+        save_file(tensors, copy / "model.safetensors")
+        return copy
+
+    engine.update_weights(store_head(0), version="1.1")
+    assert greedy(engine) == before
+    with pytest.raises(WeightsRejectedError, match="ties lm_head.weight to its embedding, but the file's two differ"):
+        engine.update_weights(store_head(0.5), version="1.2")
+
+
+def remove_norm(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def add_unknown(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.9.mlp.up_proj.weight"] = torch.zeros(2, 2)
+
+
+def change_shape(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(63)
+
+
+def quantise(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(64, dtype=torch.int8)
+
+
+def poison(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"][5] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (remove_norm, "1 tensors are missing: model.norm.weight"),
+        (add_unknown, "not the model's: model.layers.9.mlp.up_proj.weight"),
+        (change_shape, r"model.norm.weight has shape \(63,\), the model's is \(64,\)"),
+        (quantise, "model.norm.weight has dtype I8, expected one of BF16, F16, F32"),
+        (poison, "model.norm.weight holds NaN or infinity"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(
+    old_directory: Path,
+    new_directory: Path,
+    tmp_path: Path,
+    spoil: Callable[[dict[str, Tensor]], None],
+    message: str,
+) -> None:
+    engine = GenerationEngine(old_directory, version="1.0")
+    before = greedy(engine)
+    tensors = load_file(new_directory / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsRejectedError, match=message):
+        engine.update_weights(tmp_path, version="1.1")
+    assert greedy(engine) == before
+    assert engine.version == "1.0"
+
+
+def test_unreadable_weights_are_refused(old_directory: Path, new_directory: Path, tmp_path: Path) -> None:
+    engine = GenerationEngine(old_directory)
+    with pytest.raises(WeightsRejectedError, match="could not be read"):
+        engine.update_weights(tmp_path / "absent", version="1.1")
+    content = (new_directory / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(WeightsRejectedError, match="could not be read"):
+        engine.update_weights(tmp_path, version="1.1")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+    with pytest.raises(WeightsRejectedError, match="'../model.safetensors', which is no plain file name"):
+        engine.update_weights(tmp_path, version="1.1")
+
+
+def test_the_manifest_is_verified_before_a_weight_is_read(old_directory: Path, tmp_path: Path) -> None:
+    seen: list[tuple[Path, str | None]] = []
+
+    def verify(directory: Path, sha256: str | None) -> None:
+        seen.append((directory, sha256))
+        raise ValueError("model.safetensors has sha256 aa, the manifest says bb")
+
+    engine = GenerationEngine(old_directory, verify_manifest=verify)
+    with pytest.raises(WeightsRejectedError, match="has sha256 aa, the manifest says bb"):
+        engine.update_weights(tmp_path, version="1.1", manifest_sha256="cc")
+    assert seen == [(tmp_path, "cc")]
+
+
+def test_a_manifest_checksum_is_not_silently_ignored(old_directory: Path, new_directory: Path) -> None:
+    engine = GenerationEngine(old_directory)
+    with pytest.raises(WeightsRejectedError, match="built without a verifier"):
+        engine.update_weights(new_directory, version="1.1", manifest_sha256="cc")

@@ -1,0 +1,98 @@
+"""Tiny random models on disk, and what transformers says about them: the independent reference of the engine's tests."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
+
+VOCAB_SIZE = 64
+CONTEXT_LENGTH = 4096
+EOS_TOKEN_ID = 63
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT_LENGTH,
+    "bos_token_id": None,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": 0,
+}
+
+
+def save_tiny_model(directory: Path, *, seed: int = 0, model_type: str = "qwen2", max_shard_size: str = "1GB") -> Path:
+    """A model whose next-token distribution is far from uniform, so that a wrong cache or weight shows."""
+    configs: dict[str, Any] = {
+        "qwen2": lambda: Qwen2Config(**_SHAPE, tie_word_embeddings=False),
+        "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32, tie_word_embeddings=True),
+        "llama": lambda: LlamaConfig(
+            **_SHAPE,
+            attention_bias=True,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    }
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(configs[model_type]())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.6 if "embed" in name else 0.2))
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def load_reference(directory: Path) -> Any:
+    """The model as transformers runs it."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def reference_greedy(model: Any, prompt: Sequence[int], *, max_new_tokens: int) -> list[int]:
+    """transformers.generate on one prompt alone, end-of-sequence ids not consulted."""
+    input_ids = torch.tensor([list(prompt)])
+    output = model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return list(output[0, len(prompt) :].tolist())
+
+
+def reference_logprobs(
+    model: Any, prompt: Sequence[int], output_ids: Sequence[int], *, temperature: float = 1.0
+) -> Tensor:
+    """[len(output_ids)] log-probability of each output token by one forward pass over everything before it."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *output_ids]])).logits[0].float()
+    return _picked(logits[len(prompt) - 1 : -1], output_ids, temperature=temperature)
+
+
+def reference_logprobs_over_cache(
+    first: Any, second: Any, prompt: Sequence[int], output_ids: Sequence[int], *, num_cached: int
+) -> Tensor:
+    """As `reference_logprobs` at temperature 1, keys and values of the first `num_cached` tokens made by `first`, the rest
+    by `second`; only the output tokens that `second` predicts."""
+    tokens = torch.tensor([[*prompt, *output_ids]])
+    cache = DynamicCache(config=first.config)
+    with torch.no_grad():
+        first(tokens[:, :num_cached], past_key_values=cache, use_cache=True)
+        logits = second(tokens[:, num_cached:-1], past_key_values=cache, use_cache=True).logits[0].float()
+    return _picked(logits, tokens[0, num_cached + 1 :].tolist(), temperature=1.0)
+
+
+def _picked(logits: Tensor, token_ids: Sequence[int], *, temperature: float) -> Tensor:
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    return logprobs.gather(-1, torch.tensor(list(token_ids)).unsqueeze(-1)).squeeze(-1)

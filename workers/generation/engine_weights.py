@@ -1,0 +1,169 @@
+"""New weights into a live model: read and check everything aside first, then copy in between two tokens.
+
+    directory -> manifest -> names, shapes, dtypes -> finite values -> StagedWeights --engine thread--> live parameters
+                 any failure: WeightsRejectedError, and the old weights serve on untouched
+
+Staging may run in another thread while the engine generates; only the copy needs the engine to stand still. Values are
+converted to the engine's dtype, exactly as at the start of the server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_TIED_HEAD = "lm_head.weight"
+_NAMES_IN_MESSAGE = 5
+
+# What `from_pretrained` would convert without loss of meaning; quantised or integer weights need their scales.
+_LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16"})
+
+ManifestVerifier = Callable[[Path, str | None], object]
+"""(directory, expected sha256 of the manifest or None); raises ValueError or OSError if the files are other ones."""
+
+
+class WeightsRejectedError(ValueError):
+    """A weight directory is unreadable or does not fit the model; the old weights are still in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """Checked weights by parameter name, on the CPU, in the engine's dtype."""
+
+    directory: Path
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLayout:
+    """The names, shapes and dtype that a weight directory must have."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+    has_tied_head: bool
+
+    @classmethod
+    def of(cls, model: nn.Module) -> WeightLayout:
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        any_parameter = next(model.parameters())
+        return cls(shapes=shapes, dtype=any_parameter.dtype, has_tied_head=_TIED_HEAD not in shapes)
+
+
+def stage_weights(
+    directory: Path,
+    layout: WeightLayout,
+    *,
+    manifest_sha256: str | None = None,
+    verify_manifest: ManifestVerifier | None = None,
+) -> StagedWeights:
+    """Read a Hugging Face safetensors directory completely, or refuse it.
+
+    Raises:
+        WeightsRejectedError: naming the file or tensor, what was expected and what was found.
+    """
+    with _rejecting(directory):
+        if verify_manifest is not None:
+            verify_manifest(directory, manifest_sha256)
+        elif manifest_sha256 is not None:
+            raise WeightsRejectedError("a manifest checksum was given, but this engine was built without a verifier")
+        files = _weight_files(directory)
+        _check_names(layout, files)
+        tensors = {name: tensor for name, tensor in _read_tensors(directory, layout, files)}
+    if layout.has_tied_head:
+        _take_out_tied_head(tensors)
+    return StagedWeights(directory=directory, tensors=tensors)
+
+
+def copy_weights(staged: StagedWeights, model: nn.Module) -> None:
+    """Overwrite the parameters in place, so that every reference to them sees the new values."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(staged.tensors[name])
+
+
+@contextmanager
+def _rejecting(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except WeightsRejectedError as error:
+        raise WeightsRejectedError(f"weights in {directory} were rejected: {error}") from error.__cause__
+    except (OSError, SafetensorError, ValueError) as error:
+        raise WeightsRejectedError(f"weights in {directory} could not be read: {error}") from error
+
+
+def _weight_files(directory: Path) -> dict[str, str]:
+    """File name by tensor name."""
+    index_path = directory / _INDEX_FILE
+    if not index_path.exists():
+        with safe_open(directory / _SINGLE_FILE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), _SINGLE_FILE)
+    weight_map = json.loads(index_path.read_bytes()).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise WeightsRejectedError(f"{_INDEX_FILE} has no weight_map")
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise WeightsRejectedError(f"{_INDEX_FILE} places {name} in {file_name!r}, which is no plain file name")
+    return weight_map
+
+
+def _check_names(layout: WeightLayout, files: Mapping[str, str]) -> None:
+    expected = set(layout.shapes)
+    found = set(files) - ({_TIED_HEAD} if layout.has_tied_head else set())
+    if missing := sorted(expected - found):
+        raise WeightsRejectedError(f"{len(missing)} tensors are missing: {_some(missing)}")
+    if unknown := sorted(found - expected):
+        raise WeightsRejectedError(f"{len(unknown)} tensors are not the model's: {_some(unknown)}")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMES_IN_MESSAGE])
+    return shown if len(names) <= _NAMES_IN_MESSAGE else f"{shown}, ..."
+
+
+def _read_tensors(directory: Path, layout: WeightLayout, files: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """All headers are checked before the first value is read: a wrong model is refused in milliseconds."""
+    for file_name in sorted(set(files.values())):
+        with safe_open(directory / file_name, framework="pt") as file:
+            for name in _names_in(files, file_name):
+                _check_header(name, file.get_slice(name), layout)
+    for file_name in sorted(set(files.values())):
+        with safe_open(directory / file_name, framework="pt") as file:
+            for name in _names_in(files, file_name):
+                # copy=True: the file is memory-mapped, and must be read now, not when the engine stands still.
+                tensor = file.get_tensor(name).to(layout.dtype, copy=True)
+                if not bool(torch.isfinite(tensor).all()):
+                    raise WeightsRejectedError(f"tensor {name} holds NaN or infinity as {layout.dtype}")
+                yield name, tensor
+
+
+def _names_in(files: Mapping[str, str], file_name: str) -> list[str]:
+    return [name for name, holder in files.items() if holder == file_name]
+
+
+def _check_header(name: str, header: Any, layout: WeightLayout) -> None:
+    shape, dtype = tuple(header.get_shape()), header.get_dtype()
+    if name in layout.shapes and shape != layout.shapes[name]:
+        raise WeightsRejectedError(f"tensor {name} has shape {shape}, the model's is {layout.shapes[name]}")
+    if dtype not in _LOADABLE_DTYPES:
+        raise WeightsRejectedError(
+            f"tensor {name} has dtype {dtype}, expected one of {', '.join(sorted(_LOADABLE_DTYPES))}"
+        )
+
+
+def _take_out_tied_head(tensors: dict[str, Tensor]) -> None:
+    """Some writers store the tied head a second time; a different one would silently not be used."""
+    head = tensors.pop(_TIED_HEAD, None)
+    if head is not None and not any(
+        torch.equal(head, tensor) for name, tensor in tensors.items() if "embed_tokens" in name
+    ):
+        raise WeightsRejectedError(f"the model ties {_TIED_HEAD} to its embedding, but the file's two differ")

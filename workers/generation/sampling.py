@@ -1,0 +1,155 @@
+"""Logits -> sampled token ids and their log-probabilities.
+
+    logits [B, V] / temperature --> log_softmax --> logprob of the token (untruncated distribution)
+                                         |
+                                         +--> top_k, top_p mask --> inverse CDF at the row's own uniform --> token
+
+The returned log-probability is log_softmax(logits / temperature) of the whole vocabulary, before top_k and top_p:
+this is what the trainer computes again from its own logits, so the ratio pi_theta / pi_behaviour starts at exactly
+one. A greedy row (temperature 0) reports log_softmax(logits).
+
+Each row brings its own uniform number, so a request draws the same tokens whoever shares the batch with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Below this a temperature only overflows the logits: the row is greedy, as SGLang has it.
+_GREEDY_BELOW = 1e-6
+
+WHOLE_VOCABULARY = -1
+"""The value of `top_k` that keeps every token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends.
+
+    Example:
+        SamplingParams(max_new_tokens=256, temperature=1.0, top_p=0.95, stop_token_ids=frozenset({151645}))
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Keeps the smallest set of most likely tokens whose probability reaches this, in (0, 1]."""
+    top_k: int = WHOLE_VOCABULARY
+    """Keeps this many most likely tokens; -1 keeps all. With `top_p`, a token must pass both."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Generation ends after one of these; it stays in the output."""
+    ignore_eos: bool = False
+    """True generates on past the model's own end-of-sequence tokens (`stop_token_ids` still end)."""
+    sampling_seed: int | None = None
+    """Seed of this request's own random numbers; None derives one from the engine's seed."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be a finite number >= 0 (0 is greedy), got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k != WHOLE_VOCABULARY and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, or -1 for the whole vocabulary, got {self.top_k}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < _GREEDY_BELOW
+
+    @property
+    def is_truncated(self) -> bool:
+        return not self.is_greedy and (self.top_p < 1 or self.top_k != WHOLE_VOCABULARY)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The sampling parameters of one batch as tensors: built once per change of membership, used at every step."""
+
+    temperature: Tensor
+    """[B, 1] float32; 1 in greedy rows."""
+    greedy_rows: Tensor
+    """[B] bool."""
+    is_all_greedy: bool
+    truncated_rows: Tensor | None
+    """[R] int64 indices of rows with a top_k or top_p, None when there are none."""
+    top_p: Tensor
+    """[R, 1] float32."""
+    top_k: Tensor
+    """[R, 1] int64, clipped to the vocabulary."""
+    longest_top_k: int
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingParams], *, vocab_size: int, device: torch.device) -> SamplingBatch:
+        truncated = [row for row, params in enumerate(rows) if params.is_truncated]
+        top_k = [vocab_size if rows[row].top_k < 1 else min(rows[row].top_k, vocab_size) for row in truncated]
+        greedy = [params.is_greedy for params in rows]
+        return cls(
+            temperature=torch.tensor([[1.0 if p.is_greedy else p.temperature] for p in rows], device=device),
+            greedy_rows=torch.tensor(greedy, device=device),
+            is_all_greedy=all(greedy),
+            truncated_rows=torch.tensor(truncated, device=device) if truncated else None,
+            top_p=torch.tensor([[rows[row].top_p] for row in truncated], device=device),
+            top_k=torch.tensor([[k] for k in top_k], dtype=torch.int64, device=device),
+            longest_top_k=max(top_k, default=0),
+        )
+
+
+def sample_tokens(logits: Tensor, batch: SamplingBatch, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token per row.
+
+    Args:
+        logits: [B, V] float32.
+        batch: parameters of these B rows.
+        uniforms: [B] float32 in [0, 1], one independent draw per row (greedy rows ignore theirs).
+
+    Returns:
+        (token ids [B] int64, log-probabilities [B] float32 under softmax(logits / temperature), untruncated)
+    """
+    if batch.is_all_greedy:
+        logprobs = torch.log_softmax(logits, dim=-1)
+        token_ids = logits.argmax(dim=-1)
+        return token_ids, _pick(logprobs, token_ids)
+    logprobs = torch.log_softmax(logits / batch.temperature, dim=-1)
+    probabilities = logprobs.exp()
+    token_ids = _inverse_cdf(probabilities, uniforms)
+    if batch.truncated_rows is not None:
+        rows = batch.truncated_rows
+        token_ids[rows] = _sample_truncated(probabilities[rows], batch, uniforms[rows])
+    token_ids = torch.where(batch.greedy_rows, logits.argmax(dim=-1), token_ids)
+    return token_ids, _pick(logprobs, token_ids)
+
+
+def _pick(logprobs: Tensor, token_ids: Tensor) -> Tensor:
+    return logprobs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+
+
+def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """[B] index of the first entry whose running sum exceeds uniform * total; weights [B, W] need not sum to 1."""
+    cumulative = weights.cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    # One step below the total keeps a uniform that rounds to 1.0 on an entry with weight, never past the end.
+    threshold = torch.minimum(uniforms.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    # The clamp only acts on NaN weights: their row is ended by whoever sees its log-probability, not by an index error.
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+
+
+def _sample_truncated(probabilities: Tensor, batch: SamplingBatch, uniforms: Tensor) -> Tensor:
+    """[R] token ids; both limits apply to the untruncated distribution, so their order does not matter."""
+    if batch.longest_top_k < probabilities.shape[-1]:
+        ordered, token_ids = probabilities.topk(batch.longest_top_k, dim=-1)
+    else:
+        ordered, token_ids = probabilities.sort(dim=-1, descending=True)
+    mass_before = ordered.cumsum(dim=-1) - ordered
+    rank = torch.arange(ordered.shape[-1], device=ordered.device)
+    is_kept = (rank < batch.top_k) & (mass_before < batch.top_p)
+    # The most likely token always stays, also where its rounding error makes `mass_before` nonzero.
+    is_kept[:, 0] = True
+    choice = _inverse_cdf(ordered * is_kept, uniforms)
+    return token_ids.gather(-1, choice.unsqueeze(-1)).squeeze(-1)

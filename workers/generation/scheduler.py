@@ -1,0 +1,131 @@
+"""Which requests run together: continuous batching as a pure state machine, no tensors.
+
+    add() -> WAITING --admit()--> RUNNING (row 0..B-1) --remove()--> gone
+                ^                    |
+                +----- retract() ----+            (to the front)
+    add() -> HELD  while a drain is on; end_drain() moves HELD behind WAITING
+
+Admission is first come, first served, and never passes over a request: a long one waits for rows to empty, but cannot
+be starved by short ones. The budget counts the rectangle that the cache will need, rows x the longest reservation, so
+memory is bounded whatever the lengths are.
+
+Example:
+    scheduler = BatchScheduler(max_running_requests=2, max_total_tokens=100)
+    for request in (a, b, c): scheduler.add(request)      # each reserves 40 tokens
+    scheduler.admit()                                     # [a, b]; c waits: 2 rows are the limit
+    scheduler.remove(0)                                   # Vacancy(row=0, moved_from=1): b is now row 0
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+
+class Schedulable(Protocol):
+    @property
+    def reserved_tokens(self) -> int:
+        """Cache positions that the request may come to need: its prompt and all its new tokens."""
+
+
+RequestT = TypeVar("RequestT", bound=Schedulable)
+
+
+@dataclass(frozen=True, slots=True)
+class Vacancy:
+    """A row was given up; the last row moves into it so that rows stay contiguous."""
+
+    row: int
+    moved_from: int | None
+    """The row whose content must move to `row`; None when `row` was the last one."""
+
+
+class BatchScheduler(Generic[RequestT]):
+    """Orders requests and assigns rows; the engine moves the tensors accordingly."""
+
+    def __init__(self, *, max_running_requests: int, max_total_tokens: int) -> None:
+        if max_running_requests < 1:
+            raise ValueError(f"max_running_requests must be at least 1, got {max_running_requests}")
+        if max_total_tokens < 1:
+            raise ValueError(f"max_total_tokens must be at least 1, got {max_total_tokens}")
+        self.max_running_requests = max_running_requests
+        self.max_total_tokens = max_total_tokens
+        self.running: list[RequestT] = []
+        self.waiting: deque[RequestT] = deque()
+        self.held: deque[RequestT] = deque()
+        self._is_draining = False
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether every request that came before `begin_drain` has ended."""
+        return self._is_draining and not self.running and not self.waiting
+
+    @property
+    def num_queued(self) -> int:
+        return len(self.waiting) + len(self.held)
+
+    @property
+    def longest_reserved(self) -> int:
+        return max((request.reserved_tokens for request in self.running), default=0)
+
+    def add(self, request: RequestT) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: if it could never run.
+        """
+        if request.reserved_tokens > self.max_total_tokens:
+            raise ValueError(
+                f"the request may need {request.reserved_tokens} tokens of cache but max_total_tokens is "
+                f"{self.max_total_tokens}; lower max_new_tokens or shorten the prompt"
+            )
+        (self.held if self._is_draining else self.waiting).append(request)
+
+    def admit(self) -> list[RequestT]:
+        """Move waiting requests to running while rows and cache allow; they take the rows after the present ones."""
+        admitted: list[RequestT] = []
+        longest = self.longest_reserved
+        while self.waiting and len(self.running) < self.max_running_requests:
+            longest = max(longest, self.waiting[0].reserved_tokens)
+            if (len(self.running) + 1) * longest > self.max_total_tokens:
+                break
+            request = self.waiting.popleft()
+            self.running.append(request)
+            admitted.append(request)
+        return admitted
+
+    def remove(self, row: int) -> Vacancy:
+        """End the request in `row`."""
+        last = len(self.running) - 1
+        self.running[row] = self.running[last]
+        self.running.pop()
+        return Vacancy(row=row, moved_from=last if row != last else None)
+
+    def retract(self) -> list[RequestT]:
+        """Send every running request back to the front of the queue, in the order given by `running`."""
+        retracted = list(self.running)
+        self.running.clear()
+        self.waiting.extendleft(reversed(retracted))
+        return retracted
+
+    def withdraw(self, is_wanted: Callable[[RequestT], bool]) -> list[RequestT]:
+        """Take matching requests out of the queue (not out of the running ones)."""
+        withdrawn = [request for queue in (self.waiting, self.held) for request in queue if is_wanted(request)]
+        self.waiting = deque(request for request in self.waiting if not is_wanted(request))
+        self.held = deque(request for request in self.held if not is_wanted(request))
+        return withdrawn
+
+    def begin_drain(self) -> None:
+        """From now on new requests are held, so that the present ones can end."""
+        self._is_draining = True
+
+    def end_drain(self) -> None:
+        self._is_draining = False
+        self.waiting.extend(self.held)
+        self.held.clear()
