@@ -188,9 +188,8 @@ def _best_exchange(
     """What the heavy part gives and takes so that their difference shrinks most; None if nothing shrinks it clearly."""
     best: tuple[int, int | None] | None = None
     best_gap = gap * (1 - 1e-9)  # rounding must not keep the refinement going
-    offers: list[tuple[float, int]] = sorted((costs[index], index) for index in light)
-    if len(heavy) > 1:
-        offers.insert(0, (0.0, _NOTHING))
+    # Giving away the only item for nothing never wins: the difference would not shrink, so that no part becomes empty.
+    offers: list[tuple[float, int]] = [(0.0, _NOTHING), *sorted((costs[index], index) for index in light)]
     for given in sorted(heavy):
         position = bisect.bisect(offers, (costs[given] - gap / 2, _NOTHING))
         for offered, taken in offers[max(0, position - 1) : position + 1]:

@@ -55,10 +55,12 @@ def test_more_bins_than_needed_are_filled_evenly() -> None:
 
 
 def test_evenly_filled_bins_still_keep_the_budget() -> None:
-    lengths = [6, 6, 4, 4, 4]  # two bins of 12 hold them; spread over three, the last one fits nowhere but with a 4
-    bins = pack_first_fit_decreasing(lengths, max_tokens=12, min_bins=3)
-    assert all(sum(lengths[index] for index in members) <= 12 for members in bins)
-    assert len(bins) == 3
+    # Ten bins of 100 hold these; spread evenly over eleven, one finds no room and needs a twelfth.
+    lengths = [95, 67, 56, 51, 49, 46, 43, 43, 42, 41, 40, 40, 38, 37, 35, 33, 32, 28, 27, 26, 26, 25]
+    bins = pack_first_fit_decreasing(lengths, max_tokens=100, min_bins=11)
+    assert len(pack_first_fit_decreasing(lengths, max_tokens=100)) == 10
+    assert max(sum(lengths[index] for index in members) for members in bins) <= 100
+    assert len(bins) == 12
 
 
 def test_a_sequence_longer_than_the_budget_is_named_with_the_remedy() -> None:

@@ -119,6 +119,12 @@ def test_a_restarted_manager_counts_as_the_old_one_did() -> None:
     assert [new.order_of("p2"), new.order_of("p3"), new.admit("p4")] == [2, 3, old.admit("p4")]
 
 
+def test_order_numbers_go_on_after_those_of_consumed_samples() -> None:
+    gate = open_gate()
+    gate.rebuild(version=3, consumed=6, running={}, finished={})
+    assert gate.admit("a") == 6
+
+
 def test_a_worker_that_reports_late_is_counted_although_the_gate_is_closed() -> None:
     gate = open_gate(batch_size=1)
     gate.admit("a")
@@ -163,9 +169,9 @@ def test_only_what_is_at_most_eta_versions_old_is_trainable(
 
 
 def test_the_oldest_samples_are_trained_first() -> None:
-    samples = ready(("c", 2, 1), ("a", 0, 1), ("b", 1, 1))
+    samples = ready(("a", 2, 1), ("c", 0, 1), ("b", 1, 1))
     decision = select_batch(samples, version=1, eta=1, batch_size=2, remaining=10)
-    assert decision == BatchDecision(batch=("a", "b"))
+    assert decision == BatchDecision(batch=("c", "b"))
 
 
 def test_stale_samples_are_named_and_replaced_by_younger_ones() -> None:
@@ -318,12 +324,19 @@ class Simulation:
         self.gate = StalenessGate(
             batch_size=self.batch_size, max_staleness=self.eta, max_concurrent=self.max_concurrent
         )
+        running = {uid: rollout.order for uid, rollout in self.running.items()}
+        finished = {uid: rollout.order for uid, rollout in self.ready.items()}
+        reports_late = choice % 2 == 0
         self.gate.rebuild(
             version=self.server_version,
             consumed=len(self.trained),
-            running={uid: rollout.order for uid, rollout in self.running.items()},
-            finished={uid: rollout.order for uid, rollout in self.ready.items()},
+            running={} if reports_late else running,
+            finished={} if reports_late else finished,
         )
+        for uid, order in finished.items():
+            self.gate.adopt(uid, order=order, is_finished=True)
+        for uid, order in running.items():
+            self.gate.adopt(uid, order=order, is_finished=False)
         return True
 
     def check(self) -> None:
