@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 from corral.experiments.checks import (
     EXACT_MATCH,
+    MODEL_CONTEXT,
     check_batch,
     check_concurrency,
     check_evaluation,
@@ -227,7 +228,7 @@ class AsyncPPOExperiment(Experiment):
         if self.ref is not None:
             limits.append(("ref.max_tokens_per_micro_batch", self.ref.max_tokens_per_micro_batch))
         if facts is not None and facts.max_position_embeddings is not None:
-            limits.append(("the model's max_position_embeddings", facts.max_position_embeddings))
+            limits.append((MODEL_CONTEXT, facts.max_position_embeddings))
         for limit_name, limit in limits:
             yield from check_length(
                 max_prompt_tokens=self.dataset.max_prompt_tokens,

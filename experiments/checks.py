@@ -12,6 +12,7 @@ from corral.experiments.config import (
     DatasetConfig,
     EvaluationConfig,
     GroupConfig,
+    LaunchConfig,
     ModelConfig,
     PPOConfig,
     RolloutConfig,
@@ -27,12 +28,13 @@ from corral.scheduling.worker_information import WorkerKind
 
 BUILT_GENERATION_BACKENDS = ("hf",)
 BUILT_TRAINING_BACKENDS = ("fsdp",)
+MODEL_CONTEXT = "the model's max_position_embeddings"
 EXACT_MATCH = "corral.workers.rollout.rewards:exact_match"
 
 _ALLOCATION = ("allocation",)
 _JOB_FIELDS = (
     "nodelist", "exclude", "partition", "account", "qos", "constraint", "reservation",
-    "time_limit", "begin", "deadline", "extra_sbatch_arguments",
+    "time_limit", "begin", "deadline",
 )  # fmt: skip
 _UNBUILT_FIELDS = ("container_image", "container_mounts")
 
@@ -45,6 +47,7 @@ def check_allocation(
         allocation = parse_allocation(text)
     except ValueError as error:
         message, hint = split_remedy(str(error))
+        hint = hint or ("for example hf:d1+fsdp:d1" if generates else "for example fsdp:d1")
         return None, [ConfigProblem(message=message, hint=hint, path=_ALLOCATION, shown=text)]
     problems = [*_generation_problems(allocation, generates), *_training_problems(allocation, tuple(roles))]
     return allocation, [replace(problem, path=_ALLOCATION, shown=text) for problem in problems]
@@ -126,21 +129,14 @@ def check_groups(
 
 
 def _check_group_scheduling(scheduling: Scheduling, path: KeyPath) -> Iterator[ConfigProblem]:
-    for name in (*_JOB_FIELDS, *_UNBUILT_FIELDS):
-        value = getattr(scheduling, name)
-        if value is None or value == ():
-            continue
-        if name in _JOB_FIELDS:
-            message, hint = (
-                f"all groups share one allocation, so {name} cannot be set for one of them",
-                f"use launch.{name}",
+    for name in _UNBUILT_FIELDS:
+        if value := getattr(scheduling, name):
+            yield ConfigProblem(
+                message=f"{name} is not built yet in this version",
+                hint="remove it; workers run in rl-submit's environment",
+                path=(*path, name),
+                shown=show_value(value),
             )
-        else:
-            message, hint = (
-                f"{name} is not built yet in this version",
-                "remove it; workers run in rl-submit's environment",
-            )
-        yield ConfigProblem(message=message, hint=hint, path=(*path, name), shown=show_value(value))
     if scheduling.gpu > 1:
         yield ConfigProblem(
             message=f"a worker drives at most 1 GPU, got {scheduling.gpu}",
@@ -150,20 +146,35 @@ def _check_group_scheduling(scheduling: Scheduling, path: KeyPath) -> Iterator[C
         )
 
 
+def check_one_allocation(groups: Mapping[WorkerKind, GroupConfig], launch: LaunchConfig) -> Iterator[ConfigProblem]:
+    """Groups that ask for another partition, account, node list, ... than the rest: all share one SLURM allocation."""
+    for name in _JOB_FIELDS:
+        asked: dict[str, KeyPath] = {}
+        if value := getattr(launch, name):
+            asked[value] = ("launch", name)
+        for kind, group in groups.items():
+            value = getattr(group.scheduling, name) if group.scheduling is not None else None
+            if value is not None:
+                asked.setdefault(value, ("groups", kind, "scheduling", name))
+        if len(asked) > 1:
+            yield ConfigProblem(
+                message=f"all groups share one allocation, but {name} is asked for as {', '.join(asked)}",
+                hint=f"set launch.{name} only",
+                path=list(asked.values())[-1],
+                shown=list(asked)[-1],
+            )
+
+
 def check_placement(scheduling: ExperimentScheduling, cluster: ClusterConfig) -> Iterator[ConfigProblem]:
     """Groups that do not fit the nodes that the configuration describes."""
     shape = NodeShape(cpus=cluster.cpus_per_node, gpus=cluster.gpus_per_node, mem_mb=cluster.mem_per_node)
     try:
         place(scheduling, shape, max_nodes=cluster.max_nodes)
     except ValueError as error:
-        message, hint = split_remedy(str(error))
-        message += (
-            f" (the cluster: {cluster.max_nodes or 'any number of'} nodes with {cluster.cpus_per_node} CPUs, "
-            f"{cluster.gpus_per_node} GPUs and {cluster.mem_per_node} MB each)"
-        )
+        size = f"{cluster.cpus_per_node} CPUs, {cluster.gpus_per_node} GPUs and {cluster.mem_per_node} MB"
         yield ConfigProblem(
-            message=f"the groups cannot be placed: {message}",
-            hint=hint or "change the group's scheduling, the allocation, or the cluster's description",
+            message=f"the groups cannot be placed on {cluster.max_nodes or 'any number of'} node(s) of {size}: {error}",
+            hint="change the groups' scheduling (gpu: 0 runs on CPUs), the allocation, or the cluster's description",
             path=("cluster",),
         )
 
@@ -210,15 +221,16 @@ def check_model(config: ModelConfig, path: KeyPath) -> tuple[ModelFacts | None, 
 def check_length(
     *, max_prompt_tokens: int, max_new_tokens: int, limit: int | None, limit_name: str, path: KeyPath
 ) -> Iterator[ConfigProblem]:
-    """Prompts and answers that together exceed a limit; `path` is the key of max_new_tokens or of the limit."""
+    """Prompts and answers that together exceed a limit; `path` is the key of max_new_tokens."""
     needed = max_prompt_tokens + max_new_tokens
+    remedy = "use a model with a longer context" if limit_name == MODEL_CONTEXT else f"raise {limit_name}"
     if limit is not None and needed > limit:
         yield ConfigProblem(
             message=(
                 f"{max_prompt_tokens} prompt tokens + {max_new_tokens} new tokens = {needed} do not fit "
                 f"{limit_name} = {limit}"
             ),
-            hint=f"lower max_new_tokens or the dataset's max_prompt_tokens, or raise {limit_name}",
+            hint=f"lower max_new_tokens or the dataset's max_prompt_tokens, or {remedy}",
             path=path,
         )
 
@@ -233,7 +245,7 @@ def check_evaluation(
             max_prompt_tokens=evaluation.dataset.max_prompt_tokens,
             max_new_tokens=evaluation.max_new_tokens,
             limit=facts.max_position_embeddings,
-            limit_name="the model's max_position_embeddings",
+            limit_name=MODEL_CONTEXT,
             path=("evaluation", "max_new_tokens"),
         )
 

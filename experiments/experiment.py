@@ -13,7 +13,13 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
-from corral.experiments.checks import check_allocation, check_dataset, check_groups, check_placement
+from corral.experiments.checks import (
+    check_allocation,
+    check_dataset,
+    check_groups,
+    check_one_allocation,
+    check_placement,
+)
 from corral.experiments.config import (
     ClusterConfig,
     DatasetConfig,
@@ -189,7 +195,10 @@ class Experiment(FrozenConfig):
         allocation, problems = check_allocation(self.allocation, roles=self.roles, generates=self.generates)
         yield from problems
         if allocation is not None and not problems:
-            group_problems = list(check_groups(self.group_by_kind, self.expected_counts))
+            group_problems = [
+                *check_groups(self.group_by_kind, self.expected_counts),
+                *check_one_allocation(self.group_by_kind, self.launch),
+            ]
             yield from group_problems
             if not group_problems:
                 yield from check_placement(self.scheduling_setup(), self.cluster)

@@ -73,6 +73,8 @@ def _apply(data: dict[str, Any], override: Override) -> ConfigProblem | None:
 def as_text_where_asked(override: Override, model: type[BaseModel]) -> Override:
     """The override with its value as typed where the schema wants text: `-s launch.time_limit=30` needs no quotes."""
     field = field_at(model, override.path)
-    if type(override.value) in (int, float) and accepts(field, str) and not accepts(field, int):
+    wants_text = accepts(field, str) and not accepts(field, int)
+    is_environment_variable = accepts(field_at(model, override.path[:-1]), dict[str, str])
+    if type(override.value) in (int, float) and (wants_text or is_environment_variable):
         return Override(path=override.path, value=override.typed.partition("=")[2].strip(), typed=override.typed)
     return override

@@ -4,6 +4,7 @@ Error messages, overrides, relative paths and the generated reference all ask he
 description of the schema.
 """
 
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +66,7 @@ def key_paths(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[tuple[Ke
             yield from key_paths(below, path)
 
 
-def accepts(field: FieldInfo | None, kind: type) -> bool:
+def accepts(field: FieldInfo | None, kind: Any) -> bool:
     """Whether `kind` is one of the field's alternatives."""
     return field is not None and kind in alternatives(field.annotation)
 
@@ -75,7 +76,7 @@ def path_keys(model: type[BaseModel]) -> Iterator[KeyPath]:
     return (path for path, field in key_paths(model) if accepts(field, Path))
 
 
-def first_sentence(field: FieldInfo | None) -> str:
-    """What a field is for, in few words."""
+def purpose(field: FieldInfo | None) -> str:
+    """What a field is for, on one line, with the words of the file."""
     description = (field.description or "") if field is not None else ""
-    return " ".join(description.split()).split("; ")[0].rstrip(".")
+    return re.sub(r"\bNone\b", "null", " ".join(description.split())).rstrip(".")

@@ -21,7 +21,7 @@ from corral.experiments.errors import (
     show_value,
     split_remedy,
 )
-from corral.experiments.schema import field_at, first_sentence, key_paths, model_at
+from corral.experiments.schema import field_at, key_paths, model_at, purpose
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -67,14 +67,15 @@ def _problem(details: ErrorDetails, path: KeyPath, model: type[BaseModel], sourc
     if kind == "extra_forbidden":
         return _unknown_key(path, details["input"], model, source)
     if kind == "missing":
-        purpose = first_sentence(field_at(model, path))
-        hint = f"add {path[-1]}" + (f": {purpose}" if purpose else "")
+        meaning = purpose(field_at(model, path))
+        hint = f"add {path[-1]}" + (f": {meaning}" if meaning else "")
         return ConfigProblem(message=f"{dotted(path)} is missing", hint=hint, path=path, place=source.place(path))
     rule, remedy = _rule(details)
-    purpose = first_sentence(field_at(model, path))
-    if not remedy and purpose:
-        remedy = f"{path[-1]}: {purpose}"
-    message = f"{dotted(path)} {rule}" if path else rule
+    if not remedy and (meaning := purpose(field_at(model, path))):
+        remedy = f"{path[-1]}: {meaning}"
+    # The rules here are predicates; those of the classes' own validators may be whole sentences.
+    separator = " " if rule.startswith(("must ", "is ")) else ": "
+    message = f"{dotted(path)}{separator}{rule}" if path else rule
     return ConfigProblem(
         message=message, hint=remedy, path=path, shown=show_value(details["input"]), place=source.place(path)
     )

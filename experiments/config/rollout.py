@@ -1,12 +1,22 @@
 """How answers are made and judged: sampling, the staleness bound, agents and rewards."""
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, field_validator
 
 from corral.experiments.config.base import FrozenConfig
 
-ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def _check_import_path(text: str) -> str:
+    if not _IMPORT_PATH.fullmatch(text):
+        raise ValueError("must look like package.module:name; put a colon before the function's name")
+    return text
+
+
+ImportPath = Annotated[str, AfterValidator(_check_import_path)]
 """`package.module:name` of a function or class."""
 
 
@@ -21,6 +31,13 @@ class SamplingConfig(FrozenConfig):
     """Share of the probability mass that is sampled from; 1.0 is all."""
     top_k: int = Field(default=-1, ge=-1)
     """Number of most likely tokens that are sampled from; -1 is all."""
+
+    @field_validator("top_k")
+    @classmethod
+    def _some_tokens_are_left(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("must be -1 (all tokens) or at least 1, got 0; write -1 to sample from all tokens")
+        return value
 
 
 class RolloutConfig(FrozenConfig):

@@ -1,0 +1,538 @@
+"""Broken experiments, one mistake each: name -> files and overrides -> words that the error must hold.
+
+    case.write(folder)  ->  folder/experiment.yaml beside a model and datasets that are fine but for the case's mistake
+
+Used through `load_experiment` and through the command line alike.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+VALID_SFT = """\
+experiment: sft
+name: small-sft
+model:
+  path: model
+  optimizer:
+    lr: 1e-3
+dataset:
+  path: train.jsonl
+  max_prompt_tokens: 16
+train_batch_size: 8
+groups:
+  model_worker: {scheduling: {cpu: 1, gpu: 0, mem: 1G}}
+"""
+
+VALID_PPO = """\
+experiment: async_ppo
+name: small-grpo
+seed: 3
+allocation: hf:d1+fsdp:d1
+actor:
+  path: model
+  optimizer:
+    lr: 3e-4
+ppo:
+  group_size: 4
+  kl_coef: 0.0
+rollout:
+  max_head_offpolicyness: 1
+  sampling:
+    max_new_tokens: 8
+dataset:
+  path: train.jsonl
+  max_prompt_tokens: 16
+train_batch_size: 8
+evaluation:
+  every_steps: 2
+  max_new_tokens: 8
+  dataset:
+    path: heldout.jsonl
+    max_prompt_tokens: 16
+control:
+  total_train_epochs: 2
+launch:
+  time_limit: 1:00:00
+groups:
+  model_worker: {scheduling: {cpu: 1, gpu: 0, mem: 1G}}
+  generation_server: {scheduling: {cpu: 1, gpu: 0, mem: 1G}}
+"""
+
+NUM_TRAINING_ROWS = 40
+
+
+def rows(count: int, *, first: int = 0) -> str:
+    """A jsonl dataset of additions."""
+    numbers = range(first, first + count)
+    return "".join(json.dumps({"id": f"sum-{n}", "prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in numbers)
+
+
+def write_inputs(folder: Path) -> None:
+    """A model directory and two datasets that submission finds nothing wrong with."""
+    model = folder / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    config = {"model_type": "qwen2", "vocab_size": 14, "max_position_embeddings": 64, "eos_token_id": 1}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    (folder / "train.jsonl").write_text(rows(NUM_TRAINING_ROWS))
+    (folder / "heldout.jsonl").write_text(rows(10, first=1000))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokenCase:
+    """One mistake.
+
+    edit: (what stands in the valid file, what stands there instead); "" appends.
+    files: files of the folder that differ; None removes one.
+    words: each must be in the error, in any letter case.
+    line: the line of experiment.yaml that the error must name; None where no line is to blame.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    base: str = VALID_PPO
+    edit: tuple[str, str] = ("", "")
+    overrides: tuple[str, ...] = ()
+    files: Mapping[str, str | None] = field(default_factory=dict)
+    line: int | None = None
+
+    def yaml_text(self) -> str:
+        """The broken experiment file."""
+        old, new = self.edit
+        if not old:
+            return self.base + new
+        if self.base.count(old) != 1:
+            raise ValueError(f"case {self.name}: {old!r} must occur once in the valid file")
+        return self.base.replace(old, new)
+
+    def write(self, folder: Path) -> Path:
+        """Write the case's files into `folder`; returns the path of experiment.yaml."""
+        write_inputs(folder)
+        for name, content in self.files.items():
+            path = folder / name
+            if content is None:
+                path.unlink()
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(content)
+        path = folder / "experiment.yaml"
+        path.write_text(self.yaml_text())
+        return path
+
+
+def _row(**fields: object) -> str:
+    return json.dumps(fields) + "\n"
+
+
+SYNTAX_CASES = (
+    BrokenCase(name="tab-indentation", edit=("  path: model\n", "\tpath: model\n"), words=("YAML", "tabs"), line=6),
+    BrokenCase(name="unclosed-bracket", edit=("", "cluster: {max_nodes: 1\n"), words=("not valid YAML",)),
+    BrokenCase(name="duplicate-key", edit=("", "seed: 4\n"), words=("seed", "twice", "lines 3 and 33"), line=33),
+    BrokenCase(
+        name="nested-duplicate-key",
+        edit=("    lr: 3e-4\n", "    lr: 3e-4\n    lr: 1e-4\n"),
+        words=("'lr'", "twice", "lines 8 and 9"),
+        line=9,
+    ),
+    BrokenCase(
+        name="alias",
+        edit=("  path: model\n", "  path: *where\n"),
+        words=("alias", "*where", "quote"),
+        line=6,
+    ),
+    BrokenCase(name="anchor", edit=("  path: model\n", "  path: &where model\n"), words=("anchor", "&where"), line=6),
+    BrokenCase(
+        name="python-tag",
+        edit=("name: small-grpo", "name: !!python/object/apply:os.system [id]"),
+        words=("tag", "quote"),
+        line=2,
+    ),
+    BrokenCase(name="two-documents", edit=("", "---\nname: other\n"), words=("one YAML document", "---"), line=33),
+    BrokenCase(name="list-at-the-top", base="- experiment: sft\n", words=("mapping", "experiment: sft"), line=1),
+    BrokenCase(name="empty-file", base="", words=("mapping", "experiment: sft"), line=1),
+    BrokenCase(
+        name="control-character",
+        edit=("name: small-grpo", 'name: "small\\u0007grpo"'),
+        words=("control character", "one line"),
+        line=2,
+    ),
+    BrokenCase(
+        name="newline-in-value",
+        edit=("  time_limit: 1:00:00\n", "  partition: |\n    gpu\n    #SBATCH --wrap=id\n"),
+        words=("control character", "launch.partition", "one line"),
+        line=29,
+    ),
+    BrokenCase(name="huge-number", edit=("seed: 3", "seed: 99999999999999999999999"), words=("64 bits",), line=3),
+    BrokenCase(name="infinity", edit=("    lr: 3e-4", "    lr: .inf"), words=("finite",), line=8),
+    BrokenCase(name="too-deep", edit=("seed: 3", "seed: " + "[" * 50 + "]" * 50), words=("levels",), line=3),
+)
+
+SCHEMA_CASES = (
+    BrokenCase(name="no-experiment", edit=("experiment: async_ppo\n", ""), words=("experiment is missing", "sft")),
+    BrokenCase(
+        name="unknown-experiment",
+        edit=("experiment: async_ppo", "experiment: async-ppo"),
+        words=("async-ppo", "did you mean 'async_ppo'"),
+        line=1,
+    ),
+    BrokenCase(
+        name="misspelt-key",
+        edit=("train_batch_size", "train_bach_size"),
+        words=("unknown key 'train_bach_size'", "did you mean 'train_batch_size'"),
+        line=19,
+    ),
+    BrokenCase(
+        name="misspelt-nested-key",
+        edit=("    lr: 3e-4", "    learning_rate: 3e-4"),
+        words=("unknown key 'learning_rate' in actor.optimizer", "known keys"),
+        line=8,
+    ),
+    BrokenCase(
+        name="key-in-the-wrong-place",
+        edit=("seed: 3", "max_new_tokens: 3"),
+        words=("unknown key 'max_new_tokens'", "rollout.sampling.max_new_tokens"),
+        line=3,
+    ),
+    BrokenCase(name="missing-name", edit=("name: small-grpo\n", ""), words=("name is missing", "add name")),
+    BrokenCase(
+        name="missing-model", edit=("  path: model\n", ""), words=("actor.path is missing", "config.json"), line=5
+    ),
+    BrokenCase(
+        name="slash-in-name",
+        edit=("name: small-grpo", "name: small/grpo"),
+        words=("name", "'small/grpo'", "A-Z a-z 0-9"),
+        line=2,
+    ),
+    BrokenCase(
+        name="shell-in-trial", overrides=("trial=a;id",), words=("trial", "'a;id'", "A-Z a-z 0-9", "-s trial=a;id")
+    ),
+    BrokenCase(
+        name="yes-is-no-boolean",
+        edit=("  group_size: 4", "  use_decoupled_loss: yes"),
+        words=("ppo.use_decoupled_loss", "true or false"),
+        line=10,
+    ),
+    BrokenCase(
+        name="quoted-number", edit=("    lr: 3e-4", '    lr: "3e-4"'), words=("actor.optimizer.lr", "number"), line=8
+    ),
+    BrokenCase(name="fractional-count", edit=("seed: 3", "seed: 3.5"), words=("seed", "whole number"), line=3),
+    BrokenCase(name="number-as-name", edit=("name: small-grpo", "name: 7"), words=("text", 'quotes: "7"'), line=2),
+    BrokenCase(
+        name="negative-eta",
+        edit=("  max_head_offpolicyness: 1", "  max_head_offpolicyness: -1"),
+        words=("rollout.max_head_offpolicyness", "at least 0", "synchronous"),
+        line=13,
+    ),
+    BrokenCase(
+        name="zero-temperature",
+        overrides=("rollout.sampling.temperature=0",),
+        words=("rollout.sampling.temperature", "above 0"),
+    ),
+    BrokenCase(name="zero-top-k", overrides=("rollout.sampling.top_k=0",), words=("top_k", "-1")),
+    BrokenCase(
+        name="unknown-layout",
+        edit=("  time_limit: 1:00:00", "  layout: paked"),
+        words=("launch.layout", "'auto' or 'packed'", "did you mean 'packed'"),
+        line=29,
+    ),
+    BrokenCase(
+        name="bad-time-limit",
+        edit=("  time_limit: 1:00:00", "  time_limit: 2 hours"),
+        words=("launch.time_limit", "'2 hours'", "HOURS:MINUTES:SECONDS"),
+        line=29,
+    ),
+    BrokenCase(
+        name="time-limit-as-a-number",
+        edit=("  time_limit: 1:00:00", "  time_limit: 30"),
+        words=("launch.time_limit", "quoted"),
+        line=29,
+    ),
+    BrokenCase(
+        name="owned-sbatch-argument",
+        edit=("  time_limit: 1:00:00", "  extra_sbatch_arguments: [--job-name=x]"),
+        words=("launch.extra_sbatch_arguments", "--job-name"),
+        line=29,
+    ),
+    BrokenCase(
+        name="bad-memory",
+        edit=("  model_worker: {scheduling: {cpu: 1, gpu: 0, mem: 1G}}", "  model_worker: {scheduling: {mem: lots}}"),
+        words=("groups.model_worker.scheduling.mem", "lots", "20G"),
+        line=31,
+    ),
+    BrokenCase(
+        name="number-as-environment-variable",
+        edit=("gpu: 0, mem: 1G}}\n  generation_server", "env_vars: {OMP_NUM_THREADS: 2}}}\n  generation_server"),
+        words=("groups.model_worker.scheduling.env_vars.OMP_NUM_THREADS", "text", 'quotes: "2"'),
+        line=31,
+    ),
+    BrokenCase(
+        name="number-in-a-list",
+        edit=("  time_limit: 1:00:00", "  extra_sbatch_arguments: [--licenses=a, 3]"),
+        words=("launch.extra_sbatch_arguments.1", "text", 'quotes: "3"'),
+        line=29,
+    ),
+    BrokenCase(
+        name="import-path-without-colon",
+        overrides=("rollout.reward=my_pkg.rewards.score",),
+        words=("rollout.reward", "my_pkg.rewards.score", "package.module:name", "colon"),
+    ),
+    BrokenCase(name="scalar-for-a-section", edit=("seed: 3", "cluster: here"), words=("cluster", "mapping"), line=3),
+    BrokenCase(
+        name="override-without-value", overrides=("actor.optimizer.lr",), words=("key.path=value", "actor.optimizer.lr")
+    ),
+    BrokenCase(
+        name="misspelt-override",
+        overrides=("ppo.eps_clp=0.1",),
+        words=("-s ppo.eps_clp=0.1", "did you mean 'eps_clip'"),
+    ),
+    BrokenCase(
+        name="override-below-a-number", overrides=("seed.value=1",), words=("seed has no key 'value'", "-s seed=")
+    ),
+)
+
+CONTRADICTION_CASES = (
+    BrokenCase(
+        name="kl-without-ref",
+        edit=("  kl_coef: 0.0", "  kl_coef: 0.1"),
+        words=("ppo.kl_coef", "reference model", "ref.path"),
+        line=11,
+    ),
+    BrokenCase(
+        name="group-of-one", edit=("  group_size: 4", "  group_size: 1"), words=("group_size", "all 0"), line=10
+    ),
+    BrokenCase(
+        name="absurd-concurrency",
+        overrides=("rollout.max_concurrent_rollouts=1000",),
+        words=("max_concurrent_rollouts 1000", "can never be reached", "at most 16"),
+    ),
+    BrokenCase(
+        name="batch-larger-than-data",
+        edit=("train_batch_size: 8", "train_batch_size: 81"),
+        words=("train_batch_size 81", "40 rows x 2 epochs", "at most 80"),
+        line=19,
+    ),
+    BrokenCase(
+        name="batch-smaller-than-ranks",
+        edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d9"),
+        words=("train_batch_size 8", "9 training ranks", "at least 9"),
+        line=19,
+    ),
+    BrokenCase(
+        name="too-long-evaluation",
+        edit=("  max_new_tokens: 8\n  dataset", "  max_new_tokens: 64\n  dataset"),
+        words=("16 prompt tokens + 64 new tokens = 80", "max_position_embeddings = 64", "lower max_new_tokens"),
+        line=22,
+    ),
+    BrokenCase(
+        name="too-long-answers",
+        edit=("    max_new_tokens: 8\ndataset", "    max_new_tokens: 49\ndataset"),
+        words=("= 65", "max_position_embeddings = 64"),
+        line=15,
+    ),
+    BrokenCase(
+        name="allocation-typo",
+        edit=("hf:d1+fsdp:d1", "hf:d1+fsdq:d1"),
+        words=("unknown backend 'fsdq'", "did you mean 'fsdp'"),
+        line=4,
+    ),
+    BrokenCase(
+        name="sglang-is-not-built",
+        edit=("hf:d1+fsdp:d1", "sglang:d1+fsdp:d1"),
+        words=("sglang", "not built yet", "use the embedded engine: hf:d1"),
+        line=4,
+    ),
+    BrokenCase(
+        name="megatron-is-not-built",
+        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d2"),
+        words=("megatron", "not built yet", "fsdp:d2"),
+        line=4,
+    ),
+    BrokenCase(
+        name="tensor-parallelism-is-not-built",
+        edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d2t2"),
+        words=("tensor", "not built yet", "fsdp:d4"),
+        line=4,
+    ),
+    BrokenCase(
+        name="no-generation-side",
+        edit=("hf:d1+fsdp:d1", "fsdp:d1"),
+        words=("no generation side", "hf:d1+fsdp:d1"),
+        line=4,
+    ),
+    BrokenCase(
+        name="generation-side-for-sft",
+        base=VALID_SFT,
+        edit=("", "allocation: hf:d1+fsdp:d1\n"),
+        words=("generates nothing", "fsdp:d1"),
+        line=13,
+    ),
+    BrokenCase(
+        name="count-against-the-allocation",
+        edit=("", "  gserver_manager: {count: 2}\n"),
+        words=("groups.gserver_manager.count is 2", "a trial has one", "write 1"),
+        line=33,
+    ),
+    BrokenCase(
+        name="servers-against-the-allocation",
+        edit=("  generation_server: {scheduling: {cpu: 1, gpu: 0, mem: 1G}}", "  generation_server: {count: 3}"),
+        words=("groups.generation_server.count is 3", "the allocation says 1", "change the allocation"),
+        line=32,
+    ),
+    BrokenCase(
+        name="rollout-workers-for-sft",
+        base=VALID_SFT,
+        edit=("", "  rollout_worker: {count: 2}\n"),
+        words=("no rollout_worker", "remove it"),
+        line=13,
+    ),
+    BrokenCase(
+        name="more-gpus-than-a-node",
+        overrides=("cluster.gpus_per_node=0", "groups.model_worker.scheduling.gpu=1"),
+        words=("model_worker wants 1 GPUs", "a node has 0", "gpu: 0 runs on CPUs"),
+    ),
+    BrokenCase(
+        name="more-nodes-than-the-cluster",
+        edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d8"),
+        overrides=("cluster.max_nodes=1", "cluster.cpus_per_node=30"),
+        words=("no room left", "1 node(s) of 30 CPUs"),
+    ),
+    BrokenCase(
+        name="two-partitions",
+        overrides=("launch.partition=cpu", "groups.model_worker.scheduling.partition=gpu"),
+        words=("one allocation", "cpu, gpu", "launch.partition only", "groups.model_worker.scheduling.partition: gpu"),
+    ),
+    BrokenCase(
+        name="container-is-not-built",
+        overrides=("groups.model_worker.scheduling.container_image=torch.sif",),
+        words=("container_image", "not built yet"),
+    ),
+)
+
+FILE_CASES = (
+    BrokenCase(
+        name="missing-model-directory",
+        edit=("  path: model", "  path: modle"),
+        words=("modle", "does not exist", "config.json"),
+        line=6,
+    ),
+    BrokenCase(
+        name="model-without-config", files={"model/config.json": None}, words=("no config.json", "actor.path"), line=6
+    ),
+    BrokenCase(
+        name="model-without-weights",
+        files={"model/model.safetensors": None, "model/pytorch_model.bin": "x"},
+        words=("no *.safetensors", "pickled", "convert"),
+        line=6,
+    ),
+    BrokenCase(
+        name="model-without-tokenizer", files={"model/tokenizer.json": None}, words=("no tokenizer.json",), line=6
+    ),
+    BrokenCase(
+        name="weights-are-a-pointer",
+        files={"model/model.safetensors": "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"},
+        words=("git-lfs pointer", "git lfs pull"),
+        line=6,
+    ),
+    BrokenCase(
+        name="weights-cut-off",
+        files={"model/model.safetensors": "\xff\x00"},
+        words=("cut off", "download them again"),
+        line=6,
+    ),
+    BrokenCase(
+        name="index-names-absent-weights",
+        files={"model/model.safetensors.index.json": json.dumps({"weight_map": {"w": "model-2.safetensors"}})},
+        words=("model-2.safetensors", "index", "download"),
+        line=6,
+    ),
+    BrokenCase(
+        name="model-without-end-token",
+        files={"model/config.json": '{"vocab_size": 14, "max_position_embeddings": 64}'},
+        words=("eos_token_id", "config.json"),
+        line=6,
+    ),
+    BrokenCase(
+        name="ref-with-another-vocabulary",
+        edit=("seed: 3", "ref: {path: other}"),
+        files={
+            "other/config.json": '{"vocab_size": 99, "eos_token_id": 1}',
+            "other/tokenizer.json": "{}",
+            "other/model.safetensors": struct.pack("<Q", 2).decode() + "{}",
+        },
+        words=("vocabulary of 99", "14", "same tokenizer"),
+        line=3,
+    ),
+    BrokenCase(
+        name="missing-dataset",
+        files={"train.jsonl": None},
+        words=("cannot read dataset", "train.jsonl", "no such file", "relative to that file's folder"),
+        line=17,
+    ),
+    BrokenCase(name="empty-dataset", files={"train.jsonl": "\n\n"}, words=("no rows", "JSON object"), line=17),
+    BrokenCase(
+        name="row-without-prompt",
+        files={"train.jsonl": rows(2) + _row(id="c", promt="1+1=", answer="2")},
+        words=("train.jsonl:3", "no prompt", "prompt_key: promt"),
+        line=17,
+    ),
+    BrokenCase(
+        name="empty-prompt",
+        files={"train.jsonl": _row(prompt="", answer="2")},
+        words=("train.jsonl:1", "'prompt'", "at least one character"),
+        line=17,
+    ),
+    BrokenCase(
+        name="row-without-answer",
+        files={"heldout.jsonl": rows(1) + _row(prompt="1+1=")},
+        words=("heldout.jsonl:2", "no answer", "answer_key"),
+        line=24,
+    ),
+    BrokenCase(
+        name="number-as-answer",
+        files={"train.jsonl": _row(prompt="1+1=", answer=2)},
+        words=("train.jsonl:1", "'answer' must be text", '"2"'),
+        line=17,
+    ),
+    BrokenCase(
+        name="duplicate-id",
+        files={"train.jsonl": rows(5) + rows(1, first=3)},
+        words=("train.jsonl:6", "'sum-3'", "line 4", "unique"),
+        line=17,
+    ),
+    BrokenCase(
+        name="line-number-is-taken",
+        files={"train.jsonl": _row(id="1", prompt="a", answer="b") + _row(prompt="c", answer="d")},
+        words=("train.jsonl:2", "line 1", "line number"),
+        line=17,
+    ),
+    BrokenCase(
+        name="row-is-not-json",
+        files={"train.jsonl": rows(1) + "{'prompt': 'a'}\n"},
+        words=("train.jsonl:2", "not JSON", "one JSON object a line"),
+        line=17,
+    ),
+    BrokenCase(
+        name="row-is-a-list", files={"train.jsonl": "[1, 2]\n"}, words=("train.jsonl:1", "no JSON object"), line=17
+    ),
+    BrokenCase(
+        name="missing-module",
+        overrides=("rollout.reward=no_such_package.rewards:score",),
+        words=("rollout.reward", "no module 'no_such_package.rewards'", "install"),
+    ),
+    BrokenCase(
+        name="missing-function",
+        overrides=("rollout.reward=corral.workers.rollout.rewards:exact_mach",),
+        words=("rollout.reward", "no 'exact_mach'", "did you mean 'exact_match'"),
+    ),
+    BrokenCase(
+        name="agent-is-not-async",
+        overrides=("rollout.agent=corral.workers.rollout.rewards:exact_match",),
+        words=("rollout.agent", "not an async function", "async def exact_match"),
+    ),
+)
+
+BROKEN_CASES = (*SYNTAX_CASES, *SCHEMA_CASES, *CONTRADICTION_CASES, *FILE_CASES)

@@ -1,0 +1,194 @@
+"""experiment.yaml + overrides -> Experiment: defaults, paths, and imports that stay cheap."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from corral.experiments.async_ppo import AsyncPPOExperiment
+from corral.experiments.errors import ConfigError
+from corral.experiments.registry import EXPERIMENTS, load_experiment
+from corral.experiments.sft import SFTExperiment
+from tests.experiments.broken_yaml import VALID_PPO, VALID_SFT, write_inputs
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_inputs(tmp_path)
+    (tmp_path / "ppo.yaml").write_text(VALID_PPO)
+    (tmp_path / "sft.yaml").write_text(VALID_SFT)
+    return tmp_path
+
+
+def _ppo(folder: Path, *overrides: str) -> AsyncPPOExperiment:
+    experiment = load_experiment(folder / "ppo.yaml", overrides)
+    assert isinstance(experiment, AsyncPPOExperiment)
+    return experiment
+
+
+def test_kind_of_the_file_chooses_the_class(folder: Path) -> None:
+    assert type(load_experiment(folder / "ppo.yaml")) is EXPERIMENTS["async_ppo"] is AsyncPPOExperiment
+    assert type(load_experiment(folder / "sft.yaml")) is EXPERIMENTS["sft"] is SFTExperiment
+
+
+def test_values_of_the_file_arrive(folder: Path) -> None:
+    experiment = _ppo(folder)
+    assert experiment.seed == 3
+    assert experiment.actor.optimizer.lr == 3e-4
+    assert experiment.launch.time_limit == "1:00:00"
+    assert experiment.ppo.group_size == 4
+    assert experiment.ref is None
+
+
+def test_overrides_win_and_the_last_one_most(folder: Path) -> None:
+    experiment = _ppo(folder, "actor.optimizer.lr=1e-5", "seed=8", "seed=9", "rollout.sampling.top_p=0.5")
+    assert (experiment.actor.optimizer.lr, experiment.seed, experiment.rollout.sampling.top_p) == (1e-5, 9, 0.5)
+
+
+def test_override_can_create_and_remove_a_section(folder: Path) -> None:
+    with_ref = _ppo(folder, f"ref.path={folder / 'model'}", "ppo.kl_coef=0.1")
+    assert with_ref.ref is not None and with_ref.ref.path == folder / "model"
+    assert _ppo(folder, f"ref.path={folder / 'model'}", "ref=null").ref is None
+
+
+def test_override_takes_lists_and_text_with_equal_signs(folder: Path) -> None:
+    experiment = _ppo(folder, "launch.extra_sbatch_arguments=[--licenses=a:1, --mail-type=END]")
+    assert experiment.launch.extra_sbatch_arguments == ["--licenses=a:1", "--mail-type=END"]
+
+
+@pytest.mark.parametrize(("typed", "value"), [("30", "30"), ("2-12", "2-12"), ('"45"', "45")])
+def test_numbers_need_no_quotes_in_overrides_of_text(folder: Path, typed: str, value: str) -> None:
+    assert _ppo(folder, f"launch.time_limit={typed}").launch.time_limit == value
+
+
+def test_environment_variables_need_no_quotes_in_overrides(folder: Path) -> None:
+    experiment = _ppo(folder, "groups.model_worker.scheduling.env_vars.OMP_NUM_THREADS=2")
+    scheduling = experiment.groups.model_worker.scheduling
+    assert scheduling is not None
+    assert scheduling.env_vars == {"OMP_NUM_THREADS": "2"}
+
+
+def test_leading_zeros_of_a_name_survive_an_override(folder: Path) -> None:
+    assert _ppo(folder, "trial=007").trial == "007"
+
+
+def test_paths_are_relative_to_the_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    experiment = _ppo(folder)
+    assert experiment.actor.path == folder / "model"
+    assert experiment.evaluation is not None
+    assert experiment.evaluation.dataset.path == folder / "heldout.jsonl"
+
+
+def test_paths_of_overrides_are_relative_to_the_current_directory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "other.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 1)
+    monkeypatch.chdir(elsewhere)
+    experiment = _ppo(folder, "evaluation.dataset.path=other.jsonl")
+    assert experiment.evaluation is not None
+    assert experiment.evaluation.dataset.path == elsewhere / "other.jsonl"
+    assert experiment.dataset.path == folder / "train.jsonl"
+
+
+def test_tilde_is_the_home_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    assert _ppo(folder, "cluster.fileroot=~/runs").cluster.fileroot == folder / "runs"
+
+
+def test_group_scheduling_keeps_the_defaults_of_its_kind(folder: Path) -> None:
+    scheduling = _ppo(folder, "groups.master_worker.scheduling.cpu=3").groups.master_worker.scheduling
+    assert scheduling is not None
+    assert (scheduling.cpu, scheduling.mem) == (3, 20 * 1024)
+
+
+def test_reward_of_the_current_directory_is_found_without_running_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = folder / "my_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (package / "rewards.py").write_text("raise RuntimeError('imported')\ndef score(problem, answer):\n    return 1.0\n")
+    monkeypatch.chdir(folder)
+    assert _ppo(folder, "rollout.reward=my_package.rewards:score").rollout.reward == "my_package.rewards:score"
+    with pytest.raises(ConfigError, match="defines no 'scor'"):
+        _ppo(folder, "rollout.reward=my_package.rewards:scor")
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        "async def act(): ...",
+        "class act: ...",
+        "from elsewhere import act",
+        "from elsewhere import other as act",
+        "act = make()",
+        "act: object = make()",
+        "if True:\n    async def act(): ...",
+        "try:\n    import act\nexcept ImportError:\n    act = None",
+        "from elsewhere import *",
+        "def __getattr__(name): ...",
+    ],
+)
+def test_every_way_to_define_a_name_counts(folder: Path, monkeypatch: pytest.MonkeyPatch, definition: str) -> None:
+    (folder / "my_agents.py").write_text(definition + "\n")
+    monkeypatch.chdir(folder)
+    assert _ppo(folder, "rollout.agent=my_agents:act").rollout.agent == "my_agents:act"
+
+
+def test_reward_of_ones_own_needs_no_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "my_rewards.py").write_text("def score(problem, answer):\n    return 1.0\n")
+    (folder / "train.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(20)))
+    monkeypatch.chdir(folder)
+    assert _ppo(folder, "rollout.reward=my_rewards:score").dataset.path == folder / "train.jsonl"
+    with pytest.raises(ConfigError, match="no answer"):
+        _ppo(folder)
+
+
+def test_settings_without_effect_are_named(folder: Path) -> None:
+    experiment = _ppo(
+        folder,
+        f"ref.path={folder / 'model'}",
+        f"evaluation.dataset.path={folder / 'train.jsonl'}",
+        "ppo.use_decoupled_loss=false",
+        "ppo.behav_imp_weight_cap=3.0",
+    )
+    warnings = list(experiment.find_warnings())
+    assert [
+        word
+        for word in ("kl_coef is 0", "training data", "behav_imp_weight_cap")
+        if not any(word in w for w in warnings)
+    ] == []
+    assert list(_ppo(folder).find_warnings()) == []
+
+
+def test_loaded_experiment_cannot_be_changed(folder: Path) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        _ppo(folder).seed = 4
+
+
+_LIGHT_MODULES = (
+    "corral.experiments",
+    "corral.experiments.registry",
+    "corral.experiments.plan",
+    "corral.experiments.render",
+)
+
+
+def test_loading_and_planning_import_no_heavy_library(folder: Path) -> None:
+    program = f"""
+import sys
+{"; ".join(f"import {module}" for module in _LIGHT_MODULES)}
+from corral.experiments.plan import TrialIdentity, make_run_plan
+experiment = sys.modules["corral.experiments.registry"].load_experiment({str(folder / "ppo.yaml")!r})
+identity = TrialIdentity(experiment="e", trial="t", uuid="0" * 32, directory="/nowhere")
+sys.modules["corral.experiments.render"].render_plan(make_run_plan(experiment, identity, "slurm"))
+heavy = ("torch", "transformers", "tokenizers", "numpy", "jinja2", "zmq", "redis", "corral.workers", "corral.launcher")
+print([name for name in heavy if name in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.stdout.strip(), result.returncode) == ("[]", 0), result.stderr

@@ -1,0 +1,224 @@
+"""Experiment -> RunPlan -> plan.json -> RunPlan, and the screen that shows it."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corral.experiments.config import TrainControl
+from corral.experiments.errors import ConfigError
+from corral.experiments.experiment import ExperimentConfig
+from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
+from corral.experiments.registry import load_experiment
+from corral.experiments.render import render_plan
+from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec, RolloutWorkerSpec
+from corral.scheduling.dataflow import build_dataflow
+from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_PPO, VALID_SFT, write_inputs
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_inputs(tmp_path)
+    (tmp_path / "ppo.yaml").write_text(VALID_PPO)
+    (tmp_path / "sft.yaml").write_text(VALID_SFT)
+    return tmp_path
+
+
+def _plan(path: Path, *overrides: str) -> RunPlan:
+    experiment = load_experiment(path, overrides)
+    identity = TrialIdentity(
+        experiment=experiment.name, trial="trial-1", uuid="ab" * 16, directory=path.parent / "trial-1"
+    )
+    return make_run_plan(experiment, identity, "slurm")
+
+
+@pytest.mark.parametrize("name", ["ppo.yaml", "sft.yaml"])
+def test_plan_survives_the_round_trip_through_json(folder: Path, name: str) -> None:
+    plan = _plan(folder / name)
+    read = RunPlan.from_json(plan.to_json())
+    assert read == plan
+    assert read.digest == plan.digest
+    assert read.to_json() == plan.to_json()
+
+
+def test_equal_experiments_have_equal_digests_and_others_not(folder: Path) -> None:
+    assert _plan(folder / "ppo.yaml").digest == _plan(folder / "ppo.yaml").digest
+    assert _plan(folder / "ppo.yaml").digest != _plan(folder / "ppo.yaml", "seed=4").digest
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"seed": 3', b'"seed": 4'),
+        (b"ab" * 16, b"cd" * 16),
+        (b'"group_size": 4', b'"group_size": 8'),
+        (b'"digest": "', b'"digest": "0'),
+    ],
+)
+def test_edited_plan_is_refused(folder: Path, old: bytes, new: bytes) -> None:
+    text = _plan(folder / "ppo.yaml").to_json()
+    assert old in text
+    with pytest.raises(ValueError, match="changed after submission"):
+        RunPlan.from_json(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"null", b'{"digest": "x"'])
+def test_what_is_no_plan_is_refused(text: bytes) -> None:
+    with pytest.raises(ValueError):
+        RunPlan.from_json(text)
+
+
+def test_async_ppo_plans_all_five_kinds_of_workers(folder: Path) -> None:
+    overrides = [
+        "allocation=hf:d2+fsdp:d3",
+        "groups.generation_server.scheduling.gpu=1",
+        "groups.rollout_worker.count=4",
+    ]
+    plan = _plan(folder / "ppo.yaml", *overrides)
+    counts = {kind: group.count for kind, group in plan.scheduling.items()}
+    assert counts == {
+        "master_worker": 1,
+        "model_worker": 3,
+        "generation_server": 2,
+        "gserver_manager": 1,
+        "rollout_worker": 4,
+    }
+    assert {kind: sum(worker.kind == kind for worker in plan.workers) for kind in counts} == counts
+    rank = plan.worker("model_worker", 2)
+    assert isinstance(rank, ModelWorkerSpec) and (rank.world_size, rank.dataset) == (3, None)
+    rollout = plan.worker("rollout_worker", 3)
+    assert isinstance(rollout, RolloutWorkerSpec)
+    assert (rollout.num_rollout_workers, rollout.group_size, rollout.dataset.num_rows) == (4, 4, NUM_TRAINING_ROWS)
+    with pytest.raises(ValueError, match="no worker model_worker/3"):
+        plan.worker("model_worker", 3)
+
+
+def test_rollout_workers_follow_the_training_ranks(folder: Path) -> None:
+    assert _plan(folder / "ppo.yaml", "allocation=hf:d1+fsdp:d5").scheduling["rollout_worker"].count == 5
+
+
+def test_sft_plans_the_master_and_the_ranks_only(folder: Path) -> None:
+    plan = _plan(folder / "sft.yaml", "allocation=fsdp:d2")
+    assert sorted({worker.kind for worker in plan.workers}) == ["master_worker", "model_worker"]
+    assert plan.master.source == "dataset"
+    rank = plan.worker("model_worker", 1)
+    assert isinstance(rank, ModelWorkerSpec) and rank.dataset is not None
+    assert rank.roles[0].interface == "sft" and rank.roles[0].optimizer is not None
+    assert rank.roles[0].optimizer.lr == 1e-3
+
+
+def test_dataset_digest_is_that_of_the_file(folder: Path) -> None:
+    plan = _plan(folder / "sft.yaml")
+    rank = plan.worker("model_worker", 0)
+    assert isinstance(rank, ModelWorkerSpec) and rank.dataset is not None
+    assert rank.dataset.sha256 == hashlib.sha256((folder / "train.jsonl").read_bytes()).hexdigest()
+
+
+def test_dataset_that_vanished_after_loading_is_a_config_error(folder: Path) -> None:
+    experiment = load_experiment(folder / "sft.yaml")
+    (folder / "train.jsonl").unlink()
+    identity = TrialIdentity(experiment="e", trial="t", uuid="0" * 32, directory=folder)
+    with pytest.raises(ConfigError, match="cannot read dataset"):
+        make_run_plan(experiment, identity, "local")
+
+
+def _levels(plan: RunPlan) -> tuple[tuple[str, ...], ...]:
+    keys = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask")
+    return build_dataflow(plan.master.calls, keys).levels
+
+
+def test_calls_follow_from_the_decoupled_loss_and_the_reference_model(folder: Path) -> None:
+    ref = [f"ref.path={folder / 'model'}", "ppo.kl_coef=0.1"]
+    coupled = "ppo.use_decoupled_loss=false"
+    assert _levels(_plan(folder / "ppo.yaml")) == (("actor_inf",), ("actor_train",))
+    assert _levels(_plan(folder / "ppo.yaml", coupled)) == (("actor_train",),)
+    assert _levels(_plan(folder / "ppo.yaml", *ref)) == (("actor_inf", "ref_inf"), ("actor_train",))
+    assert _levels(_plan(folder / "ppo.yaml", *ref, coupled)) == (("ref_inf",), ("actor_train",))
+
+
+def test_train_step_reads_what_the_inferences_make(folder: Path) -> None:
+    plan = _plan(folder / "ppo.yaml", f"ref.path={folder / 'model'}", "ppo.kl_coef=0.1")
+    calls = {call.name: call for call in plan.master.calls}
+    assert calls["actor_inf"].output_key_remap == {"logprobs": "proximal_logprobs"}
+    assert calls["ref_inf"].output_key_remap == {"logprobs": "ref_logprobs"}
+    assert {"proximal_logprobs", "ref_logprobs", "rewards", "versions"} <= set(calls["actor_train"].input_keys)
+    rank = plan.worker("model_worker", 0)
+    assert isinstance(rank, ModelWorkerSpec)
+    assert [(role.role, role.optimizer is None) for role in rank.roles] == [("actor", False), ("ref", True)]
+
+
+def test_missing_rank_or_worker_is_refused(folder: Path) -> None:
+    plan = _plan(folder / "ppo.yaml", "allocation=hf:d1+fsdp:d3")
+    keys = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask")
+    without_one = [worker for worker in plan.workers if (worker.kind, worker.index) != ("model_worker", 1)]
+    with pytest.raises(ValueError, match=r"indices of model_worker must be 0\.\.1"):
+        ExperimentConfig.build(calls=plan.master.calls, dataset_keys=keys, workers=without_one)
+    without_last = [worker for worker in plan.workers if (worker.kind, worker.index) != ("model_worker", 2)]
+    with pytest.raises(ValueError, match="world_size 3; there are 2"):
+        ExperimentConfig.build(calls=plan.master.calls, dataset_keys=keys, workers=without_last)
+    with pytest.raises(ValueError, match="indices of master_worker"):
+        ExperimentConfig.build(calls=plan.master.calls, dataset_keys=keys, workers=[*plan.workers, plan.master])
+
+
+def test_every_worker_has_its_information(folder: Path) -> None:
+    experiment = load_experiment(folder / "ppo.yaml", ["allocation=hf:d2+fsdp:d1"])
+    information = experiment.initial_setup().worker_information(experiment="e", trial="t")
+    by_id = {item.worker_id: item for item in information}
+    assert len(by_id) == 6
+    assert by_id["generation_server/1"].count == 2
+    assert by_id["generation_server/1"].host_key == "workers/generation_server/1"
+
+
+@given(
+    rows=st.integers(1, 500), epochs=st.integers(1, 5), batch=st.integers(1, 100), most=st.none() | st.integers(1, 50)
+)
+def test_total_steps_cover_every_row_once_per_epoch(rows: int, epochs: int, batch: int, most: int | None) -> None:
+    steps = TrainControl(total_train_epochs=epochs, max_steps=most).total_steps(num_rows=rows, batch_size=batch)
+    left, counted = rows * epochs, 0
+    while left > 0 and (most is None or counted < most):
+        left -= batch
+        counted += 1
+    assert steps == counted
+
+
+def test_total_steps_of_the_plan_reach_the_learning_rate_schedule(folder: Path) -> None:
+    plan = _plan(folder / "ppo.yaml", "train_batch_size=7")
+    rank = plan.worker("model_worker", 0)
+    assert isinstance(rank, ModelWorkerSpec)
+    assert plan.total_steps == rank.total_steps == 12  # 40 rows x 2 epochs / 7, rounded up
+    assert isinstance(plan.master, MasterWorkerSpec)
+
+
+def test_summary_shows_groups_placement_dataflow_and_steps(folder: Path) -> None:
+    plan = _plan(folder / "ppo.yaml", "allocation=hf:d2+fsdp:d4", "cluster.cpus_per_node=25", "launch.partition=gpu")
+    screen = render_plan(plan, warnings=["something has no effect"])
+    for words in (
+        "small-grpo/trial-1",
+        "10 of 8 prompts; 80 of 2 x 40 prompts",
+        "eta 1",
+        "generation_server       2",
+        "partition gpu",
+        "time 1:00:00",
+        "n0 ",
+        "n1 ",
+        "model_worker 0-3",
+        "actor_inf",
+        "proximal_logprobs",
+        "warning: something has no effect",
+    ):
+        assert words in screen, f"{words!r} not in\n{screen}"
+    assert len(screen.splitlines()) <= 30
+
+
+def test_summary_says_when_max_steps_ends_the_run_early(folder: Path) -> None:
+    screen = render_plan(_plan(folder / "sft.yaml", "control.max_steps=2"))
+    assert "2 of 8 rows; 16 of 1 x 40 rows (control.max_steps ends it early)" in screen
+
+
+def test_plan_keeps_the_resolved_configuration_for_people(folder: Path) -> None:
+    config = json.loads(_plan(folder / "ppo.yaml").to_json())["config"]
+    assert config["actor"]["optimizer"]["beta1"] == 0.9
+    assert config["launch"]["time_limit"] == "1:00:00"
