@@ -4,12 +4,14 @@ import errno
 import fcntl
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 from corral.experiments.trial_directory import TrialDirectory, write_all
 from corral.launcher.processes import describe_this_process, is_process_alive
 
+_PATIENCE_S = 0.5  # is_locked() of an onlooker holds the lock for a moment
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -60,10 +62,12 @@ class SupervisorLock:
             self._descriptor = -1
 
     def _lock(self, descriptor: int) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SupervisorRunsError(_who_holds(self._path)) from error
+            while not _try_lock(descriptor):
+                if time.monotonic() > deadline:
+                    raise SupervisorRunsError(_who_holds(self._path))
+                time.sleep(0.02)
         except OSError as error:
             if error.errno not in _NO_LOCKS_HERE:
                 raise
@@ -90,9 +94,7 @@ def is_locked(directory: TrialDirectory) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not _try_lock(descriptor)
     except OSError as error:
         if error.errno not in _NO_LOCKS_HERE:
             raise
@@ -100,7 +102,14 @@ def is_locked(directory: TrialDirectory) -> bool:
         return holder is not None and is_process_alive(holder) is True
     finally:
         os.close(descriptor)
-    return False
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _who_holds(path: Path) -> str:

@@ -10,7 +10,6 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.launcher.srun import StepResources
 from corral.scheduling.placement import SLACK_CPUS, SLACK_MEM_MB, NodeShape, Placement, place
-from corral.scheduling.slurm_formats import parse_memory_mb
 
 # Set for the whole allocation: in `launch`, or alike in the groups' scheduling.
 ALLOCATION_FIELDS = (
@@ -49,14 +48,10 @@ def pack(plan: RunPlan) -> PackedLayout:
     Raises:
         ConfigError: if a group fits no node, or groups ask for different kinds of allocation.
     """
-    memory = plan.cluster.mem_per_node
-    shape = NodeShape(
-        cpus=plan.cluster.cpus_per_node,
-        gpus=plan.cluster.gpus_per_node,
-        mem_mb=parse_memory_mb(memory) if isinstance(memory, str) else memory,
-    )
+    cluster = plan.cluster
+    shape = NodeShape(cpus=cluster.cpus_per_node, gpus=cluster.gpus_per_node, mem_mb=cluster.mem_per_node)
     try:
-        placement = place(plan.scheduling, shape)
+        placement = place(plan.scheduling, shape, max_nodes=cluster.max_nodes)
     except ValueError as error:
         raise ConfigError.of(
             f"trial can never start: {error}",

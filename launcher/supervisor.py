@@ -92,11 +92,13 @@ class NameServer(Protocol):
         """Ends it."""
 
 
-WorkerCommand = Callable[[TrialDirectory, str, int, int, str], Sequence[str]]
+WorkerCommand = Callable[[TrialDirectory, str, int, AttemptRecord, str], Sequence[str]]
 """(trial, kind, index, attempt, incarnation) -> command line."""
 
 
-def worker_command(directory: TrialDirectory, kind: str, index: int, attempt: int, incarnation: str) -> list[str]:
+def worker_command(
+    directory: TrialDirectory, kind: str, index: int, attempt: AttemptRecord, incarnation: str
+) -> list[str]:
     """The command line of a worker. It holds nothing secret: other users of the node can read it."""
     return [
         sys.executable,
@@ -109,9 +111,10 @@ def worker_command(directory: TrialDirectory, kind: str, index: int, attempt: in
         "--index",
         str(index),
         "--attempt",
-        str(attempt),
+        str(attempt.attempt),
         "--incarnation",
         incarnation,
+        *(["--resume"] if attempt.resume else []),
     ]
 
 
@@ -269,7 +272,7 @@ class Supervisor:
         kind, _, index = worker.partition("/")
         spec = TaskSpec(
             worker=worker,
-            command=tuple(self._worker_command(self._directory, kind, int(index), self._attempt.attempt, incarnation)),
+            command=tuple(self._worker_command(self._directory, kind, int(index), self._attempt, incarnation)),
             environment=self._worker_environment(worker, kind),
             log_path=self._directory.worker_log(self._attempt.attempt, kind, int(index)),
         )
@@ -317,6 +320,7 @@ class Supervisor:
             pass  # the trial ended by itself in the meantime; the end that is in the log counts
 
     def _clean_up_after_predecessor(self) -> None:
+        self._directory.rendezvous_path.unlink(missing_ok=True)  # no worker may go to the Redis of an earlier attempt
         self._runner.clean_up()
         killed = kill_trial_processes(self._plan.trial.uuid, spare=(os.getpid(), os.getppid()))
         if killed:
@@ -379,7 +383,7 @@ def _drain(descriptor: int) -> None:
 
 def make_supervisor(directory: TrialDirectory, attempt: int, worker_command: WorkerCommand) -> Supervisor:
     """The supervisor of an attempt whose files rl-submit has written."""
-    plan = RunPlan.from_json(directory.plan_path.read_bytes().decode())
+    plan = RunPlan.from_json(directory.plan_path.read_bytes())
     secrets = TrialSecrets.load(directory.secrets_path)
     record = read_attempt(directory, attempt)
     directory.start_attempt_logs(attempt)

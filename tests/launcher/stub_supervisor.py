@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.attempts import AttemptRecord
 from corral.launcher.supervisor import main, worker_command
 
 COMMAND = (sys.executable, str(Path(__file__).resolve()))
 
 
-def stub_command(directory: TrialDirectory, kind: str, index: int, attempt: int, incarnation: str) -> Sequence[str]:
+def stub_command(
+    directory: TrialDirectory, kind: str, index: int, attempt: AttemptRecord, incarnation: str
+) -> Sequence[str]:
     real = worker_command(directory, kind, index, attempt, incarnation)
     return [sys.executable, str(Path(__file__).with_name("stub_worker.py")), *real[3:]]
 

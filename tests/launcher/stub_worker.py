@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--index", required=True)
     parser.add_argument("--attempt", required=True)
     parser.add_argument("--incarnation", required=True)
+    parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     directory = TrialDirectory(options.plan.parent)
     worker = f"{options.kind}/{options.index}"
@@ -38,10 +39,10 @@ def main() -> int:
     words = json.loads((directory.path / "stub.json").read_text()).get(worker, ["wait"])
     word, *arguments = words[min(len(starts.read_text().splitlines()), len(words)) - 1].split()
     print(f"{worker} attempt {options.attempt}: {word} {' '.join(arguments)}", flush=True)
-    return act(directory, word, arguments)
+    return act(directory, word, arguments, resume=options.resume)
 
 
-def act(directory: TrialDirectory, word: str, arguments: list[str]) -> int:
+def act(directory: TrialDirectory, word: str, arguments: list[str], *, resume: bool) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN if word == "stubborn" else lambda *_: sys.exit(0))
     if word == "exit":
         print(f"ValueError: told to exit with {arguments[0]}", file=sys.stderr)
@@ -54,13 +55,12 @@ def act(directory: TrialDirectory, word: str, arguments: list[str]) -> int:
     if word == "child":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     if word in ("finish", "master"):
-        return be_master(directory, float(arguments[0]) if arguments else 600.0)
+        return be_master(directory, float(arguments[0]) if arguments else 600.0, resume=resume)
     while True:
         time.sleep(600.0)
 
 
-def be_master(directory: TrialDirectory, seconds: float) -> int:
-    resume = json.loads(max(directory.control_path.glob("attempt-*.json")).read_bytes())["resume"]
+def be_master(directory: TrialDirectory, seconds: float, *, resume: bool) -> int:
     writer = TrialLog(directory.log_path).claim("stub", resume=resume)
     with directory.metrics_path.open("a") as file:
         for step in range(1, 4):

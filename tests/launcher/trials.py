@@ -31,7 +31,9 @@ from corral.experiments.plan import (
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.attempts import record_attempt
-from corral.launcher.processes import trial_processes
+from corral.launcher.lock import lock_path, read_lock
+from corral.launcher.processes import is_process_alive, kill_trial_processes, trial_processes
+from corral.launcher.trials import read_facts
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
 from tests.launcher.stub_supervisor import COMMAND
 
@@ -180,18 +182,22 @@ class StubTrial:
 
     def close(self) -> None:
         """Ends whatever a failed test left, by process id."""
-        if self.supervisor is not None and self.supervisor.poll() is None:
-            self.supervisor.kill()
-            self.supervisor.wait()
-        for event in self.events("supervisor_started"):
-            for pid in (event["pid"],):
-                if f"{self.directory.path}".encode() in _command_line(pid):
-                    os.kill(pid, signal.SIGKILL)
-        for pid in self.processes():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        end_trial(self.directory)
+        if self.supervisor is not None:
+            self.supervisor.wait(DEADLINE_S)
+
+
+def end_trial(directory: TrialDirectory) -> None:
+    """Ends whatever of a trial still runs: its keeper first, then its supervisor, then what these started."""
+    keeper = read_lock(lock_path(directory))
+    pids = [int(keeper["pid"])] if keeper and is_process_alive(keeper) else []
+    pids += [event["pid"] for event in read_journal(directory.journal_path) if event["event"] == "supervisor_started"]
+    for pid in pids:
+        if str(directory.path).encode() in _command_line(pid):
+            os.kill(pid, signal.SIGKILL)
+    facts = read_facts(directory)
+    if facts is not None:
+        kill_trial_processes(facts.uuid)
 
 
 def wait_until(look: Callable[[], T | None], what: str, *, timeout_s: float = DEADLINE_S) -> T:

@@ -1,0 +1,169 @@
+"""What workers print, found, prefixed and followed. Files are read by size, since inotify sees nothing on NFS.
+
+logs/attempt-N/{kind}-{index}.log --read_new--> "rollout_worker/0 | line"
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.exits import read_exits, tail_lines
+
+_POLL_INTERVAL_S = 0.3
+_NAME = re.compile(r"(?P<kind>[a-z_]+?)-(?P<index>\d+)\.log")
+_CHUNK_BYTES = 1 << 20
+
+
+class NoLogsError(LookupError):
+    """Nothing matches what was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFile:
+    """One log and whose it is."""
+
+    label: str
+    path: Path
+
+
+def find_logs(directory: TrialDirectory, selectors: Sequence[str], *, attempt: str | None = None) -> list[LogFile]:
+    """The log files that are meant.
+
+    Args:
+        selectors: kind, kind/index, `redis` or `supervisor`; none for every worker.
+        attempt: a number, `all`, or None for the last one.
+
+    Raises:
+        NoLogsError: saying what there is.
+    """
+    attempts = _attempts(directory, attempt)
+    files = [log for number in attempts for log in _files_of(directory, number, with_attempt=len(attempts) > 1)]
+    chosen = [log for log in files if not selectors or any(_matches(log.label, selector) for selector in selectors)]
+    if not chosen:
+        have = ", ".join(sorted({log.label for log in files})) or "none yet"
+        raise NoLogsError(
+            f"no log of {', '.join(selectors) or 'any worker'} in {directory.logs_path}; there are: {have}"
+        )
+    return chosen
+
+
+def print_tails(files: Sequence[LogFile], count: int, write: Callable[[str], None]) -> None:
+    """The last lines of each file, each line with its worker."""
+    width = max(len(file.label) for file in files)
+    for file in files:
+        for line in tail_lines(file.path, count):
+            write(f"{file.label.ljust(width)} | {line}")
+
+
+def follow(
+    find: Callable[[], Sequence[LogFile]],
+    write: Callable[[str], None],
+    *,
+    has_ended: Callable[[], bool],
+    poll_interval_s: float = _POLL_INTERVAL_S,
+) -> None:
+    """Prints what is appended to the files, and to those that appear, until the trial has ended and all is printed."""
+    offsets = {file.path: _size(file.path) for file in find()}
+    partial: dict[Path, bytes] = {}
+    while True:
+        is_over = has_ended()  # asked first: what was written before the end is still printed
+        files = find()
+        width = max((len(file.label) for file in files), default=0)
+        for file in files:
+            for line in _read_new(file.path, offsets, partial):
+                write(f"{file.label.ljust(width)} | {line}")
+        if is_over:
+            return
+        time.sleep(poll_interval_s)
+
+
+def describe_failures(directory: TrialDirectory, *, attempt: int | None, num_lines: int = 20) -> str:
+    """The first failure of an attempt with the last lines before it, and what followed."""
+    records = [record for record in read_exits(directory) if attempt is None or record.get("attempt") == attempt]
+    failures = [record for record in records if record["returncode"] != 0]
+    if not failures:
+        return "no worker has failed" + ("" if attempt is None else f" in attempt {attempt}")
+    first = _first_cause(failures)
+    text = [
+        f"first failure: {first['worker']} on {first.get('node', '?')}, {_how(first)}, "
+        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(first['time']))}, attempt {first.get('attempt', '?')}",
+        *(f"  {line}" for line in list(first.get("last_lines", []))[-num_lines:]),
+    ]
+    followed = [record for record in failures if record is not first]
+    if followed:
+        text.append("then:")
+        text += [
+            f"  {record['worker']} {_how(record)} {record['time'] - first['time']:+.1f}s" for record in followed[:20]
+        ]
+    if len(followed) > 20:
+        text.append(f"  ... and {len(followed) - 20} more")
+    return "\n".join(text)
+
+
+def _first_cause(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The earliest that is not the consequence of another: ended by us, or fenced, or a rank whose peer had died."""
+    causes = [record for record in failures if record["returncode"] not in (-15, 75, 76)]
+    return (causes or list(failures))[0]
+
+
+def _how(record: dict[str, Any]) -> str:
+    return str(record.get("signal") or f"exit {record['returncode']}")
+
+
+def _attempts(directory: TrialDirectory, attempt: str | None) -> list[int]:
+    numbers = sorted(
+        int(path.name.removeprefix("attempt-"))
+        for path in directory.logs_path.glob("attempt-*")
+        if path.name.removeprefix("attempt-").isdigit()
+    )
+    if attempt == "all" or not numbers:
+        return numbers
+    if attempt is None:
+        return numbers[-1:]
+    if not attempt.isdigit() or int(attempt) not in numbers:
+        have = ", ".join(map(str, numbers))
+        raise NoLogsError(f"no attempt {attempt!r}; there are {have} (or write all)")
+    return [int(attempt)]
+
+
+def _files_of(directory: TrialDirectory, attempt: int, *, with_attempt: bool) -> Iterator[LogFile]:
+    suffix = f"@{attempt}" if with_attempt else ""
+    for path in sorted(directory.attempt_logs(attempt).glob("*.log"), key=_order):
+        match = _NAME.fullmatch(path.name)
+        label = f"{match['kind']}/{match['index']}" if match else path.stem
+        yield LogFile(label=f"{label}{suffix}", path=path)
+
+
+def _order(path: Path) -> tuple[str, int]:
+    match = _NAME.fullmatch(path.name)
+    return (match["kind"], int(match["index"])) if match else (path.stem, 0)
+
+
+def _matches(label: str, selector: str) -> bool:
+    name = label.partition("@")[0]
+    return name == selector or name.partition("/")[0] == selector
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _read_new(path: Path, offsets: dict[Path, int], partial: dict[Path, bytes]) -> Iterator[str]:
+    # Opened anew each time: over NFS that is what makes another node's writes visible.
+    try:
+        with path.open("rb") as file:
+            file.seek(offsets.get(path, 0))
+            data = file.read(_CHUNK_BYTES)
+    except FileNotFoundError:
+        return
+    offsets[path] = offsets.get(path, 0) + len(data)
+    *lines, partial[path] = (partial.get(path, b"") + data).split(b"\n")
+    for line in lines:
+        yield line.decode(errors="replace").rstrip("\r")

@@ -1,0 +1,59 @@
+"""The end of metrics.jsonl, where the master writes one line of numbers for each train step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_TAIL_BYTES = 65536
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines that hold a step."""
+    try:
+        return _parse(path.read_bytes())
+    except FileNotFoundError:
+        return []
+
+
+def last_metrics(path: Path) -> dict[str, Any]:
+    """The newest value of every number in the last lines; {} before the first step."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = _parse(file.read())
+    except FileNotFoundError:
+        return {}
+    newest: dict[str, Any] = {}
+    for line in lines:  # evaluations come every few steps, and stay worth showing in between
+        newest.update({name: value for name, value in line.items() if value is not None})
+    return newest
+
+
+def _parse(data: bytes) -> list[dict[str, Any]]:
+    lines = []
+    for text in data.split(b"\n"):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+    return lines
+
+
+SHOWN = (
+    ("accuracy", ("eval/accuracy",)),
+    ("reward", ("ppo/reward/mean", "reward/mean", "reward")),
+    ("loss", ("loss", "sft/loss/mean", "sft/loss", "ppo/loss/mean", "ppo/loss", "actor_loss")),
+)
+
+
+def headline(metrics: dict[str, Any]) -> str:
+    """The few numbers that say how training goes: `accuracy 0.93  reward 0.88`."""
+    parts = []
+    for label, names in SHOWN:
+        value = next((metrics[name] for name in names if isinstance(metrics.get(name), int | float)), None)
+        if value is not None:
+            parts.append(f"{label} {value:.3g}")
+    return "  ".join(parts[:2])

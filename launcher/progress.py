@@ -1,0 +1,80 @@
+"""rl-submit --wait: one line that says how training goes, live on a terminal, every few seconds elsewhere.
+
+step 12/40  accuracy 0.81  reward 0.74  version 1.12  RUNNING  age 1m20s
+"""
+
+import sys
+import time
+from typing import TextIO
+
+from corral.launcher.metrics import headline
+from corral.launcher.status import StatusReader, TrialStatus
+from corral.launcher.status_view import format_duration
+from corral.launcher.trials import TrialFacts
+
+EXIT_BY_STATE = {"COMPLETE": 0, "STOPPED": 7, "CANCELLED": 7}
+EXIT_FAILED = 6
+_LOOK_INTERVAL_S = 0.5
+_SLURM_LOOK_INTERVAL_S = 5.0  # squeue is shared by everyone on the cluster
+_PLAIN_INTERVAL_S = 5.0
+_BAR_WIDTH = 24
+
+
+def progress_line(status: TrialStatus) -> str:
+    """The line, without a bar."""
+    total = f"/{status.total_steps}" if status.total_steps else ""
+    parts = [f"step {status.step or 0}{total}"]
+    if numbers := headline(dict(status.metrics)):
+        parts.append(numbers)
+    version = status.metrics.get("version")
+    if version is not None:
+        parts.append(f"version {version}")
+    parts += [status.state, f"age {format_duration(status.age_s)}"]
+    if status.state not in ("RUNNING", "COMPLETE") and status.note:
+        parts.append(status.note)
+    return "  ".join(parts)
+
+
+def progress_bar(status: TrialStatus) -> str:
+    """`[=====>    ]`, or nothing where the number of steps is unknown."""
+    if not status.total_steps:
+        return ""
+    filled = min(_BAR_WIDTH, int(_BAR_WIDTH * (status.step or 0) / status.total_steps))
+    return f"[{'=' * filled}{' ' * (_BAR_WIDTH - filled)}] "
+
+
+def wait_for_end(facts: TrialFacts, *, reader: StatusReader | None = None, out: TextIO | None = None) -> TrialStatus:
+    """Shows progress until the trial has ended; returns its last status. Ctrl-C raises KeyboardInterrupt, no more."""
+    reader, out = reader or StatusReader(), out or sys.stdout
+    interval_s = _LOOK_INTERVAL_S if facts.mode == "local" else _SLURM_LOOK_INTERVAL_S
+    if out.isatty():
+        return _wait_on_terminal(facts, reader, interval_s)
+    printed_at, printed_step = float("-inf"), None
+    while True:
+        (status,) = reader.read([facts])
+        moved = status.step != printed_step and time.monotonic() - printed_at >= _PLAIN_INTERVAL_S
+        if status.is_final or moved or time.monotonic() - printed_at >= 6 * _PLAIN_INTERVAL_S:
+            print(progress_line(status), file=out, flush=True)
+            printed_at, printed_step = time.monotonic(), status.step
+        if status.is_final:
+            return status
+        time.sleep(interval_s)
+
+
+def _wait_on_terminal(facts: TrialFacts, reader: StatusReader, interval_s: float) -> TrialStatus:
+    # Not at the top: rich is only needed where someone watches.
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(Text(""), refresh_per_second=4, transient=False) as live:
+        while True:
+            (status,) = reader.read([facts])
+            live.update(Text(progress_bar(status) + progress_line(status), overflow="ellipsis", no_wrap=True))
+            if status.is_final:
+                return status
+            time.sleep(interval_s)
+
+
+def exit_code(status: TrialStatus) -> int:
+    """0 complete, 7 stopped, 6 anything else."""
+    return EXIT_BY_STATE.get(status.state, EXIT_FAILED)

@@ -1,0 +1,263 @@
+"""rl-submit: everything is checked, then the trial directory is made, then something starts.
+
+    experiment.yaml --load_experiment--> Experiment --make_run_plan--> RunPlan --checks--> Submission
+    Submission --create--> trial directory: config.yaml, plan.json, secrets, control/attempt-0.json
+               --local-->  keeper and supervisor, set free from the terminal
+               --slurm-->  trial.sbatch, sbatch --> job id
+
+An error before `create` leaves nothing; an error in it removes what it made.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from corral.experiments.errors import ConfigError
+from corral.experiments.journal import Journal
+from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
+from corral.experiments.registry import load_experiment
+from corral.experiments.secrets import TrialSecrets
+from corral.experiments.trial_directory import TrialDirectory, atomic_write, next_trial_name, validate_name
+from corral.experiments.trial_log import TrialLog
+from corral.launcher.attempts import last_attempt, record_attempt
+from corral.launcher.local import share_gpus, start_detached, visible_gpus
+from corral.launcher.lock import is_locked
+from corral.launcher.packed import PackedLayout, pack
+from corral.launcher.sbatch import render_script, sbatch_options
+from corral.launcher.slurm import SlurmClient, SlurmError, clean_environment
+from corral.launcher.slurm_checks import check_layout
+from corral.launcher.trials import TrialFacts, default_fileroot
+
+Mode = Literal["local", "slurm"]
+SUPERVISOR_COMMAND = (sys.executable, "-m", "corral.launcher.supervisor")
+_SUPERVISOR_START_TIMEOUT_S = 20.0
+
+
+class SubmissionError(RuntimeError):
+    """The trial could not be started, for a reason outside of its configuration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A checked trial that can be started."""
+
+    plan: RunPlan
+    directory: TrialDirectory
+    warnings: tuple[str, ...]
+    checks: tuple[str, ...]
+    layout: PackedLayout | None
+    """None for a local trial."""
+
+
+def prepare(
+    experiment_file: Path,
+    overrides: Sequence[str],
+    *,
+    trial_name: str | None,
+    mode: Mode,
+    client: SlurmClient | None = None,
+) -> Submission:
+    """Reads and checks everything; writes nothing.
+
+    Raises:
+        ConfigError: with every mistake that was found.
+        SlurmError: if the cluster refuses or cannot be asked.
+    """
+    experiment = load_experiment(experiment_file, overrides)
+    fileroot = (experiment.cluster.fileroot or default_fileroot()).absolute()
+    trial = _trial_name(experiment.trial if trial_name is None else trial_name, fileroot / experiment.name)
+    try:
+        directory = TrialDirectory.of(fileroot, experiment=experiment.name, trial=trial)
+    except ValueError as error:
+        raise ConfigError.of(str(error)) from error
+    if directory.path.exists():
+        raise ConfigError.of(
+            f"trial {experiment.name}/{trial} exists already: {directory.path}",
+            hint=f"choose another name with -n, or continue it with rl-submit --resume {experiment.name}/{trial}",
+        )
+    _check_fileroot(fileroot)
+    identity = TrialIdentity(experiment=experiment.name, trial=trial, uuid=uuid.uuid4().hex, directory=directory.path)
+    plan = make_run_plan(experiment, identity, mode)
+    layout, checks = _check_resources(plan, directory, client)
+    return Submission(
+        plan=plan,
+        directory=directory,
+        warnings=tuple(experiment.find_warnings()),
+        checks=tuple(checks),
+        layout=layout,
+    )
+
+
+def prepare_resume(facts: TrialFacts, *, client: SlurmClient | None = None) -> Submission:
+    """Checks that a trial can go on from its last commit.
+
+    Raises:
+        SubmissionError: if it still runs, or is done.
+        ConfigError: if its plan does not fit the machine any more.
+    """
+    directory = facts.directory
+    try:
+        plan = RunPlan.from_json(directory.plan_path.read_bytes())
+    except ValueError as error:
+        raise SubmissionError(f"trial {facts.name} cannot be resumed: {error}") from error
+    if is_locked(directory):
+        raise SubmissionError(f"trial {facts.name} still runs; rl-status {facts.name} shows it")
+    if TrialLog(directory.log_path).read().is_done:
+        raise SubmissionError(f"trial {facts.name} is complete; there is nothing to resume")
+    if plan.mode == "slurm":
+        _refuse_queued(facts, client or SlurmClient())
+    layout, checks = _check_resources(plan, directory, client)
+    return Submission(plan=plan, directory=directory, warnings=(), checks=tuple(checks), layout=layout)
+
+
+def create(submission: Submission) -> None:
+    """Makes the trial directory.
+
+    Raises:
+        SubmissionError: if the name was taken in the meantime, or the disk refuses; nothing is left behind.
+    """
+    directory = submission.directory
+    try:
+        directory.create()
+    except OSError as error:
+        raise SubmissionError(str(error)) from error
+    try:
+        atomic_write(directory.config_path, _config_text(submission.plan))
+        atomic_write(directory.plan_path, submission.plan.to_json())
+    except BaseException:
+        shutil.rmtree(directory.path)
+        raise
+
+
+def start(
+    submission: Submission,
+    *,
+    resume: bool = False,
+    client: SlurmClient | None = None,
+    supervisor_command: Sequence[str] = SUPERVISOR_COMMAND,
+) -> str:
+    """Starts the next attempt; returns the SLURM job id, or the supervisor's process id as text.
+
+    Raises:
+        SubmissionError, SlurmError: if it does not start. A first attempt then leaves no trial directory.
+    """
+    directory, plan = submission.directory, submission.plan
+    previous = last_attempt(directory)
+    attempt = previous.attempt + 1 if previous else 0
+    try:
+        TrialSecrets.destroy(directory.secrets_path)
+        TrialSecrets.create(directory.secrets_path)
+        directory.clear_stop_request()
+        directory.start_attempt_logs(attempt)
+        record_attempt(directory, attempt=attempt, resume=resume, mode=plan.mode)
+        if submission.layout is None:
+            return _start_local(directory, attempt, supervisor_command)
+        return _start_on_slurm(submission, submission.layout, attempt, client or SlurmClient())
+    except BaseException:
+        if previous is None and not is_locked(directory):
+            shutil.rmtree(directory.path)
+        raise
+
+
+def _start_local(directory: TrialDirectory, attempt: int, supervisor_command: Sequence[str]) -> str:
+    log_path = directory.attempt_logs(attempt) / "supervisor.log"
+    command = [*supervisor_command, "--trial", str(directory.path), "--attempt", str(attempt)]
+    pid = start_detached(command, log_path=log_path, environment=clean_environment())
+    deadline = time.monotonic() + _SUPERVISOR_START_TIMEOUT_S
+    while not is_locked(directory):
+        try:
+            ended = os.waitpid(pid, os.WNOHANG)[0] == pid
+        except ChildProcessError:
+            ended = True
+        if ended or time.monotonic() > deadline:
+            said = log_path.read_text(errors="replace")[-2000:] if log_path.exists() else ""
+            why = "ended at once" if ended else f"did not start within {_SUPERVISOR_START_TIMEOUT_S:.0f} s"
+            raise SubmissionError(f"the supervisor {why}: {said or 'it said nothing'}")
+        time.sleep(0.02)
+    Journal(directory.journal_path).append("submitted", attempt=attempt, pid=pid)
+    return str(pid)
+
+
+def _start_on_slurm(submission: Submission, layout: PackedLayout, attempt: int, client: SlurmClient) -> str:
+    directory = submission.directory
+    atomic_write(directory.sbatch_path, render_script(directory, attempt=attempt).encode(), mode=0o700)
+    options = sbatch_options(submission.plan, layout, directory, attempt=attempt)
+    job_id = client.submit(options, directory.sbatch_path)
+    Journal(directory.journal_path).append("submitted", attempt=attempt, job_id=job_id)
+    return job_id
+
+
+def _trial_name(wanted: str | None, experiment_directory: Path) -> str:
+    if wanted is None:
+        return next_trial_name(experiment_directory)
+    try:
+        return validate_name(wanted, what="trial name")
+    except ValueError as error:
+        raise ConfigError.of(str(error), shown=f"-n {wanted!r}") from error
+
+
+def _check_fileroot(fileroot: Path) -> None:
+    existing = next(parent for parent in (fileroot, *fileroot.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError.of(
+            f"trials cannot be written below {fileroot}: {existing} is not a writable folder",
+            hint="set cluster.fileroot or $CORRAL_FILEROOT to a folder of yours that every node sees",
+            path=("cluster", "fileroot"),
+            shown=str(fileroot),
+        )
+
+
+def _check_resources(
+    plan: RunPlan, directory: TrialDirectory, client: SlurmClient | None
+) -> tuple[PackedLayout | None, list[str]]:
+    if plan.mode == "local":
+        gpus_wanted: dict[str, int] = {
+            kind: group.count * group.scheduling.gpu for kind, group in plan.scheduling.items()
+        }
+        try:
+            share_gpus(gpus_wanted, visible_gpus())
+        except ValueError as error:
+            raise ConfigError.of(str(error)) from error
+        return None, [f"GPUs ok ({sum(gpus_wanted.values())} of {len(visible_gpus())})", "output folder writable"]
+    layout = pack(plan)
+    return layout, check_on_slurm(plan, layout, directory, client or SlurmClient())
+
+
+def check_on_slurm(plan: RunPlan, layout: PackedLayout, directory: TrialDirectory, client: SlurmClient) -> list[str]:
+    """Our own checks with the numbers, then SLURM's."""
+    checks = check_layout(layout, client.nodes(), client.partitions())
+    options = sbatch_options(plan, layout, directory, attempt=0)
+    with tempfile.TemporaryDirectory(prefix="corral-check-") as folder:
+        script = Path(folder) / "trial.sbatch"
+        script.write_text(render_script(directory, attempt=0))
+        answer = client.test_submission(options, script)
+    if " to start at " in answer:
+        checks.append(f"est. start {answer.partition(' to start at ')[2].partition(' ')[0]}")
+    return checks
+
+
+def _refuse_queued(facts: TrialFacts, client: SlurmClient) -> None:
+    try:
+        jobs = client.queue()
+    except SlurmError as error:
+        raise SubmissionError(f"cannot tell whether trial {facts.name} still runs: {error}") from error
+    alive = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED")
+    for job in jobs:
+        if job.tag.get("trial_uuid") == facts.uuid and job.state in alive:
+            raise SubmissionError(
+                f"trial {facts.name} is still job {job.job_id} ({job.state}); rl-stop {facts.name} first"
+            )
+
+
+def _config_text(plan: RunPlan) -> bytes:
+    # Not at the top: only a submission writes YAML.
+    import yaml
+
+    return yaml.safe_dump(plan.config, sort_keys=False, allow_unicode=True).encode()

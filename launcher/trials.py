@@ -1,0 +1,106 @@
+"""From what a user types to a trial directory: a trial's name, experiment/trial, or a path.
+
+{fileroot}/{experiment}/{trial}/plan.json      fileroot is --fileroot, else $CORRAL_FILEROOT, else ~/corral
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.errors import closest
+from corral.experiments.trial_directory import TrialDirectory
+
+
+class TrialNotFoundError(LookupError):
+    """No trial is meant by that, or more than one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialFacts:
+    """What plan.json says about a trial, read without the schema: rl-status shows many trials in no time."""
+
+    directory: TrialDirectory
+    experiment: str
+    trial: str
+    uuid: str
+    mode: str
+    total_steps: int | None
+    workers: tuple[str, ...]
+    lease_ttl_s: float
+    setup_timeout_s: float
+    stop_grace_s: float
+
+    @property
+    def name(self) -> str:
+        """experiment/trial."""
+        return f"{self.experiment}/{self.trial}"
+
+
+def default_fileroot() -> Path:
+    """Where trials are, unless an experiment or --fileroot says otherwise."""
+    configured = os.environ.get("CORRAL_FILEROOT")
+    return Path(configured).expanduser() if configured else Path.home() / "corral"
+
+
+def list_trials(fileroot: Path) -> list[TrialFacts]:
+    """All trials below a fileroot, the newest last; folders that are no trials are skipped."""
+    plans = sorted(fileroot.glob("*/*/plan.json"), key=lambda path: path.stat().st_mtime)
+    facts = (read_facts(TrialDirectory(path.parent)) for path in plans)
+    return [one for one in facts if one is not None]
+
+
+def find_trial(argument: str, fileroot: Path) -> TrialFacts:
+    """The one trial that is meant.
+
+    Raises:
+        TrialNotFoundError: with the candidates.
+    """
+    as_path = Path(argument).expanduser()
+    if as_path.is_absolute() or argument.startswith((".", "~")) or (as_path / "plan.json").is_file():
+        facts = read_facts(TrialDirectory(as_path.resolve()))
+        if facts is None:
+            raise TrialNotFoundError(f"{as_path} is no trial directory (it has no readable plan.json)")
+        return facts
+    trials = list_trials(fileroot)
+    exact = [one for one in trials if argument in (one.name, one.trial)]
+    if len(exact) == 1:
+        return exact[0]
+    if exact:
+        names = ", ".join(one.name for one in exact)
+        raise TrialNotFoundError(f"{argument!r} is the name of {len(exact)} trials: {names}; write experiment/trial")
+    known = [one.name for one in trials] + [one.trial for one in trials]
+    near = closest(argument, known)
+    hint = f"did you mean {near!r}?" if near else f"rl-status lists the {len(trials)} trials that are there"
+    raise TrialNotFoundError(f"no trial {argument!r} below {fileroot}; {hint}")
+
+
+def read_facts(directory: TrialDirectory) -> TrialFacts | None:
+    """What the plan says, or None if there is no plan (yet)."""
+    try:
+        plan = json.loads(directory.plan_path.read_bytes())
+        return TrialFacts(
+            directory=directory,
+            experiment=plan["trial"]["experiment"],
+            trial=plan["trial"]["trial"],
+            uuid=plan["trial"]["uuid"],
+            mode=plan["mode"],
+            total_steps=_total_steps(plan),
+            workers=tuple(f"{worker['kind']}/{worker['index']}" for worker in plan["workers"]),
+            lease_ttl_s=float(plan["supervision"]["lease_ttl_s"]),
+            setup_timeout_s=float(plan["supervision"]["setup_timeout_s"]),
+            stop_grace_s=float(plan["supervision"]["stop_grace_s"]),
+        )
+    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _total_steps(plan: dict[str, Any]) -> int | None:
+    master = next((worker for worker in plan["workers"] if worker["kind"] == "master_worker"), None)
+    if master is None:
+        return None
+    control = master["control"]
+    in_all = master["num_prompts"] * control["total_train_epochs"]
+    steps = -(-in_all // master["train_batch_size"])
+    return int(min(steps, control["max_steps"] or steps))

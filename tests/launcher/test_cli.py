@@ -1,0 +1,242 @@
+"""The commands as users run them: real processes, real exit codes, and nothing left behind by a mistake."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher import cli, submit
+from corral.launcher.processes import trial_processes
+from corral.launcher.trials import list_trials, read_facts
+from tests.experiments.broken_yaml import BROKEN_CASES, VALID_PPO, BrokenCase, write_inputs
+from tests.launcher.conftest import MakeTrial
+from tests.launcher.stub_supervisor import COMMAND
+from tests.launcher.trials import end_trial, wait_until
+
+BIN = Path(sys.executable).parent
+
+
+def run(command: str, *arguments: str, fileroot: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(BIN / command), *arguments],
+        env=os.environ | {"CORRAL_FILEROOT": str(fileroot), "COLUMNS": "200", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Iterator[Path]:
+    write_inputs(tmp_path)
+    path = tmp_path / "experiment.yaml"
+    path.write_text(VALID_PPO)
+    yield path
+    for facts in list_trials(tmp_path / "trials"):
+        end_trial(facts.directory)
+
+
+@pytest.mark.parametrize("case", BROKEN_CASES, ids=lambda case: case.name)
+def test_a_broken_experiment_is_refused_with_exit_2_and_nothing_is_left(
+    case: BrokenCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = case.write(tmp_path / "input")
+    overrides = [part for override in case.overrides for part in ("-s", override)]
+    assert _submit(monkeypatch, file, "--local", *overrides, fileroot=tmp_path / "trials") == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert not (tmp_path / "trials").exists()
+
+
+@pytest.mark.parametrize("case", BROKEN_CASES[::15], ids=lambda case: case.name)
+def test_a_refusal_needs_no_more_than_a_message_on_stderr(case: BrokenCase, tmp_path: Path) -> None:
+    file = case.write(tmp_path / "input")
+    overrides = [part for override in case.overrides for part in ("-s", override)]
+    refused = run("rl-submit", str(file), "--local", *overrides, fileroot=tmp_path / "trials")
+    assert refused.returncode == 2
+    assert refused.stdout == "" and refused.stderr.startswith("error: ") and "Traceback" not in refused.stderr
+    assert all(word in refused.stderr for word in case.words)
+    assert not (tmp_path / "trials").exists()
+
+
+def test_dry_run_shows_the_plan_and_writes_nothing(experiment: Path, tmp_path: Path) -> None:
+    shown = run("rl-submit", str(experiment), "--local", "--dry-run", fileroot=tmp_path / "trials")
+    assert shown.returncode == 0, shown.stderr
+    assert "small-grpo/trial-1" in shown.stdout and "rollout_worker" in shown.stdout and "checks" in shown.stdout
+    assert not (tmp_path / "trials").exists()
+
+
+@pytest.mark.parametrize("name", ["a/b", "../up", "-n", "a;b", "", "a\nb"])
+def test_a_trial_name_that_is_no_file_name_is_refused(name: str, experiment: Path, tmp_path: Path) -> None:
+    with pytest.raises(submit.ConfigError, match="trial name"):
+        submit.prepare(experiment, [f"cluster.fileroot={tmp_path / 'trials'}"], trial_name=name, mode="local")
+
+
+def test_a_missing_gpu_is_refused_with_both_numbers(experiment: Path, tmp_path: Path) -> None:
+    more = "groups.model_worker.scheduling.gpu=1"
+    refused = subprocess.run(
+        [str(BIN / "rl-submit"), str(experiment), "--local", "-s", more],
+        env=os.environ | {"CORRAL_FILEROOT": str(tmp_path / "trials"), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert refused.returncode == 2
+    assert "needs 1 GPUs" in refused.stderr and "has 0" in refused.stderr
+    assert not (tmp_path / "trials").exists()
+
+
+def test_slurm_commands_that_are_missing_are_named(experiment: Path, tmp_path: Path) -> None:
+    refused = subprocess.run(
+        [str(BIN / "rl-submit"), str(experiment), "-s", "cluster.cpus_per_node=64"],
+        env={"CORRAL_FILEROOT": str(tmp_path / "trials"), "PATH": str(tmp_path), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert refused.returncode == 4, refused.stderr
+    assert "--local" in refused.stderr
+    assert not (tmp_path / "trials").exists()
+
+
+def test_unknown_trials_get_the_closest_name(make_trial: MakeTrial, tmp_path: Path) -> None:
+    make_trial(trial="gsm8k-a")
+    missing = run("rl-status", "gsm8k-b", fileroot=tmp_path)
+    assert missing.returncode == 3
+    assert "gsm8k-a" in missing.stderr
+
+
+def test_a_name_that_two_experiments_use_is_refused_with_both(make_trial: MakeTrial, tmp_path: Path) -> None:
+    make_trial(experiment="one", trial="same")
+    make_trial(experiment="two", trial="same")
+    ambiguous = run("rl-logs", "same", fileroot=tmp_path)
+    assert ambiguous.returncode == 3
+    assert "one/same" in ambiguous.stderr and "two/same" in ambiguous.stderr
+
+
+def test_rl_stop_checkpoints_and_rl_status_shows_the_end(make_trial: MakeTrial, tmp_path: Path) -> None:
+    trial = make_trial({"master_worker/0": ["master"]})
+    trial.start()
+    trial.wait_for_workers()
+    stopped = run("rl-stop", "trial", fileroot=tmp_path)
+    assert stopped.returncode == 0, stopped.stderr
+    assert "exp/trial STOPPED: checkpointed at step 3" in stopped.stdout
+    assert trial.wait() == 0
+    again = run("rl-stop", "exp/trial", fileroot=tmp_path)
+    assert again.returncode == 0 and "STOPPED" in again.stdout
+    shown = run("rl-status", "-o", "json", fileroot=tmp_path)
+    (status,) = json.loads(shown.stdout)
+    assert (status["state"], status["step"], status["total_steps"]) == ("STOPPED", 3, 3)
+
+
+def test_rl_logs_shows_lines_paths_and_the_first_failure(make_trial: MakeTrial, tmp_path: Path) -> None:
+    trial = make_trial(
+        {"master_worker/0": ["master"], "gserver_manager/0": ["exit 9"]}, supervision={"max_restarts": 0}
+    )
+    assert trial.run() == 1
+    shown = run("rl-logs", "trial", "gserver_manager", "-n", "1", fileroot=tmp_path)
+    assert shown.stdout == "gserver_manager/0 | ValueError: told to exit with 9\n"
+    path = run("rl-logs", "trial", "master_worker/0", "--path", fileroot=tmp_path)
+    assert path.stdout.strip() == str(trial.directory.worker_log(0, "master_worker", 0))
+    errors = run("rl-logs", "trial", "--errors", fileroot=tmp_path)
+    assert errors.stdout.startswith("first failure: gserver_manager/0") and "exit 9" in errors.stdout
+    nobody = run("rl-logs", "trial", "critic", fileroot=tmp_path)
+    assert nobody.returncode == 3 and "gserver_manager/0" in nobody.stderr
+
+
+def test_a_local_trial_survives_the_terminal_that_started_it(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starter = (
+        "import sys; from pathlib import Path; from corral.launcher import submit\n"
+        f"s = submit.prepare(Path({str(experiment)!r}), {_small(tmp_path)!r}, trial_name='t', mode='local')\n"
+        "submit.create(s)\n"
+        "(s.directory.path / 'stub.json').write_text('{\"master_worker/0\": [\"finish 1.0\"]}')\n"
+        f"print(submit.start(s, supervisor_command={list(COMMAND)!r}), flush=True)\n"
+        "import time; time.sleep(60)\n"
+    )
+    terminal = subprocess.Popen(
+        [sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert terminal.stdout is not None
+    supervisor = int(terminal.stdout.readline())
+    os.killpg(terminal.pid, signal.SIGHUP)  # what a closed terminal sends
+    terminal.wait(10)
+    facts = read_facts(TrialDirectory(tmp_path / "trials" / "small-grpo" / "t"))
+    assert facts is not None
+    assert os.getsid(supervisor) == supervisor
+    ended = wait_until(lambda: _status_when_final(facts.name, tmp_path / "trials"), "the end of the trial")
+    assert ended["state"] == "COMPLETE"
+    assert list(trial_processes(facts.uuid)) == []
+
+
+def test_wait_shows_progress_and_answers_with_the_end(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _use_stub_workers(monkeypatch, {"master_worker/0": ["finish 0.2"]})
+    assert _submit(monkeypatch, experiment, "--local", "--wait", "-n", "w", fileroot=tmp_path / "trials") == 0
+    output = capsys.readouterr().out
+    assert "step 3/" in output and "reward 0.75" in output
+    assert "small-grpo/w COMPLETE" in output and "curves.png" in output
+    assert "rl-status small-grpo/w" in output
+
+
+def test_wait_tells_failure_and_resume_refuses_a_trial_that_is_done(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "trials"
+    _use_stub_workers(monkeypatch, {"master_worker/0": ["exit 2", "finish 0.1"]})
+    assert _submit(monkeypatch, experiment, "--local", "--wait", "-n", "f", fileroot=root) == 6
+    assert "FAILED: master_worker/0 exit 2" in capsys.readouterr().out
+    assert _submit(monkeypatch, "--resume", "f", "--wait", fileroot=root) == 0
+    assert "attempt 1" in run("rl-status", "f", fileroot=root).stdout
+    assert _submit(monkeypatch, "--resume", "f", fileroot=root) == 1
+    assert "is complete" in capsys.readouterr().err
+    assert _submit(monkeypatch, experiment, "--local", "-n", "f", fileroot=root) == 2
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_a_supervisor_that_cannot_start_leaves_no_trial(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(submit.start, "__kwdefaults__", submit.start.__kwdefaults__ | {
+        "supervisor_command": [sys.executable, "-c", "raise SystemExit('no such thing')"]
+    })  # fmt: skip
+    assert _submit(monkeypatch, experiment, "--local", "-n", "x", fileroot=tmp_path / "trials") == 1
+    assert "no such thing" in capsys.readouterr().err
+    assert list((tmp_path / "trials" / "small-grpo").iterdir()) == []
+
+
+def _small(tmp_path: Path) -> list[str]:
+    return [f"cluster.fileroot={tmp_path / 'trials'}", "supervision.restart_pause_s=0.05"]
+
+
+def _use_stub_workers(monkeypatch: pytest.MonkeyPatch, behaviour: dict[str, list[str]]) -> None:
+    """Starts are those of the product, but for the workers' program."""
+    monkeypatch.setattr(submit.start, "__kwdefaults__", submit.start.__kwdefaults__ | {"supervisor_command": COMMAND})
+    create = submit.create
+
+    def create_with_behaviour(submission: submit.Submission) -> None:
+        create(submission)
+        (submission.directory.path / "stub.json").write_text(json.dumps(behaviour))
+
+    monkeypatch.setattr(submit, "create", create_with_behaviour)
+
+
+def _submit(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path, fileroot: Path) -> int:
+    monkeypatch.setenv("CORRAL_FILEROOT", str(fileroot))
+    monkeypatch.setattr(sys, "argv", ["rl-submit", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.submit_main()
+    return int(ended.value.code or 0)
+
+
+def _status_when_final(trial: str, fileroot: Path) -> dict[str, str] | None:
+    shown = run("rl-status", trial, "-o", "json", fileroot=fileroot)
+    (status,) = json.loads(shown.stdout)
+    return status if status["state"] in ("COMPLETE", "FAILED", "LOST", "STOPPED") else None
