@@ -19,7 +19,6 @@ from corral.workers.generation.engine_batch import ContinuousBatch, PauseMode, g
 from corral.workers.generation.engine_decoder import Decoder, UnsupportedModelError, check_supported
 from corral.workers.generation.engine_requests import GenerationRequest, RequestOutput
 from corral.workers.generation.engine_weights import (
-    ManifestVerifier,
     StagedWeights,
     WeightLayout,
     WeightsRejectedError,
@@ -63,7 +62,6 @@ class GenerationEngine(ContinuousBatch):
         max_total_tokens: int = 131_072,
         seed: int = 0,
         version: str = "default",
-        verify_manifest: ManifestVerifier | None = None,
     ) -> None:
         """Load a Hugging Face model directory; nothing is downloaded.
 
@@ -75,7 +73,6 @@ class GenerationEngine(ContinuousBatch):
             max_total_tokens: cache positions in all, rows x longest; bounds the cache's memory.
             seed: of requests that bring no seed of their own.
             version: tag of the weights that are loaded here.
-            verify_manifest: checks the directory of a weight update before it is read.
 
         Raises:
             UnsupportedModelError: if the architecture cannot be run exactly.
@@ -83,7 +80,6 @@ class GenerationEngine(ContinuousBatch):
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         self.model_directory = Path(model_directory)
-        self._verify_manifest = verify_manifest
         self._model, eos_token_ids = _load_model(self.model_directory, dtype=DTYPES[dtype], device=device)
         self._layout = WeightLayout.of(self._model)
         super().__init__(
@@ -106,9 +102,7 @@ class GenerationEngine(ContinuousBatch):
         Raises:
             WeightsRejectedError: if they are unreadable, incomplete or of another model.
         """
-        return stage_weights(
-            directory, self._layout, manifest_sha256=manifest_sha256, verify_manifest=self._verify_manifest
-        )
+        return stage_weights(directory, self._layout, manifest_sha256=manifest_sha256)
 
     def apply_weights(self, staged: StagedWeights, *, version: str) -> None:
         """Copy staged weights over the live ones; the next token is made by them, whatever the cache holds."""

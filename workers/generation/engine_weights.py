@@ -10,7 +10,7 @@ converted to the engine's dtype, exactly as at the start of the server.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from corral.workers.checkpoint import MANIFEST_NAME, CorruptCheckpointError, verify_manifest
+
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _TIED_HEAD = "lm_head.weight"
@@ -27,9 +29,6 @@ _NAMES_IN_MESSAGE = 5
 
 # What `from_pretrained` would convert without loss of meaning; quantised or integer weights need their scales.
 _LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16"})
-
-ManifestVerifier = Callable[[Path, str | None], object]
-"""(directory, expected sha256 of the manifest or None); raises ValueError or OSError if the files are other ones."""
 
 
 class WeightsRejectedError(ValueError):
@@ -59,23 +58,18 @@ class WeightLayout:
         return cls(shapes=shapes, dtype=any_parameter.dtype, has_tied_head=_TIED_HEAD not in shapes)
 
 
-def stage_weights(
-    directory: Path,
-    layout: WeightLayout,
-    *,
-    manifest_sha256: str | None = None,
-    verify_manifest: ManifestVerifier | None = None,
-) -> StagedWeights:
+def stage_weights(directory: Path, layout: WeightLayout, *, manifest_sha256: str | None = None) -> StagedWeights:
     """Read a Hugging Face safetensors directory completely, or refuse it.
+
+    A directory with a manifest must be what the manifest says, and the manifest what `manifest_sha256` says if it is
+    given. Without both, as in a model from elsewhere, the files are taken as they are.
 
     Raises:
         WeightsRejectedError: naming the file or tensor, what was expected and what was found.
     """
     with _rejecting(directory):
-        if verify_manifest is not None:
+        if manifest_sha256 is not None or (directory / MANIFEST_NAME).exists():
             verify_manifest(directory, manifest_sha256)
-        elif manifest_sha256 is not None:
-            raise WeightsRejectedError("a manifest checksum was given, but this engine was built without a verifier")
         files = _weight_files(directory)
         _check_names(layout, files)
         tensors = {name: tensor for name, tensor in _read_tensors(directory, layout, files)}
@@ -97,7 +91,7 @@ def _rejecting(directory: Path) -> Iterator[None]:
         yield
     except WeightsRejectedError as error:
         raise WeightsRejectedError(f"weights in {directory} were rejected: {error}") from error.__cause__
-    except (OSError, SafetensorError, ValueError) as error:
+    except (CorruptCheckpointError, OSError, SafetensorError, ValueError) as error:
         raise WeightsRejectedError(f"weights in {directory} could not be read: {error}") from error
 
 

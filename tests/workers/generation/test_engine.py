@@ -308,7 +308,7 @@ def test_a_request_whose_logits_are_not_finite_is_ended_and_the_engine_lives(
     [bad] = engine.generate([request("bad", [*[7] * 30, 13], temperature=1.0, max_new_tokens=5)])
     assert bad.finish_reason == AbortFinish("the model's logits are not finite")
     assert bad.output_ids == ()
-    # The first of these takes over the cache row; its positions beyond its own length are read, masked, with the second's.
+    # The first takes over the cache row; what lies beyond its own length is read, masked, along with the second.
     prompts = [[7], [5] * 40]
     outputs = engine.generate(request(str(i), prompt, max_new_tokens=4) for i, prompt in enumerate(prompts))
     for prompt, output in zip(prompts, outputs, strict=True):

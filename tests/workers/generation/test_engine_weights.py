@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from corral.workers.checkpoint import write_manifest
 from corral.workers.generation.engine import (
     GenerationEngine,
     GenerationRequest,
@@ -138,20 +139,24 @@ def test_unreadable_weights_are_refused(old_directory: Path, new_directory: Path
         engine.update_weights(tmp_path, version="1.1")
 
 
-def test_the_manifest_is_verified_before_a_weight_is_read(old_directory: Path, tmp_path: Path) -> None:
-    seen: list[tuple[Path, str | None]] = []
+def test_weights_must_be_those_of_their_manifest(old_directory: Path, new_directory: Path, tmp_path: Path) -> None:
+    published = tmp_path / "v1"
+    shutil.copytree(new_directory, published)
+    sha256 = write_manifest(published, {})
+    engine = GenerationEngine(old_directory, version="1.0")
+    with pytest.raises(WeightsRejectedError, match="could not be read"):
+        engine.update_weights(published, version="1.1", manifest_sha256="0" * 64)
+    engine.update_weights(published, version="1.1", manifest_sha256=sha256)
+    content = bytearray((published / "model.safetensors").read_bytes())
+    content[-1] ^= 1  # still a valid file of the right size
+    (published / "model.safetensors").write_bytes(content)
+    for expected in (sha256, None):
+        with pytest.raises(WeightsRejectedError, match="model.safetensors"):
+            engine.update_weights(published, version="1.2", manifest_sha256=expected)
+    assert engine.version == "1.1"
 
-    def verify(directory: Path, sha256: str | None) -> None:
-        seen.append((directory, sha256))
-        raise ValueError("model.safetensors has sha256 aa, the manifest says bb")
 
-    engine = GenerationEngine(old_directory, verify_manifest=verify)
-    with pytest.raises(WeightsRejectedError, match="has sha256 aa, the manifest says bb"):
-        engine.update_weights(tmp_path, version="1.1", manifest_sha256="cc")
-    assert seen == [(tmp_path, "cc")]
-
-
-def test_a_manifest_checksum_is_not_silently_ignored(old_directory: Path, new_directory: Path) -> None:
+def test_a_checksum_of_a_manifest_that_is_not_there_is_an_error(old_directory: Path, new_directory: Path) -> None:
     engine = GenerationEngine(old_directory)
-    with pytest.raises(WeightsRejectedError, match="built without a verifier"):
-        engine.update_weights(new_directory, version="1.1", manifest_sha256="cc")
+    with pytest.raises(WeightsRejectedError, match="manifest"):
+        engine.update_weights(new_directory, version="1.1", manifest_sha256="0" * 64)

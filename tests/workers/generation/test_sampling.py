@@ -59,7 +59,13 @@ def test_temperature_zero_takes_the_most_likely_token_with_its_model_logprob() -
 def test_a_row_draws_the_same_token_whatever_its_neighbours_ask_for() -> None:
     uniforms = torch.rand(64, generator=torch.Generator().manual_seed(1))
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(2))
-    kinds = [{}, {"top_p": 0.5}, {"top_k": 3}, {"temperature": 0}, {"temperature": 0.3, "top_p": 0.9}]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.5},
+        {"top_k": 3},
+        {"temperature": 0},
+        {"temperature": 0.3, "top_p": 0.9},
+    ]
     rows = [SamplingParams(**kinds[index % len(kinds)]) for index in range(64)]
     together, logprobs_together = draw(rows, logits, uniforms)
     for index, params in enumerate(rows):

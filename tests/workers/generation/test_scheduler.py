@@ -1,6 +1,7 @@
 """Continuous batching as a state machine: first come, first served, within the rows and the rectangle of the cache."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,10 @@ def scheduler_of(*reserved: int, rows: int = 3, tokens: int = 100) -> BatchSched
     for name, size in enumerate(reserved):
         scheduler.add(Item(name, size))
     return scheduler
+
+
+def has_name(name: int, item: Item) -> bool:
+    return item.name == name
 
 
 def names(items: list[Item]) -> list[int]:
@@ -109,7 +114,7 @@ def test_no_request_is_lost_doubled_or_run_beyond_the_limits(operations: list[tu
                 alive.discard(scheduler.running[row].name)
                 scheduler.remove(row)
             case "withdraw":
-                alive -= {item.name for item in scheduler.withdraw(lambda item: item.name == value)}
+                alive.difference_update(names(scheduler.withdraw(partial(has_name, value))))
         present = [*names(scheduler.running), *(item.name for item in (*scheduler.waiting, *scheduler.held))]
         assert sorted(present) == sorted(alive)
         assert len(scheduler.running) <= rows

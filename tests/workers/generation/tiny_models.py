@@ -1,4 +1,4 @@
-"""Tiny random models on disk, and what transformers says about them: the independent reference of the engine's tests."""
+"""Tiny random models on disk, and what transformers says about them: the reference of the engine's tests."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +45,8 @@ def save_tiny_model(directory: Path, *, seed: int = 0, model_type: str = "qwen2"
         ),
     }
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(configs[model_type]())
+    auto_class: Any = AutoModelForCausalLM  # transformers leaves these methods untyped
+    model = auto_class.from_config(configs[model_type]())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_(torch.randn_like(parameter) * (0.6 if "embed" in name else 0.2))
@@ -55,7 +56,8 @@ def save_tiny_model(directory: Path, *, seed: int = 0, model_type: str = "qwen2"
 
 def load_reference(directory: Path) -> Any:
     """The model as transformers runs it."""
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model.eval()
 
 
 def reference_greedy(model: Any, prompt: Sequence[int], *, max_new_tokens: int) -> list[int]:
@@ -83,8 +85,7 @@ def reference_logprobs(
 def reference_logprobs_over_cache(
     first: Any, second: Any, prompt: Sequence[int], output_ids: Sequence[int], *, num_cached: int
 ) -> Tensor:
-    """As `reference_logprobs` at temperature 1, keys and values of the first `num_cached` tokens made by `first`, the rest
-    by `second`; only the output tokens that `second` predicts."""
+    """Of the output tokens that `second` predicts, when keys and values of the first `num_cached` are `first`'s."""
     tokens = torch.tensor([[*prompt, *output_ids]])
     cache = DynamicCache(config=first.config)
     with torch.no_grad():
