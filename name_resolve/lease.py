@@ -65,6 +65,7 @@ class Lease:
         self._keepalive = keepalive
         self._put = put
         self._refreshed_at_s = refreshed_at_s
+        self._due_at_s = refreshed_at_s
         self._lost_to: str | None = None
         self._released = False
 
@@ -122,9 +123,9 @@ class Keepalive:
         self._store = store
         self._publishing = threading.Lock()
         self._wake = threading.Condition()
-        self._due_at_s: dict[Lease, float] = {}
+        self._leases: dict[str, Lease] = {}  # those that are held, by name
         self._closed = False
-        self._is_reachable = True
+        self._is_failing = False
         self._thread: threading.Thread | None = None
 
     def acquire(self, put: Put) -> Lease:
@@ -133,7 +134,7 @@ class Keepalive:
             with self._wake:
                 if self._closed:
                     raise NameServiceError(f"cannot lease {put.name!r}: the name service is closed")
-                if any(lease.name == put.name for lease in self._due_at_s):
+                if put.name in self._leases:
                     raise NameExistsError(f"{put.name!r} is already leased through this name service; release it first")
             sent_at_s = lease_clock_s()
             [holder] = self._store._put([put])
@@ -159,10 +160,10 @@ class Keepalive:
             if lease._released:
                 return
             lease._released = True
-            with self._wake:
-                self._due_at_s.pop(lease, None)
             if lease.lost:
                 return
+            with self._wake:
+                del self._leases[lease.name]
             try:
                 self._store._remove(lease.name, owner=lease.owner, patience_s=patience_s)
             except NameServiceUnavailableError as error:
@@ -174,7 +175,7 @@ class Keepalive:
             if self._closed:
                 return
             self._closed = True
-            leases = list(self._due_at_s)
+            leases = list(self._leases.values())
             self._wake.notify_all()
         if self._thread is not None:
             self._thread.join()  # returns within one exchange, which the socket timeouts of the store bound
@@ -183,7 +184,8 @@ class Keepalive:
 
     def _schedule(self, lease: Lease, due_at_s: float) -> None:
         with self._wake:
-            self._due_at_s[lease] = due_at_s
+            lease._due_at_s = due_at_s
+            self._leases[lease.name] = lease
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name="name-service-keepalive", daemon=True)
                 self._thread.start()
@@ -195,24 +197,27 @@ class Keepalive:
                 if self._closed:
                     return
                 now_s = lease_clock_s()
-                if not any(due_at_s <= now_s for due_at_s in self._due_at_s.values()):
-                    next_due_at_s = min(self._due_at_s.values(), default=now_s + _MAX_BEAT_INTERVAL_S)
-                    self._wake.wait(next_due_at_s - now_s)
+                due_at_s = min(
+                    (lease._due_at_s for lease in self._leases.values()), default=now_s + _MAX_BEAT_INTERVAL_S
+                )
+                if due_at_s > now_s:
+                    self._wake.wait(due_at_s - now_s)
                     continue
             self._beat(now_s)
 
     def _beat(self, now_s: float) -> None:
         with self._publishing:
             with self._wake:
-                due = [lease for lease, due_at_s in self._due_at_s.items() if due_at_s <= now_s]
+                due = [lease for lease in self._leases.values() if lease._due_at_s <= now_s]
             if not due:  # released while we waited for the lock
                 return
             try:
                 self._exchange(due)
+            except NameServiceError as error:
+                self._retry_soon(due, error)
             except Exception:  # whatever went wrong, a worker whose keepalive died would look dead while it works
-                logger.exception("keepalive of %s failed; it goes on", ", ".join(lease.name for lease in due[:3]))
-                for lease in due:
-                    self._schedule(lease, lease_clock_s() + _RETRY_INTERVAL_S)
+                logger.exception("keepalive failed; it goes on")
+                self._retry_soon(due, None)
 
     def _exchange(self, leases: Sequence[Lease]) -> None:
         """One put for each lease, in one batch; outcomes go into the leases and the schedule."""
@@ -220,15 +225,11 @@ class Keepalive:
         try:
             holders = self._store._put([lease._put for lease in leases], patience_s=0.0)
         except NameServiceUnavailableError as error:
-            if self._is_reachable:
-                logger.warning("keepalive cannot refresh %d leases, trying on: %s", len(leases), error)
-            self._is_reachable = False
-            for lease in leases:
-                self._schedule(lease, lease_clock_s() + min(_RETRY_INTERVAL_S, _beat_interval_s(lease)))
+            self._retry_soon(leases, error)
             return
-        if not self._is_reachable:
-            logger.info("keepalive reaches the name service again")
-        self._is_reachable = True
+        if self._is_failing:
+            logger.info("keepalive refreshes again")
+        self._is_failing = False
         for lease, holder in zip(leases, holders, strict=True):
             if holder:
                 self._lose(lease, holder)
@@ -236,13 +237,25 @@ class Keepalive:
                 lease._refreshed_at_s = sent_at_s
                 self._schedule(lease, sent_at_s + _beat_interval_s(lease))
 
+    def _retry_soon(self, leases: Sequence[Lease], error: NameServiceError | None) -> None:
+        if error is not None and not self._is_failing:  # say it once for an outage, not twice a second
+            logger.warning("keepalive cannot refresh %s, trying on: %s", _some_names(leases), error)
+        self._is_failing = True
+        for lease in leases:
+            self._schedule(lease, lease_clock_s() + min(_RETRY_INTERVAL_S, _beat_interval_s(lease)))
+
     def _lose(self, lease: Lease, holder: str) -> None:
         logger.warning("lease %s of owner %s is lost to owner %s", lease.name, lease.owner, holder)
         lease._lost_to = holder
         with self._wake:
-            self._due_at_s.pop(lease, None)
+            del self._leases[lease.name]
 
 
 def _beat_interval_s(lease: Lease) -> float:
     ttl_s = lease._put.ttl_s
     return _MAX_BEAT_INTERVAL_S if ttl_s is None else min(ttl_s / 3, _MAX_BEAT_INTERVAL_S)
+
+
+def _some_names(leases: Sequence[Lease]) -> str:
+    names = ", ".join(lease.name for lease in leases[:3])
+    return names if len(leases) <= 3 else f"{names} and {len(leases) - 3} more"

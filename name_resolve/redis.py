@@ -205,8 +205,9 @@ class RedisNameService(NameService):
 
     def _retry(self, operation: Callable[[], Result], patience_s: float | None = None) -> Result:
         """Run an operation, again after each connection error, at most for the patience or `unavailable_timeout_s`."""
-        patience_s = self._unavailable_timeout_s if patience_s is None else patience_s
-        deadline_s = time.monotonic() + min(patience_s, self._unavailable_timeout_s)
+        limit_s = self._unavailable_timeout_s
+        patience_s = limit_s if patience_s is None else min(patience_s, limit_s)
+        deadline_s = time.monotonic() + patience_s
         backoff_s = _FIRST_BACKOFF_S
         while True:
             if self._is_disconnected:

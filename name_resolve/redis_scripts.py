@@ -17,10 +17,21 @@ from typing import Any
 
 import redis
 
-_STORE = """
+# What we cannot read is treated as somebody else's, so that one foreign value stops no batch.
+_OWNER_OF = """
+local function owner_of(stored)
+  local is_json, record = pcall(cjson.decode, stored)
+  if is_json and type(record) == 'table' and type(record.owner) == 'string' then return record.owner end
+  return 'unknown'
+end
+"""
+
+_STORE = (
+    _OWNER_OF
+    + """
 local stored = redis.call('GET', KEYS[1])
 if stored and ARGV[5] == '0' then
-  local holder = cjson.decode(stored).owner
+  local holder = owner_of(stored)
   if holder ~= ARGV[2] then return holder end
 end
 if ARGV[4] == '' then
@@ -34,15 +45,19 @@ if not stored then
 end
 return ''
 """
+)
 
-_REMOVE = """
+_REMOVE = (
+    _OWNER_OF
+    + """
 if ARGV[2] ~= '' then
   local stored = redis.call('GET', KEYS[1])
-  if stored and cjson.decode(stored).owner ~= ARGV[2] then return 0 end
+  if stored and owner_of(stored) ~= ARGV[2] then return 0 end
 end
 redis.call('ZREM', KEYS[2], ARGV[1])
 return redis.call('DEL', KEYS[1])
 """
+)
 
 _COUNT = """
 local stored = redis.call('GET', KEYS[1])

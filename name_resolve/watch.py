@@ -79,6 +79,7 @@ class Watch:
         self._closed = threading.Event()
         self._fired = False
         self._num_surveys = 0
+        self._is_failing = False
         self._thread = threading.Thread(target=self._run, name=f"watch {description}", daemon=True)
         self._thread.start()
 
@@ -122,7 +123,11 @@ class Watch:
 
     def _look(self) -> Survey | None:
         try:
-            return self._survey()
+            survey = self._survey()
         except NameServiceError as error:
-            logger.debug("watch of %s: %s", self._description, error)
+            if not self._is_failing:
+                logger.warning("watch of %s sees nothing, looking on: %s", self._description, error)
+            self._is_failing = True
             return None
+        self._is_failing = False
+        return survey

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,8 @@ def test_the_keepalive_survives_an_unexpected_error(
 ) -> None:
     owner, observer = make_service(), make_service()
     lease = owner.lease("a", "v", ttl_s=SHORT_TTL_S, owner="me")
-    raised, put = threading.Event(), owner._put
+    raised = threading.Event()
+    put: Callable[..., list[str]] = owner._put
 
     def fail_once(*args: Any, **kwargs: Any) -> list[str]:
         if not raised.is_set():
@@ -180,6 +182,28 @@ def test_the_keepalive_survives_an_unexpected_error(
     sent_before_s = lease._refreshed_at_s
     wait_until(lambda: lease._refreshed_at_s > sent_before_s, "the lease is refreshed again")
     assert observer.get("a") == "v"
+
+
+def test_a_backend_that_refuses_for_a_while_is_reported_once(
+    make_service: ServiceFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = make_service()
+    lease = owner.lease("a", "v", ttl_s=0.03, owner="me")
+    num_refusals = 0
+    put: Callable[..., list[str]] = owner._put
+
+    def refuse_three_times(*args: Any, **kwargs: Any) -> list[str]:
+        nonlocal num_refusals
+        num_refusals += 1
+        if num_refusals <= 3:
+            raise NameServiceError("out of memory")
+        return put(*args, **kwargs)
+
+    sent_before_s = lease._refreshed_at_s
+    monkeypatch.setattr(owner, "_put", refuse_three_times)
+    wait_until(lambda: num_refusals > 3 and lease._refreshed_at_s > sent_before_s, "the lease is refreshed again")
+    refusals = [record.getMessage() for record in caplog.records if "out of memory" in record.getMessage()]
+    assert refusals == ["keepalive cannot refresh a, trying on: out of memory"]
 
 
 HOLDER = """

@@ -4,14 +4,22 @@ import os
 import signal
 import socket
 import threading
+import time
 from typing import Any
 
 import pytest
 import redis
 
 from corral.experiments.redis_server import RedisServer
-from corral.name_resolve import NameServiceError, NameServiceUnavailableError, NameTimeoutError, RedisNameService
+from corral.name_resolve import (
+    NameExistsError,
+    NameServiceError,
+    NameServiceUnavailableError,
+    NameTimeoutError,
+    RedisNameService,
+)
 from corral.name_resolve import redis as redis_module
+from corral.name_resolve.redis_scripts import run_scripts
 from tests.name_resolve.conftest import PASSWORD, TRIAL_PREFIX, connect, wait_until
 
 
@@ -58,6 +66,27 @@ def test_a_wait_goes_on_through_a_restart(own_redis_server: RedisServer) -> None
         adder.add("a", "v")
         thread.join(30)
     assert found == ["v"]
+
+
+@pytest.mark.parametrize("register", ["add", "lease", "incr"])
+def test_a_wait_is_woken_by_the_registration_itself(
+    own_redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, register: str
+) -> None:
+    monkeypatch.setattr(redis_module, "_LOOK_AGAIN_S", 60.0)  # so that only a message can wake it in time
+    found: list[str] = []
+    with connect(own_redis_server) as waiter, connect(own_redis_server) as adder:
+        thread = threading.Thread(target=lambda: found.append(waiter.wait("a", timeout_s=20)))
+        thread.start()
+        wait_until(lambda: is_subscribed(own_redis_server, "a"), "the waiter has subscribed")
+        time.sleep(0.1)  # by now it has looked again, and sleeps until a message comes
+        if register == "add":
+            adder.add("a", "1")
+        elif register == "lease":
+            adder.lease("a", "1", ttl_s=60, owner="me")
+        else:
+            adder.incr("a")
+        thread.join(10)  # its last look, at its deadline, would find the name in any case
+        assert found == ["1"]
 
 
 def is_subscribed(server: RedisServer, name: str) -> bool:
@@ -208,8 +237,10 @@ def test_a_record_that_is_not_ours_is_an_error_that_names_its_key(
         client.set(TRIAL_PREFIX + "a", "not a record")
     with pytest.raises(NameServiceError, match="corral/.*/a in Redis at .* is not a record"):
         redis_service.get("a")
-    with pytest.raises(NameServiceError, match="Redis at .* answers"):
+    with pytest.raises(NameExistsError, match="owner unknown"):
         redis_service.add("a", "v")
+    with pytest.raises(NameServiceError, match="Redis at .* answers"):
+        redis_service.incr("a")
 
 
 def test_a_deletion_whose_reply_was_lost_is_no_error(
@@ -231,7 +262,6 @@ def test_an_add_whose_reply_was_lost_recognises_its_own_record(
 
 def lose_first_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server executes the first batch of scripts, and the connection breaks before its reply is read."""
-    run_scripts = redis_module.run_scripts
     calls = iter([redis.ConnectionError("connection lost after execution")])
 
     def run(*args: Any, **kwargs: Any) -> list[Any]:
