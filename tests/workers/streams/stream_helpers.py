@@ -1,0 +1,44 @@
+"""What the stream tests share: keys of a throw-away trial, and waiting for a condition with a deadline."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from corral.experiments.secrets import TrialSecrets
+from corral.workers.streams.security import StreamSecurity
+
+LOOPBACK = "127.0.0.1"
+TRIAL = "0123456789abcdef0123456789abcdef"
+STUBS = Path(__file__).parent
+
+
+def security_of(directory: Path, role: str) -> StreamSecurity:
+    """Sockets of one role of the trial whose secrets are in `directory`."""
+    return StreamSecurity.from_trial_secrets(TrialSecrets.load(directory), role, trial_uuid=TRIAL)
+
+
+def wait_until(condition: Callable[[], bool], *, waiting_for: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout_s:.0f} s for {waiting_for}")
+        time.sleep(0.005)
+
+
+async def until(condition: Callable[[], bool], *, waiting_for: str, timeout_s: float = 20.0) -> None:
+    """As `wait_until`, on an asyncio loop."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout_s:.0f} s for {waiting_for}")
+        await asyncio.sleep(0.005)
+
+
+def start_stub(name: str, *arguments: object) -> "subprocess.Popen[str]":
+    """A real process that runs one of the stub scripts beside this file."""
+    return subprocess.Popen(
+        [sys.executable, str(STUBS / f"{name}.py"), *map(str, arguments)], stdout=subprocess.PIPE, text=True
+    )

@@ -1,0 +1,276 @@
+"""Who gets in, who does not, and how each of them hears of it."""
+
+import ast
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+
+import corral.workers
+from corral.workers.streams.control import ControlServer, control_call
+from corral.workers.streams.errors import StreamTimeoutError, WrongTrialKeyError
+from corral.workers.streams.link import DealerLink
+from corral.workers.streams.messages import OkReply, Ping
+from corral.workers.streams.request_handler import WorkerRequestStream
+from corral.workers.streams.request_reply import RequestClient
+from corral.workers.streams.router import RouterEndpoint
+from corral.workers.streams.security import CurveKeys, StreamSecurity
+from corral.workers.streams.trajectory_receiver import TrajectoryReceiver
+from tests.workers.streams.stream_helpers import LOOPBACK, TRIAL, until
+
+AsRole = Callable[[str], StreamSecurity]
+WORKERS_ROOT = Path(next(iter(corral.workers.__path__)))
+
+
+def test_only_the_security_module_makes_sockets() -> None:
+    for path in WORKERS_ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "socket":
+                is_plain_socket = isinstance(node.func.value, ast.Name) and node.func.value.id == "socket"
+                assert is_plain_socket or path.name == "security.py", f"{path}:{node.lineno} makes a socket of its own"
+            if isinstance(node, ast.Attribute) and node.attr in ("recv_pyobj", "send_pyobj"):
+                raise AssertionError(f"{path}:{node.lineno} pickles")
+
+
+def test_no_worker_module_pickles() -> None:
+    for path in WORKERS_ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.split(".")[0] for name in names} & {"pickle", "cloudpickle", "dill"}, path
+
+
+@pytest.mark.parametrize("address", ["*", "0.0.0.0", "::", ""])
+def test_no_socket_listens_on_all_interfaces(as_role: AsRole, address: str) -> None:
+    with pytest.raises(ValueError, match="all interfaces"):
+        ControlServer(as_role("model_worker"), lambda command: {}, address=address)
+
+
+def test_an_address_of_another_machine_is_an_error_that_names_it(as_role: AsRole) -> None:
+    with pytest.raises(OSError, match="203.0.113.1"):
+        ControlServer(as_role("model_worker"), lambda command: {}, address="203.0.113.1")
+
+
+def test_a_process_without_the_server_key_cannot_listen() -> None:
+    public, secret = zmq.curve_keypair()
+    keys = CurveKeys(server_public=public, client_public=public, client_secret=secret)
+    with StreamSecurity(keys, role="rollout_worker", trial_uuid=TRIAL) as security:
+        with pytest.raises(ValueError, match="no server key"):
+            security.bind_router(LOOPBACK, roles={"launcher"}, purpose="control")
+
+
+def test_secret_keys_are_not_printed() -> None:
+    keys = CurveKeys(server_public=b"public", client_public=b"mine", client_secret=b"hush", server_secret=b"hush")
+    assert "hush" not in repr(keys)
+
+
+def test_security_refuses_to_close_under_an_open_stream(as_role: AsRole) -> None:
+    security = as_role("model_worker")
+    with ControlServer(security, lambda command: {}, address=LOOPBACK):
+        with pytest.raises(RuntimeError, match="still open"):
+            security.close()
+
+
+async def connect(security: StreamSecurity, endpoint: str, *, deadline_s: float) -> None:
+    link = DealerLink(
+        security,
+        lambda: endpoint,
+        server="master_worker",
+        on_message=lambda frames: None,
+        on_up=lambda: None,
+        on_down=lambda reason: None,
+    )
+    try:
+        await link.wait_up(deadline_s)
+    finally:
+        await link.close()
+
+
+def test_a_stranger_hears_within_two_seconds_that_its_key_is_wrong(
+    as_role: AsRole, stranger: StreamSecurity, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with RequestClient(as_role("master_worker"), address=LOOPBACK, epoch=1) as client:
+            with pytest.raises(WrongTrialKeyError, match="reads the secrets of the trial") as refused:
+                await connect(stranger, client.endpoint, deadline_s=2.0)
+            assert client.endpoint in str(refused.value)
+            await until(lambda: client.num_refused_handshakes > 0, waiting_for="the refusal to be counted", timeout_s=2)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert "were refused so far" in caplog.text
+
+
+def test_an_unknown_key_with_the_right_server_key_is_refused_and_logged(
+    as_role: AsRole, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody who has seen the public key of the server, which is no secret."""
+
+    async def run() -> None:
+        master = as_role("master_worker")
+        public, secret = zmq.curve_keypair()
+        keys = CurveKeys(server_public=master._keys.server_public, client_public=public, client_secret=secret)
+        with StreamSecurity(keys, role="model_worker", trial_uuid=TRIAL) as thief:
+            async with RequestClient(master, address=LOOPBACK, epoch=1) as client:
+                with pytest.raises(WrongTrialKeyError):
+                    await connect(thief, client.endpoint, deadline_s=2.0)
+                assert client.num_refused_handshakes > 0
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert "refused a connection from 127.0.0.1 to requests#" in caplog.text
+    assert "unknown key" in caplog.text
+
+
+def test_a_role_that_the_socket_does_not_serve_is_refused(as_role: AsRole, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with RequestClient(as_role("master_worker"), address=LOOPBACK, epoch=1) as client:
+            with pytest.raises(WrongTrialKeyError, match="does not serve this role"):
+                await connect(as_role("rollout_worker"), client.endpoint, deadline_s=2.0)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert "this socket serves model_worker, not the role rollout_worker" in caplog.text
+
+
+def test_a_client_without_a_key_is_refused(as_role: AsRole) -> None:
+    with ControlServer(as_role("model_worker"), lambda command: {}, address=LOOPBACK) as server:
+        context = zmq.Context()
+        plain = context.socket(zmq.DEALER)
+        plain.setsockopt(zmq.IMMEDIATE, 1)
+        plain.connect(server.endpoint)
+        assert plain.poll(500, zmq.POLLOUT) == 0, "an unauthenticated connection could send"
+        plain.close(linger=0)
+        context.term()
+        assert server.num_refused_handshakes > 0
+
+
+def test_the_worker_stream_raises_a_wrong_key_in_the_main_thread(as_role: AsRole, stranger: StreamSecurity) -> None:
+    with ControlServer(as_role("model_worker"), lambda command: {}, address=LOOPBACK) as server:
+        with WorkerRequestStream(
+            stranger,
+            lambda: server.endpoint,
+            worker_id="model_worker/0",
+            incarnation="a",
+            non_blocking=lambda request, tensors: OkReply(),
+        ) as stream:
+            with pytest.raises(WrongTrialKeyError):
+                stream.next_blocking(timeout_s=2.0)
+
+
+def test_nobody_listening_is_a_timeout_that_names_the_server(as_role: AsRole) -> None:
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        endpoint = f"tcp://{LOOPBACK}:{taken.getsockname()[1]}"
+    with pytest.raises(StreamTimeoutError, match=f"model_worker/3 at {endpoint} .*nobody listens there"):
+        control_call(endpoint, "ping", as_role("launcher"), worker="model_worker/3", deadline_s=0.3)
+
+
+def test_an_address_provider_that_breaks_is_an_error_and_not_a_hang(as_role: AsRole) -> None:
+    async def run() -> None:
+        def broken() -> str:
+            raise ZeroDivisionError("oops")
+
+        link = DealerLink(
+            as_role("model_worker"),
+            broken,
+            server="master_worker",
+            on_message=lambda frames: None,
+            on_up=lambda: None,
+            on_down=lambda reason: None,
+        )
+        with pytest.raises(Exception, match="the link to master_worker broke: ZeroDivisionError: oops"):
+            await link.wait_up(5.0)
+        await link.close()
+
+    asyncio.run(run())
+
+
+def send_garbage(endpoint: str, *, count: int, seed: int) -> None:
+    """Raw TCP connections that say something else than ZeroMQ, or begin like it and then do not go on."""
+    rng = random.Random(seed)
+    host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
+    greeting = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00CURVE".ljust(24, b"\0") + b"\0" * 31
+    prefixes = [b"", b"GET / HTTP/1.1\r\n\r\n", greeting, greeting[:11], greeting + b"\x06" + b"\xff" * 8]
+    for _ in range(count):
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            try:
+                connection.sendall(rng.choice(prefixes) + rng.randbytes(rng.randrange(200)))
+            except (BrokenPipeError, ConnectionResetError):
+                continue  # it hung up on us first, as it should
+
+
+def test_servers_survive_a_thousand_connections_of_garbage(as_role: AsRole) -> None:
+    worker, master = as_role("model_worker"), as_role("master_worker")
+    with (
+        ControlServer(worker, lambda command: {"said": command}, address=LOOPBACK) as control,
+        TrajectoryReceiver(worker, address=LOOPBACK, capacity_records=4, capacity_bytes=10_000) as receiver,
+    ):
+        for index, endpoint in enumerate([control.endpoint, receiver.endpoint]):
+            send_garbage(endpoint, count=1000, seed=index)
+        assert control_call(control.endpoint, "ping", master, worker="model_worker/0", deadline_s=10) == {
+            "said": "ping"
+        }
+        assert receiver.drain(1) == []
+
+        async def master_goes_on() -> None:
+            async with RequestClient(master, address=LOOPBACK, epoch=1) as client:
+                await asyncio.to_thread(send_garbage, client.endpoint, count=1000, seed=2)
+                with WorkerRequestStream(
+                    worker,
+                    lambda: client.endpoint,
+                    worker_id="model_worker/0",
+                    incarnation="a",
+                    non_blocking=lambda request, tensors: OkReply(),
+                ) as stream:
+                    await client.wait_for_workers([stream.worker_id], timeout_s=10)
+                    assert await client.call(stream.worker_id, Ping(), deadline_s=10) == OkReply()
+                    await asyncio.to_thread(send_garbage, client.endpoint, count=100, seed=3)
+                    assert await client.call(stream.worker_id, Ping(), deadline_s=10) == OkReply()
+
+        asyncio.run(master_goes_on())
+
+
+def test_malformed_messages_of_a_trial_member_are_counted_and_dropped(as_role: AsRole) -> None:
+    async def run() -> None:
+        worker = as_role("model_worker")
+        async with RequestClient(as_role("master_worker"), address=LOOPBACK, epoch=1) as client:
+            rng = random.Random(7)
+            connection = worker.connect_dealer(client.endpoint)
+            for _ in range(100):
+                frames = [rng.randbytes(rng.randint(1, 50)) for _ in range(rng.randint(1, 3))]
+                await asyncio.to_thread(connection.socket.send_multipart, frames)
+            await until(lambda: client.num_malformed == 100, waiting_for="100 malformed messages to be counted")
+            connection.close()
+
+    asyncio.run(run())
+
+
+def test_frames_above_the_limit_end_the_connection_and_nothing_else(as_role: AsRole) -> None:
+    async def run() -> None:
+        worker = as_role("model_worker")
+        received: list[int] = []
+        router = RouterEndpoint(
+            as_role("master_worker"),
+            address=LOOPBACK,
+            roles={"model_worker"},
+            purpose="requests",
+            on_message=lambda peer, frames: received.append(len(frames[0])),
+            on_peer_gone=lambda identity: None,
+        )
+        connection = worker.connect_dealer(router.endpoint)
+        await asyncio.to_thread(connection.socket.send, bytes(70 * 2**20))
+        await asyncio.to_thread(connection.monitor.poll, 5000)
+        connection.close(linger_ms=0)
+        connection = worker.connect_dealer(router.endpoint)
+        await asyncio.to_thread(connection.socket.send, bytes(1000))
+        await until(lambda: bool(received), waiting_for="the small frame")
+        assert received == [1000]
+        connection.close()
+        router.close()
+
+    asyncio.run(run())

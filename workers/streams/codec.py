@@ -1,0 +1,215 @@
+"""Wire format: a typed message and its tensors <-> a list of byte frames.
+
+    frame 0      msgpack: Header{schema_version, trial_uuid, epoch, request_id, deadline_s, body,
+                                 tensors: table of name, dtype, shape, frame}
+    frame 1..n   the raw bytes of one tensor each, little-endian, C order
+
+Nothing is copied in either direction: encoding hands out views of the arrays, decoding makes read-only views of the
+frames. Nothing is pickled. Whatever a stranger or a bug sends, decoding either gives a message of exactly the expected
+types or raises `MalformedMessageError`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from corral.workers.streams.errors import MalformedMessageError
+
+SCHEMA_VERSION = 1
+"""Raised when a message changes its meaning; ends of different versions refuse each other instead of guessing."""
+
+Buffer = bytes | memoryview
+Tensors = Mapping[str, NDArray[Any]]
+
+_WIRE_NAME_BY_DTYPE: dict[np.dtype[Any], str] = {
+    np.dtype(dtype): name
+    for dtype, name in (
+        ("<i1", "int8"),
+        ("<i2", "int16"),
+        ("<i4", "int32"),
+        ("<i8", "int64"),
+        ("u1", "uint8"),
+        ("?", "bool"),
+        ("<f2", "float16"),
+        ("<f4", "float32"),
+        ("<f8", "float64"),
+        ("<u2", "bfloat16"),  # numpy has no bfloat16: its bits travel, and are handed over, as uint16
+    )
+}
+_DTYPE_BY_WIRE_NAME = {name: dtype for dtype, name in _WIRE_NAME_BY_DTYPE.items()}
+_MAX_TENSORS = 4096
+_MAX_DIMENSIONS = 8
+_MAX_LENGTH = 2**40
+
+_DECODE_ERRORS = (
+    msgspec.MsgspecError,
+    ValueError,
+    KeyError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+)
+
+
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One row of the tensor table."""
+
+    name: Annotated[str, msgspec.Meta(max_length=128)]
+    dtype: str
+    shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_LENGTH)]], msgspec.Meta(max_length=_MAX_DIMENSIONS)]
+    frame: Annotated[int, msgspec.Meta(ge=1, le=_MAX_TENSORS)]
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="corral"):
+    """Frame 0 of every message."""
+
+    schema_version: int
+    trial_uuid: str
+    epoch: Annotated[int, msgspec.Meta(ge=0)]
+    """Trainer epoch of the sender; 0 where no epoch is known yet."""
+    request_id: Annotated[str, msgspec.Meta(max_length=64)]
+    """The same in a request, in everything re-sent for it, and in its reply; "" in messages that have no reply."""
+    deadline_s: Annotated[float, msgspec.Meta(ge=0)]
+    """How long the sender of a request waits, from now; 0 if it does not."""
+    body: msgspec.Raw
+    tensors: Annotated[list[TensorEntry], msgspec.Meta(max_length=_MAX_TENSORS)]
+
+
+BodyT = TypeVar("BodyT")
+
+
+@dataclass(frozen=True, slots=True)
+class Message(Generic[BodyT]):
+    """What was received."""
+
+    epoch: int
+    request_id: str
+    deadline_s: float
+    body: BodyT
+    tensors: dict[str, NDArray[Any]]
+    """Read-only views of the received frames, which they keep alive."""
+
+
+class MessageCodec(Generic[BodyT]):
+    """Encodes any body, and decodes bodies of one type (a tagged struct or a union of them), of one trial.
+
+    Example:
+        codec: MessageCodec[Ping | Pong] = MessageCodec(Ping | Pong, trial_uuid=trial_uuid)
+        frames = codec.encode(Ping(), epoch=3, tensors={"input_ids": np.arange(4)})
+        codec.decode(frames).tensors["input_ids"]  # array([0, 1, 2, 3])
+    """
+
+    def __init__(self, body_type: Any, *, trial_uuid: str) -> None:
+        self._trial_uuid = trial_uuid
+        self._encoder = msgspec.msgpack.Encoder()
+        self._header_decoder = msgspec.msgpack.Decoder(Header)
+        self._body_decoder: msgspec.msgpack.Decoder[BodyT] = msgspec.msgpack.Decoder(body_type)
+
+    def encode(
+        self,
+        body: msgspec.Struct,
+        *,
+        epoch: int,
+        request_id: str = "",
+        deadline_s: float = 0.0,
+        tensors: Tensors | None = None,
+    ) -> list[Buffer]:
+        """Frames to send; they share memory with `tensors`, which must not change until they are sent.
+
+        Raises:
+            ValueError: if a tensor has a dtype that does not travel.
+        """
+        table: list[TensorEntry] = []
+        frames: list[Buffer] = []
+        for name, array in (tensors or {}).items():
+            frames.append(_bytes_of(name, array))
+            wire_name = _WIRE_NAME_BY_DTYPE[array.dtype]
+            table.append(TensorEntry(name=name, dtype=wire_name, shape=list(array.shape), frame=len(frames)))
+        header = Header(
+            schema_version=SCHEMA_VERSION,
+            trial_uuid=self._trial_uuid,
+            epoch=epoch,
+            request_id=request_id,
+            deadline_s=deadline_s,
+            body=msgspec.Raw(self._encoder.encode(body)),
+            tensors=table,
+        )
+        return [self._encoder.encode(header), *frames]
+
+    def decode(self, frames: Sequence[Buffer]) -> Message[BodyT]:
+        """The message in these frames.
+
+        Raises:
+            MalformedMessageError: if they are anything else than a message of this type and trial.
+        """
+        if not frames:
+            raise MalformedMessageError("a message has at least one frame")
+        try:
+            header = self._header_decoder.decode(frames[0])
+            self._check_origin(header)
+            tensors = _decode_tensors(header.tensors, frames)
+            return Message(
+                epoch=header.epoch,
+                request_id=header.request_id,
+                deadline_s=header.deadline_s,
+                body=self._body_decoder.decode(header.body),
+                tensors=tensors,
+            )
+        except _DECODE_ERRORS as error:
+            raise MalformedMessageError(f"{type(error).__name__}: {error}") from error
+
+    def _check_origin(self, header: Header) -> None:
+        if header.schema_version != SCHEMA_VERSION:
+            raise MalformedMessageError(
+                f"the message has schema version {header.schema_version}, this process speaks {SCHEMA_VERSION}: "
+                "all workers of a trial must run the same version of corral"
+            )
+        if header.trial_uuid != self._trial_uuid:
+            raise MalformedMessageError(f"the message belongs to trial {header.trial_uuid[:64]!r}")
+
+
+def tensors_size_bytes(tensors: Tensors) -> int:
+    """Bytes that the tensors take on the wire."""
+    return sum(array.nbytes for array in tensors.values())
+
+
+def _bytes_of(name: str, array: NDArray[Any]) -> memoryview:
+    if array.dtype not in _WIRE_NAME_BY_DTYPE:
+        raise ValueError(
+            f"tensor {name!r} has dtype {array.dtype!r}; streams carry {', '.join(sorted(_DTYPE_BY_WIRE_NAME))} "
+            "in native byte order (bfloat16 as its uint16 bits)"
+        )
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _decode_tensors(table: list[TensorEntry], frames: Sequence[Buffer]) -> dict[str, NDArray[Any]]:
+    if sorted(entry.frame for entry in table) != list(range(1, len(frames))):
+        raise MalformedMessageError(f"the tensor table does not name each of the {len(frames) - 1} tensor frames once")
+    tensors = {entry.name: _decode_tensor(entry, frames[entry.frame]) for entry in table}
+    if len(tensors) != len(table):
+        raise MalformedMessageError("two tensors have the same name")
+    return tensors
+
+
+def _decode_tensor(entry: TensorEntry, frame: Buffer) -> NDArray[Any]:
+    dtype = _DTYPE_BY_WIRE_NAME.get(entry.dtype)
+    if dtype is None:
+        raise MalformedMessageError(f"tensor {entry.name!r} has the unknown dtype {entry.dtype[:32]!r}")
+    wanted = math.prod(entry.shape) * dtype.itemsize
+    if len(frame) != wanted:
+        raise MalformedMessageError(
+            f"tensor {entry.name!r} of {entry.dtype} {entry.shape} takes {wanted} bytes, its frame has {len(frame)}"
+        )
+    flat = np.frombuffer(frame, np.uint8)
+    if dtype.kind == "b" and flat.size and flat.max() > 1:
+        raise MalformedMessageError(f"tensor {entry.name!r} holds bytes that are no bool")
+    array = flat.view(dtype).reshape(entry.shape)
+    if not array.flags.aligned:
+        array = array.copy()  # only small frames share libzmq's receive buffer, at any offset
+    array.flags.writeable = False
+    return array

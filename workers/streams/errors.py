@@ -1,0 +1,66 @@
+"""What a stream can answer other than a message.
+
+StreamError
++-- MalformedMessageError    bytes that are no message of this trial; receivers count and drop it
++-- WrongTrialKeyError       the server refused our key, or is not the server of this trial
++-- StreamTimeoutError       a wait ran into its deadline; also a TimeoutError
++-- PeerDeadError            the peer's process is gone, or was replaced by another one
++-- RemoteError              the peer's handler raised; carries the remote traceback
++-- StaleEpochError          a newer trainer epoch owns the peer: whoever sees this must stop acting
++-- StreamClosedError        our own end was closed while something waited on it
+"""
+
+
+class StreamError(Exception):
+    """A stream failed; the subclasses say which case a caller can answer."""
+
+
+class MalformedMessageError(StreamError):
+    """Received bytes are not a message that this stream carries."""
+
+
+class WrongTrialKeyError(StreamError):
+    """The server at the address does not accept our CURVE key, or does not hold the trial's server key."""
+
+
+class StreamTimeoutError(StreamError, TimeoutError):
+    """Nobody answered before the deadline."""
+
+
+class PeerDeadError(StreamError):
+    """The process that should have answered is gone."""
+
+
+class RemoteError(StreamError):
+    """The peer answered with an exception of its own.
+
+    Attributes:
+        peer: who raised it, such as "model_worker/3".
+        remote_type: the name of the exception's class there.
+        remote_traceback: its traceback as text.
+    """
+
+    def __init__(self, *, peer: str, remote_type: str, message: str, remote_traceback: str) -> None:
+        super().__init__(f"{peer} raised {remote_type}: {message}\n--- traceback of {peer} ---\n{remote_traceback}")
+        self.peer = peer
+        self.remote_type = remote_type
+        self.remote_traceback = remote_traceback
+
+
+class StaleEpochError(StreamError):
+    """The peer follows a newer trainer epoch.
+
+    Attributes:
+        max_epoch: the newest epoch that the peer has seen.
+    """
+
+    def __init__(self, *, peer: str, epoch: int, max_epoch: int) -> None:
+        super().__init__(
+            f"{peer} refused a request of trainer epoch {epoch}: it already follows epoch {max_epoch}, "
+            "so another master has taken over this trial and this one must exit"
+        )
+        self.max_epoch = max_epoch
+
+
+class StreamClosedError(StreamError):
+    """The stream was closed here."""

@@ -1,0 +1,219 @@
+"""RouterEndpoint: a bound ROUTER on an asyncio loop; frames with who sent them in, frames to a peer out.
+
+    libzmq --frames--> SocketReader --> on_message(Peer, frames)          one call per message, never concurrently
+           --events--> SocketReader --> probe every known peer --> on_peer_gone(identity)
+
+libzmq tells a ROUTER that *some* connection ended, not whose. So each disconnect makes us send an empty probe to every
+peer
+that has spoken: with ROUTER_MANDATORY the send fails exactly for those that are gone. Clients ignore probes.
+"""
+
+import asyncio
+import logging
+import struct
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+
+import zmq
+
+from corral.workers.streams.codec import Buffer
+from corral.workers.streams.errors import PeerDeadError, StreamClosedError
+from corral.workers.streams.security import StreamSecurity
+
+logger = logging.getLogger(__name__)
+
+PROBE: list[Buffer] = [b""]
+"""A message without meaning; no encoded header is empty."""
+
+_BURST = 128  # messages of one socket that are handled before the loop's other tasks get their turn
+# The monitor speaks before the ROUTER has let go of the connection: look again a little later.
+_PROBE_DELAYS_S = (0.005, 0.02, 0.25)
+_REFUSAL_LOG_INTERVAL_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who sent a message."""
+
+    identity: bytes
+    """Of the connection; a reconnecting peer gets a new one."""
+    role: str
+    """Proven by its key."""
+
+
+class SocketReader:
+    """Calls `deliver` with every message that a socket receives, on the running asyncio loop.
+
+    A ZeroMQ socket's file descriptor announces state changes, not messages: after it became readable, and after
+    anything else was done with the socket, one must read until nothing is left.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", deliver: Callable[[list[zmq.Frame]], None]) -> None:
+        self._socket = socket
+        self._deliver = deliver
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = socket.fileno()
+        self._closed = False
+        self._scheduled = False
+        self._loop.add_reader(self._descriptor, self._read)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Read later what the socket may have received while we used it otherwise, such as for sending."""
+        if not (self._closed or self._scheduled):
+            self._scheduled = True
+            self._loop.call_soon(self._read)
+
+    def read_rest(self) -> None:
+        """Deliver now what was received before the connection ended."""
+        self._read()
+
+    def close(self) -> None:
+        """Stop reading. Call it before the socket is closed."""
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._descriptor)
+
+    def _read(self) -> None:
+        self._scheduled = False
+        for _ in range(_BURST):
+            if self._closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._deliver(frames)
+        self.look_again()
+
+
+def parse_event(frames: list[zmq.Frame]) -> tuple[int, int]:
+    """(event, value) of a message of a socket monitor."""
+    event, value = struct.unpack("=Hi", frames[0].bytes)
+    return event, value
+
+
+class RouterEndpoint:
+    """One bound ROUTER. All methods belong to the loop's thread."""
+
+    def __init__(
+        self,
+        security: StreamSecurity,
+        *,
+        address: str,
+        roles: Set[str],
+        purpose: str,
+        on_message: Callable[[Peer, list[Buffer]], None],
+        on_peer_gone: Callable[[bytes], None],
+        bulk: bool = False,
+    ) -> None:
+        """
+        Args:
+            address: IP address of the interface to listen on; the port is chosen freely, see `endpoint`.
+            roles: who may connect.
+            on_message: gets every message but the probes; must not raise.
+            on_peer_gone: gets the identity of every peer that had sent something and is no longer connected.
+        """
+        self._security = security
+        self._purpose = purpose
+        self._on_message = on_message
+        self._on_peer_gone = on_peer_gone
+        self._identities: set[bytes] = set()
+        self._loop = asyncio.get_running_loop()
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._num_probes = 0
+        self._num_failed_handshakes = 0
+        self._last_refusal_log_s = float("-inf")
+        self._closed = False
+        self._server = security.bind_router(address, roles=roles, purpose=purpose, bulk=bulk)
+        self._reader = SocketReader(self._server.socket, self._deliver)
+        self._monitor_reader = SocketReader(self._server.monitor, self._deliver_event)
+
+    @property
+    def endpoint(self) -> str:
+        """ "tcp://10.0.0.7:45123", to be published."""
+        return self._server.endpoint
+
+    @property
+    def num_refused_handshakes(self) -> int:
+        """Connections that were no client of this trial: unknown keys, no CURVE, garbage."""
+        return self._num_failed_handshakes
+
+    def send(self, identity: bytes, frames: list[Buffer]) -> None:
+        """Send to a peer that has spoken before; never blocks.
+
+        Raises:
+            PeerDeadError: if it is not connected any more.
+            StreamClosedError: if this endpoint is closed.
+        """
+        if self._closed:
+            raise StreamClosedError(f"the {self._purpose} socket is closed")
+        try:
+            self._server.socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            raise PeerDeadError(f"the peer of this {self._purpose} connection is gone") from error
+        finally:
+            self._reader.look_again()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+        self._reader.close()
+        self._monitor_reader.close()
+        self._security.release(self._server)
+
+    def _deliver(self, frames: list[zmq.Frame]) -> None:
+        identity = frames[0].bytes
+        self._identities.add(identity)
+        if len(frames) < 2:
+            return
+        role = frames[-1].get("User-Id")
+        assert isinstance(role, str)
+        self._on_message(Peer(identity, role), [frame.buffer for frame in frames[1:]])
+
+    def _deliver_event(self, frames: list[zmq.Frame]) -> None:
+        if len(frames) != 2:
+            return
+        event, _ = parse_event(frames)
+        if event == zmq.EVENT_DISCONNECTED:
+            self._schedule_probes()
+        elif event in (
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+        ):
+            self._count_refusal()
+
+    def _count_refusal(self) -> None:
+        self._num_failed_handshakes += 1
+        now = self._loop.time()
+        if now - self._last_refusal_log_s >= _REFUSAL_LOG_INTERVAL_S:
+            self._last_refusal_log_s = now
+            logger.warning(
+                "%d connections to the %s socket %s were refused so far: they did not prove to belong to this trial",
+                self._num_failed_handshakes,
+                self._purpose,
+                self.endpoint,
+            )
+
+    def _schedule_probes(self) -> None:
+        self._num_probes = 0  # a timer that already runs is followed by the whole series again
+        if self._probe_timer is None:
+            self._probe_timer = self._loop.call_later(_PROBE_DELAYS_S[0], self._probe)
+
+    def _probe(self) -> None:
+        self._probe_timer = None
+        for identity in list(self._identities):
+            try:
+                self.send(identity, PROBE)
+            except PeerDeadError:
+                self._identities.discard(identity)
+                self._on_peer_gone(identity)
+        self._num_probes += 1
+        if self._num_probes < len(_PROBE_DELAYS_S):
+            self._probe_timer = self._loop.call_later(_PROBE_DELAYS_S[self._num_probes], self._probe)

@@ -1,0 +1,267 @@
+"""Requests to a bound server, asyncio at both ends: rollout workers -> manager, launcher -> control server.
+
+    AsyncRequestClient --request, request id--> AsyncRequestServer --> handler(role, body)
+                       <------reply-----------
+
+The client waits through a restart of the server: it finds the new address, and re-sends what was not answered under
+the same id, which the server runs only once. A *restarted* server has no memory of it, so handlers must be idempotent
+in their own terms.
+"""
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Set
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
+
+from corral.workers.streams.calls import Known, ReplyCache, error_reply
+from corral.workers.streams.codec import Buffer, Message, MessageCodec
+from corral.workers.streams.errors import (
+    MalformedMessageError,
+    PeerDeadError,
+    RemoteError,
+    StreamClosedError,
+    StreamTimeoutError,
+)
+from corral.workers.streams.link import DealerLink
+from corral.workers.streams.messages import ErrorReply
+from corral.workers.streams.router import Peer, RouterEndpoint
+from corral.workers.streams.security import StreamSecurity
+
+logger = logging.getLogger(__name__)
+
+RequestT = TypeVar("RequestT", bound=msgspec.Struct)
+ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
+
+_NUM_CACHED_REPLIES = 4096  # of all clients together; replies of these servers are small
+
+
+class AsyncRequestServer(Generic[RequestT]):
+    """Answers requests with a handler on the running loop; many handlers may run at the same time.
+
+    Example:
+        server = AsyncRequestServer(security, ManagerRequest, handle, address="10.0.0.7", roles={"rollout_worker"},
+                                    purpose="manager")
+        names.add(keys.manager(), server.endpoint)
+    """
+
+    def __init__(
+        self,
+        security: StreamSecurity,
+        request_type: Any,
+        handler: Callable[[str, RequestT], Awaitable[msgspec.Struct]],
+        *,
+        address: str,
+        roles: Set[str],
+        purpose: str,
+    ) -> None:
+        """
+        Args:
+            request_type: a tagged struct, or a union of them; what else arrives is counted and dropped.
+            handler: gets the sender's role and its request; what it raises becomes a `RemoteError` at the client.
+        """
+        self._handler = handler
+        self._purpose = purpose
+        self._codec: MessageCodec[RequestT] = MessageCodec(request_type, trial_uuid=security.trial_uuid)
+        self._replies = ReplyCache(_NUM_CACHED_REPLIES)
+        self._identity_by_request_id: dict[str, bytes] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.num_malformed = 0
+        self._router = RouterEndpoint(
+            security,
+            address=address,
+            roles=roles,
+            purpose=purpose,
+            on_message=self._receive,
+            on_peer_gone=lambda _: None,
+        )
+
+    @property
+    def endpoint(self) -> str:
+        """Where clients connect: "tcp://host:port"."""
+        return self._router.endpoint
+
+    @property
+    def num_refused_handshakes(self) -> int:
+        return self._router.num_refused_handshakes
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._router.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _receive(self, peer: Peer, frames: list[Buffer]) -> None:
+        try:
+            message = self._codec.decode(frames)
+        except MalformedMessageError as error:
+            self.num_malformed += 1
+            logger.warning(
+                "dropped a malformed message to the %s socket from a %s: %s", self._purpose, peer.role, error
+            )
+            return
+        known = self._replies.begin(message.request_id)
+        self._identity_by_request_id[message.request_id] = (
+            peer.identity
+        )  # a repeated request comes from where the reply goes
+        if known is Known.NEW:
+            task = asyncio.create_task(self._answer(peer.role, message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif known is not Known.RUNNING:
+            self._send(message.request_id, known)
+
+    async def _answer(self, role: str, message: Message[RequestT]) -> None:
+        reply: msgspec.Struct
+        try:
+            async with asyncio.timeout(message.deadline_s):
+                reply = await self._handler(role, message.body)
+        except Exception as error:  # whatever it is, the client asked and must hear it
+            logger.exception("the %s handler failed for %s", self._purpose, type(message.body).__name__)
+            reply = error_reply(error)
+        frames = self._codec.encode(reply, epoch=0, request_id=message.request_id)
+        self._replies.finish(message.request_id, frames)
+        self._send(message.request_id, frames)
+
+    def _send(self, request_id: str, frames: list[Buffer]) -> None:
+        identity = self._identity_by_request_id.pop(request_id)
+        try:
+            self._router.send(identity, frames)
+        except PeerDeadError:
+            logger.debug(
+                "the client of %s request %s is gone; it asks again if it reconnects", self._purpose, request_id
+            )
+
+
+class AsyncRequestClient(Generic[RequestT, ReplyT]):
+    """Asks a server that may restart and move.
+
+    Example:
+        manager = AsyncRequestClient(security, ManagerReply, lambda: names.get(keys.manager()),
+        server="gserver_manager") route = await manager.request(Schedule(...), deadline_s=30)
+    """
+
+    def __init__(
+        self,
+        security: StreamSecurity,
+        reply_type: Any,
+        address_provider: Callable[[], str],
+        *,
+        server: str,
+    ) -> None:
+        """
+        Args:
+            reply_type: a tagged struct, or a union of them.
+            address_provider: see `DealerLink`.
+            server: who answers, for messages.
+        """
+        self._server = server
+        self._codec: MessageCodec[ReplyT | ErrorReply] = MessageCodec(
+            reply_type | ErrorReply, trial_uuid=security.trial_uuid
+        )
+        self._client_id = uuid.uuid4().hex[:16]
+        self._sequence = itertools.count(1)
+        self._frames_by_request_id: dict[str, list[Buffer]] = {}
+        self._future_by_request_id: dict[str, asyncio.Future[ReplyT]] = {}
+        self.num_malformed = 0
+        self._link = DealerLink(
+            security,
+            address_provider,
+            server=server,
+            on_message=self._receive,
+            on_up=self._send_all,
+            on_down=self._handle_down,
+        )
+
+    @property
+    def is_connected(self) -> bool:
+        return self._link.is_up
+
+    async def request(self, body: RequestT, *, deadline_s: float) -> ReplyT:
+        """Ask and wait for the answer, through restarts of the server.
+
+        Raises:
+            StreamTimeoutError: if there was no answer before the deadline.
+            RemoteError: if the handler raised.
+            WrongTrialKeyError: if the server does not let us in.
+        """
+        self._link.raise_failure()
+        request_id = f"{self._client_id}:{next(self._sequence)}"
+        frames = self._codec.encode(body, epoch=0, request_id=request_id, deadline_s=deadline_s)
+        future: asyncio.Future[ReplyT] = asyncio.get_running_loop().create_future()
+        self._frames_by_request_id[request_id] = frames
+        self._future_by_request_id[request_id] = future
+        self._link.send(frames)
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await future
+        except TimeoutError as error:
+            raise StreamTimeoutError(
+                f"{self._link.describe()} did not answer {type(body).__name__} within {deadline_s:.1f} s"
+            ) from error
+        finally:
+            del self._frames_by_request_id[request_id]
+            del self._future_by_request_id[request_id]
+
+    async def wait_connected(self, deadline_s: float) -> None:
+        """Wait for the server; errors as for `request`."""
+        await self._link.wait_up(deadline_s)
+
+    async def close(self) -> None:
+        await self._link.close()
+        for future in self._future_by_request_id.values():
+            if not future.done():
+                future.set_exception(StreamClosedError(f"the connection to {self._server} was closed"))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _send_all(self) -> None:
+        for frames in self._frames_by_request_id.values():
+            self._link.send(frames)
+
+    def _handle_down(self, reason: str) -> None:
+        if self._link.failure is None:
+            return  # the link comes back by itself, and then everything is sent again
+        for future in self._future_by_request_id.values():
+            if not future.done():
+                future.set_exception(self._link.failure)
+
+    def _receive(self, frames: list[Buffer]) -> None:
+        try:
+            message = self._codec.decode(frames)
+        except MalformedMessageError as error:
+            self.num_malformed += 1
+            logger.warning("dropped a malformed message from %s: %s", self._server, error)
+            return
+        future = self._future_by_request_id.get(message.request_id)
+        if future is None or future.done():
+            return  # late, or answered twice
+        if isinstance(message.body, ErrorReply):
+            future.set_exception(
+                RemoteError(
+                    peer=self._server,
+                    remote_type=message.body.error_type,
+                    message=message.body.message,
+                    remote_traceback=message.body.traceback,
+                )
+            )
+        else:
+            future.set_result(message.body)
