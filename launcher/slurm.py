@@ -242,8 +242,8 @@ def parse_key_values(text: str) -> dict[str, str]:
     """One `-o` line of scontrol: `JobId=7 JobName=a b Comment={"x": 1}` with values that may hold spaces."""
     matches = list(re.finditer(r"(?:^|\s)([A-Za-z][A-Za-z0-9_:/-]*)=", text))
     values: dict[str, str] = {}
-    for match, following in zip(matches, [*matches[1:], None], strict=True):
-        end = following.start() if following else len(text)
+    ends = [*(following.start() for following in matches[1:]), len(text)]
+    for match, end in zip(matches, ends, strict=False):
         values.setdefault(match[1], text[match.end() : end].strip())
     return values
 

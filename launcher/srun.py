@@ -36,6 +36,9 @@ def step_name(worker: str) -> str:
 def srun_command(spec: TaskSpec, resources: StepResources, host: str) -> list[str]:
     """The srun that carries one worker."""
     gpu_option = f"--gpus-per-task={resources.gpus}" if resources.gpus else "--gres=none"
+    # Without device cgroups a step without GRES sees every GPU of the node. SLURM removes the variable on its way to the
+    # step, so it is set inside.
+    hide_gpus = () if resources.gpus else ("env", "CUDA_VISIBLE_DEVICES=")
     return [
         "srun",
         f"--job-name={step_name(spec.worker)}",
@@ -49,7 +52,8 @@ def srun_command(spec: TaskSpec, resources: StepResources, host: str) -> list[st
         "--kill-on-bad-exit=1",
         "--unbuffered",
         "--input=none",
-        # srun would expand %-patterns and eat backslashes in its own --output; it appends to what it inherits instead.
+        # No --output, in which srun expands patterns: what it inherits is the worker's log already.
+        *hide_gpus,
         *spec.command,
     ]
 
@@ -127,17 +131,13 @@ class SrunRunner:
     def start(self, spec: TaskSpec) -> SrunTask:
         resources = self._resources_by_worker[spec.worker]
         host = self._hosts[resources.node_index]
-        environment = os.environ | spec.environment
-        if not resources.gpus:
-            # Without device cgroups a step without GRES would see every GPU of the node.
-            environment["CUDA_VISIBLE_DEVICES"] = ""
         with spec.log_path.open("ab") as log:
             process = subprocess.Popen(
                 srun_command(spec, resources, host),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=os.environ | spec.environment,
                 start_new_session=True,
             )
         return SrunTask(process, name=step_name(spec.worker), node=host, client=self._client, job_id=self._job_id)

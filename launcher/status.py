@@ -240,7 +240,7 @@ def _judge_on_slurm(evidence: Evidence) -> tuple[str, str]:
     verdict = judge_job(evidence.job.state, evidence.job.reason, start=evidence.job.start)
     if verdict.state == "RUNNING":
         return _judge_running(evidence)
-    if verdict.state in FINAL_STATES and (evidence.is_done or evidence.is_stopped):
+    if verdict.state in FINAL_STATES and (evidence.is_done or (evidence.is_stopped and verdict.state != "CANCELLED")):
         return _judge_without_record(evidence, verdict.note)
     return verdict.state, verdict.note
 

@@ -164,6 +164,7 @@ class Supervisor:
         self._name_server_runs = False
         self._failed_starts: list[tuple[str, int]] = []
         self._signals: list[signal.Signals] = []
+        self._was_terminated = False
         self._seen_stop_request: StopRequest | None = None
         self._end: EndTrial | None = None
 
@@ -236,6 +237,7 @@ class Supervisor:
         )
 
     def _request_stop_for(self, number: signal.Signals) -> None:
+        self._was_terminated |= number is signal.SIGTERM
         # A file like rl-stop's, because the master has to see it too. A second signal means now.
         self._directory.write_stop_request(
             StopRequest(
@@ -335,7 +337,9 @@ class Supervisor:
             self._record("leftovers_killed", pids=left)
         TrialSecrets.destroy(self._directory.secrets_path)
         self._draw_report()
-        self._record("trial_ended", state=outcome.value, cause=cause)
+        # SLURM ends a job by SIGTERM; somebody else's scancel is not the same as rl-stop.
+        is_cancelled = outcome is Outcome.STOPPED and self._was_terminated and self._attempt.mode == "slurm"
+        self._record("trial_ended", state="CANCELLED" if is_cancelled else outcome.value, cause=cause)
         return 1 if outcome is Outcome.FAILED else 0
 
     def _draw_report(self) -> None:

@@ -53,12 +53,16 @@ def make_plan(
     launch: Mapping[str, Any] | None = None,
     cluster: Mapping[str, Any] | None = None,
     task: Mapping[str, Any] | None = None,
+    gpu: int = 0,
+    gpu_type: str | None = None,
 ) -> RunPlan:
     """A small valid plan: master, `model_workers` ranks, `servers` generation servers, manager."""
     small = Scheduling(**({"cpu": 1, "mem": 64} | dict(task or {})))
 
-    def group(count: int) -> TasksGroup | None:
-        return TasksGroup(count=count, scheduling=small) if count else None
+    with_gpus = small.model_copy(update={"gpu": gpu, "gpu_type": gpu_type})
+
+    def group(count: int, scheduling: Scheduling = with_gpus) -> TasksGroup | None:
+        return TasksGroup(count=count, scheduling=scheduling) if count else None
 
     workers: list[WorkerSpec] = [
         MasterWorkerSpec(
@@ -104,7 +108,7 @@ def make_plan(
             master_worker=TasksGroup(count=1, scheduling=small),
             model_worker=group(model_workers),
             generation_server=group(servers),
-            gserver_manager=group(1),
+            gserver_manager=group(1, small),
         ),
         workers=workers,
     )

@@ -1,0 +1,232 @@
+"""A throw-away SLURM cluster on this machine: real slurmctld and slurmd, virtual nodes, fake GPUs, as any user.
+
+    directory/  slurm.conf gres.conf munge.key  log/  state/  spool/  dev/gpu0 -> /dev/null
+
+Everything listens on loopback or in the directory; nothing needs root, systemd or cgroups; processes are ended by their
+ids. Facts that shape it: a fake GPU has to be a device node, and a link to /dev/null counts as one; UNIX sockets need
+short paths, so the cluster lives in a short temporary directory; slurmd share a host by `-N` and a port each.
+"""
+
+import os
+import pwd
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from corral.launcher.slurm import clean_environment
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
+_SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")
+_START_TIMEOUT_S = 30.0
+
+
+def missing_programs() -> list[str]:
+    """What has to be installed before a cluster can start."""
+    return [program for program in (*DAEMONS, *COMMANDS) if _which(program) is None]
+
+
+class Cluster:
+    """A running cluster; `environment` lets SLURM's commands find it."""
+
+    def __init__(self, directory: Path, *, num_nodes: int, cpus: int, gpus: int, mem_mb: int) -> None:
+        self._directory = directory
+        self._num_nodes = num_nodes
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._shape = (cpus, gpus, mem_mb)
+        self.config_path = directory / "slurm.conf"
+        self.environment = clean_environment() | {
+            "SLURM_CONF": str(self.config_path),
+            "PATH": os.pathsep.join([os.environ.get("PATH", ""), *_SBIN]),
+        }
+
+    def start(self) -> None:
+        for folder in ("log", "state", "spool", "dev"):
+            (self._directory / folder).mkdir()
+        for index in range(self._num_nodes):
+            (self._directory / "spool" / f"n{index + 1}").mkdir()
+        for index in range(self._shape[1]):
+            (self._directory / "dev" / f"gpu{index}").symlink_to("/dev/null")
+        self._start_munge()
+        self._write_config(_free_ports(self._num_nodes + 1))
+        self._spawn("slurmctld", "-D", "-c", "-i", "-f", str(self.config_path))
+        self._wait_for(lambda: self.run("scontrol", "ping").returncode == 0, "slurmctld to answer")
+        for index in range(self._num_nodes):
+            self._spawn("slurmd", "-D", "-N", f"n{index + 1}", "-f", str(self.config_path), name=f"slurmd-n{index + 1}")
+        self._wait_for(self._all_idle, f"{self._num_nodes} nodes to be idle")
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Runs one of SLURM's commands against this cluster."""
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=20, check=False)
+
+    def stop(self) -> None:
+        """Ends jobs politely, then daemons, then what they left."""
+        if "slurmctld" in self._processes and self._processes["slurmctld"].poll() is None:
+            self.run("scancel", "--state=PENDING,RUNNING,SUSPENDED", f"--user={os.getuid()}")
+            deadline = time.monotonic() + 5.0
+            while self.run("squeue", "-h").stdout.strip() and time.monotonic() < deadline:
+                time.sleep(0.1)
+        munge = self._processes.pop("munged", None)
+        self._end(list(self._processes.values()))
+        for pid in self._leftovers():
+            os.kill(pid, signal.SIGKILL)
+        self._end([munge] if munge else [])
+
+    def _start_munge(self) -> None:
+        key = self._directory / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(128))
+        paths = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munge.pid", "seed-file": "munge.seed"}
+        options = [f"--{option}={self._directory / name}" for option, name in paths.items()]
+        log = f"--log-file={self._directory / 'log' / 'munged.log'}"
+        self._spawn("munged", "--foreground", "--force", "--num-threads=2", log, *options)
+        self._wait_for(lambda: (self._directory / "munge.sock").exists(), "munged's socket")
+
+    def _write_config(self, ports: list[int]) -> None:
+        cpus, gpus, mem_mb = self._shape
+        directory, host, user = self._directory, socket.gethostname().split(".")[0], _user_name()
+        gres = f"Gres=gpu:{gpus}" if gpus else ""
+        nodes = "\n".join(
+            f"NodeName=n{index + 1} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} Sockets=1 "
+            f"CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory={mem_mb} {gres} State=UNKNOWN"
+            for index, port in enumerate(ports[1:])
+        )
+        self.config_path.write_text(
+            f"""
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={directory}/munge.sock,cred_expire=5
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool/%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
+SlurmctldLogFile={directory}/log/slurmctld.log
+SlurmdLogFile={directory}/log/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+GresTypes=gpu
+AccountingStorageType=accounting_storage/none
+SlurmdParameters=config_overrides
+SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
+MailProg=/bin/true
+MpiDefault=none
+ReturnToService=2
+KillWait=3
+MinJobAge=60
+SlurmdTimeout=10
+{nodes}
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=short Nodes=n1 MaxTime=1 DefaultTime=1 MaxNodes=1 State=UP
+""".lstrip()
+        )
+        device = f"gpu[0-{gpus - 1}]" if gpus > 1 else "gpu0"
+        names = f"n[1-{self._num_nodes}]" if self._num_nodes > 1 else "n1"
+        line = f"NodeName={names} Name=gpu File={directory}/dev/{device}\n" if gpus else ""
+        (directory / "gres.conf").write_text(line)
+
+    def _all_idle(self) -> bool:
+        states = self.run("sinfo", "-h", "-N", "-p", "debug", "-o", "%T").stdout.split()
+        return states == ["idle"] * self._num_nodes
+
+    def _spawn(self, program: str, *arguments: str, name: str | None = None) -> None:
+        name = name or program
+        with (self._directory / "log" / f"{name}.out").open("ab") as output:
+            self._processes[name] = subprocess.Popen(
+                [_which(program) or program, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                start_new_session=True,
+            )
+
+    def _wait_for(self, is_true: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not is_true():
+            for name, process in self._processes.items():
+                if process.poll() is not None:
+                    raise RuntimeError(f"{name} ended with {process.returncode}: {self._said(name)}")
+            if time.monotonic() > deadline:
+                said = {name: self._said(name) for name in self._processes}
+                raise TimeoutError(f"waited {_START_TIMEOUT_S:.0f} s for {what}: {said}")
+            time.sleep(0.05)
+
+    def _said(self, name: str) -> str:
+        logs = [self._directory / "log" / f"{name}{suffix}" for suffix in (".out", ".log")]
+        return "\n".join(log.read_text(errors="replace")[-1000:] for log in logs if log.exists())
+
+    def _end(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in processes:
+            try:
+                process.wait(timeout=3.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _leftovers(self) -> Iterator[int]:
+        """Steps of this cluster and their tasks: they carry its configuration path, and a step or a job's id."""
+        mark = f"SLURM_CONF={self.config_path}".encode()
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                environment = (entry / "environ").read_bytes().split(b"\0")
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            is_task = any(name.startswith(b"SLURM_JOB_ID=") for name in environment)
+            if mark in environment and (is_task or command.startswith(b"slurmstepd")):
+                yield int(entry.name)
+
+
+@contextmanager
+def running_cluster(*, num_nodes: int = 4, cpus: int = 8, gpus: int = 8, mem_mb: int = 8000) -> Iterator[Cluster]:
+    """A cluster for the length of a with statement."""
+    directory = Path(tempfile.mkdtemp(prefix="slurm."))
+    directory.chmod(0o755)  # munged refuses a socket that its clients could not reach
+    cluster = Cluster(directory, num_nodes=num_nodes, cpus=cpus, gpus=gpus, mem_mb=mem_mb)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _which(program: str) -> str | None:
+    return shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", ""), *_SBIN]))
+
+
+def _free_ports(count: int) -> list[int]:
+    """Consecutive free ports below those that the kernel gives to outgoing connections."""
+    for _ in range(100):
+        first = random.randrange(20000, 31000)
+        ports = list(range(first, first + count))
+        if not any(_is_taken(port) for port in ports):
+            return ports
+    raise RuntimeError(f"found no {count} consecutive free ports in 20000..31000")
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _user_name() -> str:
+    return pwd.getpwuid(os.getuid()).pw_name

@@ -1,0 +1,215 @@
+"""The packed layout on a real SLURM: submitted, supervised in its allocation, stopped, cancelled, refused."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.experiments.errors import ConfigError
+from corral.launcher import submit
+from corral.launcher.packed import pack
+from corral.launcher.slurm import SlurmClient, SlurmError
+from corral.launcher.status import StatusReader, TrialStatus
+from corral.launcher.stop import stop_trial
+from corral.launcher.trials import TrialFacts, read_facts
+from tests.launcher.stub_supervisor import COMMAND
+from tests.launcher.trials import StubTrial, wait_until
+from tests.slurm.cluster import Cluster
+
+pytestmark = pytest.mark.slurm
+
+SMALL: dict[str, Any] = {"mode": "slurm", "cluster": {"cpus_per_node": 8, "mem_per_node": 8000, "gpus_per_node": 8}}
+
+
+class SlurmTrial(StubTrial):
+    """A stub trial that goes through sbatch."""
+
+    job_id = ""
+
+    def submit(self, *, attempt: int = 0, resume: bool = False) -> str:
+        self.prepare(attempt=attempt, resume=resume)
+        script = self.directory.sbatch_path
+        product = submit.render_script(self.directory, attempt=attempt)
+        assert "-m corral.launcher.supervisor" in product
+        script.write_text(product.replace(f"{sys.executable} -m corral.launcher.supervisor", " ".join(COMMAND)))
+        options = submit.sbatch_options(self.plan, pack(self.plan), self.directory, attempt=attempt)
+        self.job_id = SlurmClient().submit(options, script)
+        return self.job_id
+
+    @property
+    def facts(self) -> TrialFacts:
+        facts = read_facts(self.directory)
+        assert facts is not None
+        return facts
+
+    def status(self) -> TrialStatus:
+        (status,) = StatusReader().read([self.facts])
+        return status
+
+    def wait_for_state(self, *states: str) -> TrialStatus:
+        def look() -> TrialStatus | None:
+            status = self.status()
+            return status if status.state in states else None
+
+        return wait_until(look, f"{states}, last {self.status()}", timeout_s=40.0)
+
+
+@pytest.fixture
+def make_slurm_trial(cluster: Cluster, tmp_path: Path) -> Iterator[Any]:
+    trials: list[SlurmTrial] = []
+
+    def make(behaviour: Mapping[str, Sequence[str]], **plan: Any) -> SlurmTrial:
+        trials.append(SlurmTrial(tmp_path, behaviour, **(SMALL | plan)))
+        return trials[-1]
+
+    yield make
+    for trial in trials:
+        if trial.job_id:
+            cluster.run("scancel", trial.job_id)
+            wait_until(
+                lambda job=trial.job_id: not cluster.run("squeue", "-h", "-j", job, "-t", "R,CG").stdout.strip(),
+                f"the end of job {trial.job_id}",
+            )
+        trial.close()
+
+
+def test_a_trial_runs_in_one_allocation_and_completes(make_slurm_trial: Any, cluster: Cluster) -> None:
+    trial = make_slurm_trial({"master_worker/0": ["finish 1.5"]}, task={"cpu": 3}, model_workers=2)
+    job_id = trial.submit()
+    trial.wait_for("worker_started", count=5)
+    (job,) = [job for job in SlurmClient().queue() if job.job_id == job_id]
+    assert job.tag["trial_uuid"] == trial.plan.trial.uuid
+    assert job.num_nodes == "3"  # five workers of 3 CPUs, two on a node of 8 beside the supervisor's core
+    ended = trial.wait_for_state("COMPLETE", "FAILED", "LOST")
+    assert (ended.state, ended.step, ended.attempt) == ("COMPLETE", 3, 0), trial.events()
+    assert {event["node"] for event in trial.events("worker_started")} == {"n1", "n2", "n3"} or ended.nodes == 3
+    wait_until(lambda: (SlurmClient().job(job_id) or {}).get("JobState") == "COMPLETED", "SLURM's COMPLETED")
+    assert not trial.processes()
+
+
+def test_a_step_that_crashes_is_restarted_inside_the_allocation(make_slurm_trial: Any) -> None:
+    trial = make_slurm_trial(
+        {"master_worker/0": ["master"], "generation_server/0": ["exit 3", "kill", "wait"]}, model_workers=1
+    )
+    trial.submit()
+    trial.wait_for("worker_started", worker="generation_server/0", count=3)
+    exits = trial.events("worker_exited", worker="generation_server/0")
+    assert [event["returncode"] for event in exits[:2]] == [3, -9]
+    assert trial.status().job_id == trial.job_id
+    stopped = stop_trial(trial.facts, grace_s=20.0)
+    assert (stopped.state, stopped.note.split(" (")[0]) == ("STOPPED", "checkpointed at step 3")
+    assert len(trial.starts("master_worker/0")) == 1
+
+
+def test_gpus_are_dealt_out_without_overlap(make_slurm_trial: Any, tmp_path: Path) -> None:
+    trial = make_slurm_trial({"master_worker/0": ["master"]}, gpu=2, model_workers=2, servers=2)
+    trial.submit()
+    pid_by_worker = {
+        worker: wait_until(lambda worker=worker: trial.starts(worker), f"the start of {worker}")[0][0]
+        for worker in (f"{worker.kind}/{worker.index}" for worker in trial.plan.workers)
+    }
+    environments = {worker: _environment(pid) for worker, pid in pid_by_worker.items()}
+    shares = {worker: environment["CUDA_VISIBLE_DEVICES"] for worker, environment in environments.items()}
+    assert shares["master_worker/0"] == shares["gserver_manager/0"] == ""
+    assert sorted(",".join(shares.values()).strip(",").split(",")) == [str(index) for index in range(8)], shares
+    assert {environment["CORRAL_BIND_ADDRESS"] for environment in environments.values()} == {"127.0.0.1"}
+    stop_trial(trial.facts, now=True)
+
+
+def test_scancel_from_outside_is_told_from_our_own_end(make_slurm_trial: Any, cluster: Cluster) -> None:
+    trial = make_slurm_trial({"master_worker/0": ["stubborn"]}, model_workers=1, servers=0)
+    trial.submit()
+    wait_until(lambda: trial.starts("master_worker/0"), "the master")
+    cluster.run("scancel", trial.job_id)
+    ended = trial.wait_for_state("CANCELLED", "STOPPED", "FAILED", "LOST")
+    assert (ended.state, ended.is_final) == ("CANCELLED", True)
+
+
+def test_a_stopped_trial_goes_on_in_a_new_job(make_slurm_trial: Any) -> None:
+    trial = make_slurm_trial({"master_worker/0": ["master", "finish 0.2"]}, model_workers=1, servers=0)
+    first = trial.submit()
+    wait_until(lambda: trial.starts("master_worker/0"), "the master")
+    assert stop_trial(trial.facts, grace_s=20.0).state == "STOPPED"
+    trial.directory.clear_stop_request()
+    assert trial.submit(attempt=1, resume=True) != first
+    assert trial.wait_for_state("COMPLETE", "FAILED", "LOST").state == "COMPLETE"
+
+
+def test_a_queued_trial_is_shown_with_its_reason_and_stopped_without_having_run(
+    make_slurm_trial: Any, cluster: Cluster
+) -> None:
+    trial = make_slurm_trial({}, launch={"begin": "now+1hour"})
+    trial.submit()
+    status = trial.wait_for_state("QUEUED")
+    assert "begin time" in status.note
+    assert stop_trial(trial.facts).state in ("STOPPED", "CANCELLED")
+    assert trial.events("worker_started") == []
+
+
+def test_a_job_that_slurm_has_forgotten_is_lost_unless_it_left_word(make_slurm_trial: Any) -> None:
+    trial = make_slurm_trial({})
+    trial.prepare()
+    assert trial.status().state == "LOST"
+
+
+def test_an_unreachable_cluster_is_unknown_not_failed(make_slurm_trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = make_slurm_trial({})
+    trial.prepare()
+    monkeypatch.setenv("PATH", "/nowhere")
+    status = trial.status()
+    assert status.state == "UNKNOWN" and "squeue" in status.note
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"launch": {"partition": "shrt"}}, ["no partition 'shrt'", "debug*", "did you mean 'short'"]),
+        ({"gpu": 5, "cluster": {"gpus_per_node": 16}}, ["needs 15 GPUs on one node", "has 8 (n1"]),
+        ({"task": {"cpu": 9}, "cluster": {"cpus_per_node": 64}}, ["CPUs on one node", "has 8"]),
+        ({"task": {"mem": "9G"}, "cluster": {"mem_per_node": "64G"}}, ["MB of memory", "has 8000"]),
+        ({"task": {"cpu": 3}, "model_workers": 7}, ["needs 5 nodes", "4 such nodes"]),
+        ({"launch": {"partition": "short", "time_limit": "10"}, "model_workers": 1}, ["00:10:00", "MaxTime 00:01:00"]),
+        ({"launch": {"nodelist": "n7"}}, ["no node 'n7'"]),
+        ({"launch": {"constraint": "h100"}}, ["no node has the feature 'h100'"]),
+        ({"gpu": 1, "gpu_type": "a100"}, ["offers gpu:a100", "gpu"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_can_never_start_is_refused_with_the_numbers(
+    plan: dict[str, Any], words: list[str], make_slurm_trial: Any, cluster: Cluster
+) -> None:
+    merged = SMALL | plan | {"cluster": SMALL["cluster"] | plan.get("cluster", {})}
+    trial = make_slurm_trial({}, **merged)
+    with pytest.raises(ConfigError) as refused:
+        submit.check_on_slurm(trial.plan, pack(trial.plan), trial.directory, SlurmClient())
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_slurms_own_refusal_is_passed_on(make_slurm_trial: Any) -> None:
+    trial = make_slurm_trial({}, launch={"reservation": "nobodys"})
+    with pytest.raises(SlurmError, match="reservation"):
+        submit.check_on_slurm(trial.plan, pack(trial.plan), trial.directory, SlurmClient())
+
+
+def test_a_request_that_fits_passes_the_checks(make_slurm_trial: Any) -> None:
+    trial = make_slurm_trial({})
+    checks = submit.check_on_slurm(trial.plan, pack(trial.plan), trial.directory, SlurmClient())
+    assert "partition debug ok" in checks and any(check.endswith("of 4 nodes idle") for check in checks)
+
+
+def test_rl_submit_from_inside_a_job_is_not_taken_for_a_step_of_it(
+    make_slurm_trial: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "999999")
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")
+    monkeypatch.setenv("SBATCH_PARTITION", "nosuch")
+    trial = make_slurm_trial({"master_worker/0": ["finish 0"]}, model_workers=1, servers=0)
+    trial.submit()
+    assert trial.wait_for_state("COMPLETE", "FAILED", "LOST").state == "COMPLETE", trial.events()
+
+
+def _environment(pid: int) -> dict[str, str]:
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return dict(entry.split("=", 1) for entry in file.read().decode().split("\0") if "=" in entry)
