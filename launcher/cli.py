@@ -67,7 +67,7 @@ def status(
 ) -> None:
     """Show how trials stand: one row each, or one trial with all its workers."""
     with _errors():
-        from corral.launcher.status import StatusReader
+        from corral.launcher.status_reader import StatusReader
         from corral.launcher.status_view import render_json, render_trial, render_trials
         from corral.launcher.trials import default_fileroot, find_trial, list_trials
 
@@ -195,7 +195,7 @@ def _wait(submission: "Submission", name: str) -> None:
 
 def _follow(facts: "TrialFacts", workers: list[str], attempt: str | None) -> None:
     from corral.launcher.logs import find_logs, follow
-    from corral.launcher.status import StatusReader
+    from corral.launcher.status_reader import StatusReader
 
     reader = StatusReader()
     last_look = [0.0, False]

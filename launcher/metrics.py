@@ -42,17 +42,17 @@ def _parse(data: bytes) -> list[dict[str, Any]]:
     return lines
 
 
-SHOWN = (
-    ("accuracy", ("eval/accuracy",)),
-    ("reward", ("ppo/reward/mean", "reward/mean", "reward")),
-    ("loss", ("loss", "sft/loss/mean", "sft/loss", "ppo/loss/mean", "ppo/loss", "actor_loss")),
-)
+# The name that a quantity has depends on the algorithm; the first that was written is shown.
+ACCURACY = ("eval/accuracy",)
+REWARD = ("rewards/mean", "ppo/reward/mean")
+LOSS = ("sft/loss", "ppo/loss", "loss")
+STALENESS = ("staleness/mean", "staleness/max")
 
 
 def headline(metrics: dict[str, Any]) -> str:
     """The few numbers that say how training goes: `accuracy 0.93  reward 0.88`."""
     parts = []
-    for label, names in SHOWN:
+    for label, names in (("accuracy", ACCURACY), ("reward", REWARD), ("loss", LOSS)):
         value = next((metrics[name] for name in names if isinstance(metrics.get(name), int | float)), None)
         if value is not None:
             parts.append(f"{label} {value:.3g}")

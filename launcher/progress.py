@@ -8,7 +8,8 @@ import time
 from typing import TextIO
 
 from corral.launcher.metrics import headline
-from corral.launcher.status import StatusReader, TrialStatus
+from corral.launcher.status import TrialStatus
+from corral.launcher.status_reader import StatusReader
 from corral.launcher.status_view import format_duration
 from corral.launcher.trials import TrialFacts
 
@@ -26,8 +27,7 @@ def progress_line(status: TrialStatus) -> str:
     parts = [f"step {status.step or 0}{total}"]
     if numbers := headline(dict(status.metrics)):
         parts.append(numbers)
-    version = status.metrics.get("version")
-    if version is not None:
+    if version := next((row.version for row in status.workers if row.version), ""):
         parts.append(f"version {version}")
     parts += [status.state, f"age {format_duration(status.age_s)}"]
     if status.state not in ("RUNNING", "COMPLETE") and status.note:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.metrics import read_metrics
+from corral.launcher.metrics import ACCURACY, LOSS, REWARD, STALENESS, read_metrics
+from corral.launcher.status_view import format_duration
 from corral.launcher.trials import read_facts
 
 if TYPE_CHECKING:
@@ -33,12 +34,12 @@ class Panel:
 
 
 PANELS = (
-    Panel(title="accuracy on held-out problems", names=("eval/accuracy",), colour="#1a7f37", floor_at_zero=True),
-    Panel(title="reward", names=("ppo/reward/mean", "reward/mean", "reward"), colour="#0969da"),
-    Panel(title="loss", names=("loss", "sft/loss", "ppo/loss", "ppo/actor_loss", "actor_loss"), colour="#bc4c00"),
+    Panel(title="accuracy on held-out problems", names=ACCURACY, colour="#1a7f37", floor_at_zero=True),
+    Panel(title="reward", names=REWARD, colour="#0969da"),
+    Panel(title="loss", names=LOSS, colour="#bc4c00"),
     Panel(
         title="staleness (versions)",
-        names=("staleness/mean", "staleness/max", "staleness", "ppo/staleness/mean"),
+        names=STALENESS,
         colour="#8250df",
         floor_at_zero=True,
     ),
@@ -110,11 +111,13 @@ def _draw_curve(axes: "Axes", curve: Curve) -> None:
     colour, few = curve.panel.colour, len(curve.steps) <= _SMOOTH_FROM_POINTS
     if few:
         axes.plot(curve.steps, curve.values, color=colour, linewidth=1.8, marker="o", markersize=3.5)
+        last = curve.values[-1]
     else:
         axes.plot(curve.steps, curve.values, color=colour, linewidth=0.8, alpha=0.3)
         window = max(5, len(curve.values) // 20)
-        axes.plot(curve.steps, smooth(curve.values, window=window), color=colour, linewidth=2.0)
-    last = curve.values[-1]
+        smoothed = smooth(curve.values, window=window)
+        axes.plot(curve.steps, smoothed, color=colour, linewidth=2.0)
+        last = smoothed[-1]
     axes.annotate(
         f"{last:.3g}",
         (curve.steps[-1], last),
@@ -138,17 +141,15 @@ def _draw_curve(axes: "Axes", curve: Curve) -> None:
 
 
 def _add_time_axis(axes: "Axes", lines: Sequence[dict[str, Any]]) -> None:
-    """Minutes since the first step, at the steps that the bottom axis names."""
+    """Time since the first step, at the steps that the bottom axis names."""
     time_by_step = {line["step"]: float(line["time"]) for line in lines if _is_number(line.get("time"))}
     if len(time_by_step) < 2:
         return
     low, high = axes.get_xlim()
     begin = min(time_by_step.values())
-    longest = max(time_by_step.values()) - begin
-    unit, divisor = ("s", 1.0) if longest < 300 else ("min", 60.0) if longest < 4 * 3600 else ("h", 3600.0)
     ticks = [tick for tick in axes.get_xticks() if low <= tick <= high and round(tick) in time_by_step]
     top = axes.secondary_xaxis("top")
-    top.set_xticks(ticks, [f"{(time_by_step[round(tick)] - begin) / divisor:.3g} {unit}" for tick in ticks])
+    top.set_xticks(ticks, [format_duration(time_by_step[round(tick)] - begin) for tick in ticks])
     top.tick_params(labelsize=7, colors="#8c959f", length=0, pad=1)
     top.spines["top"].set_visible(False)
 

@@ -36,8 +36,8 @@ def step_name(worker: str) -> str:
 def srun_command(spec: TaskSpec, resources: StepResources, host: str) -> list[str]:
     """The srun that carries one worker."""
     gpu_option = f"--gpus-per-task={resources.gpus}" if resources.gpus else "--gres=none"
-    # Without device cgroups a step without GRES sees every GPU of the node. SLURM removes the variable on its way to the
-    # step, so it is set inside.
+    # Without device cgroups a step without GRES sees every GPU of the node. SLURM takes the variable away on its way to
+    # the step, so it is set inside.
     hide_gpus = () if resources.gpus else ("env", "CUDA_VISIBLE_DEVICES=")
     return [
         "srun",

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from corral.experiments.trial_directory import StopRequest
 from corral.experiments.trial_log import DoneError, TrialLog
 from corral.launcher.slurm import SlurmClient
-from corral.launcher.status import FINAL_STATES, StatusReader, TrialStatus
+from corral.launcher.status import FINAL_STATES, TrialStatus
+from corral.launcher.status_reader import StatusReader
 from corral.launcher.trials import TrialFacts
 
 _NOT_STARTED = ("QUEUED", "BLOCKED", "HELD", "REQUEUED")

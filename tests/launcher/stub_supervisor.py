@@ -6,7 +6,8 @@ from pathlib import Path
 
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.attempts import AttemptRecord
-from corral.launcher.supervisor import main, worker_command
+from corral.launcher.supervision import worker_command
+from corral.launcher.supervisor import main
 
 COMMAND = (sys.executable, str(Path(__file__).resolve()))
 

@@ -11,7 +11,8 @@ from corral.experiments.errors import ConfigError
 from corral.launcher import submit
 from corral.launcher.packed import pack
 from corral.launcher.slurm import SlurmClient, SlurmError
-from corral.launcher.status import StatusReader, TrialStatus
+from corral.launcher.status import TrialStatus
+from corral.launcher.status_reader import StatusReader
 from corral.launcher.stop import stop_trial
 from corral.launcher.trials import TrialFacts, read_facts
 from tests.launcher.stub_supervisor import COMMAND

@@ -1,0 +1,375 @@
+"""The supervisor of one attempt: starts every worker, watches, restarts, stops, and leaves nothing running.
+
+    plan.json --units--> Supervision (pure) <--exits, trial log, stop request, signals, clock-- this loop
+                              |
+                              +--StartUnit, SignalTask, AppendStop, EndTrial--> TaskRunner, Redis, trial log, journal
+
+It needs no torch, so it starts on the host in a fraction of a second; workers may run in containers. It holds no state
+that matters: what happened is in the journal, who may commit is in the trial log. `corral.launcher.keeper` starts a new
+one if it is killed.
+"""
+
+import json
+import os
+import secrets as random_tokens
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Protocol
+
+from corral.experiments.journal import Journal
+from corral.experiments.plan import RunPlan
+from corral.experiments.secrets import TrialSecrets
+from corral.experiments.trial_directory import StopRequest, TrialDirectory, atomic_write
+from corral.experiments.trial_log import Done, Stop, StoppedError, TrialLog
+from corral.launcher.attempts import AttemptRecord
+from corral.launcher.exits import ExitRecorder
+from corral.launcher.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
+from corral.launcher.runner import Task, TaskRunner, TaskSpec
+from corral.launcher.units import (
+    TRAINER_UNIT,
+    Action,
+    AppendStop,
+    EndTrial,
+    Outcome,
+    RestartPolicy,
+    RestartUnit,
+    SignalTask,
+    StartUnit,
+    Supervision,
+    TrialPhase,
+    UnitSpec,
+)
+
+REDIS_UNIT = "redis"
+_POLL_INTERVAL_S = 0.1
+_REPORT_TIMEOUT_S = 60.0
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+_SIGNAL_MEANING = {
+    signal.SIGUSR2: "SIGUSR2: the time limit is near; continue with rl-submit --resume",
+    signal.SIGTERM: "SIGTERM to the supervisor",
+    signal.SIGINT: "SIGINT to the supervisor",
+}
+
+
+class NameServer(Protocol):
+    """The Redis server of this attempt, as the supervisor needs it."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port; a restart keeps them."""
+
+    def start(self) -> None:
+        """Starts it, again after a crash; returns once it answers.
+
+        Raises:
+            OSError, RuntimeError, TimeoutError: if it does not come up.
+        """
+
+    def poll(self) -> int | None:
+        """Return code once it ended."""
+
+    def kill(self) -> None:
+        """Ends it."""
+
+
+WorkerCommand = Callable[[TrialDirectory, str, int, AttemptRecord, str], Sequence[str]]
+"""(trial, kind, index, attempt, incarnation) -> command line."""
+
+
+def worker_command(
+    directory: TrialDirectory, kind: str, index: int, attempt: AttemptRecord, incarnation: str
+) -> list[str]:
+    """The command line of a worker. It holds nothing secret: other users of the node can read it."""
+    return [
+        sys.executable,
+        "-m",
+        "corral.workers",
+        "--plan",
+        str(directory.plan_path),
+        "--kind",
+        kind,
+        "--index",
+        str(index),
+        "--attempt",
+        str(attempt.attempt),
+        "--incarnation",
+        incarnation,
+        *(["--resume"] if attempt.resume else []),
+    ]
+
+
+def units_of_plan(plan: RunPlan) -> list[UnitSpec]:
+    """Restart units: Redis, all training ranks together, every other worker by itself."""
+    workers = [f"{worker.kind}/{worker.index}" for worker in plan.workers]
+    ranks = tuple(worker for worker in workers if worker.startswith(f"{TRAINER_UNIT}/"))
+    units = [UnitSpec(name=REDIS_UNIT, tasks=(REDIS_UNIT,), is_service=True)]
+    if ranks:
+        units.append(UnitSpec(name=TRAINER_UNIT, tasks=ranks))
+    return units + [UnitSpec(name=worker, tasks=(worker,)) for worker in workers if worker not in ranks]
+
+
+class Supervisor:
+    """One attempt of one trial, from the first start to the last exit."""
+
+    def __init__(
+        self,
+        *,
+        directory: TrialDirectory,
+        plan: RunPlan,
+        attempt: AttemptRecord,
+        runner: TaskRunner,
+        name_server: NameServer,
+        worker_command: WorkerCommand = worker_command,
+    ) -> None:
+        self._directory = directory
+        self._plan = plan
+        self._attempt = attempt
+        self._runner = runner
+        self._name_server = name_server
+        self._worker_command = worker_command
+        self._journal = Journal(directory.journal_path)
+        self._exits = ExitRecorder(directory, attempt.attempt)
+        self._log = TrialLog(directory.log_path)
+        units = units_of_plan(plan)
+        self._tasks_by_unit = {unit.name: unit.tasks for unit in units}
+        self._supervision = Supervision(
+            units,
+            RestartPolicy(
+                max_restarts=plan.supervision.max_restarts,
+                pause_s=plan.supervision.restart_pause_s,
+                healthy_after_s=plan.supervision.healthy_after_s,
+            ),
+        )
+        self._tasks: dict[str, Task] = {}
+        self._name_server_runs = False
+        self._failed_starts: list[tuple[str, int]] = []
+        self._signals: list[signal.Signals] = []
+        self._was_terminated = False
+        self._seen_stop_request: StopRequest | None = None
+        self._end: EndTrial | None = None
+
+    def run(self) -> int:
+        """Supervises until the trial has ended; returns the exit code."""
+        os.environ[TRIAL_UUID_VARIABLE] = self._plan.trial.uuid  # inherited by everything that is started from here
+        with self._listen_to_signals() as wake_up:
+            self._clean_up_after_predecessor()
+            self._record("supervisor_started", pid=os.getpid(), node=os.uname().nodename, mode=self._attempt.mode)
+            while self._end is None:
+                self._step()
+                if self._end is None:
+                    select.select([wake_up], [], [], _POLL_INTERVAL_S)
+                    _drain(wake_up)
+        return self._finish(self._end)
+
+    def _step(self) -> None:
+        exits = self._collect_exits()
+        # After the exits were collected, before they are judged: a worker that ended because of Done is no crash.
+        self._read_trial_log()
+        self._read_requests()
+        for task, returncode in exits:
+            self._apply(self._supervision.exited(task, returncode, time.monotonic()))
+        self._apply(self._supervision.tick(time.monotonic()))
+
+    def _collect_exits(self) -> list[tuple[str, int]]:
+        exits, self._failed_starts = self._failed_starts, []
+        for worker, task in list(self._tasks.items()):
+            if (returncode := task.poll()) is not None:
+                del self._tasks[worker]
+                exits.append((worker, returncode))
+                self._exits.record(worker, returncode, pid=task.pid, node=task.node)
+                self._record("worker_exited", worker=worker, pid=task.pid, node=task.node, returncode=returncode)
+        if self._name_server_runs and (returncode := self._name_server.poll()) is not None:
+            self._name_server_runs = False
+            exits.append((REDIS_UNIT, returncode))
+            self._record("redis_exited", worker=REDIS_UNIT, pid=self._name_server.pid, returncode=returncode)
+        return exits
+
+    def _read_trial_log(self) -> None:
+        for slot, entry in self._log.poll():
+            if slot < self._attempt.start_slot:
+                continue
+            if isinstance(entry, Done):
+                self._apply(self._supervision.log_ended(Outcome.COMPLETE, "", time.monotonic()))
+            elif isinstance(entry, Stop):
+                reason = f"{entry.reason} (by {entry.by})" if entry.reason else f"stopped by {entry.by}"
+                self._apply(self._supervision.log_ended(Outcome.STOPPED, reason, time.monotonic()))
+
+    def _read_requests(self) -> None:
+        while self._signals:
+            self._request_stop_for(self._signals.pop(0))
+        try:
+            request = self._directory.read_stop_request()
+        except ValueError as error:
+            self._record("stop_request_unreadable", cause=str(error))
+            self._directory.clear_stop_request()
+            return
+        if request is None or request == self._seen_stop_request:
+            return
+        self._seen_stop_request = request
+        self._record("stop_requested", by=request.by, now=request.now, grace_s=request.grace_s)
+        self._apply(
+            self._supervision.stop_requested(
+                reason=f"stopped by {request.by}",
+                grace_s=request.grace_s,
+                immediately=request.now,
+                now=time.monotonic(),
+            )
+        )
+
+    def _request_stop_for(self, number: signal.Signals) -> None:
+        self._was_terminated |= number is signal.SIGTERM
+        # A file like rl-stop's, because the master has to see it too. A second signal means now.
+        self._directory.write_stop_request(
+            StopRequest(
+                requested_at=time.time(),
+                by=_SIGNAL_MEANING[number],
+                now=self._supervision.phase is not TrialPhase.RUNNING and number is not signal.SIGUSR2,
+                grace_s=self._plan.supervision.stop_grace_s,
+            )
+        )
+
+    def _apply(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case StartUnit(unit):
+                    self._start_unit(unit)
+                case SignalTask(task, kill):
+                    self._signal_task(task, kill=kill)
+                case RestartUnit(unit, cause, pause_s, restarts):
+                    self._record("unit_restarting", unit=unit, cause=cause, pause_s=pause_s, restarts=restarts)
+                case AppendStop(reason):
+                    self._append_stop(reason)
+                case EndTrial():
+                    self._end = action
+
+    def _start_unit(self, unit: str) -> None:
+        if unit == REDIS_UNIT:
+            self._start_name_server()
+            return
+        incarnation = random_tokens.token_hex(8)
+        for worker in self._tasks_by_unit[unit]:
+            self._start_worker(worker, incarnation)
+
+    def _start_worker(self, worker: str, incarnation: str) -> None:
+        kind, _, index = worker.partition("/")
+        spec = TaskSpec(
+            worker=worker,
+            command=tuple(self._worker_command(self._directory, kind, int(index), self._attempt, incarnation)),
+            environment=self._worker_environment(worker, kind),
+            log_path=self._directory.worker_log(self._attempt.attempt, kind, int(index)),
+        )
+        try:
+            task = self._runner.start(spec)
+        except OSError as error:
+            self._failed_starts.append((worker, 127))
+            self._record("worker_not_started", worker=worker, cause=str(error))
+            return
+        self._tasks[worker] = task
+        self._record("worker_started", worker=worker, pid=task.pid, node=task.node, incarnation=incarnation)
+
+    def _worker_environment(self, worker: str, kind: str) -> dict[str, str]:
+        group = next((group for name, group in self._plan.scheduling.items() if name == kind), None)
+        return {
+            **(group.scheduling.env_vars if group else {}),
+            "CORRAL_BIND_ADDRESS": self._runner.bind_address(worker),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def _start_name_server(self) -> None:
+        try:
+            self._name_server.start()
+        except (OSError, RuntimeError) as error:  # TimeoutError is an OSError
+            self._failed_starts.append((REDIS_UNIT, 1))
+            self._record("redis_not_started", worker=REDIS_UNIT, cause=str(error))
+            return
+        self._name_server_runs = True
+        host, port = self._name_server.address
+        atomic_write(self._directory.rendezvous_path, json.dumps({"host": host, "port": port}).encode())
+        self._record("redis_started", worker=REDIS_UNIT, pid=self._name_server.pid, port=port)
+
+    def _signal_task(self, worker: str, *, kill: bool) -> None:
+        if worker == REDIS_UNIT:
+            if self._name_server_runs:
+                self._name_server.kill()
+        elif worker in self._tasks:
+            task = self._tasks[worker]
+            (task.kill if kill else task.terminate)()
+
+    def _append_stop(self, reason: str) -> None:
+        try:
+            self._log.request_stop("supervisor", reason=reason[:1000])
+        except StoppedError:
+            pass  # the trial ended by itself in the meantime; the end that is in the log counts
+
+    def _clean_up_after_predecessor(self) -> None:
+        self._directory.rendezvous_path.unlink(missing_ok=True)  # no worker may go to the Redis of an earlier attempt
+        self._runner.clean_up()
+        killed = kill_trial_processes(self._plan.trial.uuid, spare=(os.getpid(), os.getppid()))
+        if killed:
+            self._record("leftovers_killed", pids=killed)
+
+    def _finish(self, end: EndTrial) -> int:
+        self._log.poll()
+        # Done may have been appended between our last look and the kill: the log, not the signal, says what happened.
+        outcome, cause = (Outcome.COMPLETE, "") if self._log.state.is_done else (end.outcome, end.cause)
+        left = kill_trial_processes(self._plan.trial.uuid, spare=(os.getpid(), os.getppid()))
+        if left:
+            self._record("leftovers_killed", pids=left)
+        TrialSecrets.destroy(self._directory.secrets_path)
+        self._draw_report()
+        # SLURM ends a job by SIGTERM; somebody else's scancel is not the same as rl-stop.
+        is_cancelled = outcome is Outcome.STOPPED and self._was_terminated and self._attempt.mode == "slurm"
+        self._record("trial_ended", state="CANCELLED" if is_cancelled else outcome.value, cause=cause)
+        return 1 if outcome is Outcome.FAILED else 0
+
+    def _draw_report(self) -> None:
+        if not self._directory.metrics_path.exists():
+            return
+        command = [sys.executable, "-m", "corral.launcher.report", "--trial", str(self._directory.path)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=_REPORT_TIMEOUT_S)
+        except subprocess.CalledProcessError as error:
+            self._record("report_failed", cause=error.stderr.decode(errors="replace")[-2000:])
+        except (OSError, subprocess.TimeoutExpired) as error:
+            self._record("report_failed", cause=str(error))
+
+    def _record(self, event: str, **fields: object) -> None:
+        self._journal.append(event, attempt=self._attempt.attempt, **fields)
+
+    @contextmanager
+    def _listen_to_signals(self) -> Iterator[int]:
+        """Signals are noted, and wake the loop; SIGCHLD does no more than that."""
+        read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        previous_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        previous = {number: signal.signal(number, self._note_signal) for number in _STOP_SIGNALS}
+        previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may go
+        try:
+            yield read_end
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(previous_descriptor)
+            os.close(read_end)
+            os.close(write_end)
+
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(signal.Signals(number))
+
+
+def _drain(descriptor: int) -> None:
+    try:
+        while os.read(descriptor, 4096):
+            pass
+    except BlockingIOError:
+        return

@@ -1,0 +1,61 @@
+"""The picture at the end: which curves it has, and that it is drawn from whatever metrics there are."""
+
+import json
+import struct
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corral.launcher.metrics import headline, last_metrics, read_metrics
+from corral.launcher.report import curves_of, draw, smooth
+
+
+def test_a_step_that_was_trained_twice_counts_once_and_the_last_time() -> None:
+    (curve,) = curves_of([{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 1, "loss": 9.0}])
+    assert (curve.steps, curve.values) == ((1, 2), (9.0, 2.0))
+
+
+def test_non_numbers_have_no_point() -> None:
+    assert curves_of([{"step": 1, "loss": float("nan")}, {"step": 2, "loss": None}, {"step": 3, "loss": True}]) == []
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=50), st.integers(1, 20))
+def test_smoothing_stays_between_the_extremes(values: list[float], window: int) -> None:
+    smoothed = smooth(values, window=window)
+    assert len(smoothed) == len(values)
+    assert all(min(values) - 1e-9 <= value <= max(values) + 1e-9 for value in smoothed)
+
+
+def test_the_picture_is_drawn_with_and_without_times(tmp_path: Path) -> None:
+    lines = [
+        {
+            "step": step,
+            "time": 100.0 + 30 * step,
+            "eval/accuracy": step / 50,
+            "ppo/reward/mean": 0.1,
+            "staleness/mean": 0.5,
+        }
+        for step in range(40)
+    ]
+    for name, some in (("all", lines), ("one", [{"step": 0, "loss": 1.0}])):
+        path = tmp_path / f"{name}.png"
+        assert draw(some, title="exp/trial", path=path)
+        data = path.read_bytes()
+        width, height = struct.unpack(">II", data[16:24])
+        assert data.startswith(b"\x89PNG") and width > 500 and height > 300
+
+
+def test_without_metrics_there_is_no_picture(tmp_path: Path) -> None:
+    assert not draw([], title="exp/trial", path=tmp_path / "curves.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metrics_are_read_past_torn_and_foreign_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 1, "eval/accuracy": 0.5}, {"step": 2, "ppo/reward/mean": 0.25}]
+    path.write_text("\n".join([json.dumps(lines[0]), "[1]", '{"x": 1}', json.dumps(lines[1]), '{"step": 3, "los']))
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    assert last_metrics(path) == {"step": 2, "eval/accuracy": 0.5, "ppo/reward/mean": 0.25}
+    assert headline(last_metrics(path)) == "accuracy 0.5  reward 0.25"
+    assert last_metrics(tmp_path / "none") == {}
