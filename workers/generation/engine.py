@@ -90,6 +90,7 @@ class GenerationEngine(ContinuousBatch):
             seed=seed,
             version=version,
         )
+        self._decoder.pack_weights()
 
     @property
     def model_type(self) -> str:
@@ -107,6 +108,7 @@ class GenerationEngine(ContinuousBatch):
     def apply_weights(self, staged: StagedWeights, *, version: str) -> None:
         """Copy staged weights over the live ones; the next token is made by them, whatever the cache holds."""
         copy_weights(staged, self._model)
+        self._decoder.pack_weights()
         self.model_directory = staged.directory
         self.version = version
 
@@ -123,8 +125,12 @@ def _load_model(directory: Path, *, dtype: torch.dtype, device: str) -> tuple[nn
     """The model in evaluation mode, and its end-of-sequence ids."""
     from transformers import AutoConfig, AutoModelForCausalLM  # seconds to import: only who loads a model pays
 
-    check_supported(AutoConfig.from_pretrained(directory, local_files_only=True))
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+    # A directory with code or pickled weights of its own is refused: loading it would run what somebody else wrote.
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    check_supported(config)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
     model = model.to(device).eval().requires_grad_(False)
     declared = [getattr(source, "eos_token_id", None) for source in (model.config, model.generation_config)]
     ids = [token_id for entry in declared for token_id in (entry if isinstance(entry, list) else [entry])]

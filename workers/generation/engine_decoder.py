@@ -3,9 +3,9 @@
     token_ids [T] -> embed -> per layer: norm, q/k/v, rotary, attend (caller), o, norm, MLP -> norm -> logits [N, V]
 
 transformers' own forward spends more time in Python (masks, cache objects, keyword arguments) than in arithmetic on
-small models, and its batches cannot change between two tokens. This is the same arithmetic over the same tensors:
-weights that are copied into the module in place are used by the next call. Shapes: T tokens, H query heads, K
-key/value heads, D head_dim.
+small models, and its batches cannot change between two tokens. This is the same arithmetic over the same tensors, so
+weights that are copied into the module in place are used by the next call (once packed, after packing them again).
+Shapes: T tokens, H query heads, K key/value heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from corral.workers.generation.engine_cache import KVCache
+from corral.workers.generation.engine_linear import Linear
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
@@ -37,15 +38,6 @@ class Attend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Linear:
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return F.linear(inputs, self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
 class _RMSNorm:
     weight: Tensor
     epsilon: float
@@ -57,16 +49,20 @@ class _RMSNorm:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: _RMSNorm
-    q_proj: _Linear
-    k_proj: _Linear
-    v_proj: _Linear
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
     q_norm: _RMSNorm | None
     k_norm: _RMSNorm | None
-    o_proj: _Linear
+    o_proj: Linear
     mlp_norm: _RMSNorm
-    gate_proj: _Linear
-    up_proj: _Linear
-    down_proj: _Linear
+    gate_proj: Linear
+    up_proj: Linear
+    down_proj: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.gate_proj, self.up_proj, self.down_proj)
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -75,8 +71,8 @@ def _whole(tensor: Tensor) -> Tensor:
     return full_tensor() if full_tensor is not None else tensor.detach()
 
 
-def _linear(module: Any) -> _Linear:
-    return _Linear(_whole(module.weight), None if module.bias is None else _whole(module.bias))
+def _linear(module: Any) -> Linear:
+    return Linear(_whole(module.weight), None if module.bias is None else _whole(module.bias))
 
 
 def _norm(module: Any) -> _RMSNorm:
@@ -134,7 +130,7 @@ class Decoder:
         self._layers: Sequence[_Layer] = [_layer(layer) for layer in module.model.layers]
         self._norm = _norm(module.model.norm)
         is_tied = module.lm_head.weight is module.model.embed_tokens.weight
-        self._head = _Linear(self._embedding, None) if is_tied else _linear(module.lm_head)
+        self._head = Linear(self._embedding, None) if is_tied else _linear(module.lm_head)
         self._activation: Callable[[Tensor], Tensor] = module.model.layers[0].mlp.act_fn
         attention = module.model.layers[0].self_attn
         self.head_dim = int(attention.head_dim)
@@ -168,6 +164,13 @@ class Decoder:
             max_rows=max_rows,
             max_total_tokens=max_total_tokens,
         )
+
+    def pack_weights(self) -> None:
+        """Make faster copies of the weights, where the device has such; again after every change of the weights."""
+        for layer in self._layers:
+            for linear in layer.linears:
+                linear.pack()
+        self._head.pack()
 
     def reserve_positions(self, length: int) -> None:
         """Extend the rotary table to positions 0..length-1."""

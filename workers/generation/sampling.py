@@ -76,6 +76,7 @@ class SamplingBatch:
     """[B, 1] float32; 1 in greedy rows."""
     greedy_rows: Tensor
     """[B] bool."""
+    is_any_greedy: bool
     is_all_greedy: bool
     truncated_rows: Tensor | None
     """[R] int64 indices of rows with a top_k or top_p, None when there are none."""
@@ -93,6 +94,7 @@ class SamplingBatch:
         return cls(
             temperature=torch.tensor([[1.0 if p.is_greedy else p.temperature] for p in rows], device=device),
             greedy_rows=torch.tensor(greedy, device=device),
+            is_any_greedy=any(greedy),
             is_all_greedy=all(greedy),
             truncated_rows=torch.tensor(truncated, device=device) if truncated else None,
             top_p=torch.tensor([[rows[row].top_p] for row in truncated], device=device),
@@ -122,7 +124,8 @@ def sample_tokens(logits: Tensor, batch: SamplingBatch, uniforms: Tensor) -> tup
     if batch.truncated_rows is not None:
         rows = batch.truncated_rows
         token_ids[rows] = _sample_truncated(probabilities[rows], batch, uniforms[rows])
-    token_ids = torch.where(batch.greedy_rows, logits.argmax(dim=-1), token_ids)
+    if batch.is_any_greedy:
+        token_ids = torch.where(batch.greedy_rows, logits.argmax(dim=-1), token_ids)
     return token_ids, _pick(logprobs, token_ids)
 
 

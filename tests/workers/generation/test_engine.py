@@ -308,11 +308,14 @@ def test_a_request_whose_logits_are_not_finite_is_ended_and_the_engine_lives(
     [bad] = engine.generate([request("bad", [*[7] * 30, 13], temperature=1.0, max_new_tokens=5)])
     assert bad.finish_reason == AbortFinish("the model's logits are not finite")
     assert bad.output_ids == ()
-    # The first takes over the cache row; what lies beyond its own length is read, masked, along with the second.
+    # The first takes over the cache row; what lies beyond its own length is read, masked, once the longer second joins.
     prompts = [[7], [5] * 40]
-    outputs = engine.generate(request(str(i), prompt, max_new_tokens=4) for i, prompt in enumerate(prompts))
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert list(output.output_ids) == reference_greedy(references[0], prompt, max_new_tokens=4)
+    for index, prompt in enumerate(prompts):
+        engine.add(request(str(index), prompt, max_new_tokens=6))
+        engine.step()
+    outputs = finish(engine)
+    for index, prompt in enumerate(prompts):
+        assert list(outputs[str(index)].output_ids) == reference_greedy(references[0], prompt, max_new_tokens=6)
 
 
 def test_greedy_generation_with_a_loaded_module_equals_transformers(references: list[Any]) -> None:
@@ -340,3 +343,10 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(tmp_path: Path) -> No
     Qwen2Config(use_sliding_window=True, sliding_window=16, max_window_layers=0).save_pretrained(tmp_path / "sliding")
     with pytest.raises(UnsupportedModelError, match="full attention only"):
         GenerationEngine(tmp_path / "sliding")
+
+
+def test_pickled_weights_are_not_loaded(directories: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((directories[0] / "config.json").read_bytes())
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="model.safetensors"):
+        GenerationEngine(tmp_path)

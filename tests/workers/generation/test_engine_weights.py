@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from corral.workers.generation.engine import (
     SamplingParams,
     WeightsRejectedError,
 )
+from corral.workers.generation.engine_linear import Linear
 from tests.workers.generation.tiny_models import load_reference, reference_greedy, save_tiny_model
 
 REQUEST = GenerationRequest(
@@ -43,6 +45,29 @@ def test_an_update_serves_what_transformers_would_load(old_directory: Path, new_
     engine.update_weights(new_directory, version="1.1")
     assert greedy(engine) == reference_greedy(load_reference(new_directory), REQUEST.prompt, max_new_tokens=12)
     assert engine.version == "1.1"
+
+
+def test_an_update_also_renews_the_packed_copies_of_large_weights(tmp_path: Path) -> None:
+    old, new = (save_tiny_model(tmp_path / f"{seed}", seed=seed, intermediate_size=2048) for seed in range(2))
+    engine = GenerationEngine(old)
+    for directory in (old, new):
+        engine.update_weights(directory, version="1.1")
+        prompts = [(index, index + 1) for index in range(8)]
+        outputs = engine.generate(replace(REQUEST, request_id=str(prompt), prompt=prompt) for prompt in prompts)
+        reference = load_reference(directory)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert list(output.output_ids) == reference_greedy(reference, prompt, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 33])
+def test_a_packed_matrix_product_equals_the_plain_one(num_rows: int) -> None:
+    weight, bias, inputs = torch.randn(512, 256), torch.randn(512), torch.randn(num_rows, 256)
+    linear = Linear(weight, bias)
+    linear.pack()
+    torch.testing.assert_close(linear(inputs), torch.nn.functional.linear(inputs, weight, bias), atol=1e-4, rtol=1e-5)
+    weight.mul_(2)
+    linear.pack()
+    torch.testing.assert_close(linear(inputs), torch.nn.functional.linear(inputs, weight, bias), atol=1e-4, rtol=1e-5)
 
 
 def test_weights_in_several_files_are_read_through_their_index(old_directory: Path, tmp_path: Path) -> None:

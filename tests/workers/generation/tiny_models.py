@@ -15,7 +15,6 @@ EOS_TOKEN_ID = 63
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
-    "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -26,13 +25,21 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def save_tiny_model(directory: Path, *, seed: int = 0, model_type: str = "qwen2", max_shard_size: str = "1GB") -> Path:
+def save_tiny_model(
+    directory: Path,
+    *,
+    seed: int = 0,
+    model_type: str = "qwen2",
+    intermediate_size: int = 96,
+    max_shard_size: str = "1GB",
+) -> Path:
     """A model whose next-token distribution is far from uniform, so that a wrong cache or weight shows."""
+    shape = {**_SHAPE, "intermediate_size": intermediate_size}
     configs: dict[str, Any] = {
-        "qwen2": lambda: Qwen2Config(**_SHAPE, tie_word_embeddings=False),
-        "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32, tie_word_embeddings=True),
+        "qwen2": lambda: Qwen2Config(**shape, tie_word_embeddings=False),
+        "qwen3": lambda: Qwen3Config(**shape, head_dim=32, tie_word_embeddings=True),
         "llama": lambda: LlamaConfig(
-            **_SHAPE,
+            **shape,
             attention_bias=True,
             rope_parameters={
                 "rope_type": "llama3",
