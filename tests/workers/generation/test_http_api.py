@@ -377,7 +377,7 @@ def update(client: Client, directory: Path, version: str, **options: Any) -> tup
 def test_a_request_interrupted_by_an_update_carries_both_versions_and_each_ones_logprobs(
     client: Client, directories: list[Path], references: list[Any]
 ) -> None:
-    futures = start_running(client, 2, temperature=0.9, max_new_tokens=700)
+    futures = start_running(client, 2, temperature=0.9, max_new_tokens=1500)
     client.post("/pause_generation", {"mode": "retract"})
     status, answer = update(client, directories[1], "1.1")
     assert (status, answer["success"], answer["num_paused_requests"]) == (200, True, 2)
@@ -387,7 +387,7 @@ def test_a_request_interrupted_by_an_update_carries_both_versions_and_each_ones_
         meta = (reply := future.result(DEADLINE_S))["meta_info"]
         old, new = meta["weight_versions"]
         assert (old["version"], new["version"], meta["weight_version"]) == ("1.0", "1.1", "1.1")
-        assert (old["start"], old["end"], new["end"]) == (0, new["start"], 700)
+        assert (old["start"], old["end"], new["end"]) == (0, new["start"], 1500)
         assert meta["num_retractions"] == 1
         logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
         by_old, by_new = (
@@ -401,7 +401,7 @@ def test_a_request_interrupted_by_an_update_carries_both_versions_and_each_ones_
 def test_updating_in_place_keeps_the_cache_and_says_so_when_a_flush_was_asked_for(
     client: Client, directories: list[Path]
 ) -> None:
-    [running] = start_running(client, max_new_tokens=600)
+    [running] = start_running(client, max_new_tokens=1500)
     client.post("/pause_generation", {"mode": "in_place"})
     status, answer = update(client, directories[1], "1.1", flush_cache=True)
     assert (status, answer["success"]) == (400, False)
