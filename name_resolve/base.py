@@ -176,11 +176,13 @@ class NameService(ABC):
             self._watches.append(watch)
         return watch
 
-    def lease(self, name: str, value: str, *, ttl_s: float, owner: str) -> Lease:
+    def lease(self, name: str, value: str, *, ttl_s: float, owner: str, take_over: bool = False) -> Lease:
         """Register a value that stays while this process lives and reaches the service; see `lease.py`.
 
         Args:
             owner: identifies one incarnation ("rollout_worker/0 epoch 3 pid 4711"); the same owner may register again.
+            take_over: take the name from another owner, who then finds its lease lost. For a process that was started
+                because the earlier owner died, and need not wait for the dead one's record to expire.
 
         Raises:
             NameExistsError: if the name exists and belongs to another owner, or is leased through this service.
@@ -189,7 +191,13 @@ class NameService(ABC):
             raise ValueError(f"owner {owner!r} of lease {name!r} must be non-empty and not start with 'add-'")
         value = _check_value(name, value)
         return self._keepalive.acquire(
-            Put(name=check_name(name), value=value, owner=_check_value(name, owner), ttl_s=check_ttl(ttl_s))
+            Put(
+                name=check_name(name),
+                value=value,
+                owner=_check_value(name, owner),
+                ttl_s=check_ttl(ttl_s),
+                replace=take_over,
+            )
         )
 
     def close(self) -> None:

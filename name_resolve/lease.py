@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol
 
@@ -140,7 +140,8 @@ class Keepalive:
             [holder] = self._store._put([put])
             if holder:
                 raise NameExistsError(f"cannot lease {put.name!r} for owner {put.owner!r}: owner {holder!r} has it")
-            lease = Lease(self, put=put, refreshed_at_s=sent_at_s)
+            # Taking a name over is done once: the beats must meet the next owner's record and give way to it.
+            lease = Lease(self, put=replace(put, replace=False), refreshed_at_s=sent_at_s)
             self._schedule(lease, sent_at_s + _beat_interval_s(lease))
         return lease
 
