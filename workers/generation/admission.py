@@ -1,0 +1,126 @@
+"""Admission: the staleness gate together with who runs what, so that nothing leaks when a process dies.
+
+    rollout worker ──allocate(uid)──► Admission ──order number, or why not──►
+                   ──finish(uid, outcome)──►        trial log ──commit──► consumed
+                   ──report(everything it holds)──► adopt, after the manager or a worker has restarted
+
+A manager that has just started, or whose trainer has gone back to an earlier commit, admits nothing until every living
+rollout worker has reported what it runs and what it has finished: the counts come from those who hold the samples, never
+from the memory of a process that is gone. Pure; the sockets are in gserver_manager.py.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from corral.scheduling.policy_version import PolicyVersion
+from corral.scheduling.staleness import StalenessGate
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The answer to an allocation: `order` is None if the prompt must ask again, and `reason` says why."""
+
+    order: int | None
+    reason: str = ""
+
+
+@dataclass
+class _Holder:
+    """What one rollout worker was seen to run."""
+
+    incarnation: str
+    running: set[str] = field(default_factory=set)
+
+
+class Admission:
+    """Who may start a prompt."""
+
+    def __init__(self, gate: StalenessGate) -> None:
+        self._gate = gate
+        self._holders: dict[str, _Holder] = {}
+        self._awaited: set[str] = set()
+        self._version: PolicyVersion | None = None
+
+    @property
+    def running(self) -> int:
+        return self._gate.running
+
+    def explain(self) -> str:
+        """Why the next prompt is or is not admitted."""
+        if self._version is None:
+            return "closed: the trainer has not published weights yet"
+        if self._awaited:
+            return f"closed: waiting for reports of {', '.join(sorted(self._awaited))}"
+        return self._gate.explain()
+
+    def at_version(self, version: PolicyVersion, *, consumed: int, workers: Iterable[str]) -> None:
+        """The trainer has published weights.
+
+        Args:
+            version: of these weights.
+            consumed: samples trained by all commits; counts only where the gate starts anew.
+            workers: the rollout workers that live; where the gate starts anew, each must report.
+        """
+        before, self._version = self._version, version
+        if before is not None and version.step >= before.step:
+            self._gate.set_version(version.step)
+            return
+        self._gate.rebuild(version=version.step, consumed=consumed, running={}, finished={})
+        self._holders.clear()
+        self._awaited = set(workers)
+
+    def allocate(self, worker: str, uid: str) -> Admitted:
+        """A rollout worker wants to start a prompt."""
+        holder = self._holders.get(worker)
+        if self._version is None or self._awaited or holder is None:
+            return Admitted(None, self.explain() if holder else f"closed: {worker} has not reported yet")
+        if self._gate.order_of(uid) is not None and uid not in holder.running:
+            # It finished by our count; its worker wants it again, so the sample was rejected downstream.
+            self._gate.drop(uid)
+        order = self._gate.admit(uid)
+        if order is None:
+            return Admitted(None, self._gate.explain())
+        holder.running.add(uid)
+        return Admitted(order)
+
+    def finish(self, worker: str, uid: str, *, delivered: bool) -> None:
+        """A prompt ended: delivered to the trainer, or dropped (its place is free again)."""
+        holder = self._holders.get(worker)
+        if holder is not None:
+            holder.running.discard(uid)
+        if delivered:
+            self._gate.finish(uid)
+        else:
+            self._gate.drop(uid)
+
+    def report(self, worker: str, *, incarnation: str, running: Mapping[str, int], finished: Mapping[str, int]) -> None:
+        """A rollout worker says what it holds: at its start, and whenever it is asked to."""
+        holder = self._holders.get(worker)
+        if holder is None or holder.incarnation != incarnation:
+            for uid in (holder.running if holder else set()) - set(running):
+                self._gate.abandon(uid)
+            self._holders[worker] = _Holder(incarnation, set(running))
+            for uid, order in finished.items():
+                self._gate.adopt(uid, order=order, is_finished=True)
+            for uid, order in running.items():
+                self._gate.adopt(uid, order=order, is_finished=False)
+        self._awaited.discard(worker)
+
+    def knows(self, worker: str) -> bool:
+        """Whether this worker has reported what it holds."""
+        return worker in self._holders
+
+    def workers(self) -> set[str]:
+        """The rollout workers that are known or awaited."""
+        return set(self._holders) | self._awaited
+
+    def lost(self, worker: str) -> None:
+        """A rollout worker is gone: what it ran is not running any more, what it finished is in its spool."""
+        holder = self._holders.pop(worker, None)
+        for uid in holder.running if holder else set():
+            self._gate.abandon(uid)
+        self._awaited.discard(worker)
+
+    def consumed(self, uids: Iterable[str]) -> None:
+        """A commit covers these samples."""
+        self._gate.consume(uids)

@@ -1,0 +1,88 @@
+"""The generation server: the embedded engine behind its HTTP API, as a worker of the trial.
+
+plan: initial weights ──► GenerationEngine ──► EngineServer (HTTP, API key) ──► record {url, incarnation} in name-resolve
+gserver_manager: /update_weights_from_disk ...          rollout workers: /generate
+"""
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+from corral.experiments.worker_specs import GenerationServerSpec
+from corral.scheduling.policy_version import INITIAL_VERSION
+from corral.workers.generation.engine import GenerationEngine
+from corral.workers.generation.http_api import EngineServer
+from corral.workers.worker import Worker, WorkerContext
+
+logger = logging.getLogger(__name__)
+
+_BEAT_S = 0.5
+
+
+class GenerationServer(Worker):
+    """Serves until the trial ends; the manager brings it to the present weights before it gets requests."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._spec = context.specification(GenerationServerSpec)
+        self._server: EngineServer | None = None
+
+    def run(self) -> None:
+        asyncio.run(self._main())
+
+    def status(self) -> dict[str, Any]:
+        return dict(self._server.progress()) if self._server is not None else {}
+
+    async def _main(self) -> None:
+        context, spec = self.context, self._spec
+        engine = GenerationEngine(
+            spec.initial_weights,
+            device=_device(),
+            dtype=spec.engine.dtype,
+            max_running_requests=spec.engine.max_running_requests,
+            max_total_tokens=spec.engine.max_total_tokens,
+            seed=context.plan.seed * 1009 + spec.index,
+            version=str(INITIAL_VERSION),
+        )
+        server = self._server = EngineServer(engine, context.secrets.http_api_key, context.address)
+        port = await server.start()
+        try:
+            record = {"url": f"http://{context.address}:{port}", "incarnation": context.incarnation}
+            with context.names.lease(
+                context.keys.generation_server(spec.index),
+                json.dumps(record),
+                ttl_s=context.plan.supervision.lease_ttl_s,
+                owner=context.incarnation,
+                take_over=True,
+            ):
+                ended = asyncio.ensure_future(server.wait_ended())
+                try:
+                    await self._beat_until(ended, server)
+                finally:
+                    ended.cancel()
+        finally:
+            await server.stop()
+
+    async def _beat_until(self, ended: "asyncio.Future[None]", server: EngineServer) -> None:
+        """Keep the presence record true; raises what the engine died of."""
+        tokens = -1
+        while not self.context.stopping.is_set():
+            await asyncio.wait([ended], timeout=_BEAT_S)
+            if ended.done():
+                ended.result()
+                return
+            progress = server.progress()
+            busy = progress["running"] + progress["queued"] > 0
+            self.context.presence.enter(
+                "generate" if busy else "idle", waiting_for="" if busy else "requests of rollout workers"
+            )
+            if progress["tokens_generated"] != tokens:
+                tokens = progress["tokens_generated"]
+            self.context.presence.beat(version=progress["version"])
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
