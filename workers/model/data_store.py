@@ -5,6 +5,7 @@ transfer ────────► put ┼─► {uid: SequenceSample} ─► 
 algorithm's output put ┘                       └─► drop(uids)             on clear_data_cache
 """
 
+import threading
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -13,9 +14,10 @@ from corral.workers.data.sequence_sample import SequenceSample
 
 
 class DataStore:
-    """Samples by uid. The owner is one thread of the worker; nothing here is shared."""
+    """Samples by uid; the stream's thread puts arrivals in while the main thread computes on others."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._samples: dict[str, SequenceSample] = {}
         self._size_bytes = 0
         self._peak_bytes = 0
@@ -26,14 +28,18 @@ class DataStore:
             if len(sample) > 1:
                 # A view would keep the whole batch's memory alive until its last sample is dropped.
                 piece.data.update({key: np.array(array) for key, array in piece.data.items()})
-            held = self._samples.get(piece.uids[0])
-            if held is None:
-                self._samples[piece.uids[0]] = piece
-                self._size_bytes += piece.size_bytes
-            else:
-                self._size_bytes -= held.size_bytes
-                held.update_(piece)
-                self._size_bytes += held.size_bytes
+            with self._lock:
+                self._put_one(piece)
+
+    def _put_one(self, piece: SequenceSample) -> None:
+        held = self._samples.get(piece.uids[0])
+        if held is None:
+            self._samples[piece.uids[0]] = piece
+            self._size_bytes += piece.size_bytes
+        else:
+            self._size_bytes -= held.size_bytes
+            held.update_(piece)
+            self._size_bytes += held.size_bytes
         self._peak_bytes = max(self._peak_bytes, self._size_bytes)
 
     def gather(self, uids: Sequence[str], keys: Iterable[str]) -> SequenceSample:
@@ -49,7 +55,8 @@ class DataStore:
                 f"{len(missing)} of {len(uids) * len(wanted)} values are not in this store, first {missing[0]}: "
                 "they must be transferred here, or the sample was dropped"
             )
-        return SequenceSample.gather([self._samples[uid] for uid in uids], keys=wanted)
+        with self._lock:
+            return SequenceSample.gather([self._samples[uid] for uid in uids], keys=wanted)
 
     def holds(self, uid: str, key: str) -> bool:
         """Whether the values of `key` of this sample are here."""
@@ -63,8 +70,9 @@ class DataStore:
 
     def drop(self, uids: Iterable[str]) -> int:
         """Forget samples; unknown uids are passed over, since a drop may be repeated. Returns how many there were."""
-        dropped = [sample for uid in uids if (sample := self._samples.pop(uid, None)) is not None]
-        self._size_bytes -= sum(sample.size_bytes for sample in dropped)
+        with self._lock:
+            dropped = [sample for uid in uids if (sample := self._samples.pop(uid, None)) is not None]
+            self._size_bytes -= sum(sample.size_bytes for sample in dropped)
         return len(dropped)
 
     @property

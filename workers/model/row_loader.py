@@ -1,0 +1,47 @@
+"""Rows of a dataset as training samples: prompt and answer in one sequence, the loss on the answer only.
+
+row {"prompt": "12+34=", "answer": "46"}  ──►  input_ids = prompt ids, answer ids, end-of-answer;  prompt_mask
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from corral.experiments.worker_specs import DatasetSpec
+from corral.workers.data.prompts import eos_token_id, load_planned_rows, load_tokenizer, split_uid
+from corral.workers.data.sequence_sample import SequenceSample
+
+
+class RowLoader:
+    """Turns uids into samples.
+
+    Args:
+        spec: the dataset of the plan.
+        model: directory with the tokenizer.
+    """
+
+    def __init__(self, spec: DatasetSpec, model: Path) -> None:
+        self._rows = load_planned_rows(spec)
+        self._tokenizer = load_tokenizer(model)
+        self._eos = eos_token_id(model)
+        self._max_prompt_tokens = spec.config.max_prompt_tokens
+
+    def load(self, uids: Iterable[str]) -> list[SequenceSample]:
+        """One sample per uid."""
+        return [self._sample(uid) for uid in uids]
+
+    def _sample(self, uid: str) -> SequenceSample:
+        _, row_id = split_uid(uid)
+        row = self._rows[row_id]
+        prompt = self._tokenizer.encode(row.prompt).ids
+        if len(prompt) > self._max_prompt_tokens:
+            raise ValueError(
+                f"row {row_id!r} (line {row.line}) has a prompt of {len(prompt)} tokens, more than "
+                f"dataset.max_prompt_tokens {self._max_prompt_tokens}; raise that limit or shorten the row"
+            )
+        answer = [*self._tokenizer.encode(row.answer or "").ids, self._eos]
+        ids = np.asarray([*prompt, *answer], dtype=np.int32)
+        mask = np.zeros(len(ids), dtype=np.bool_)
+        mask[: len(prompt)] = True
+        return SequenceSample.from_group(uid, {"input_ids": [ids], "prompt_mask": [mask]})
