@@ -51,7 +51,7 @@ def write_model(directory: Path, *, seed: int, hidden_size: int = 128, num_layer
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PADDING))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, pad_token=PADDING, eos_token=END_OF_ANSWER, unk_token=PADDING
     ).save_pretrained(directory)
     torch.manual_seed(seed)

@@ -3,62 +3,42 @@
 row (a JSON object) --uid "{dataset_epoch}:{row_id}"--> rollout workers (prompts) or model workers (SFT rows)
 """
 
-import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from corral.experiments.config import DatasetConfig
-from corral.experiments.plan import DatasetSpec
+from corral.experiments.dataset_file import DatasetReader, DatasetRow, load_rows
+from corral.experiments.worker_specs import DatasetSpec
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+RowsById = dict[str, DatasetRow]
 
 
-@dataclass(frozen=True)
-class PromptDataset:
-    """Rows by id, in file order."""
+def load_planned_rows(spec: DatasetSpec) -> RowsById:
+    """The rows of a dataset that was checked at submission, in file order.
 
-    rows: Mapping[str, Mapping[str, Any]]
-    config: DatasetConfig
-
-    @classmethod
-    def load(cls, spec: DatasetSpec) -> "PromptDataset":
-        """Read the file that the plan names.
-
-        Raises:
-            ValueError: if the file is not the one that was checked at submission.
-        """
-        text = spec.config.path.read_bytes()
-        digest = hashlib.sha256(text).hexdigest()
-        if digest != spec.sha256:
-            raise ValueError(
-                f"dataset {spec.config.path} has changed since the trial was submitted (sha256 {digest}, plan {spec.sha256}); "
-                "put the old file back, or submit a new trial"
-            )
-        return cls(rows=_rows(text, spec.config), config=spec.config)
-
-    @classmethod
-    def load_unchecked(cls, config: DatasetConfig) -> "PromptDataset":
-        """Read a file that the plan has no digest of, such as held-out problems."""
-        return cls(rows=_rows(config.path.read_bytes(), config), config=config)
-
-    def prompt(self, row_id: str) -> str:
-        """The prompt's text."""
-        return str(self.rows[row_id][self.config.prompt_key])
-
-    def answer(self, row_id: str) -> str:
-        """The reference answer's text."""
-        return str(self.rows[row_id][self.config.answer_key])
-
-
-def _rows(text: bytes, config: DatasetConfig) -> dict[str, Mapping[str, Any]]:
-    rows: dict[str, Mapping[str, Any]] = {}
-    for number, line in enumerate(text.decode().splitlines()):
-        if line.strip():
-            row = json.loads(line)
-            rows[str(row.get(config.id_key, number))] = row
+    Raises:
+        ValueError: if the file has changed since.
+    """
+    reader = DatasetReader(config=spec.config, needs_answer=False)
+    rows = {row.row_id: row for row in reader}
+    reader.raise_problems()
+    if reader.sha256 != spec.sha256:
+        raise ValueError(
+            f"dataset {spec.config.path} has changed since the trial was submitted (sha256 {reader.sha256}, "
+            f"plan {spec.sha256}); put the old file back, or submit a new trial"
+        )
     return rows
+
+
+def load_held_out_rows(config: DatasetConfig) -> RowsById:
+    """The rows of held-out problems, of which the plan keeps no digest."""
+    return {row.row_id: row for row in load_rows(config)}
 
 
 def ordered_uids(row_ids: list[str], *, seed: int, dataset_epoch: int, shuffle: bool) -> list[str]:
@@ -83,7 +63,7 @@ def split_uid(uid: str) -> tuple[int, str]:
     return int(dataset_epoch), row_id
 
 
-def load_tokenizer(directory: Path) -> Any:
+def load_tokenizer(directory: Path) -> "Tokenizer":
     """The `tokenizers.Tokenizer` of a model directory: text <-> token ids without importing torch or transformers."""
     from tokenizers import Tokenizer
 

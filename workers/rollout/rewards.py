@@ -1,7 +1,7 @@
 """Rewards: plain functions from a problem and an answer to a number.
 
-A reward is named in the experiment file by its import path. It is called in a thread, with a deadline; what it raises is
-an explicit failure (retried, then counted), never a reward of zero.
+A reward is named in the experiment file by its import path. It is called in a thread, with a deadline; what it raises
+is an explicit failure (retried, then counted), never a reward of zero.
 """
 
 from collections.abc import Callable, Mapping

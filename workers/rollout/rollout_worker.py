@@ -1,0 +1,328 @@
+"""The rollout worker: prompts in, judged trajectories out, each delivered until a commit covers it.
+
+PromptQueue ─► admission (manager) ─► agent ⇄ generation servers ─► reward ─► spool (fsync) ─► stream ─► trainer
+     ▲                                                                          │
+     └── failed, or rejected as stale ◄─────────────────────────────────────────┤
+                                                 commits in the trial log ──► covered: forgotten
+
+loop         consumes              waits for                unblocked by            produces
+issue        prompts               the gate                 Allocation              running groups
+receivers    receivers' records    name-resolve             model workers           connections of the sender
+commits      trial log             the master               Commit                  space in the spool
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+
+from corral.experiments.ledger import Ledger, read_delta
+from corral.experiments.trial_log import Commit, LoggedCommit, TrialLog
+from corral.experiments.worker_specs import RolloutWorkerSpec
+from corral.name_resolve import NameServiceError
+from corral.workers.data.delivery import delivery_id, uid_of_delivery
+from corral.workers.data.prompts import eos_token_id, load_planned_rows, load_tokenizer, split_uid, uids_of_share
+from corral.workers.rollout.agents import JudgedGroup
+from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError
+from corral.workers.rollout.generation_client import Route as ServerRoute
+from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from corral.workers.rollout.partial_rollout import PartialAnswer
+from corral.workers.rollout.prompt_queue import PromptQueue
+from corral.workers.rollout.record_store import RecordStore
+from corral.workers.rollout.rewards import load_function
+from corral.workers.rollout.spool import Spool
+from corral.workers.rollout.trajectories import make_sample
+from corral.workers.streams.errors import StreamError, StreamTimeoutError
+from corral.workers.streams.messages import VersionSpan
+from corral.workers.streams.messages_manager import (
+    Admitted,
+    Allocate,
+    Allocation,
+    Finish,
+    ManagerReply,
+    ManagerRequest,
+    Report,
+    Route,
+    Schedule,
+)
+from corral.workers.streams.messages_trajectory import TrajectoryHeader, VerdictKind
+from corral.workers.streams.rpc import AsyncRequestClient
+from corral.workers.streams.trajectory_sender import TrajectorySender
+from corral.workers.worker import BadConfigurationError, Worker, WorkerContext
+
+logger = logging.getLogger(__name__)
+
+_CLOSED_PAUSE_S = 0.02  # the gate opens with the next version; asking costs 0.2 ms
+_IDLE_PAUSE_S = 0.2
+_RECEIVER_POLL_S = 0.5
+_COMMIT_POLL_S = 0.2
+_REQUEST_DEADLINE_S = 60.0
+_MAX_CONNECTIONS = 1024
+
+
+class RolloutWorker(Worker):
+    """Generates this worker's share of the prompts."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._spec = context.specification(RolloutWorkerSpec)
+        self._running: dict[str, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._gate_reason = ""
+        self._num_finished = 0
+        self._log = TrialLog(context.trial.log_path)
+        self._ledger = Ledger()
+        self._lineage: tuple[LoggedCommit, ...] = ()
+
+    def run(self) -> None:
+        asyncio.run(self._main())
+
+    def status(self) -> dict[str, Any]:
+        return {"running": len(self._running), "finished": self._num_finished, "gate": self._gate_reason}
+
+    async def _main(self) -> None:
+        async with AsyncExitStack() as stack:
+            await self._set_up(stack)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._issue_prompts())
+                tasks.create_task(self._every(_RECEIVER_POLL_S, self._watch_receivers))
+                tasks.create_task(self._every(_COMMIT_POLL_S, self._watch_commits))
+
+    async def _set_up(self, stack: AsyncExitStack) -> None:
+        context, spec = self.context, self._spec
+        self._load_data()
+        spool = stack.enter_context(Spool(context.trial.spool_path(spec.index)))
+        self._records = RecordStore(spool, trial_uuid=context.plan.trial.uuid)
+        self._load_ledger()
+        self._manager = await stack.enter_async_context(
+            AsyncRequestClient[ManagerRequest, ManagerReply](
+                context.security,
+                ManagerReply,
+                lambda: context.names.get(context.keys.manager()),
+                server="gserver_manager/0",
+            )
+        )
+        self._sender = await stack.enter_async_context(
+            TrajectorySender(context.security, sender_id=context.worker_id, on_verdict=self._on_verdict)
+        )
+        self._forget_covered(self._ledger.consumed)
+        self._records.offer_all(self._sender)
+        headers = {"Authorization": f"Bearer {context.secrets.http_api_key.reveal()}"}
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=_MAX_CONNECTIONS))
+        )
+        self._client = GenerationClient(
+            session,
+            self._route,
+            sampling=spec.rollout.sampling,
+            stop_token_ids=[self._eos],
+            new_tokens_per_chunk=spec.rollout.new_tokens_per_chunk,
+            request_timeout_s=spec.rollout.request_timeout_s,
+        )
+        self._judge = RewardJudge(
+            load_function(spec.rollout.reward), self._tokenizer, eos_token_id=self._eos, config=spec.rollout
+        )
+        stack.callback(self._judge.close)
+        self._agent: Callable[..., Awaitable[JudgedGroup]] = load_function(spec.rollout.agent)
+
+    def _load_data(self) -> None:
+        spec = self._spec
+        try:
+            self._rows = load_planned_rows(spec.dataset)
+        except ValueError as error:
+            raise BadConfigurationError(str(error)) from error
+        self._tokenizer = load_tokenizer(spec.tokenizer)
+        self._eos = eos_token_id(spec.tokenizer)
+        uids = uids_of_share(
+            list(self._rows),
+            seed=self.context.plan.seed,
+            num_epochs=spec.total_train_epochs,
+            shuffle=spec.dataset.config.shuffle,
+            share=spec.index,
+            num_shares=spec.num_rollout_workers,
+        )
+        self._queue = PromptQueue(
+            uids, is_settled=lambda uid: uid in self._records or uid in self._running or self._ledger.consumed(uid)
+        )
+
+    # Prompts
+
+    async def _issue_prompts(self) -> None:
+        while not self.context.stopping.is_set():
+            uid = self._queue.take()
+            if uid is None:
+                self._show("wait for the trainer", "model_worker to train on what is delivered")
+                await asyncio.sleep(_IDLE_PAUSE_S)
+                continue
+            order = await self._allocate(uid)
+            if order is None:
+                self._queue.put_back(uid)
+                await asyncio.sleep(_CLOSED_PAUSE_S)
+                continue
+            self._running[uid] = order
+            task = asyncio.create_task(self._roll_out(uid, order))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            self._show("generate", "")
+
+    async def _allocate(self, uid: str) -> int | None:
+        """Ask the manager to start a prompt; its order number, or None if the gate is closed."""
+        try:
+            allocation = await self._manager.request(
+                Allocate(worker=self.context.worker_id, uid=uid), deadline_s=_REQUEST_DEADLINE_S
+            )
+            if isinstance(allocation, Allocation) and allocation.must_report:
+                await self._report()
+                return None
+        except StreamTimeoutError as error:
+            logger.warning("%s", error)
+            self._show("wait for admission", "gserver_manager/0 to answer")
+            return None
+        if isinstance(allocation, Allocation) and allocation.admitted:
+            return allocation.order
+        self._gate_reason = allocation.reason if isinstance(allocation, Allocation) else ""
+        if not self._running:
+            self._show("wait for admission", self._gate_reason)
+        return None
+
+    async def _report(self) -> None:
+        """Tell a manager that knows nothing of us what we run and what we have finished."""
+        await self._manager.request(
+            Report(
+                worker=self.context.worker_id,
+                incarnation=self.context.incarnation,
+                running=[Admitted(uid, order) for uid, order in self._running.items()],
+                finished=[Admitted(uid, order) for uid, order in self._records.orders().items()],
+            ),
+            deadline_s=_REQUEST_DEADLINE_S,
+        )
+
+    async def _roll_out(self, uid: str, order: int) -> None:
+        """One group, from admission to the spool."""
+        _, row_id = split_uid(uid)
+        row = self._rows[row_id]
+        started = time.monotonic()
+        try:
+            prompt_ids = self._tokenizer.encode(row.prompt).ids
+
+            async def sample_group(ids: Sequence[int]) -> list[PartialAnswer]:
+                return await self._client.sample_group(uid, ids, group_size=self._spec.group_size)
+
+            group = await self._agent(row.fields, prompt_ids, sample_group, self._judge)
+        except RewardFailedError as error:
+            await self._finish(uid, self._drop_header(uid, order, str(error)), {})
+            return
+        except (GenerationFailedError, StreamError) as error:
+            logger.warning("prompt %s is issued again: %s", uid, error)
+            self._running.pop(uid, None)
+            self._queue.put_back(uid)
+            await self._tell_finished(uid, delivered=False)
+            return
+        sample = make_sample(uid, group)
+        header = TrajectoryHeader(
+            uid=delivery_id(uid, order),
+            dataset_epoch=split_uid(uid)[0],
+            order=order,
+            num_answers=len(group.answers),
+            status="finished",
+            seqlens={key: lengths[0] for key, lengths in sample.seqlens.items()},
+            version_spans=[
+                [VersionSpan(str(version), start, end) for version, start, end in answer.spans]
+                for answer in group.answers
+            ],
+            scalars={"rollout/seconds": time.monotonic() - started},
+        )
+        await self._finish(uid, header, dict(sample.data))
+
+    def _drop_header(self, uid: str, order: int, reason: str) -> TrajectoryHeader:
+        return TrajectoryHeader(
+            uid=delivery_id(uid, order),
+            dataset_epoch=split_uid(uid)[0],
+            order=order,
+            num_answers=0,
+            status="dropped",
+            reason=f"reward_error: {reason}"[:500],
+        )
+
+    async def _finish(self, uid: str, header: TrajectoryHeader, tensors: dict[str, Any]) -> None:
+        await asyncio.to_thread(self._records.put, header, tensors)
+        self._running.pop(uid, None)
+        self._num_finished += 1
+        self._records.offer(uid, self._sender)
+        self.context.presence.beat()
+        await self._tell_finished(uid, delivered=header.status == "finished")
+
+    async def _tell_finished(self, uid: str, *, delivered: bool) -> None:
+        try:
+            await self._manager.request(
+                Finish(worker=self.context.worker_id, uid=uid, delivered=delivered), deadline_s=_REQUEST_DEADLINE_S
+            )
+        except StreamTimeoutError as error:  # the next manager learns it from our report
+            logger.warning("%s", error)
+
+    async def _route(self, uid: str, tokens: int, failed_url: str) -> ServerRoute | None:
+        route = await self._manager.request(
+            Schedule(uid=uid, tokens=tokens, failed_url=failed_url), deadline_s=_REQUEST_DEADLINE_S
+        )
+        if isinstance(route, Route) and route.url is not None:
+            return ServerRoute(route.url)
+        self._show("generate", route.reason if isinstance(route, Route) else "")
+        return None
+
+    # The trainer's side
+
+    async def _watch_receivers(self) -> None:
+        root = self.context.keys.trajectory_receivers_root()
+        records = await asyncio.to_thread(self.context.names.get_subtree, root)
+        if records:  # an emptied Redis is no news of the receivers
+            self._sender.set_receivers({int(name.rpartition("/")[2]): address for name, address in records.items()})
+        self._sender.raise_failure()
+
+    async def _watch_commits(self) -> None:
+        for _, entry in self._log.poll():
+            if isinstance(entry, Commit):
+                delta = read_delta(self.context.trial, entry)
+                if self._log.state.lineage()[:-1] != self._lineage:
+                    self._load_ledger()
+                else:
+                    self._ledger.add(delta)
+                    self._lineage = self._log.state.lineage()
+                covered = [uid for group in delta.trained.values() for uid in group] + list(delta.dropped)
+                await asyncio.to_thread(self._records.remove, covered, self._sender)
+
+    def _load_ledger(self) -> None:
+        self._lineage = self._log.read().lineage()
+        self._ledger = Ledger.load(self.context.trial, [logged.commit for logged in self._lineage])
+
+    def _forget_covered(self, is_covered: Callable[[str], bool]) -> None:
+        """Records whose commit came while this worker was away."""
+        self._records.remove([uid for uid in self._records.orders() if is_covered(uid)], self._sender)
+
+    def _on_verdict(self, delivery: str, kind: VerdictKind) -> None:
+        """The trainer will not train on a record; unless it has, or holds a copy, the prompt is issued again."""
+        if kind in ("duplicate", "consumed"):
+            return
+        uid = uid_of_delivery(delivery)
+        logger.info("sample %s was rejected as %s; its prompt is issued again", uid, kind)
+        if self._records.remove([uid], self._sender):
+            self._queue.put_back(uid)
+            task = asyncio.create_task(self._tell_finished(uid, delivered=False))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    # Helpers
+
+    async def _every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:
+        while not self.context.stopping.is_set():
+            try:
+                await action()
+            except NameServiceError as error:
+                logger.warning("name-resolve does not answer: %s", error)
+            await asyncio.sleep(interval_s)
+
+    def _show(self, phase: str, waiting_for: str) -> None:
+        self.context.presence.enter(phase, waiting_for=waiting_for)

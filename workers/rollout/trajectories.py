@@ -1,0 +1,56 @@
+"""From a judged group of answers to the sample that the trainer gets.
+
+prompt ids P, answer ids A, logprobs, versions, reward  ──►  input_ids [P+A], prompt_mask [P+A],
+                                                             old_logprobs [P+A-1], versions [P+A-1], rewards [1] ...
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.rollout.agents import JudgedGroup
+from corral.workers.rollout.partial_rollout import PartialAnswer
+
+
+def make_sample(uid: str, group: JudgedGroup) -> SequenceSample:
+    """The packed sample of one group.
+
+    Values that belong to a token stand at the position before it, where it was predicted: the first response token of a
+    prompt of P tokens at P - 1.
+    """
+    prompt = group.prompt_ids
+    return SequenceSample.from_group(
+        uid,
+        {
+            "input_ids": [np.asarray([*prompt, *answer.output_ids], dtype=np.int32) for answer in group.answers],
+            "prompt_mask": [_prompt_mask(len(prompt), answer) for answer in group.answers],
+            "old_logprobs": [_after_prompt(len(prompt), answer.logprobs, np.float32, 0.0) for answer in group.answers],
+            "versions": [
+                _after_prompt(len(prompt), [version.step for version in answer.versions()], np.int32, -1)
+                for answer in group.answers
+            ],
+            "rewards": [np.asarray([reward], dtype=np.float32) for reward in group.rewards],
+            "seq_no_eos_mask": [np.asarray([not answer.stopped], dtype=np.bool_) for answer in group.answers],
+        },
+    )
+
+
+def versions_of(group: JudgedGroup) -> set[PolicyVersion]:
+    """Every version that made one of the group's tokens."""
+    return {version for answer in group.answers for version, _, _ in answer.spans}
+
+
+def _prompt_mask(prompt_length: int, answer: PartialAnswer) -> npt.NDArray[np.bool_]:
+    mask = np.zeros(prompt_length + len(answer.output_ids), dtype=np.bool_)
+    mask[:prompt_length] = True
+    return mask
+
+
+def _after_prompt(prompt_length: int, values: Sequence[float], dtype: npt.DTypeLike, fill: float) -> npt.NDArray[Any]:
+    shifted = np.full(prompt_length - 1 + len(values), fill, dtype=dtype)
+    shifted[prompt_length - 1 :] = values
+    return shifted
