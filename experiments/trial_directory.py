@@ -5,7 +5,7 @@
         events.jsonl metrics.jsonl                        appended to
         secrets/ (0700)   log/ (the trial log)            see secrets.py and trial_log.py
         logs/attempt-N/{kind}-{index}.log  logs/latest    what workers print
-        exits/ checkpoints/ weights/ ledger/ spool/ report/
+        exits/ checkpoints/ weights/ exports/ ledger/ spool/ report/
         control/                                          requests from the command line to a running trial
 
 Launcher and workers meet here: `rl-stop` writes `control/stop.json`, and the master worker reads it.
@@ -134,6 +134,11 @@ class TrialDirectory:
     @property
     def weights_path(self) -> Path:
         return self.path / "weights"
+
+    @property
+    def exports_path(self) -> Path:
+        """Weights that stay: exports/final, exports/step-*."""
+        return self.path / "exports"
 
     @property
     def ledger_path(self) -> Path:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from corral.launcher.attempts import AttemptRecord
+from corral.experiments.attempts import AttemptRecord
 from corral.launcher.metrics import headline, last_metrics
 from corral.launcher.slurm import QueuedJob
 from corral.launcher.slurm_states import judge_job

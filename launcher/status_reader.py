@@ -8,10 +8,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from corral.experiments.attempts import AttemptRecord, last_attempt
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import LogState, TrialLog, TrialLogError
-from corral.launcher.attempts import AttemptRecord, last_attempt
 from corral.launcher.lock import is_locked
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
 from corral.launcher.status import Evidence, TrialStatus, WorkerLife, describe

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from corral.experiments.attempts import last_attempt, record_attempt
 from corral.experiments.errors import ConfigError
 from corral.experiments.journal import Journal
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
@@ -26,7 +27,6 @@ from corral.experiments.registry import load_experiment
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory, atomic_write, next_trial_name, validate_name
 from corral.experiments.trial_log import TrialLog
-from corral.launcher.attempts import last_attempt, record_attempt
 from corral.launcher.local import share_gpus, start_detached, visible_gpus
 from corral.launcher.lock import is_locked
 from corral.launcher.packed import PackedLayout, pack

@@ -22,12 +22,12 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol
 
+from corral.experiments.attempts import AttemptRecord
 from corral.experiments.journal import Journal
 from corral.experiments.plan import RunPlan
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import StopRequest, TrialDirectory, atomic_write
 from corral.experiments.trial_log import Done, Stop, StoppedError, TrialLog
-from corral.launcher.attempts import AttemptRecord
 from corral.launcher.exits import ExitRecorder
 from corral.launcher.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
 from corral.launcher.runner import Task, TaskRunner, TaskSpec
@@ -104,7 +104,6 @@ def worker_command(
         str(attempt.attempt),
         "--incarnation",
         incarnation,
-        *(["--resume"] if attempt.resume else []),
     ]
 
 

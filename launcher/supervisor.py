@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from corral.experiments.attempts import read_attempt
 from corral.experiments.journal import Journal
 from corral.experiments.plan import RunPlan
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.attempts import read_attempt
 from corral.launcher.keeper import keep
 from corral.launcher.local import LocalRunner, share_gpus, visible_gpus
 from corral.launcher.lock import SupervisorRunsError

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Type checkers follow directories, not import hooks: show them this checkout as a directory named `corral`.
 set -e
-mypy=$(command -v "${MYPY:-mypy}")
+mypy=$(realpath "$(command -v "${MYPY:-mypy}")")
 view=$(mktemp -d)
 trap 'rm -rf "$view"' EXIT
 mkdir "$view/corral"

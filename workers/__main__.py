@@ -18,6 +18,8 @@ import socket
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +55,12 @@ def main(argv: list[str] | None = None) -> int:
     _configure_logging(f"{arguments.kind}/{arguments.index}", secrets)
     stopping = threading.Event()
     install_signal_handlers(stopping)
-    with connect_names(trial, secrets, plan.trial.uuid) as names:
-        return _run(arguments, plan, trial, secrets, names, stopping)
+    keys = TrialKeys(plan.trial.uuid)
+    with (
+        connect_names(trial, secrets, keys) as names,
+        StreamSecurity.from_trial_secrets(secrets, arguments.kind, trial_uuid=plan.trial.uuid) as security,
+    ):
+        return _run(arguments, plan, trial, secrets, names, security, stopping)
 
 
 def _run(
@@ -63,10 +69,10 @@ def _run(
     trial: TrialDirectory,
     secrets: TrialSecrets,
     names: NameService,
+    security: StreamSecurity,
     stopping: threading.Event,
 ) -> int:
     keys = TrialKeys(plan.trial.uuid)
-    security = StreamSecurity.from_trial_secrets(secrets, role=arguments.kind)
     # Ranks of a gang share their incarnation, so the process id keeps the owners of their records apart.
     owner = f"{arguments.incarnation}.{os.getpid()}"
     identity: dict[str, str | int] = {
@@ -79,9 +85,7 @@ def _run(
         "incarnation": arguments.incarnation,
     }
     key = keys.worker(arguments.kind, arguments.index)
-    with Presence(
-        names, key, owner=owner, ttl_s=plan.supervision.lease_ttl_s, identity=identity
-    ) as presence:
+    with Presence(names, key, owner=owner, ttl_s=plan.supervision.lease_ttl_s, identity=identity) as presence:
         presence.enter("setup", deadline_s=plan.supervision.setup_timeout_s)
         context = WorkerContext(
             plan=plan,
@@ -90,7 +94,6 @@ def _run(
             attempt=arguments.attempt,
             incarnation=arguments.incarnation,
             address=os.environ.get("CORRAL_BIND_ADDRESS", "127.0.0.1"),
-            resume=arguments.resume,
             trial=trial,
             names=names,
             keys=keys,
@@ -100,12 +103,12 @@ def _run(
             stopping=stopping,
         )
         worker = _load_class(arguments.kind)(context)
-        with ControlServer(security, context.address, handler=_control_handler(worker)) as control:
-            presence.annotate(control=control.address)
+        with ControlServer(security, _control_handler(worker), address=context.address) as control:
+            presence.annotate(control=control.endpoint)
             return run_to_exit_code(worker)
 
 
-def connect_names(trial: TrialDirectory, secrets: TrialSecrets, trial_uuid: str) -> NameService:
+def connect_names(trial: TrialDirectory, secrets: TrialSecrets, keys: TrialKeys) -> NameService:
     """The trial's name service, at the address that the supervisor wrote to rdzv.json.
 
     Raises:
@@ -128,7 +131,7 @@ def connect_names(trial: TrialDirectory, secrets: TrialSecrets, trial_uuid: str)
         port=rendezvous["port"],
         username="trial",
         password=secrets.redis_password.reveal(),
-        prefix=f"corral/{trial_uuid}/",
+        prefix=keys.prefix,
     )
 
 
@@ -139,7 +142,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--index", type=int, required=True)
     parser.add_argument("--attempt", type=int, default=0, help="which start of the trial this is, from 0")
     parser.add_argument("--incarnation", required=True, help="random name of this start of the worker")
-    parser.add_argument("--resume", action="store_true", help="continue a trial that was stopped")
     return parser.parse_args(argv)
 
 
@@ -149,16 +151,31 @@ def _load_class(kind: str) -> type[Worker]:
     return worker_class
 
 
-def _control_handler(worker: Worker) -> Any:
-    def handle(command: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        if command == "status":
-            return {**worker.context.presence.snapshot(), "details": worker.status()}
-        if command == "exit":
-            os.kill(os.getpid(), signal.SIGTERM)
-            return {"leaving": True}
-        raise ValueError(f"unknown control command {command!r}; known are ping, stacks, status and exit")
+def _control_handler(worker: Worker) -> Callable[[str], Mapping[str, Any]]:
+    def handle(command: str) -> Mapping[str, Any]:
+        match command:
+            case "ping":
+                return {"pid": os.getpid()}
+            case "status":
+                return {**worker.context.presence.snapshot(), "details": worker.status()}
+            case "stacks":
+                return {"stacks": _stacks()}
+            case "exit":
+                os.kill(os.getpid(), signal.SIGTERM)
+                return {"leaving": True}
+        raise ValueError(f"unknown control command {command!r}; known are ping, status, stacks and exit")
 
     return handle
+
+
+def _stacks() -> dict[str, str]:
+    """What every thread does right now."""
+    frames = sys._current_frames()
+    return {
+        thread.name: "".join(traceback.format_stack(frames[thread.ident]))
+        for thread in threading.enumerate()
+        if thread.ident in frames
+    }
 
 
 def _configure_logging(worker_id: str, secrets: TrialSecrets) -> None:

@@ -17,12 +17,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from corral.name_resolve import NameService
+from corral.name_resolve import NameExistsError, NameService, NameServiceError
 
 logger = logging.getLogger(__name__)
 
 _PUBLISH_INTERVAL_S = 0.5  # twice a second keeps rl-status fresh and costs Redis next to nothing
 EXIT_HUNG = 74
+EXIT_SUPERSEDED = 75
 
 
 class Presence:
@@ -49,7 +50,7 @@ class Presence:
         self._progress = 0
         self._dirty = True
         self._closed = threading.Event()
-        self._lease = names.lease(key, self._text(), ttl_s=ttl_s, owner=owner)
+        self._lease = names.lease(key, self._text(), ttl_s=ttl_s, owner=owner, take_over=True)
         self._thread = threading.Thread(target=self._publish, name="presence", daemon=True)
         self._thread.start()
 
@@ -64,11 +65,6 @@ class Presence:
         self._closed.set()
         self._thread.join(timeout=5.0)
         self._lease.release()
-
-    @property
-    def lease_lost(self) -> bool:
-        """Whether another process now holds this worker's record: this one was replaced and must not act any more."""
-        return self._lease.lost
 
     def enter(self, phase: str, *, waiting_for: str = "", deadline_s: float | None = None) -> None:
         """Say what the worker does from now on.
@@ -135,13 +131,26 @@ class Presence:
             if self._dirty or time.monotonic() - published > 2.0:
                 self._dirty = False
                 published = time.monotonic()
-                self._lease.update(self._text())
+                self._publish_once()
+
+    def _publish_once(self) -> None:
+        try:
+            self._lease.update(self._text())
+        except NameExistsError:
+            # Whoever started our successor took us for dead. Two of us must not act.
+            logger.critical("another process holds this worker's record: this one was replaced, and leaves")
+            sys.stderr.flush()
+            os._exit(EXIT_SUPERSEDED)
+        except NameServiceError as error:
+            logger.warning("the presence record was not published: %s", error)
 
     def _leave_if_hung(self) -> None:
         with self._lock:
             stayed_s, deadline_s, phase = time.monotonic() - self._entered, self._deadline_s, self._phase
         if deadline_s is not None and stayed_s > deadline_s:
-            logger.critical("phase %r made no progress for %.0f s (deadline %.0f s); leaving", phase, stayed_s, deadline_s)
+            logger.critical(
+                "phase %r made no progress for %.0f s (deadline %.0f s); leaving", phase, stayed_s, deadline_s
+            )
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
             sys.stderr.flush()
             os._exit(EXIT_HUNG)

@@ -7,8 +7,8 @@
                 │          └─ error: traceback in the log (exit 1); the supervisor restarts it
                 └─ bad configuration (exit 2): never restarted
 
-A worker wires parts that are handed to it in a WorkerContext. Its control channel and its presence record live in threads
-of their own, so that both go on while the main thread computes.
+A worker wires parts that are handed to it in a WorkerContext. Its control channel and its presence record live in
+threads of their own, so that both go on while the main thread computes.
 """
 
 import logging
@@ -19,21 +19,24 @@ import traceback
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
 from corral.name_resolve import NameService, TrialKeys
-from corral.workers.presence import Presence
+from corral.workers.presence import EXIT_SUPERSEDED, Presence
 from corral.workers.streams.security import StreamSecurity
 
 logger = logging.getLogger(__name__)
 
+SpecType = TypeVar("SpecType", bound=BaseModel)
+
 EXIT_DONE = 0
 EXIT_ERROR = 1
 EXIT_BAD_CONFIGURATION = 2
-EXIT_SUPERSEDED = 75
 EXIT_GANG_BROKEN = 76
 
 
@@ -65,8 +68,6 @@ class WorkerContext:
     """Random; shared by the ranks of one gang start, new at each restart."""
     address: str
     """Interface that this worker's servers listen on."""
-    resume: bool
-    """Whether this attempt continues a trial that was stopped."""
     trial: TrialDirectory
     names: NameService
     keys: TrialKeys
@@ -79,6 +80,19 @@ class WorkerContext:
     @property
     def worker_id(self) -> str:
         return f"{self.kind}/{self.index}"
+
+    def specification(self, wanted: type[SpecType]) -> SpecType:
+        """This worker's part of the plan.
+
+        Raises:
+            BadConfigurationError: if the plan describes another kind of worker under its name.
+        """
+        spec = self.plan.worker(self.kind, self.index)
+        if not isinstance(spec, wanted):
+            raise BadConfigurationError(
+                f"the plan's {self.worker_id} is a {type(spec).__name__}, not a {wanted.__name__}"
+            )
+        return spec
 
 
 class Worker(ABC):

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from corral.experiments.attempts import AttemptRecord
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.attempts import AttemptRecord
 from corral.launcher.supervision import worker_command
 from corral.launcher.supervisor import main
 

@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--index", required=True)
     parser.add_argument("--attempt", required=True)
     parser.add_argument("--incarnation", required=True)
-    parser.add_argument("--resume", action="store_true")
+
     options = parser.parse_args()
     directory = TrialDirectory(options.plan.parent)
     worker = f"{options.kind}/{options.index}"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from corral.experiments.attempts import AttemptRecord
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
-from corral.launcher.attempts import AttemptRecord
 from corral.launcher.slurm import QueuedJob
 from corral.launcher.status import Evidence, WorkerLife, describe, judge
 from corral.launcher.status_reader import StatusReader

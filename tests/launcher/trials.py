@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from corral.experiments.attempts import record_attempt
 from corral.experiments.config import (
     ClusterConfig,
     EngineConfig,
@@ -30,7 +31,6 @@ from corral.experiments.plan import (
 )
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.attempts import record_attempt
 from corral.launcher.lock import lock_path, read_lock
 from corral.launcher.processes import is_process_alive, kill_trial_processes, trial_processes
 from corral.launcher.trials import read_facts

@@ -74,7 +74,9 @@ class SequenceBuffer:
 
     def orphaned(self, contains: Callable[[PolicyVersion], bool]) -> list[str]:
         """Samples with a token of weights that the present ones do not descend from."""
-        return [uid for uid, sample in self.samples.items() if not all(contains(version) for version in sample.versions)]
+        return [
+            uid for uid, sample in self.samples.items() if not all(contains(version) for version in sample.versions)
+        ]
 
     def amend(self, keys: Iterable[str], ranks_by_uid: Mapping[str, int]) -> None:
         """Record that `keys` now exist for each uid on the rank that computed them."""

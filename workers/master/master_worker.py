@@ -1,0 +1,178 @@
+"""The master: the one process that knows where every sample stands, and says what runs next.
+
+    trial log ──claim──► epoch ──► TrainerEpoch.run ──┬─► complete, stopped: leave
+        ▲                                             └─► a model worker died: next epoch, from the last commit
+        │
+        └── every commit, stop and done; a later claim by another master ends this one (exit 75)
+
+    loop            consumes                     waits for              unblocked by            produces
+    fetch           trajectories' metadata       rollout workers        TrajectoryStream        samples in the buffer
+    function calls  a batch with its input keys  model workers          replies                 output keys, statistics
+    commit          shards of all ranks          model workers, disk    manifest, log entry     what survives everything
+
+It holds metadata only and imports no torch.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.attempts import read_attempt
+from corral.experiments.journal import Journal
+from corral.experiments.ledger import Ledger
+from corral.experiments.trial_log import (
+    DoneError,
+    LogWriter,
+    Stop,
+    StoppedError,
+    SupersededError,
+    TrialLog,
+)
+from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec
+from corral.name_resolve import Lease
+from corral.scheduling.dataflow import DataflowGraph, build_dataflow
+from corral.scheduling.policy_version import Lineage, PolicyVersion
+from corral.workers.checkpoint import RecoveryPoint, last_valid_commit
+from corral.workers.data.prompts import load_planned_rows, uids_of_share
+from corral.workers.master.sample_source import DatasetSource, SampleSource, TrajectorySource
+from corral.workers.master.sequence_buffer import SequenceBuffer
+from corral.workers.master.trainer_epoch import EpochParts, Outcome, TrainerEpoch
+from corral.workers.master.trainer_gang import GangLostError, TrainerGang
+from corral.workers.worker import BadConfigurationError, SupersededWorkerError, Worker, WorkerContext
+
+logger = logging.getLogger(__name__)
+
+
+class MasterWorker(Worker):
+    """Claims epochs and runs them until the trial is complete or stopped."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._spec = context.specification(MasterWorkerSpec)
+        self._graph = _dataflow_of(self._spec)
+        self._log = TrialLog(context.trial.log_path)
+        self._journal = Journal(context.trial.journal_path)
+        self._owner = f"{socket.gethostname()}:{os.getpid()}"
+        self._published: Lease | None = None
+        self._epoch = 0
+
+    def run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except SupersededError as error:
+            raise SupersededWorkerError(str(error)) from error
+        except DoneError:
+            logger.info("the trial is complete")
+        except StoppedError as error:
+            logger.info("the trial was stopped: %s", error)
+
+    def status(self) -> dict[str, Any]:
+        return {"epoch": self._epoch}
+
+    async def _main(self) -> None:
+        resume = self._may_resume()
+        while True:
+            writer = self._log.claim(self._owner, resume=resume)
+            resume = False  # only the first claim of an attempt may continue a stopped trial
+            self._epoch = writer.epoch
+            self._journal.append("epoch_claimed", epoch=writer.epoch, worker=self.context.worker_id)
+            try:
+                async with TrainerGang(self.context, self._spec, self._graph, epoch=writer.epoch) as gang:
+                    outcome = await self._run_epoch(writer, gang)
+            except GangLostError as error:
+                logger.warning("epoch %d ends: %s", writer.epoch, error)
+                self._journal.append("epoch_lost", epoch=writer.epoch, cause=str(error))
+                continue
+            logger.info("the trial is %s", outcome.value)
+            self._journal.append("epoch_ended", epoch=writer.epoch, outcome=outcome.value)
+            return
+
+    def _may_resume(self) -> bool:
+        """Whether this attempt was submitted to continue a stopped trial, and was not itself stopped since."""
+        attempt = read_attempt(self.context.trial, self.context.attempt)
+        stopped_since = any(isinstance(entry, Stop) for _, entry in self._log.read_from(attempt.start_slot))
+        return attempt.resume and not stopped_since
+
+    async def _run_epoch(self, writer: LogWriter, gang: TrainerGang) -> Outcome:
+        recovery = last_valid_commit(writer.state, self.context.trial)
+        if recovery.rejected and recovery.slot is not None:
+            writer.fall_back_to(recovery.slot)
+        ledger = Ledger.load(self.context.trial, recovery.commits)
+        commits = [PolicyVersion(commit.epoch, commit.step) for commit in recovery.commits]
+        lineage = Lineage(commits, epoch=writer.epoch)
+        buffer = SequenceBuffer(is_consumed=ledger.consumed)
+        parts = EpochParts(
+            spec=self._spec,
+            trial=self.context.trial,
+            presence=self.context.presence,
+            journal=self._journal,
+            gang=gang,
+            writer=writer,
+            recovery=recovery,
+            ledger=ledger,
+            lineage=lineage,
+            buffer=buffer,
+            source=self._source(buffer, gang, lineage, ledger),
+            publish=self._publish,
+            step_timeout_s=self.context.plan.supervision.step_timeout_s,
+        )
+        _log_start(writer, recovery)
+        return await TrainerEpoch(parts).run()
+
+    def _source(self, buffer: SequenceBuffer, gang: TrainerGang, lineage: Lineage, ledger: Ledger) -> SampleSource:
+        if self._spec.source == "dataset":
+            return DatasetSource(self._row_uids(), buffer, gang, batch_size=self._spec.train_batch_size)
+        return TrajectorySource(
+            buffer,
+            gang,
+            lineage,
+            input_keys=self._graph.dataset_keys,
+            batch_size=self._spec.train_batch_size,
+            eta=self._spec.max_head_offpolicyness,
+            on_drop=ledger.drop,
+        )
+
+    def _row_uids(self) -> Iterator[str]:
+        trainer = self.context.plan.worker("model_worker", 0)
+        if not isinstance(trainer, ModelWorkerSpec) or trainer.dataset is None:
+            raise BadConfigurationError("the plan's samples come from a dataset, but its model workers have none")
+        return uids_of_share(
+            list(load_planned_rows(trainer.dataset)),
+            seed=self.context.plan.seed,
+            num_epochs=self._spec.control.total_train_epochs,
+            shuffle=trainer.dataset.config.shuffle,
+            share=0,
+            num_shares=1,
+        )
+
+    def _publish(self, version: PolicyVersion, weights: Path) -> None:
+        """Say which weights are the present ones; the record is a lease, so it returns by itself after Redis restarted."""
+        text = json.dumps({"version": str(version), "weights": str(weights)})
+        if self._published is None:
+            self._published = self.context.names.lease(
+                self.context.keys.policy_version(),
+                text,
+                ttl_s=self.context.plan.supervision.lease_ttl_s,
+                owner=self.context.incarnation,
+                take_over=True,
+            )
+        else:
+            self._published.update(text)
+
+
+def _dataflow_of(spec: MasterWorkerSpec) -> DataflowGraph:
+    """The graph of the plan's calls; what none of them makes comes with the samples."""
+    made = {key for call in spec.calls for key in call.output_keys}
+    return build_dataflow(spec.calls, {key for call in spec.calls for key in call.input_keys} - made)
+
+
+def _log_start(writer: LogWriter, recovery: RecoveryPoint) -> None:
+    if recovery.commit is None:
+        logger.info("epoch %d starts from the initial weights", writer.epoch)
+    else:
+        logger.info("epoch %d continues from the commit of step %d", writer.epoch, recovery.commit.step)

@@ -1,0 +1,130 @@
+"""Where the samples of a train step come from: rows of a dataset, or trajectories of rollout workers.
+
+    dataset:       the master names the next rows in the order of the seed; model workers load them
+    trajectories:  model workers receive them; the master picks the oldest that are fresh enough
+
+Both hand the master a batch of uids that wait in its SequenceBuffer.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, Protocol
+
+from corral.scheduling.policy_version import Lineage
+from corral.scheduling.staleness import ReadySample, select_batch
+from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
+
+logger = logging.getLogger(__name__)
+
+Verdict = Literal["stale", "consumed", "duplicate"]
+
+
+class SampleHolders(Protocol):
+    """What a source asks of the model workers."""
+
+    async def fetch(self) -> list[BufferedSample]:
+        """Samples that have arrived from rollout workers since the last call."""
+
+    async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
+        """Load rows of the dataset."""
+
+    async def reject(self, uids: Iterable[str], verdict: Verdict) -> None:
+        """Throw samples away and tell the rollout workers why: `stale` issues the prompt again, `consumed` does not."""
+
+
+class SampleSource(Protocol):
+    """Gives the batch of the next train step."""
+
+    async def poll(self, *, version: int, remaining: int) -> list[str] | None:
+        """The uids of the next batch, oldest first, or None while it is not complete."""
+
+    def waiting_for(self) -> str:
+        """What is missing, for rl-status."""
+
+
+class DatasetSource:
+    """Rows in the order of the seed, each once a pass."""
+
+    def __init__(self, uids: Iterator[str], buffer: SequenceBuffer, holders: SampleHolders, *, batch_size: int) -> None:
+        self._uids = uids
+        self._buffer = buffer
+        self._holders = holders
+        self._batch_size = batch_size
+
+    async def poll(self, *, version: int, remaining: int) -> list[str] | None:
+        wanted = min(self._batch_size, remaining)
+        batch: list[str] = []
+        while len(batch) < wanted:
+            uid = next(self._uids)
+            if not self._buffer.is_consumed(uid):
+                batch.append(uid)
+        for sample in await self._holders.load_rows(batch):
+            self._buffer.put(sample)
+        return batch
+
+    def waiting_for(self) -> str:
+        return "rows from the model workers"
+
+
+class TrajectorySource:
+    """Judged groups from rollout workers, under the staleness bound."""
+
+    def __init__(
+        self,
+        buffer: SequenceBuffer,
+        holders: SampleHolders,
+        lineage: Lineage,
+        *,
+        input_keys: Iterable[str],
+        batch_size: int,
+        eta: int,
+        on_drop: Callable[[str, str], None],
+    ) -> None:
+        self._buffer = buffer
+        self._holders = holders
+        self._lineage = lineage
+        self._input_keys = tuple(input_keys)
+        self._batch_size = batch_size
+        self._eta = eta
+        self._on_drop = on_drop
+        self._missing = batch_size
+        self.num_stale = 0
+        """Samples that came too late to be trained on and were issued again."""
+
+    async def poll(self, *, version: int, remaining: int) -> list[str] | None:
+        await self._take_in(await self._holders.fetch())
+        dropped = self._buffer.dropped()
+        for sample in dropped:
+            self._on_drop(sample.uid, sample.dropped_because)
+        remaining -= len(dropped)
+        self._buffer.release(sample.uid for sample in dropped)
+        ready = [
+            ReadySample(uid=sample.uid, order=sample.order, head_version=sample.head_version)
+            for sample in self._buffer.ready(self._input_keys)
+        ]
+        decision = select_batch(ready, version=version, eta=self._eta, batch_size=self._batch_size, remaining=remaining)
+        self._missing = decision.waiting_for
+        await self._reject(decision.stale, "stale")
+        return list(decision.batch) if decision.batch else None
+
+    def waiting_for(self) -> str:
+        return f"{self._missing} of {self._batch_size} trajectories from the rollout workers"
+
+    async def _take_in(self, samples: list[BufferedSample]) -> None:
+        known = [sample.uid for sample in samples if not self._buffer.put(sample)]
+        consumed = [uid for uid in known if self._buffer.is_consumed(uid)]
+        await self._reject(consumed, "consumed")
+        await self._reject([uid for uid in known if uid not in set(consumed)], "duplicate")
+        orphans = self._buffer.orphaned(self._lineage.contains)
+        if orphans:
+            logger.warning("%d samples are from weights that a failure took back; they are issued again", len(orphans))
+        await self._reject(orphans, "stale")
+
+    async def _reject(self, uids: Sequence[str], verdict: Verdict) -> None:
+        if not uids:
+            return
+        if verdict != "duplicate":  # the copy that arrived first stays
+            self._buffer.release(uids)
+        if verdict == "stale":
+            self.num_stale += len(uids)
+        await self._holders.reject(uids, verdict)

@@ -1,0 +1,247 @@
+"""One trainer epoch: from a claim in the trial log to the end of the run, a stop, or the loss of a model worker.
+
+    initialize from the last commit ──► publish its weights ──► evaluate (when due)
+         ┌───────────────────────────────────────────────────────────┘
+         ▼
+    wait for a batch ──► run the dataflow graph ──► write weights ──► commit (when due) ──► publish ──┐
+         ▲                                                                                          │
+         └──────────────── evaluate (when due) ◄── free the samples ◄── metrics ◄────────────────────┘
+
+Every durable write goes through the LogWriter of this epoch; once a later epoch has claimed the log, it raises and this one
+ends without a trace.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from corral.experiments.journal import Journal
+from corral.experiments.ledger import Ledger, write_delta
+from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial_log import LogWriter
+from corral.experiments.worker_specs import MasterWorkerSpec
+from corral.scheduling.policy_version import Lineage, PolicyVersion
+from corral.workers.checkpoint import CheckpointWriter, RecoveryPoint, collect_garbage, write_manifest
+from corral.workers.master.metrics import MetricsWriter
+from corral.workers.master.sample_source import SampleSource
+from corral.workers.master.sequence_buffer import SequenceBuffer
+from corral.workers.master.trainer_gang import TrainerGang
+from corral.workers.presence import Presence
+
+logger = logging.getLogger(__name__)
+
+_POLL_INTERVAL_S = 0.02
+_KEPT_WEIGHTS = 3  # a server may still be reading the version before the last one
+
+
+class Outcome(Enum):
+    COMPLETE = "complete"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochParts:
+    """What an epoch works with."""
+
+    spec: MasterWorkerSpec
+    trial: TrialDirectory
+    presence: Presence
+    journal: Journal
+    gang: TrainerGang
+    writer: LogWriter
+    recovery: RecoveryPoint
+    ledger: Ledger
+    lineage: Lineage
+    buffer: SequenceBuffer
+    source: SampleSource
+    publish: Callable[[PolicyVersion, Path], None]
+    """Make weights known to the generation-server manager."""
+    step_timeout_s: float
+
+
+class TrainerEpoch:
+    """Trains from the last commit on; `run` returns how it ended."""
+
+    def __init__(self, parts: EpochParts) -> None:
+        self._parts = parts
+        self._step = parts.recovery.commit.step if parts.recovery.commit else 0
+        self._committed_step = self._step
+        self._metrics = MetricsWriter(parts.trial.metrics_path, epoch=parts.writer.epoch)
+        self._weights: Path = self._initial_weights()
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The weights that the model workers hold."""
+        return self._parts.lineage.version(self._step)
+
+    async def run(self) -> Outcome:
+        """Train until the run is complete or a stop is asked for.
+
+        Raises:
+            SupersededError, StoppedError: another process decides about the trial now.
+            PeerDeadError: a model worker is gone; a new epoch has to start from the last commit.
+        """
+        parts = self._parts
+        state = parts.trial.inside(parts.recovery.commit.directory) if parts.recovery.commit else None
+        with parts.presence.during("initialize", waiting_for="model workers", deadline_s=None):
+            await parts.gang.initialize(step=self._step, weights=self._weights, state=state)
+        parts.publish(self.version, self._weights)
+        parts.presence.beat(version=str(self.version))
+        while not self._is_complete():
+            await self._evaluate_if_due()
+            batch = await self._next_batch()
+            if batch is None:
+                return await self._stop()
+            await self._train(batch)
+        await self._evaluate_if_due(last=True)
+        await self._commit_if_due(force=True)
+        self._export("final")
+        parts.writer.done()
+        return Outcome.COMPLETE
+
+    # What is left
+
+    def _remaining(self) -> int:
+        spec, ledger = self._parts.spec, self._parts.ledger
+        return spec.num_prompts * spec.control.total_train_epochs - ledger.trained_count - ledger.dropped_count
+
+    def _is_complete(self) -> bool:
+        max_steps = self._parts.spec.control.max_steps
+        return self._remaining() <= 0 or (max_steps is not None and self._step >= max_steps)
+
+    def _stop_requested(self) -> bool:
+        return self._parts.trial.read_stop_request() is not None
+
+    # One step
+
+    async def _next_batch(self) -> list[str] | None:
+        """The uids of the next batch; None if the trial is asked to stop, or the last prompts were dropped."""
+        parts = self._parts
+        while not self._stop_requested():
+            parts.writer.check()
+            parts.gang.check_alive()
+            if self._is_complete():
+                return []
+            batch = await parts.source.poll(version=self._step, remaining=self._remaining())
+            if batch is not None:
+                return batch
+            parts.presence.enter("wait for a batch", waiting_for=parts.source.waiting_for())
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        return None
+
+    async def _train(self, batch: list[str]) -> None:
+        if not batch:
+            return
+        parts = self._parts
+        started = time.monotonic()
+        with parts.presence.during("train step", waiting_for="model workers", deadline_s=parts.step_timeout_s):
+            stats = await parts.gang.run_step(batch, parts.buffer, step=self._step)
+        trained = time.monotonic()
+        self._step += 1
+        parts.ledger.train(self._step, batch)
+        await self._write_weights()
+        await self._commit_if_due()
+        parts.publish(self.version, self._weights)
+        parts.presence.beat(version=str(self.version))
+        parts.buffer.release(batch)
+        await parts.gang.clear(batch)
+        self._remove_old_weights()
+        stats["time/train_s"] = trained - started
+        stats["time/save_s"] = time.monotonic() - trained
+        stats["data/samples_trained"] = float(parts.ledger.trained_count)
+        stats["data/samples_dropped"] = float(parts.ledger.dropped_count)
+        stats["data/samples_buffered"] = float(len(parts.buffer.samples))
+        stats["data/duplicates"] = float(parts.buffer.duplicates)
+        self._metrics.write(self._step, stats)
+        save_every = parts.spec.control.save_every_steps
+        if save_every is not None and self._step % save_every == 0:
+            self._export(f"step-{self._step:08d}")
+
+    async def _evaluate_if_due(self, *, last: bool = False) -> None:
+        every = self._parts.spec.eval_every_steps
+        if every is None or (self._step % every != 0 and not last):
+            return
+        parts = self._parts
+        with parts.presence.during("evaluate", waiting_for="model workers", deadline_s=parts.step_timeout_s):
+            values = await parts.gang.evaluate(step=self._step)
+        self._metrics.write(self._step, {f"eval/{key}": value for key, value in values.items()})
+
+    # Durable writes
+
+    def _initial_weights(self) -> Path:
+        commit = self._parts.recovery.commit
+        if commit is None:
+            return self._parts.spec.initial_weights
+        return self._parts.trial.inside(commit.directory) / "weights"
+
+    async def _write_weights(self) -> None:
+        parts = self._parts
+        directory = parts.trial.weights_path / f"v{self._step:08d}-e{parts.writer.epoch}"
+        directory.mkdir(mode=0o700, exist_ok=True)
+        with parts.presence.during("write weights", waiting_for="model workers", deadline_s=parts.step_timeout_s):
+            await parts.gang.save_weights(directory)
+            await asyncio.to_thread(write_manifest, directory, {"version": str(self.version)})
+        self._weights = directory
+
+    async def _commit_if_due(self, *, force: bool = False) -> None:
+        control = self._parts.spec.control
+        if self._step == self._committed_step or not (force or self._step % control.commit_every_steps == 0):
+            return
+        parts = self._parts
+        with parts.presence.during("commit", waiting_for="model workers", deadline_s=parts.step_timeout_s):
+            checkpoint = CheckpointWriter(parts.trial, epoch=parts.writer.epoch, step=self._step)
+            await parts.gang.save_state(checkpoint.path, step=self._step)
+            _link_files(self._weights, checkpoint.path / "weights")
+            digest = await asyncio.to_thread(checkpoint.write_manifest, {"version": str(self.version)})
+            delta = parts.ledger.delta_for(epoch=parts.writer.epoch, step=self._step)
+            ledger_file, ledger_sha256 = write_delta(parts.trial, delta)
+            parts.writer.commit(
+                step=self._step,
+                directory=checkpoint.relative_path,
+                manifest_sha256=digest,
+                ledger_file=ledger_file,
+                ledger_sha256=ledger_sha256,
+                trained=delta.trained_count,
+                dropped=len(delta.dropped),
+            )
+        parts.ledger.mark_committed(delta)
+        self._committed_step = self._step
+        collect_garbage(parts.trial, parts.writer.state, epoch=parts.writer.epoch, keep=control.keep_commits)
+
+    async def _stop(self) -> Outcome:
+        """Commit what is trained and end the attempt in the log; `rl-submit --resume` goes on from there."""
+        request = self._parts.trial.read_stop_request()
+        await self._commit_if_due(force=True)
+        self._parts.writer.stop(by=request.by if request else "master_worker", reason="stop requested")
+        return Outcome.STOPPED
+
+    def _export(self, name: str) -> None:
+        """Keep a permanent copy of the present weights as exports/{name}."""
+        target = self._parts.trial.exports_path / name
+        if target.exists():
+            shutil.rmtree(target)
+        _link_files(self._weights, target)
+        self._parts.journal.append("weights_exported", version=str(self.version), directory=str(target))
+
+    def _remove_old_weights(self) -> None:
+        present = sorted(self._parts.trial.weights_path.glob("v*"))
+        for directory in present[:-_KEPT_WEIGHTS]:
+            if directory != self._weights:
+                shutil.rmtree(directory)
+
+
+def _link_files(source: Path, target: Path) -> None:
+    """A second name for every file of `source`: no byte is written twice."""
+    target.mkdir(mode=0o700, parents=True)
+    for path in source.iterdir():
+        if path.is_file():
+            try:
+                os.link(path, target / path.name)
+            except OSError:  # another file system, or one without hard links
+                shutil.copy2(path, target / path.name)

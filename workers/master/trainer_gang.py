@@ -1,0 +1,300 @@
+"""TrainerGang: what the master asks of all model workers together, in the words of one train step.
+
+    run_step(batch) ──► level by level of the dataflow graph: post every call, flush, await ──► amend the buffer ──► statistics
+                              │
+                              └─ for each call: balance the batch over data-parallel ranks, plan who sends what to whom
+
+One gang serves one trainer epoch: it binds the epoch's request stream, and dies with the first model worker that does.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from corral.experiments.worker_specs import MasterWorkerSpec
+from corral.scheduling.dataflow import CallType, DataflowGraph, ModelFunctionCall
+from corral.scheduling.packing import balanced_partition_by_cost, sequence_flops
+from corral.scheduling.policy_version import PolicyVersion
+from corral.scheduling.redistribution import Transfer, plan_redistribution
+from corral.workers.data.sequence_sample import key_spec
+from corral.workers.master.sample_source import Verdict
+from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
+from corral.workers.streams.errors import PeerDeadError, RemoteError, StreamTimeoutError
+from corral.workers.streams.messages import (
+    ClearDataCache,
+    DataTransfer,
+    Evaluate,
+    Fetch,
+    Hook,
+    Inference,
+    Initialize,
+    LoadRows,
+    MetadataReply,
+    Reject,
+    ReplyPayload,
+    Request,
+    SampleMetadata,
+    SaveCheckpoint,
+    SaveWeights,
+    StatsReply,
+    TrainStep,
+)
+from corral.workers.streams.request_reply import PendingReplies, RequestClient
+from corral.workers.worker import WorkerContext
+
+logger = logging.getLogger(__name__)
+
+_CONTROL_DEADLINE_S = 60.0
+_FETCH_AT_MOST = 1024
+_DEATH_NOTICE_S = 4.0  # longer than the stream gives a worker that has disconnected to come back
+
+
+class GangLostError(RuntimeError):
+    """A model worker is gone, or cannot be worked with: the epoch is over, the next one starts from the last commit."""
+
+
+class TrainerGang:
+    """The model workers during one trainer epoch."""
+
+    def __init__(self, context: WorkerContext, spec: MasterWorkerSpec, graph: DataflowGraph, *, epoch: int) -> None:
+        self.graph = graph
+        self._context = context
+        self._spec = spec
+        self._epoch = epoch
+        self._workers = [f"model_worker/{rank}" for rank in range(spec.num_model_workers)]
+        self._step_timeout_s = context.plan.supervision.step_timeout_s
+        self._lost: asyncio.Event = asyncio.Event()
+        self._lost_because = ""
+
+    async def __aenter__(self) -> Self:
+        """Publish where the master listens, and wait until all model workers of one start of the gang are connected."""
+        context = self._context
+        self._client = RequestClient(
+            context.security, address=context.address, epoch=self._epoch, on_worker_dead=self._note_dead
+        )
+        try:
+            self._lease = context.names.lease(
+                context.keys.master_stream(),
+                self._client.endpoint,
+                ttl_s=context.plan.supervision.lease_ttl_s,
+                owner=f"epoch {self._epoch} {context.incarnation}",
+                take_over=True,
+            )
+        except BaseException:
+            self._client.close()
+            raise
+        try:
+            await self._wait_for_workers()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._lease.release()
+        self._client.close()
+
+    def check_alive(self) -> None:
+        """Raise GangLostError if a model worker has died since the epoch began."""
+        if self._lost.is_set():
+            raise GangLostError(self._lost_because)
+
+    # Requests, in the order of an epoch's life
+
+    async def initialize(self, *, step: int, weights: Path, state: Path | None) -> None:
+        """Let every rank load weights and, where there is a commit, optimizer state; whatever it held is forgotten."""
+        request = Initialize(
+            weights_directory=str(weights),
+            state_directory=str(state) if state else None,
+            step=step,
+            seed=self._context.plan.seed,
+        )
+        await self._all(request, deadline_s=self._context.plan.supervision.setup_timeout_s)
+
+    async def fetch(self) -> list[BufferedSample]:
+        replies = await self._now(Fetch(max_samples=_FETCH_AT_MOST))
+        return self._samples(replies)
+
+    async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
+        """Deal rows of the dataset over the ranks, which read them."""
+        shares = {worker: list(uids[rank :: len(self._workers)]) for rank, worker in enumerate(self._workers)}
+        replies = await self._guard(
+            self._client.post(
+                {worker: LoadRows(uids=share) for worker, share in shares.items() if share},
+                deadline_s=_CONTROL_DEADLINE_S,
+            )
+        )
+        return self._samples(replies)
+
+    async def reject(self, uids: Iterable[str], verdict: Verdict) -> None:
+        await self._now(Reject(uids=list(uids), verdict=verdict))
+
+    async def clear(self, uids: Sequence[str]) -> None:
+        """Free the tensors of samples that were trained on."""
+        await self._now(ClearDataCache(uids=list(uids)))
+
+    async def run_step(self, batch: Sequence[str], buffer: SequenceBuffer, *, step: int) -> dict[str, float]:
+        """Run the dataflow graph on a batch; returns the statistics of its train steps."""
+        partition = self._balance([buffer.samples[uid] for uid in batch])
+        stats: dict[str, float] = {}
+        for level in self.graph.levels:
+            calls = [self.graph.call(name) for name in level]
+            pending = [self._post_call(call, batch, partition, buffer, step=step) for call in calls]
+            await self._flush()
+            for call, replies in zip(calls, pending, strict=True):
+                stats.update(self._absorb(call, await self._guard(replies), partition, buffer))
+        return stats
+
+    async def evaluate(self, *, step: int) -> dict[str, float]:
+        """Answer the held-out problems with the present weights."""
+        replies = await self._all(Evaluate(version=step), deadline_s=self._step_timeout_s)
+        return _stats(replies)
+
+    async def save_weights(self, directory: Path) -> None:
+        """Write the trained role's weights in Hugging Face format."""
+        role = next(call.role for call in self.graph.calls if call.call_type is CallType.TRAIN_STEP)
+        await self._all(SaveWeights(role=role, directory=str(directory)), deadline_s=self._step_timeout_s)
+
+    async def save_state(self, directory: Path, *, step: int) -> None:
+        """Write every rank's shard of the optimizer state."""
+        await self._all(SaveCheckpoint(directory=str(directory), step=step), deadline_s=self._step_timeout_s)
+
+    # Parts
+
+    def _post_call(
+        self,
+        call: ModelFunctionCall,
+        batch: Sequence[str],
+        partition: list[list[str]],
+        buffer: SequenceBuffer,
+        *,
+        step: int,
+    ) -> PendingReplies:
+        request: Request
+        if call.call_type is CallType.TRAIN_STEP:
+            request = TrainStep(mfc=call.name, uids=list(batch), partition=partition, version=step)
+        else:
+            request = Inference(mfc=call.name, uids=list(batch), partition=partition, version=step)
+        return self._client.post(
+            dict.fromkeys(self._workers, request),
+            deadline_s=self._step_timeout_s,
+            pre_hooks=self._transfers(call, partition, buffer),
+        )
+
+    def _transfers(self, call: ModelFunctionCall, partition: list[list[str]], buffer: SequenceBuffer) -> list[Hook]:
+        """The hook that brings the call's inputs to the ranks that compute on them; none if they are there."""
+        wanted = {rank: {(uid, key) for uid in uids for key in call.input_keys} for rank, uids in enumerate(partition)}
+        locations = {place: buffer.located[place] for places in wanted.values() for place in places}
+        plan = plan_redistribution(locations, wanted)
+        if not plan:
+            return []
+        for transfer in plan:
+            for uid in transfer.uids:
+                buffer.moved(uid, transfer.key, transfer.destinations)
+        return [_transfer_hook(plan, buffer.samples)]
+
+    def _absorb(
+        self,
+        call: ModelFunctionCall,
+        replies: Mapping[str, ReplyPayload],
+        partition: list[list[str]],
+        buffer: SequenceBuffer,
+    ) -> dict[str, float]:
+        if call.call_type is CallType.TRAIN_STEP:
+            return _stats(replies)
+        ranks = {uid: rank for rank, uids in enumerate(partition) for uid in uids}
+        buffer.amend(call.output_keys, ranks)
+        return {}
+
+    def _balance(self, samples: Sequence[BufferedSample]) -> list[list[str]]:
+        """The uids of each data-parallel rank, such that all have the same work."""
+        if len(self._workers) == 1:
+            return [[sample.uid for sample in samples]]
+        costs = [float(sum(sequence_flops(length) for length in sample.num_tokens)) for sample in samples]
+        parts = balanced_partition_by_cost(costs, num_parts=len(self._workers))
+        return [[samples[index].uid for index in part] for part in parts]
+
+    def _samples(self, replies: Mapping[str, ReplyPayload]) -> list[BufferedSample]:
+        samples: list[BufferedSample] = []
+        for rank, worker in enumerate(self._workers):
+            reply = replies.get(worker)
+            if isinstance(reply, MetadataReply):
+                samples.extend(_buffered(metadata, owner=rank) for metadata in reply.samples)
+        return samples
+
+    async def _all(self, request: Request, *, deadline_s: float) -> dict[str, ReplyPayload]:
+        """A blocking request to every rank."""
+        pending = self._client.post(dict.fromkeys(self._workers, request), deadline_s=deadline_s)
+        await self._flush()
+        return await self._guard(pending)
+
+    async def _now(self, request: Request) -> dict[str, ReplyPayload]:
+        """A non-blocking request to every rank."""
+        return await self._guard(
+            self._client.post(dict.fromkeys(self._workers, request), deadline_s=_CONTROL_DEADLINE_S)
+        )
+
+    async def _flush(self) -> None:
+        try:
+            await self._client.flush(deadline_s=_CONTROL_DEADLINE_S)
+        except (PeerDeadError, StreamTimeoutError) as error:
+            raise GangLostError(str(error)) from error
+
+    async def _guard(self, pending: PendingReplies) -> dict[str, ReplyPayload]:
+        try:
+            return await pending.results()
+        except (PeerDeadError, StreamTimeoutError) as error:
+            raise GangLostError(str(error)) from error
+        except RemoteError:
+            # A rank whose collective failed because another rank died may say so before that death is noticed here.
+            await asyncio.sleep(_DEATH_NOTICE_S)
+            self.check_alive()
+            raise
+
+    async def _wait_for_workers(self) -> None:
+        timeout_s = self._context.plan.supervision.setup_timeout_s
+        with self._context.presence.during("connect", waiting_for=", ".join(self._workers), deadline_s=None):
+            await self._client.wait_for_workers(self._workers, timeout_s=timeout_s)
+
+    def _note_dead(self, worker: str) -> None:
+        self._lost_because = f"{worker} died"
+        self._lost.set()
+
+
+def _transfer_hook(plan: list[Transfer], samples: Mapping[str, BufferedSample]) -> DataTransfer:
+    lengths: defaultdict[str, dict[str, list[int]]] = defaultdict(dict)
+    for transfer in plan:
+        layout = key_spec(transfer.key).layout
+        for uid in transfer.uids:
+            lengths[uid][transfer.key] = [layout.length(tokens) for tokens in samples[uid].num_tokens]
+    return DataTransfer(
+        plan=plan,
+        seqlens=dict(lengths),
+        dtypes={transfer.key: key_spec(transfer.key).dtype.name for transfer in plan},
+    )
+
+
+def _buffered(metadata: SampleMetadata, *, owner: int) -> BufferedSample:
+    return BufferedSample(
+        uid=metadata.uid,
+        order=metadata.order,
+        owner=owner,
+        num_tokens=metadata.seqlens.get("input_ids", []),
+        versions=frozenset(PolicyVersion.parse(tag) for tag in metadata.versions),
+        keys=frozenset(metadata.seqlens),
+        dropped_because=metadata.dropped_because,
+    )
+
+
+def _stats(replies: Mapping[str, ReplyPayload]) -> dict[str, float]:
+    """Statistics are those of the global batch on every rank; the first rank's stand for all."""
+    return next((dict(reply.stats) for reply in replies.values() if isinstance(reply, StatsReply)), {})
