@@ -21,8 +21,9 @@ import msgspec
 from corral.workers.streams.messages import VersionSpan
 
 VerdictKind = Literal["duplicate", "stale", "consumed", "malformed", "unreadable"]
-"""duplicate: another receiver holds it. stale: too old to train on. consumed: a commit has it. malformed: the record is
-not what its offer said. unreadable: said by the sender itself, whose spool could not give the payload."""
+"""duplicate: another receiver holds it. consumed: it was trained on, which a commit has still to make final. Both last
+as long as the session; the others are final. stale: too old to train on. malformed: the record is not what its offer
+said. unreadable: said by the sender itself, whose spool could not give the payload."""
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,7 +107,7 @@ class Ack(_Message, frozen=True, tag="ack"):
 
 
 class Verdict(_Message, frozen=True, tag="verdict"):
-    """It will not be held (any more); do not send it again."""
+    """It is not needed (any more)."""
 
     session: str
     uid: str

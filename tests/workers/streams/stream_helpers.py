@@ -12,7 +12,7 @@ from corral.workers.streams.security import StreamSecurity
 
 LOOPBACK = "127.0.0.1"
 TRIAL = "0123456789abcdef0123456789abcdef"
-STUBS = Path(__file__).parent
+ROOT = Path(__file__).parents[3]
 
 
 def security_of(directory: Path, role: str) -> StreamSecurity:
@@ -38,7 +38,6 @@ async def until(condition: Callable[[], bool], *, waiting_for: str, timeout_s: f
 
 
 def start_stub(name: str, *arguments: object) -> "subprocess.Popen[str]":
-    """A real process that runs one of the stub scripts beside this file."""
-    return subprocess.Popen(
-        [sys.executable, str(STUBS / f"{name}.py"), *map(str, arguments)], stdout=subprocess.PIPE, text=True
-    )
+    """A real process that runs one of the stub modules beside this file."""
+    command = [sys.executable, "-m", f"tests.workers.streams.{name}", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
