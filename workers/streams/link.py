@@ -52,7 +52,10 @@ class _Connection:
     ) -> None:
         self.client = client
         self.is_up = False
+        self.settled = asyncio.Event()
+        """The handshake has succeeded or failed."""
         self.end: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
+        self.end.add_done_callback(lambda _: self.settled.set())
         self.last_received_s = asyncio.get_running_loop().time()
         self._on_message = on_message
         self._on_up = on_up
@@ -87,6 +90,7 @@ class _Connection:
             self._is_accepted = True
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.is_up = True
+            self.settled.set()
             self._on_up()
         elif event == zmq.EVENT_DISCONNECTED and self.is_up:
             self._reader.read_rest()
@@ -233,8 +237,10 @@ class DealerLink:
         return end
 
     async def _wait_for_end(self, connection: _Connection) -> _End:
-        await asyncio.wait({connection.end}, timeout=_HANDSHAKE_TIMEOUT_S)
-        if not connection.is_up and not connection.end.done():
+        try:
+            async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
+                await connection.settled.wait()
+        except TimeoutError:
             return _End.UNREACHABLE
         while True:
             await asyncio.wait({connection.end}, timeout=self._silence_s)

@@ -83,7 +83,11 @@ class SocketReader:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._deliver(frames)
+            try:
+                self._deliver(frames)
+            except BaseException:
+                self.look_again()  # the messages after this one must not wait for the next to arrive
+                raise
         self.look_again()
 
 

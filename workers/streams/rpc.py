@@ -124,14 +124,13 @@ class AsyncRequestServer(Generic[RequestT]):
             self._send(message.request_id, known)
 
     async def _answer(self, role: str, message: Message[RequestT]) -> None:
-        reply: msgspec.Struct
         try:
             async with asyncio.timeout(message.deadline_s):
                 reply = await self._handler(role, message.body)
+            frames = self._codec.encode(reply, epoch=0, request_id=message.request_id)
         except Exception as error:  # whatever it is, the client asked and must hear it
             logger.exception("the %s handler failed for %s", self._purpose, type(message.body).__name__)
-            reply = error_reply(error)
-        frames = self._codec.encode(reply, epoch=0, request_id=message.request_id)
+            frames = self._codec.encode(error_reply(error), epoch=0, request_id=message.request_id)
         self._replies.finish(message.request_id, frames)
         self._send(message.request_id, frames)
 

@@ -1,0 +1,213 @@
+"""Requests to a bound server that may restart and move, and control of a worker that computes."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+
+from corral.workers.streams.control import ControlServer, control_call, control_call_async
+from corral.workers.streams.errors import RemoteError, StreamClosedError, StreamTimeoutError, WrongTrialKeyError
+from corral.workers.streams.rpc import AsyncRequestClient, AsyncRequestServer
+from corral.workers.streams.security import StreamSecurity
+from tests.workers.streams.stream_helpers import LOOPBACK, until
+
+AsRole = Callable[[str], StreamSecurity]
+
+
+class Add(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="add"):
+    """-> Sum"""
+
+    left: int
+    right: int
+
+
+class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wait"):
+    """-> Sum, once the test allows it"""
+
+
+class Sum(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sum"):
+    value: int
+
+
+Request = Add | Wait
+
+
+class Calculator:
+    """A handler that counts, and can be made to wait."""
+
+    def __init__(self) -> None:
+        self.roles: list[str] = []
+        self.num_waits = 0
+        self.may_answer = asyncio.Event()
+
+    async def handle(self, role: str, request: Request) -> Sum:
+        self.roles.append(role)
+        if isinstance(request, Wait):
+            self.num_waits += 1
+            await self.may_answer.wait()
+            return Sum(self.num_waits)
+        if request.left < 0:
+            raise ValueError("only natural numbers")
+        return Sum(request.left + request.right)
+
+
+Server = AsyncRequestServer[Request]
+Client = AsyncRequestClient[Request, Sum]
+
+
+def start_server(security: StreamSecurity, calculator: Calculator) -> Server:
+    return AsyncRequestServer(
+        security, Request, calculator.handle, address=LOOPBACK, roles={"rollout_worker"}, purpose="manager"
+    )
+
+
+def start_client(security: StreamSecurity, address: Callable[[], str]) -> Client:
+    return AsyncRequestClient(security, Sum, address, server="gserver_manager")
+
+
+def with_calculator(as_role: AsRole, test: Callable[[Client, Server, Calculator], Awaitable[None]]) -> None:
+    async def run() -> None:
+        calculator = Calculator()
+        async with start_server(as_role("gserver_manager"), calculator) as server:
+            async with start_client(as_role("rollout_worker"), lambda: server.endpoint) as client:
+                await test(client, server, calculator)
+
+    asyncio.run(run())
+
+
+def test_requests_find_their_answers_while_others_wait(as_role: AsRole) -> None:
+    async def run(client: Client, server: Server, calculator: Calculator) -> None:
+        waiting = asyncio.create_task(client.request(Wait(), deadline_s=10))
+        sums = await asyncio.gather(*(client.request(Add(index, 1), deadline_s=10) for index in range(200)))
+        assert sums == [Sum(index + 1) for index in range(200)]
+        assert not waiting.done()
+        calculator.may_answer.set()
+        assert await waiting == Sum(1)
+        assert set(calculator.roles) == {"rollout_worker"}
+
+    with_calculator(as_role, run)
+
+
+def test_the_handlers_exception_arrives_with_its_traceback(as_role: AsRole) -> None:
+    async def run(client: Client, server: Server, calculator: Calculator) -> None:
+        with pytest.raises(RemoteError, match="gserver_manager raised ValueError: only natural numbers") as raised:
+            await client.request(Add(-1, 1), deadline_s=10)
+        assert "in handle" in raised.value.remote_traceback
+
+    with_calculator(as_role, run)
+
+
+def test_a_missed_deadline_names_the_server_and_the_request(as_role: AsRole) -> None:
+    async def run(client: Client, server: Server, calculator: Calculator) -> None:
+        await client.wait_connected(10)
+        with pytest.raises(StreamTimeoutError, match=r"gserver_manager at tcp://.* did not answer Wait within 0.1 s"):
+            await client.request(Wait(), deadline_s=0.1)
+
+    with_calculator(as_role, run)
+
+
+def test_an_unknown_address_is_named_in_the_timeout(as_role: AsRole) -> None:
+    async def run() -> None:
+        def unknown() -> str:
+            raise LookupError("generation/manager")
+
+        async with start_client(as_role("rollout_worker"), unknown) as client:
+            with pytest.raises(StreamTimeoutError, match="gserver_manager .*not known: generation/manager"):
+                await client.request(Add(1, 1), deadline_s=0.2)
+
+    asyncio.run(run())
+
+
+def test_a_request_waits_through_a_restart_of_the_server_at_another_address(as_role: AsRole) -> None:
+    async def run() -> None:
+        manager = as_role("gserver_manager")
+        first, second = Calculator(), Calculator()
+        old = start_server(manager, first)
+        addresses = [old.endpoint]
+        async with start_client(as_role("rollout_worker"), lambda: addresses[-1]) as client:
+            assert await client.request(Add(1, 1), deadline_s=10) == Sum(2)
+            waiting = asyncio.create_task(client.request(Wait(), deadline_s=20))
+            await until(lambda: first.num_waits == 1, waiting_for="the request at the first server")
+            await old.close()
+            second.may_answer.set()
+            async with start_server(manager, second) as new:
+                addresses.append(new.endpoint)
+                assert await waiting == Sum(1)
+                assert second.num_waits == 1
+
+    asyncio.run(run())
+
+
+def test_a_wrong_key_fails_waiting_and_later_requests(as_role: AsRole, stranger: StreamSecurity) -> None:
+    async def run() -> None:
+        async with start_server(as_role("gserver_manager"), Calculator()) as server:
+            async with start_client(stranger, lambda: server.endpoint) as client:
+                for _ in range(2):
+                    with pytest.raises(WrongTrialKeyError, match="gserver_manager"):
+                        await client.request(Add(1, 1), deadline_s=2.0)
+
+    asyncio.run(run())
+
+
+def test_closing_the_client_fails_what_waits_on_it(as_role: AsRole) -> None:
+    async def run(client: Client, server: Server, calculator: Calculator) -> None:
+        waiting = asyncio.create_task(client.request(Wait(), deadline_s=100))
+        await until(lambda: calculator.num_waits == 1, waiting_for="the request")
+        await client.close()
+        with pytest.raises(StreamClosedError):
+            await waiting
+
+    with_calculator(as_role, run)
+
+
+def test_a_worker_answers_control_while_its_main_thread_computes(as_role: AsRole) -> None:
+    main_thread = threading.current_thread()
+    answers: dict[str, object] = {}
+
+    def callback(command: str) -> dict[str, object]:
+        if command != "status":
+            raise ValueError(f"unknown command {command!r}")
+        return {"step": 3, "is_main": threading.current_thread() is main_thread}
+
+    with ControlServer(as_role("model_worker"), callback, address=LOOPBACK) as server:
+        security = as_role("launcher")
+
+        def ask() -> None:
+            answers.update(control_call(server.endpoint, "status", security, worker="model_worker/0", deadline_s=10))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while asking.is_alive():  # computing
+            sum(range(1000))
+        assert answers == {"step": 3, "is_main": False}
+
+
+def test_an_unknown_command_is_an_error_that_names_the_worker(as_role: AsRole) -> None:
+    def callback(command: str) -> dict[str, object]:
+        raise ValueError(f"unknown command {command!r}; there are ping, status")
+
+    with ControlServer(as_role("model_worker"), callback, address=LOOPBACK) as server:
+        with pytest.raises(RemoteError, match="model_worker/0 raised ValueError: unknown command 'dance'"):
+            control_call(server.endpoint, "dance", as_role("launcher"), worker="model_worker/0", deadline_s=10)
+
+
+def test_rollout_workers_may_not_control_anybody(as_role: AsRole) -> None:
+    with ControlServer(as_role("model_worker"), lambda command: {}, address=LOOPBACK) as server:
+        with pytest.raises(WrongTrialKeyError):
+            control_call(server.endpoint, "exit", as_role("rollout_worker"), worker="model_worker/0", deadline_s=3)
+
+
+def test_control_calls_also_work_on_a_loop(as_role: AsRole) -> None:
+    with ControlServer(as_role("model_worker"), lambda command: {"said": command}, address=LOOPBACK) as server:
+        call = control_call_async(
+            server.endpoint, "ping", as_role("master_worker"), worker="model_worker/0", deadline_s=10
+        )
+        assert asyncio.run(call) == {"said": "ping"}
+
+
+def test_a_control_answer_that_cannot_travel_is_an_error_and_not_a_hang(as_role: AsRole) -> None:
+    with ControlServer(as_role("model_worker"), lambda command: {"x": object()}, address=LOOPBACK) as server:
+        with pytest.raises(RemoteError, match="TypeError"):
+            control_call(server.endpoint, "status", as_role("launcher"), worker="model_worker/0", deadline_s=10)
