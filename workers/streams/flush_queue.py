@@ -29,6 +29,7 @@ class FlushQueue(Generic[ItemT]):
 
     def __init__(self) -> None:
         self._waiting: dict[RequestId, ItemT] = {}
+        self._settled: set[RequestId] = set()
         self._flushes: deque[list[RequestId]] = deque()
         self._level = 0
 
@@ -39,6 +40,10 @@ class FlushQueue(Generic[ItemT]):
         """A request has arrived."""
         self._waiting[request_id] = item
 
+    def settle(self, request_id: RequestId) -> None:
+        """A request was answered without running it; a flush that names it need not wait for it."""
+        self._settled.add(request_id)
+
     def flush(self, *, level: int, request_ids: Iterable[RequestId]) -> None:
         """Everything of this level has been sent; a level that was flushed before is ignored."""
         if level > self._level:
@@ -48,12 +53,14 @@ class FlushQueue(Generic[ItemT]):
     def pop_ready(self) -> list[ItemT]:
         """What may run now, in order. Nothing overtakes a flush that still lacks a request."""
         ready: list[ItemT] = []
-        while self._flushes and all(request_id in self._waiting for request_id in self._flushes[0]):
-            ready.extend(self._waiting.pop(request_id) for request_id in self._flushes.popleft())
+        while self._flushes and all(known in self._waiting or known in self._settled for known in self._flushes[0]):
+            named = self._flushes.popleft()
+            ready.extend(self._waiting.pop(request_id) for request_id in named if request_id in self._waiting)
         return ready
 
     def reset(self) -> None:
         """A new epoch: what waits was asked by a master that is gone, and levels start again."""
         self._waiting.clear()
+        self._settled.clear()
         self._flushes.clear()
         self._level = 0

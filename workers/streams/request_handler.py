@@ -209,8 +209,9 @@ class WorkerRequestStream:
             self._finish(request_id, OkReply())
             self._release()
         elif isinstance(request, NonBlockingRequest):
-            self._finish(request_id, self._answer_now(request, message.tensors))
+            self._answer_now(request_id, request, message.tensors)
         elif request_id.epoch > self._max_epoch and not isinstance(request, Initialize):
+            self._waiting.settle(request_id)
             self._finish(request_id, _not_initialized(request_id, request, self._max_epoch))
         else:
             self._raise_epoch(request_id.epoch)
@@ -227,12 +228,14 @@ class WorkerRequestStream:
         for envelope in self._waiting.pop_ready():
             self._released.put(envelope)
 
-    def _answer_now(self, request: NonBlockingRequest, tensors: Mapping[str, NDArray[Any]]) -> ReplyPayload:
+    def _answer_now(
+        self, request_id: RequestId, request: NonBlockingRequest, tensors: Mapping[str, NDArray[Any]]
+    ) -> None:
         try:
-            return self._non_blocking(request, tensors)
+            self._finish(request_id, self._non_blocking(request, tensors))
         except Exception as error:  # whatever it is, the master asked and must hear it; the I/O thread must live
             logger.exception("%s failed to answer %s", self.worker_id, type(request).__name__)
-            return error_reply(error)
+            self._finish(request_id, error_reply(error))
 
     def _finish(self, request_id: RequestId, payload: ReplyPayload, tensors: Tensors | None = None) -> None:
         if request_id.epoch < self._max_epoch:

@@ -166,9 +166,9 @@ class RequestClient:
         return self._router.num_refused_handshakes
 
     def hello_of(self, worker: str) -> Hello | None:
-        """How a worker that is alive introduced itself; None if it is not here."""
+        """How a worker that is connected introduced itself; None if it is not here."""
         state = self._worker_by_id.get(worker)
-        return None if state is None or state.is_dead else state.hello
+        return None if state is None or state.identity is None else state.hello
 
     async def wait_for_workers(self, workers: Iterable[str], *, timeout_s: float) -> None:
         """Wait until each of them has connected and said hello.
@@ -250,9 +250,11 @@ class RequestClient:
         level = next(self._level)
         requests: dict[str, Request] = {}
         for worker_id, worker in self._worker_by_id.items():
-            if worker.unflushed:
-                requests[worker_id] = Flush(level=level, request_ids=[str(request) for request in worker.unflushed])
-                worker.unflushed = []
+            # What nobody waits for any more, because of an error or a deadline, need not start.
+            waiting = [str(request_id) for request_id in worker.unflushed if request_id in worker.pending]
+            worker.unflushed = []
+            if waiting:
+                requests[worker_id] = Flush(level=level, request_ids=waiting)
         await self.post(requests, deadline_s=deadline_s).results()
 
     def close(self) -> None:

@@ -16,7 +16,6 @@ from corral.workers.streams.codec import Buffer, MessageCodec
 from corral.workers.streams.errors import MalformedMessageError
 from corral.workers.streams.messages import (
     DataTransfer,
-    EvaluateHook,
     FromWorker,
     MetadataReply,
     OkReply,
@@ -25,7 +24,6 @@ from corral.workers.streams.messages import (
     StatsReply,
     ToWorker,
     TrainStep,
-    VersionSpan,
     WorkerRequest,
 )
 from tests.workers.streams.stream_helpers import TRIAL
@@ -41,16 +39,13 @@ REQUEST = WorkerRequest(
             dtypes={"input_ids": "int64"},
         )
     ],
-    post_hooks=[EvaluateHook()],
 )
 METADATA = MetadataReply(
     samples=[
         SampleMetadata(
             uid="0:a",
             seqlens={"input_ids": [3, 4]},
-            version_spans=[[VersionSpan("1.3", 0, 2), VersionSpan("1.4", 2, 3)], [VersionSpan("1.4", 0, 4)]],
             order=12,
-            scalars={"reward": 0.5},
         )
     ]
 )

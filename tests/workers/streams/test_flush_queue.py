@@ -59,6 +59,14 @@ def test_a_repeated_flush_is_ignored() -> None:
     assert queue.pop_ready() == ["b"]
 
 
+def test_a_flush_does_not_wait_for_what_was_refused() -> None:
+    queue: FlushQueue[str] = FlushQueue()
+    queue.settle(RequestId(1, 1))
+    queue.add(RequestId(1, 2), "b")
+    queue.flush(level=1, request_ids=ids(1, 2))
+    assert queue.pop_ready() == ["b"]
+
+
 def test_a_new_epoch_starts_empty_and_at_level_one() -> None:
     queue: FlushQueue[str] = FlushQueue()
     queue.add(RequestId(1, 1), "old")
