@@ -2,7 +2,7 @@
 
     {fileroot}/{experiment}/{trial}/
         config.yaml plan.json trial.sbatch rdzv.json      written once, at submission or at the start of an attempt
-        events.jsonl metrics.jsonl                        appended to
+        events.jsonl metrics.jsonl trajectories.jsonl     appended to
         secrets/ (0700)   log/ (the trial log)            see secrets.py and trial_log.py
         logs/attempt-N/{kind}-{index}.log  logs/latest    what workers print
         exits/ checkpoints/ weights/ exports/ ledger/ spool/ report/
@@ -109,6 +109,11 @@ class TrialDirectory:
     @property
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def trajectories_path(self) -> Path:
+        """Which policy versions made what each train step consumed."""
+        return self.path / "trajectories.jsonl"
 
     @property
     def secrets_path(self) -> Path:

@@ -47,11 +47,12 @@ class MicroBatch:
 
 
 def plan_micro_batches(sample: SequenceSample, *, max_tokens: int) -> list[list[int]]:
-    """Answers of each micro-batch, in the sample's order so that sums are repeatable."""
+    """Answers of each micro-batch, shorter ones first: attention takes neighbours of equal length together."""
     lengths = sample.answer_lengths() if "input_ids" in sample.seqlens else []
     if not lengths:
         return []
-    return [sorted(bin_) for bin_ in pack_first_fit_decreasing(lengths, max_tokens=max_tokens)]
+    bins = pack_first_fit_decreasing(lengths, max_tokens=max_tokens)
+    return [sorted(bin_, key=lambda answer: (lengths[answer], answer)) for bin_ in bins]
 
 
 def make_micro_batches(

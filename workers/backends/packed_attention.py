@@ -1,11 +1,12 @@
-"""Causal attention over packed sequences: one scaled-dot-product call per segment of the row.
+"""Causal attention over packed sequences: one scaled-dot-product call per run of neighbouring segments of equal length.
 
 On CPU this is what a packed row is fastest with: a block-diagonal mask over the whole row computes, and throws away,
-the attention between all pairs of sequences. The model receives `segment_lengths` as a keyword of its forward pass,
+the attention between all pairs of sequences. Micro-batches are packed by length, so that runs are long. The model receives `segment_lengths` as a keyword of its forward pass,
 and transformers hands it through to here.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -46,21 +47,37 @@ def packed_attention(
         ([1, T, heads, head_dim], None).
     """
     has_grouped_heads = query.shape[1] != key.shape[1]
-    lengths = list(segment_lengths)
+    runs = [(length, len(list(equal))) for length, equal in groupby(segment_lengths)]
+    widths = [length * count for length, count in runs]
+    pieces = zip(runs, *(torch.split(tensor, widths, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [
-        F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=_window_mask(q.shape[2], sliding_window, q.device),
-            dropout_p=dropout,
-            is_causal=not _needs_window(q.shape[2], sliding_window),
-            scale=scaling,
-            enable_gqa=has_grouped_heads,
+        _joined(
+            F.scaled_dot_product_attention(
+                _stacked(q, count),
+                _stacked(k, count),
+                _stacked(v, count),
+                attn_mask=_window_mask(length, sliding_window, q.device),
+                dropout_p=dropout,
+                is_causal=not _needs_window(length, sliding_window),
+                scale=scaling,
+                enable_gqa=has_grouped_heads,
+            )
         )
-        for q, k, v in zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        for (length, count), q, k, v in pieces
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _stacked(run: Tensor, count: int) -> Tensor:
+    """[1, heads, count * L, head_dim] -> [count, heads, L, head_dim], without a copy."""
+    _, heads, width, head_dim = run.shape
+    return run[0].view(heads, count, width // count, head_dim).transpose(0, 1)
+
+
+def _joined(stacked: Tensor) -> Tensor:
+    """The inverse of `_stacked`."""
+    count, heads, length, head_dim = stacked.shape
+    return stacked.transpose(0, 1).reshape(1, heads, count * length, head_dim)
 
 
 def _needs_window(length: int, sliding_window: int | None) -> bool:

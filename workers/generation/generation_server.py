@@ -9,6 +9,8 @@ import json
 import logging
 from typing import Any
 
+from transformers.utils import logging as transformers_logging
+
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.workers.generation.engine import GenerationEngine
@@ -29,6 +31,7 @@ class GenerationServer(Worker):
         self._server: EngineServer | None = None
 
     def run(self) -> None:
+        transformers_logging.disable_progress_bar()
         asyncio.run(self._main())
 
     def status(self) -> dict[str, Any]:
@@ -66,7 +69,6 @@ class GenerationServer(Worker):
 
     async def _beat_until(self, ended: "asyncio.Future[None]", server: EngineServer) -> None:
         """Keep the presence record true; raises what the engine died of."""
-        tokens = -1
         while not self.context.stopping.is_set():
             await asyncio.wait([ended], timeout=_BEAT_S)
             if ended.done():
@@ -77,8 +79,6 @@ class GenerationServer(Worker):
             self.context.presence.enter(
                 "generate" if busy else "idle", waiting_for="" if busy else "requests of rollout workers"
             )
-            if progress["tokens_generated"] != tokens:
-                tokens = progress["tokens_generated"]
             self.context.presence.beat(version=progress["version"])
 
 

@@ -72,7 +72,9 @@ class TrainerEpoch:
         self._parts = parts
         self._step = parts.recovery.commit.step if parts.recovery.commit else 0
         self._committed_step = self._step
-        self._metrics = MetricsWriter(parts.trial.metrics_path, epoch=parts.writer.epoch)
+        self._metrics = MetricsWriter(
+            parts.trial.metrics_path, parts.trial.trajectories_path, epoch=parts.writer.epoch
+        )
         self._weights: Path = self._initial_weights()
 
     @property
@@ -149,6 +151,7 @@ class TrainerEpoch:
         await self._commit_if_due()
         parts.publish(self.version, self._weights)
         parts.presence.beat(version=str(self.version))
+        self._metrics.record(self._step, [parts.buffer.samples[uid] for uid in batch])
         parts.buffer.release(batch)
         await parts.gang.clear(batch)
         self._remove_old_weights()

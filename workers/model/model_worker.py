@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers.utils import logging as transformers_logging
 
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec
 from corral.scheduling.dataflow import ModelFunctionCall
@@ -85,6 +86,7 @@ class ModelWorker(Worker):
         self._evaluator: Evaluator | None = None
 
     def run(self) -> None:
+        transformers_logging.disable_progress_bar()
         with ExitStack() as stack:
             self._parallel = self._join_gang(stack)
             self._transfer = DataManager(self._store, self._parallel)
