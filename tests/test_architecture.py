@@ -73,7 +73,9 @@ def module_names(folder: str) -> list[str]:
 
 
 def test_the_half_without_models_never_loads_torch() -> None:
-    names = [name for folder in ("scheduling", "name_resolve", "experiments", "launcher") for name in module_names(folder)]
+    names = [
+        name for folder in ("scheduling", "name_resolve", "experiments", "launcher") for name in module_names(folder)
+    ]
     assert not loaded_by(names) & {"torch", "transformers"}
 
 

@@ -2,8 +2,8 @@
 
     python -m corral.workers --plan TRIAL/plan.json --kind rollout_worker --index 0 --attempt 0 --incarnation 5f2c...
 
-This is the only place that configures logging, signals and the process's ties to its parent. Secrets come from the trial
-directory, never from arguments or the environment.
+This is the only place that configures logging, signals and the process's ties to its parent. Secrets come from the
+trial directory, never from arguments or the environment.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Presence: what a worker says about itself, published as its leased record in name-resolve.
 
-worker code --enter(phase, waiting_for)/beat()--> Presence --at most twice a second--> lease `worker/{kind}/{index}` --> rl-status
+worker code --enter(phase, waiting_for), beat()--> Presence --at most twice a second--> leased record --> rl-status
 
 A phase may have a deadline. A worker that outstays it prints the stacks of all its threads and leaves the process: a
 hang becomes an exit that the supervisor sees and answers, whatever the hung thread was doing.
@@ -30,9 +30,9 @@ class Presence:
     """The record of one worker; its methods may be called from any thread.
 
     Example:
-        with Presence(names, key, owner=incarnation, ttl_s=10, identity={"kind": "rollout_worker", "index": 0}) as presence:
+        with Presence(names, key, owner=incarnation, ttl_s=10, identity={"kind": "model_worker"}) as presence:
             presence.enter("setup", deadline_s=600)
-            with presence.waiting("trajectories from rollout_worker/0", deadline_s=None):
+            with presence.during("train step", waiting_for="model workers", deadline_s=3600):
                 ...
     """
 

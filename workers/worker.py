@@ -11,12 +11,14 @@ A worker wires parts that are handed to it in a WorkerContext. Its control chann
 threads of their own, so that both go on while the main thread computes.
 """
 
+import asyncio
 import logging
 import signal
 import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeVar
@@ -121,6 +123,31 @@ def install_signal_handlers(stopping: threading.Event) -> None:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+
+
+def run_async(main: Coroutine[Any, Any, None], stopping: threading.Event) -> None:
+    """Run an asyncio worker; SIGTERM and SIGINT cancel it where it waits, never in the middle of a statement.
+
+    Raises:
+        StopRequested: if a signal ended it.
+    """
+
+    async def guarded() -> None:
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(main)
+
+        def stop() -> None:
+            stopping.set()
+            task.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        try:
+            await task
+        except asyncio.CancelledError:
+            raise StopRequested("signal") from None
+
+    asyncio.run(guarded())
 
 
 def run_to_exit_code(worker: Worker) -> int:

@@ -1,8 +1,8 @@
 """Causal attention over packed sequences: one scaled-dot-product call per run of neighbouring segments of equal length.
 
 On CPU this is what a packed row is fastest with: a block-diagonal mask over the whole row computes, and throws away,
-the attention between all pairs of sequences. Micro-batches are packed by length, so that runs are long. The model receives `segment_lengths` as a keyword of its forward pass,
-and transformers hands it through to here.
+the attention between all pairs of sequences. Micro-batches are packed by length, so that runs are long. The model
+receives `segment_lengths` as a keyword of its forward pass, and transformers hands it through to here.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
     python -m corral.workers.data.arithmetic --out DIR [--seed 1]
 
-writes DIR/model (Hugging Face format), DIR/train_sft.jsonl, DIR/train_grpo.jsonl and DIR/heldout.jsonl. Held-out problems
-appear in neither training file.
+writes DIR/model (Hugging Face format), DIR/train_sft.jsonl, DIR/train_grpo.jsonl and DIR/heldout.jsonl. Held-out
+problems appear in neither training file.
 """
 
 import argparse

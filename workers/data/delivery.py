@@ -1,7 +1,7 @@
 """Delivery ids: one name for each time that a sample is generated.
 
-A sample whose trajectory came too late is generated again under the same uid. The trajectory stream remembers what it has
-refused, so each generation travels under a name of its own: the uid and its admission number, "0:problem-17#412".
+A sample whose trajectory came too late is generated again under the same uid. The trajectory stream remembers what it
+has refused, so each generation travels under a name of its own: the uid and its admission number, "0:problem-17#412".
 """
 
 

@@ -5,8 +5,8 @@
                    ──report(everything it holds)──► adopt, after the manager or a worker has restarted
 
 A manager that has just started, or whose trainer has gone back to an earlier commit, admits nothing until every living
-rollout worker has reported what it runs and what it has finished: the counts come from those who hold the samples, never
-from the memory of a process that is gone. Pure; the sockets are in gserver_manager.py.
+rollout worker has reported what it runs and what it has finished: the counts come from those who hold the samples,
+never from the memory of a process that is gone. Pure; the sockets are in gserver_manager.py.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,6 +1,6 @@
 """The generation server: the embedded engine behind its HTTP API, as a worker of the trial.
 
-plan: initial weights ──► GenerationEngine ──► EngineServer (HTTP, API key) ──► record {url, incarnation} in name-resolve
+plan: initial weights ──► GenerationEngine ──► EngineServer (HTTP, API key) ──► record {url, incarnation}
 gserver_manager: /update_weights_from_disk ...          rollout workers: /generate
 """
 
@@ -15,7 +15,7 @@ from corral.experiments.worker_specs import GenerationServerSpec
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.workers.generation.engine import GenerationEngine
 from corral.workers.generation.http_api import EngineServer
-from corral.workers.worker import Worker, WorkerContext
+from corral.workers.worker import Worker, WorkerContext, run_async
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class GenerationServer(Worker):
         self._server: EngineServer | None = None
 
     def run(self) -> None:
-        transformers_logging.disable_progress_bar()
-        asyncio.run(self._main())
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        run_async(self._main(), self.context.stopping)
 
     def status(self) -> dict[str, Any]:
         return dict(self._server.progress()) if self._server is not None else {}

@@ -7,8 +7,8 @@
     workers     rollout workers' records             name-resolve         freed places of the dead
     commits     trial log                            the master           consumed samples
 
-asyncio only; nothing is locked across I/O. What it knows it can lose: Admission and ServerTable are rebuilt from reports,
-records and the trial log.
+asyncio only; nothing is locked across I/O. What it knows it can lose: Admission and ServerTable are rebuilt from
+reports, records and the trial log.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from corral.workers.streams.messages_manager import (
     Schedule,
 )
 from corral.workers.streams.rpc import AsyncRequestServer
-from corral.workers.worker import Worker, WorkerContext
+from corral.workers.worker import Worker, WorkerContext, run_async
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class GserverManager(Worker):
         self._updates: dict[str, asyncio.Task[None]] = {}
 
     def run(self) -> None:
-        asyncio.run(self._main())
+        run_async(self._main(), self.context.stopping)
 
     def status(self) -> dict[str, Any]:
         return {

@@ -13,7 +13,6 @@
 It holds metadata only and imports no torch.
 """
 
-import asyncio
 import json
 import logging
 import os
@@ -43,7 +42,7 @@ from corral.workers.master.sample_source import DatasetSource, SampleSource, Tra
 from corral.workers.master.sequence_buffer import SequenceBuffer
 from corral.workers.master.trainer_epoch import EpochParts, Outcome, TrainerEpoch
 from corral.workers.master.trainer_gang import GangLostError, TrainerGang
-from corral.workers.worker import BadConfigurationError, SupersededWorkerError, Worker, WorkerContext
+from corral.workers.worker import BadConfigurationError, SupersededWorkerError, Worker, WorkerContext, run_async
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ class MasterWorker(Worker):
 
     def run(self) -> None:
         try:
-            asyncio.run(self._main())
+            run_async(self._main(), self.context.stopping)
         except SupersededError as error:
             raise SupersededWorkerError(str(error)) from error
         except DoneError:
@@ -151,7 +150,7 @@ class MasterWorker(Worker):
         )
 
     def _publish(self, version: PolicyVersion, weights: Path) -> None:
-        """Say which weights are the present ones; the record is a lease, so it returns by itself after Redis restarted."""
+        """Say which weights are the present ones; as a lease, the record returns by itself after Redis restarted."""
         text = json.dumps({"version": str(version), "weights": str(weights)})
         if self._published is None:
             self._published = self.context.names.lease(

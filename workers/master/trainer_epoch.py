@@ -7,8 +7,8 @@
          ▲                                                                                          │
          └──────────────── evaluate (when due) ◄── free the samples ◄── metrics ◄────────────────────┘
 
-Every durable write goes through the LogWriter of this epoch; once a later epoch has claimed the log, it raises and this one
-ends without a trace.
+Every durable write goes through the LogWriter of this epoch; once a later epoch has claimed the log, it raises and
+this one ends without a trace.
 """
 
 import asyncio
@@ -72,9 +72,7 @@ class TrainerEpoch:
         self._parts = parts
         self._step = parts.recovery.commit.step if parts.recovery.commit else 0
         self._committed_step = self._step
-        self._metrics = MetricsWriter(
-            parts.trial.metrics_path, parts.trial.trajectories_path, epoch=parts.writer.epoch
-        )
+        self._metrics = MetricsWriter(parts.trial.metrics_path, parts.trial.trajectories_path, epoch=parts.writer.epoch)
         self._weights: Path = self._initial_weights()
 
     @property

@@ -1,6 +1,6 @@
 """TrainerGang: what the master asks of all model workers together, in the words of one train step.
 
-    run_step(batch) ──► level by level of the dataflow graph: post every call, flush, await ──► amend the buffer ──► statistics
+    run_step(batch) ──► level by level of the dataflow graph: post every call, flush, await ──► amend ──► statistics
                               │
                               └─ for each call: balance the batch over data-parallel ranks, plan who sends what to whom
 

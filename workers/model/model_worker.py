@@ -86,7 +86,7 @@ class ModelWorker(Worker):
         self._evaluator: Evaluator | None = None
 
     def run(self) -> None:
-        transformers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             self._parallel = self._join_gang(stack)
             self._transfer = DataManager(self._store, self._parallel)

@@ -1,6 +1,6 @@
 """GenerationClient: token ids in, token ids with logprobs and versions out, whatever happens to the servers.
 
-sample_group ──► route (manager) ──► POST /generate with every unfinished answer of the group ──► chunks ──► PartialAnswer
+sample_group ──► route (manager) ──► POST /generate with every unfinished answer ──► chunks ──► PartialAnswer
                       ▲                         │
                       └── lost, busy, aborted ──┘   the answers keep their tokens; another server continues them
 """
@@ -69,7 +69,8 @@ class GenerationClient:
         while unfinished := [answer for answer in answers if not answer.finished]:
             if time.monotonic() - last_progress > self._timeout_s:
                 raise GenerationFailedError(
-                    f"no generation server took prompt {uid} further for {self._timeout_s:.0f} s (last tried: {failed_url or 'none'})"
+                    f"no generation server took prompt {uid} further for {self._timeout_s:.0f} s "
+                    f"(last tried: {failed_url or 'none'})"
                 )
             route = await self._route(uid, self._chunk * len(unfinished), failed_url)
             if route is None:

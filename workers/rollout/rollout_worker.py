@@ -52,7 +52,7 @@ from corral.workers.streams.messages_manager import (
 from corral.workers.streams.messages_trajectory import TrajectoryHeader, VerdictKind
 from corral.workers.streams.rpc import AsyncRequestClient
 from corral.workers.streams.trajectory_sender import TrajectorySender
-from corral.workers.worker import BadConfigurationError, Worker, WorkerContext
+from corral.workers.worker import BadConfigurationError, Worker, WorkerContext, run_async
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class RolloutWorker(Worker):
         self._lineage: tuple[LoggedCommit, ...] = ()
 
     def run(self) -> None:
-        asyncio.run(self._main())
+        run_async(self._main(), self.context.stopping)
 
     def status(self) -> dict[str, Any]:
         return {"running": len(self._running), "finished": self._num_finished, "gate": self._gate_reason}
