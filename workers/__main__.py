@@ -30,7 +30,17 @@ from corral.name_resolve import NameService, RedisNameService, TrialKeys
 from corral.workers.presence import Presence
 from corral.workers.streams.control import ControlServer
 from corral.workers.streams.security import StreamSecurity
-from corral.workers.worker import Worker, WorkerContext, flush_output, install_signal_handlers, run_to_exit_code
+from corral.workers.worker import (
+    EXIT_DONE,
+    StopRequested,
+    Worker,
+    WorkerContext,
+    flush_output,
+    install_signal_handlers,
+    run_to_exit_code,
+)
+
+logger = logging.getLogger(__name__)
 
 WORKER_CLASSES: dict[str, str] = {
     "master_worker": "corral.workers.master.master_worker:MasterWorker",
@@ -54,13 +64,17 @@ def main(argv: list[str] | None = None) -> int:
     secrets = TrialSecrets.load(trial.secrets_path)
     _configure_logging(f"{arguments.kind}/{arguments.index}", secrets)
     stopping = threading.Event()
-    install_signal_handlers(stopping)
     keys = TrialKeys(plan.trial.uuid)
-    with (
-        connect_names(trial, secrets, keys) as names,
-        StreamSecurity.from_trial_secrets(secrets, arguments.kind, trial_uuid=plan.trial.uuid) as security,
-    ):
-        return _run(arguments, plan, trial, secrets, names, security, stopping)
+    try:
+        install_signal_handlers(stopping)
+        with (
+            connect_names(trial, secrets, keys) as names,
+            StreamSecurity.from_trial_secrets(secrets, arguments.kind, trial_uuid=plan.trial.uuid) as security,
+        ):
+            return _run(arguments, plan, trial, secrets, names, security, stopping)
+    except StopRequested as reason:  # outside of the worker's own run: while it was being set up
+        logger.info("%s/%d leaves: asked to stop (%s)", arguments.kind, arguments.index, reason)
+        return EXIT_DONE
 
 
 def _run(
@@ -105,7 +119,10 @@ def _run(
         worker = _load_class(arguments.kind)(context)
         with ControlServer(security, _control_handler(worker), address=context.address) as control:
             presence.annotate(control=control.endpoint)
-            return run_to_exit_code(worker)
+            exit_code = run_to_exit_code(worker)
+            # The supervisor asks everyone to leave once the master has said Done, which may be while we clean up.
+            stopping.set()
+            return exit_code
 
 
 def connect_names(trial: TrialDirectory, secrets: TrialSecrets, keys: TrialKeys) -> NameService:
