@@ -1,0 +1,93 @@
+"""What a trial's files prove, read from the bytes on disk and not through the code that wrote them.
+
+log/ (claims, commits) --> which epoch made which version --> trajectories.jsonl: no token too old or taken back
+ledger/ of the last commit and its ancestors --> every sample consumed once
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from corral.experiments.ledger import Ledger
+from corral.experiments.trial_log import TrialLog
+from tests.integration.trial_helpers import Trial, read_lines
+
+
+@dataclass(frozen=True)
+class History:
+    """The trial log as plain data: entries by slot."""
+
+    entries: dict[int, dict[str, Any]]
+
+    @classmethod
+    def of(cls, trial: Trial) -> "History":
+        paths = [path for path in trial.directory.log_path.iterdir() if path.name.isdigit()]
+        return cls({int(path.name): json.loads(path.read_bytes()) for path in sorted(paths)})
+
+    def last_commit(self, *, before: int | None = None) -> int:
+        """Slot of the last commit, or of the last before a slot; 0 if there is none."""
+        slots = [slot for slot, entry in self.entries.items() if entry["kind"] == "commit"]
+        return max((slot for slot in slots if before is None or slot < before), default=0)
+
+    def lineage(self) -> list[dict[str, Any]]:
+        """The last commit and its ancestors, the newest first."""
+        chain, slot = [], self.last_commit()
+        while slot:
+            chain.append(self.entries[slot])
+            slot = chain[-1]["parent"]
+        return chain
+
+    def tag(self, *, epoch: int, step: int) -> str:
+        """The version `step` that a trainer of `epoch` descends from, as a tag: who made it, and which one it is."""
+        while step:
+            (claim,) = [
+                slot for slot, entry in self.entries.items() if entry["kind"] == "claim" and entry["epoch"] == epoch
+            ]
+            start = self.last_commit(before=claim)
+            if not start or step > self.entries[start]["step"]:
+                return f"{epoch}.{step}"
+            epoch = self.entries[start]["epoch"]
+        return "0.0"
+
+
+def check_every_sample_was_consumed_once(trial: Trial) -> None:
+    """Each prompt of each pass is in the ledger of the final lineage exactly once."""
+    history = History.of(trial)
+    counts: Counter[str] = Counter()
+    for commit in history.lineage():
+        delta = json.loads((trial.directory.path / commit["ledger_file"]).read_bytes())
+        counts.update(uid for uids in delta["trained"].values() for uid in uids)
+        assert delta["dropped"] == {}
+    assert counts == Counter(trial.uids)
+    commits = [logged.commit for logged in TrialLog(trial.directory.log_path).read().lineage()]
+    Ledger.load(trial.directory, commits).verify_exactly_once(trial.uids)
+
+
+def check_no_token_was_too_old(trial: Trial, *, eta: int) -> int:
+    """Every token that was trained on came from weights at most `eta` versions old, which the trainer descends from.
+
+    Returns:
+        How old the oldest was.
+    """
+    history = History.of(trial)
+    records = read_lines(trial.directory.trajectories_path)
+    ages = []
+    for record in records:
+        trained_from = record["step"] - 1
+        for tag in record["versions"]:
+            made_by = int(tag.partition(".")[2])
+            assert trained_from - eta <= made_by <= trained_from, record
+            assert tag == history.tag(epoch=record["epoch"], step=made_by), (record, "made by weights taken back")
+            ages.append(trained_from - made_by)
+    assert {record["uid"] for record in records} == set(trial.uids)
+    return max(ages)
+
+
+def check_nothing_is_left(trial: Trial) -> None:
+    """No process, no secret; and the status that a user asks for right after the end."""
+    assert trial.processes() == []
+    assert not trial.directory.secrets_path.exists()
+    status = trial.status()
+    assert status["state"] == "COMPLETE"
+    assert (trial.directory.report_path / "curves.png").stat().st_size > 1000

@@ -1,0 +1,58 @@
+"""A GRPO trial on this machine, from rl-submit to its report: five kinds of real processes, and their own Redis."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.evidence import (
+    check_every_sample_was_consumed_once,
+    check_no_token_was_too_old,
+    check_nothing_is_left,
+)
+from tests.integration.trial_helpers import WORKERS, Trial
+
+TORCH_FREE = ("master_worker/0", "gserver_manager/0", "rollout_worker/0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("eta", "commit_every_steps"), [(1, 1), (0, 3)])
+def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
+    start_trial: Callable[..., Trial], eta: int, commit_every_steps: int
+) -> None:
+    trial = start_trial(
+        num_rows=44,  # no multiple of the batch: the last one is smaller
+        num_passes=2,
+        is_slow=True,
+        overrides={
+            "rollout.max_head_offpolicyness": eta,
+            "control.commit_every_steps": commit_every_steps,
+            "evaluation.every_steps": 5,
+        },
+    )
+    trial.wait_for_steps(1)
+    rows = trial.wait_until_running()
+    assert set(rows) == set(WORKERS)
+    for worker, row in rows.items():
+        assert (row["state"], row["restarts"], row["node"]) == ("UP", 0, socket.gethostname()), row
+        assert row["pid"] == trial.pid(worker) and row["phase"], row
+    holders = set(WORKERS) - {"rollout_worker/0"}  # it holds no weights
+    assert {worker for worker in WORKERS if rows[worker]["version"].rpartition(".")[2].isdigit()} == holders
+    assert [worker for worker in WORKERS if not _maps_torch(trial.pid(worker))] == sorted(TORCH_FREE, key=WORKERS.index)
+    trial.full_speed()
+    trial.wait_for_end()
+
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
+    assert check_no_token_was_too_old(trial, eta=eta) == eta  # the bound is met, and made use of
+    assert trial.train_steps() == list(range(1, 12))
+    evaluated = [line["step"] for line in trial.metrics() if "eval/accuracy" in line]
+    assert evaluated == [0, 5, 10, 11]
+    assert "eval/accuracy" in trial.metrics()[0]
+    assert [event["returncode"] for event in trial.events("worker_exited")] == [0] * len(WORKERS)
+    assert (trial.directory.exports_path / "final" / "model.safetensors").exists()
+
+
+def _maps_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()

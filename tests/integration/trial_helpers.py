@@ -1,0 +1,268 @@
+"""Trials of real processes: started, watched, killed and stopped through the commands that a user has.
+
+    rl-submit --local --> Trial --files of the trial directory, rl-status--> wait_for(...) --> evidence.py
+
+Every wait has a deadline; what it raises shows the end of every log. Nothing is ever ended by name.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from corral.experiments.journal import read_journal
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.exits import tail_lines
+from corral.launcher.processes import trial_processes
+from corral.workers.data.arithmetic import make_problems
+from tests.launcher.trials import end_trial
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "experiments" / "recipes"
+PROGRAMS = Path(sys.executable).parent
+WORKERS = ("master_worker/0", "model_worker/0", "generation_server/0", "gserver_manager/0", "rollout_worker/0")
+DEADLINE_S = 120.0  # a worker that imports torch beside others on a busy machine needs a good part of it
+_POLL_INTERVAL_S = 0.05
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Material:
+    """What every trial here works with."""
+
+    model: Path
+    held_out: Path
+
+
+def write_rows(path: Path, count: int) -> list[str]:
+    """Writes a dataset of `count` additions; returns the ids of its rows."""
+    rows = make_problems(seed=1)[:count]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [row["id"] for row in rows]
+
+
+class Trial:
+    """A trial that was submitted, and everything that a test asks it."""
+
+    def __init__(
+        self, directory: Path, *, uids: Sequence[str], environment: Mapping[str, str], slowed_by: Path | None = None
+    ) -> None:
+        self.directory = TrialDirectory(directory)
+        self.uids = list(uids)
+        """Every sample that has to be consumed once."""
+        self._environment = dict(environment)
+        self._slowed_by = slowed_by
+
+    # Commands
+
+    def run(self, program: str, *arguments: str, exit_code: int = 0) -> str:
+        """What one of our commands prints about this trial; it must end with `exit_code`."""
+        return run_program(
+            [program, *arguments, str(self.directory.path)], environment=self._environment, exit_code=exit_code
+        )
+
+    def status(self) -> dict[str, Any]:
+        """`rl-status -o json` of this trial."""
+        (status,) = json.loads(self.run("rl-status", "-o", "json"))
+        return dict(status)
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """Rows of `rl-status` by worker."""
+        return _rows(self.status())
+
+    # Files
+
+    @property
+    def uuid(self) -> str:
+        return str(json.loads(self.directory.plan_path.read_bytes())["trial"]["uuid"])
+
+    def events(self, name: str, **fields: Any) -> list[dict[str, Any]]:
+        """Events of the journal of this name and with these fields."""
+        return [
+            event
+            for event in read_journal(self.directory.journal_path)
+            if event["event"] == name and all(event.get(key) == value for key, value in fields.items())
+        ]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Whole lines of metrics.jsonl."""
+        return read_lines(self.directory.metrics_path)
+
+    def train_steps(self) -> list[int]:
+        """Train steps in the order in which they ran; one that was taken back and repeated is here twice."""
+        return [line["step"] for line in self.metrics() if "time/train_s" in line]
+
+    def processes(self) -> list[int]:
+        """Processes of the trial that still run."""
+        return list(trial_processes(self.uuid))
+
+    def pid(self, worker: str) -> int:
+        """The process that runs a worker, or Redis, at present."""
+        name = "redis_started" if worker == "redis" else "worker_started"
+        return int(self.events(name, worker=worker)[-1]["pid"])
+
+    # Acts and waits
+
+    def kill(self, worker: str) -> None:
+        """kill -9, and until the supervisor has started it again."""
+        name = "redis_started" if worker == "redis" else "worker_started"
+        before = len(self.events(name, worker=worker))
+        os.kill(self.pid(worker), signal.SIGKILL)
+        self.wait_for(lambda: len(self.events(name, worker=worker)) > before, f"{worker} to be started again")
+
+    def full_speed(self) -> None:
+        """Rewards of a slow trial take no time from now on."""
+        if self._slowed_by is not None:
+            self._slowed_by.unlink(missing_ok=True)
+
+    def wait_for_steps(self, more: int) -> None:
+        """Until `more` train steps have run from now on."""
+        before = len(self.train_steps())
+        self.wait_for(lambda: len(self.train_steps()) >= before + more, f"{more} train steps after {before}")
+
+    def wait_until_running(self) -> dict[str, dict[str, Any]]:
+        """Until `rl-status` says RUNNING; returns its rows."""
+
+        def rows() -> dict[str, dict[str, Any]]:
+            status = self.status()
+            return _rows(status) if status["state"] == "RUNNING" else {}
+
+        return self.wait_for(rows, "rl-status to say RUNNING", pause_s=0.3)
+
+    def wait_for_end(self, state: str = "COMPLETE") -> None:
+        """Until the present attempt has ended, with this state and no other."""
+        attempts = len(list(self.directory.control_path.glob("attempt-*.json")))
+        ended = self.wait_for(
+            lambda: self.events("trial_ended", attempt=attempts - 1), f"the trial to be {state}", may_end=True
+        )
+        if ended[-1]["state"] != state:
+            raise AssertionError(f"the trial is {ended[-1]}, not {state}\n{self.tails()}")
+        self.wait_for(lambda: not self.processes(), "its last process to go", may_end=True)
+
+    def wait_for(
+        self,
+        look: Callable[[], T],
+        what: str,
+        *,
+        timeout_s: float = DEADLINE_S,
+        pause_s: float = _POLL_INTERVAL_S,
+        may_end: bool = False,
+    ) -> T:
+        """What `look` finds, as soon as it is true.
+
+        Raises:
+            AssertionError: if the deadline has passed, or the trial has ended without it.
+        """
+        deadline = time.monotonic() + timeout_s
+        ends_before = 0 if may_end else len(self.events("trial_ended"))
+        while True:
+            has_ended = not may_end and len(self.events("trial_ended")) > ends_before
+            if found := look():
+                return found
+            if has_ended or time.monotonic() > deadline:
+                why = "the trial ended before" if has_ended else f"waited {timeout_s:.0f} s for"
+                raise AssertionError(f"{why} {what}\n{self.tails()}")
+            time.sleep(pause_s)
+
+    def tails(self) -> str:
+        """The journal and the last lines of every log, for people."""
+        paths = [self.directory.journal_path, *sorted(self.directory.logs_path.glob("attempt-*/*.log"))]
+        return "\n".join(f"== {path.name}\n" + "\n".join(tail_lines(path, 25)) for path in paths)
+
+    def close(self) -> None:
+        """Ends what a failed test left running, by process id."""
+        end_trial(self.directory)
+
+
+def submit(
+    recipe: str,
+    fileroot: Path,
+    material: Material,
+    *,
+    num_rows: int,
+    num_passes: int = 1,
+    overrides: Mapping[str, object] | None = None,
+    is_slow: bool = False,
+    where: Sequence[str] = ("--local",),
+    environment: Mapping[str, str] | None = None,
+) -> Trial:
+    """Starts a trial of a shipped recipe, made small.
+
+    Args:
+        fileroot: where its directory is made; each trial needs one of its own.
+        overrides: further -s options.
+        is_slow: rewards take their time until `Trial.full_speed`, so that a test can act while it trains.
+    """
+    fileroot.mkdir(parents=True, exist_ok=True)
+    slow_marker = fileroot / "slow"
+    slow_marker.touch() if is_slow else slow_marker.unlink(missing_ok=True)
+    rows = write_rows(fileroot / "rows.jsonl", num_rows)
+    settings: dict[str, object] = {
+        "name": recipe,
+        "actor.path" if recipe == "grpo" else "model.path": material.model,
+        "dataset.path": fileroot / "rows.jsonl",
+        "evaluation.dataset.path": material.held_out,
+        "train_batch_size": 8,
+        "control.total_train_epochs": num_passes,
+        "control.commit_every_steps": 1,
+        "supervision.step_timeout_s": 120,
+        "supervision.setup_timeout_s": 120,
+    }
+    if recipe == "grpo":
+        settings |= {"ppo.group_size": 4, "rollout.reward": "paced_rewards:digits"}
+    settings |= dict(overrides or {})
+    options = [option for key, value in settings.items() for option in ("-s", f"{key}={value}")]
+    everything = os.environ | dict(environment or {})
+    everything |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parent),  # where paced_rewards is
+        "CORRAL_TEST_SLOW_WHILE": str(slow_marker),
+    }
+    file = RECIPES / f"arithmetic_{recipe}.yaml"
+    trial = Trial(
+        fileroot / recipe / "trial",
+        uids=[f"{dataset_pass}:{row}" for dataset_pass in range(num_passes) for row in rows],
+        environment=everything,
+        slowed_by=slow_marker,
+    )
+    run_program(
+        ["rl-submit", str(file), *where, "-n", "trial", "--fileroot", str(fileroot), *options],
+        environment=everything,
+    )
+    return trial
+
+
+def run_program(command: Sequence[str], *, environment: Mapping[str, str], exit_code: int = 0) -> str:
+    """Runs one of our commands; returns what it printed."""
+    program, *arguments = command
+    done = subprocess.run(
+        [str(PROGRAMS / program), *arguments],
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    if done.returncode != exit_code:
+        raise AssertionError(f"{command} ended with {done.returncode}, not {exit_code}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a jsonl file; an empty list if there is none yet."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in data.split(b"\n")[:-1] if line]
+
+
+def _rows(status: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["worker"]: row for row in status["workers"]}
