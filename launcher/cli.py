@@ -63,6 +63,7 @@ def status(
     trial: Annotated[str | None, typer.Argument(help=_TRIAL_HELP)] = None,
     watch: Annotated[bool, typer.Option("-w", "--watch", help="Draw again every two seconds.")] = False,
     output: Annotated[str, typer.Option("-o", "--output", help="table or json.")] = "table",
+    wait: Annotated[bool, typer.Option("--wait", help="Show the progress of one trial until it has ended.")] = False,
     fileroot: Fileroot = None,
 ) -> None:
     """Show how trials stand: one row each, or one trial with all its workers."""
@@ -74,6 +75,11 @@ def status(
         if output not in ("table", "json"):
             raise typer.BadParameter(f"-o is table or json, not {output!r}")
         root, reader, colour = fileroot or default_fileroot(), StatusReader(), sys.stdout.isatty()
+        if wait:
+            if trial is None:
+                raise typer.BadParameter("--wait needs the name of one trial")
+            _wait(find_trial(trial, root), trial)
+            return
 
         def look() -> str:
             if trial is None:
@@ -169,16 +175,17 @@ def _after_start(submission: "Submission", identifier: str, *, wait: bool) -> No
     name = f"{plan.trial.experiment}/{plan.trial.trial}" if is_default else str(submission.directory.path)
     print(f"next       rl-status {name}\n           rl-logs {name} -f\n           rl-stop {name}", flush=True)
     if wait:
-        _wait(submission, name)
+        from corral.launcher.trials import read_facts
+
+        facts = read_facts(submission.directory)
+        if facts is None:
+            _fail(f"{submission.directory.plan_path} cannot be read any more", EXIT_ERROR)
+        _wait(facts, name)
 
 
-def _wait(submission: "Submission", name: str) -> None:
+def _wait(facts: "TrialFacts", name: str) -> None:
     from corral.launcher.progress import exit_code, wait_for_end
-    from corral.launcher.trials import read_facts
 
-    facts = read_facts(submission.directory)
-    if facts is None:
-        _fail(f"{submission.directory.plan_path} cannot be read any more", EXIT_ERROR)
     try:
         ended = wait_for_end(facts)
     except KeyboardInterrupt:
