@@ -1,0 +1,127 @@
+"""Batches are made of what is fresh, whole and new; everything else goes back, with the right verdict."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corral.scheduling.policy_version import Lineage, PolicyVersion
+from corral.workers.master.sample_source import DatasetSource, TrajectorySource, Verdict
+from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
+
+KEYS = frozenset({"input_ids"})
+
+
+def sample(uid: str, *, order: int = 0, version: str = "1.0", dropped: str = "") -> BufferedSample:
+    return BufferedSample(
+        uid=uid,
+        order=order,
+        owner=0,
+        num_tokens=[3],
+        versions=frozenset() if dropped else frozenset({PolicyVersion.parse(version)}),
+        keys=frozenset() if dropped else KEYS,
+        dropped_because=dropped,
+    )
+
+
+class Holders:
+    """Model workers that hand over what the test puts into `arrivals`."""
+
+    def __init__(self) -> None:
+        self.arrivals: list[BufferedSample] = []
+        self.rejected: list[tuple[str, Verdict]] = []
+
+    async def fetch(self) -> list[BufferedSample]:
+        arrived, self.arrivals = self.arrivals, []
+        return arrived
+
+    async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
+        return [sample(uid) for uid in uids]
+
+    async def reject(self, uids: Iterable[str], verdict: Verdict) -> None:
+        self.rejected += [(uid, verdict) for uid in uids]
+
+
+def source_of(
+    holders: Holders, *, consumed: set[str], batch_size: int = 2, eta: int = 1, epoch: int = 1
+) -> tuple[TrajectorySource, SequenceBuffer, dict[str, str]]:
+    buffer = SequenceBuffer(is_consumed=consumed.__contains__)
+    dropped: dict[str, str] = {}
+    commits = [PolicyVersion(1, 2)] if epoch > 1 else []
+    lineage = Lineage(commits, epoch=epoch)
+    source = TrajectorySource(
+        buffer, holders, lineage, input_keys=KEYS, batch_size=batch_size, eta=eta, on_drop=dropped.__setitem__
+    )
+    return source, buffer, dropped
+
+
+def test_a_batch_is_the_oldest_samples_and_waits_until_it_is_whole() -> None:
+    holders = Holders()
+    source, _, _ = source_of(holders, consumed=set())
+    holders.arrivals = [sample("0:b", order=1, version="0.0")]
+    assert asyncio.run(source.poll(version=0, remaining=9)) is None
+    assert source.waiting_for().startswith("1 of 2")
+    holders.arrivals = [sample("0:c", order=2, version="0.0"), sample("0:a", order=0, version="0.0")]
+    assert asyncio.run(source.poll(version=0, remaining=9)) == ["0:a", "0:b"]
+
+
+def test_what_is_too_old_goes_back_to_be_generated_again() -> None:
+    holders = Holders()
+    source, buffer, _ = source_of(holders, consumed=set(), eta=1)
+    holders.arrivals = [sample("0:old", version="0.0"), sample("0:new", version="1.1")]
+    assert asyncio.run(source.poll(version=2, remaining=9)) is None
+    assert holders.rejected == [("0:old", "stale")]
+    assert set(buffer.samples) == {"0:new"} and source.num_stale == 1
+
+
+def test_tokens_of_a_lost_branch_are_orphans_however_fresh_their_number_is() -> None:
+    holders = Holders()
+    source, _, _ = source_of(holders, consumed=set(), eta=5, epoch=3, batch_size=1)
+    holders.arrivals = [sample("0:orphan", version="1.3"), sample("0:living", order=1, version="1.2")]
+    assert asyncio.run(source.poll(version=3, remaining=9)) == ["0:living"]
+    assert holders.rejected == [("0:orphan", "stale")]
+
+
+def test_a_second_copy_is_thrown_away_and_the_first_stays() -> None:
+    holders = Holders()
+    source, buffer, _ = source_of(holders, consumed={"0:done"})
+    holders.arrivals = [sample("0:a", version="0.0"), sample("0:a", version="0.0"), sample("0:done", version="0.0")]
+    asyncio.run(source.poll(version=0, remaining=9))
+    assert sorted(holders.rejected) == [("0:a", "duplicate"), ("0:done", "consumed")]
+    assert set(buffer.samples) == {"0:a"} and buffer.duplicates == 2
+
+
+def test_given_up_samples_are_counted_and_make_the_last_batch_smaller() -> None:
+    holders = Holders()
+    source, buffer, dropped = source_of(holders, consumed=set(), batch_size=2)
+    holders.arrivals = [sample("0:a", version="0.0"), sample("0:b", dropped="reward_error: boom")]
+    assert asyncio.run(source.poll(version=0, remaining=2)) == ["0:a"]
+    assert dropped == {"0:b": "reward_error: boom"} and "0:b" not in buffer.samples
+
+
+def test_rows_are_loaded_in_order_without_those_that_are_consumed() -> None:
+    holders = Holders()
+    buffer = SequenceBuffer(is_consumed={"0:b"}.__contains__)
+    source = DatasetSource(iter(["0:a", "0:b", "0:c", "0:d"]), buffer, holders, batch_size=2)
+    assert asyncio.run(source.poll(version=0, remaining=3)) == ["0:a", "0:c"]
+    assert asyncio.run(source.poll(version=1, remaining=1)) == ["0:d"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3)), max_size=30), st.integers(0, 2))
+def test_no_batch_holds_a_sample_twice_or_one_older_than_eta(arrivals: list[tuple[int, int]], eta: int) -> None:
+    holders = Holders()
+    consumed: set[str] = set()
+    source, buffer, _ = source_of(holders, consumed=consumed, eta=eta)
+    version = 0
+    for number, head in arrivals:
+        holders.arrivals = [sample(f"0:{number}", order=number, version=f"{min(head, 1)}.{min(head, version)}")]
+        head_by_uid = {uid: held.head_version for uid, held in buffer.samples.items()}
+        head_by_uid |= {held.uid: held.head_version for held in holders.arrivals if held.uid not in head_by_uid}
+        batch = asyncio.run(source.poll(version=version, remaining=100))
+        if batch is not None:
+            assert len(set(batch)) == len(batch) == 2 and not consumed & set(batch)
+            assert all(version - head_by_uid[uid] <= eta for uid in batch)
+            consumed.update(batch)
+            buffer.release(batch)
+            version += 1
