@@ -46,7 +46,7 @@ from corral.workers.worker import Worker, WorkerContext, run_async
 
 logger = logging.getLogger(__name__)
 
-_VERSION_POLL_S = 0.05  # a local get costs 0.1 ms; the servers hear of new weights at once
+_VERSION_POLL_S = 0.1  # a local get costs 0.1 ms; the servers hear of new weights at once
 _SERVER_POLL_S = 0.25
 _PROBE_INTERVAL_S = 2.0
 _COMMIT_POLL_S = 0.2
