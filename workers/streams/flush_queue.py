@@ -59,8 +59,10 @@ class FlushQueue(Generic[ItemT]):
         return ready
 
     def reset(self) -> None:
-        """A new epoch: what waits was asked by a master that is gone, and levels start again."""
+        """A new epoch: what waits was asked by a master that is gone, and levels start again.
+
+        What was refused stays known: it was refused because its epoch, this one, had not begun.
+        """
         self._waiting.clear()
-        self._settled.clear()
         self._flushes.clear()
         self._level = 0

@@ -28,7 +28,7 @@ _RESOLVE_TIMEOUT_S = 10.0
 _HANDSHAKE_TIMEOUT_S = 5.0
 _BACKOFF_S = (0.05, 0.1, 0.25, 0.5, 1.0)
 # A refusal is certain only if it repeats: a port may have been taken over by another trial between lookup and connect.
-_REFUSAL_GRACE_S = 1.0
+_REFUSAL_GRACE_S = 0.7
 # Once we have been let in, our key is right; a refusal then means an outdated address, until the name service
 # expires it.
 _REFUSAL_GRACE_AFTER_UP_S = 30.0

@@ -208,10 +208,6 @@ class StreamSecurity:
             raise ValueError(f"cannot connect to {endpoint!r}: {error}") from error
         return ClientSocket(socket, monitor, endpoint)
 
-    def num_denied(self, server: ServerSocket) -> int:
-        """Handshakes that were refused because of their key."""
-        return self._zap.num_denied(server.domain) if self._zap is not None else 0
-
     def release(self, server: ServerSocket) -> None:
         """Close a server socket and forget who might connect to it."""
         server.close()

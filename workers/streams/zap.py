@@ -35,7 +35,6 @@ class ZapHandler:
         self._socket = socket
         self._role_by_public_key = dict(role_by_public_key)
         self._roles_by_domain: dict[bytes, frozenset[str]] = {}
-        self._denied_by_domain: dict[bytes, int] = {}
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="zap", daemon=True)
         self._thread.start()
@@ -44,17 +43,11 @@ class ZapHandler:
         """From now on, keys of these roles may connect to the server socket with this domain."""
         with self._lock:
             self._roles_by_domain[domain] = frozenset(roles)
-            self._denied_by_domain.setdefault(domain, 0)
 
     def forget(self, domain: bytes) -> None:
         """The server socket with this domain is closed."""
         with self._lock:
             self._roles_by_domain.pop(domain, None)
-
-    def num_denied(self, domain: bytes) -> int:
-        """Handshakes of this domain that were refused so far."""
-        with self._lock:
-            return self._denied_by_domain.get(domain, 0)
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
@@ -73,7 +66,7 @@ class ZapHandler:
         self._socket.send_multipart([_VERSION, request_id, *verdict, b""])
 
     def _role_of(self, request: list[bytes]) -> str | None:
-        """The role of the peer, or None (counted, and logged) if it may not connect."""
+        """The role of the peer, or None (and a warning) if it may not connect."""
         if len(request) != _NUM_REQUEST_FRAMES or request[0] != _VERSION or request[5] != b"CURVE":
             logger.warning("refused a handshake that does not use CURVE")
             return None
@@ -83,7 +76,6 @@ class ZapHandler:
             allowed = self._roles_by_domain.get(domain, frozenset())
             if role in allowed:
                 return role
-            self._denied_by_domain[domain] = self._denied_by_domain.get(domain, 0) + 1
         socket_name = domain.decode(errors="replace")
         if role is None:
             logger.warning("refused a connection from %s to %s: unknown key (another trial's?)", address, socket_name)

@@ -1,6 +1,7 @@
 """What the stream tests share: keys of a throw-away trial, and waiting for a condition with a deadline."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import time
@@ -41,3 +42,37 @@ def start_stub(name: str, *arguments: object) -> "subprocess.Popen[str]":
     """A real process that runs one of the stub modules beside this file."""
     command = [sys.executable, "-m", f"tests.workers.streams.{name}", *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+class Cable:
+    """A TCP connection to a server that can be cut."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._target = ("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))
+        self._writers: list[asyncio.StreamWriter] = []
+        self.num_connections = 0
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._carry, LOOPBACK, 0)
+        return f"tcp://{LOOPBACK}:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def stop(self) -> None:
+        self._server.close()
+        self.cut()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        other_reader, other_writer = await asyncio.open_connection(*self._target)
+        self._writers += [writer, other_writer]
+        self.num_connections += 1
+        await asyncio.gather(self._pump(reader, other_writer), self._pump(other_reader, writer))
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.close()

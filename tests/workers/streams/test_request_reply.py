@@ -41,7 +41,7 @@ from corral.workers.streams.messages import (
 from corral.workers.streams.request_handler import Envelope, WorkerRequestStream
 from corral.workers.streams.request_reply import RequestClient
 from corral.workers.streams.security import StreamSecurity
-from tests.workers.streams.stream_helpers import LOOPBACK, TRIAL, start_stub, until
+from tests.workers.streams.stream_helpers import LOOPBACK, TRIAL, Cable, start_stub, until
 
 AsRole = Callable[[str], StreamSecurity]
 INITIALIZE = Initialize(weights_directory="/weights", state_directory=None, step=0, seed=1)
@@ -232,10 +232,11 @@ def test_a_reply_after_the_deadline_is_counted_and_dropped(as_role: AsRole) -> N
 def test_workers_that_do_not_come_are_named(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
+            await client.wait_for_workers([stream.worker_id], timeout_s=10)
             with pytest.raises(
                 StreamTimeoutError, match=r"^model_worker/7 did not connect .* \(1 of 2 workers are here\)"
             ):
-                await client.wait_for_workers([stream.worker_id, "model_worker/7"], timeout_s=1.5)
+                await client.wait_for_workers([stream.worker_id, "model_worker/7"], timeout_s=0.1)
 
     with_master(run, as_role("master_worker"))
 
@@ -303,40 +304,6 @@ def test_a_restarted_worker_fails_what_its_predecessor_had_not_answered(as_role:
                 assert hello is not None and hello.incarnation == "second"
 
     with_master(run, as_role("master_worker"))
-
-
-class Cable:
-    """A TCP connection between worker and master that can be cut."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._target = ("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))
-        self._writers: list[asyncio.StreamWriter] = []
-        self.num_connections = 0
-
-    async def start(self) -> str:
-        self._server = await asyncio.start_server(self._carry, LOOPBACK, 0)
-        return f"tcp://{LOOPBACK}:{self._server.sockets[0].getsockname()[1]}"
-
-    def cut(self) -> None:
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
-
-    async def stop(self) -> None:
-        self._server.close()
-        self.cut()
-
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        other_reader, other_writer = await asyncio.open_connection(*self._target)
-        self._writers += [writer, other_writer]
-        self.num_connections += 1
-        await asyncio.gather(self._pump(reader, other_writer), self._pump(other_reader, writer))
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(65536):
-                writer.write(data)
-        writer.close()
 
 
 def test_a_request_survives_a_broken_connection_and_is_run_once(as_role: AsRole) -> None:
@@ -464,6 +431,22 @@ def test_only_initialize_raises_the_epoch(as_role: AsRole) -> None:
             assert stream.max_epoch == 5
 
     with_master(run, as_role("master_worker"), epoch=5)
+
+
+def test_a_flush_does_not_wait_for_a_request_that_was_refused(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
+            await client.wait_for_workers([stream.worker_id], timeout_s=10)
+            early = client.post({stream.worker_id: train("too early")}, deadline_s=10)
+            late = client.post({stream.worker_id: INITIALIZE}, deadline_s=10)
+            await client.flush(deadline_s=10)  # names both: the refusal has not arrived yet
+            with pytest.raises(RemoteError, match="came before its Initialize"):
+                await early.results()
+            envelope = await take(stream)
+            await asyncio.to_thread(stream.reply, envelope, OkReply())
+            assert await late.results() == {stream.worker_id: OkReply()}
+
+    with_master(run, as_role("master_worker"))
 
 
 def test_closing_the_master_fails_its_waiting_calls(as_role: AsRole) -> None:

@@ -11,7 +11,7 @@ from corral.workers.streams.control import ControlServer, control_call, control_
 from corral.workers.streams.errors import RemoteError, StreamClosedError, StreamTimeoutError, WrongTrialKeyError
 from corral.workers.streams.rpc import AsyncRequestClient, AsyncRequestServer
 from corral.workers.streams.security import StreamSecurity
-from tests.workers.streams.stream_helpers import LOOPBACK, until
+from tests.workers.streams.stream_helpers import LOOPBACK, Cable, until
 
 AsRole = Callable[[str], StreamSecurity]
 
@@ -136,6 +136,24 @@ def test_a_request_waits_through_a_restart_of_the_server_at_another_address(as_r
                 addresses.append(new.endpoint)
                 assert await waiting == Sum(1)
                 assert second.num_waits == 1
+
+    asyncio.run(run())
+
+
+def test_a_reply_that_was_lost_with_the_connection_is_given_again(as_role: AsRole) -> None:
+    async def run() -> None:
+        calculator = Calculator()
+        async with start_server(as_role("gserver_manager"), calculator) as server:
+            cable = Cable(server.endpoint)
+            endpoint = await cable.start()
+            async with start_client(as_role("rollout_worker"), lambda: endpoint) as client:
+                waiting = asyncio.create_task(client.request(Wait(), deadline_s=10))
+                await until(lambda: calculator.num_waits == 1, waiting_for="the request")
+                cable.cut()
+                calculator.may_answer.set()  # the answer is given before the client is back
+                assert await waiting == Sum(1)
+                assert calculator.num_waits == 1
+            await cable.stop()
 
     asyncio.run(run())
 

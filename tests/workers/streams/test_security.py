@@ -264,7 +264,14 @@ def test_frames_above_the_limit_end_the_connection_and_nothing_else(as_role: AsR
         )
         connection = worker.connect_dealer(router.endpoint)
         await asyncio.to_thread(connection.socket.send, bytes(70 * 2**20))
-        await asyncio.to_thread(connection.monitor.poll, 5000)
+        events: list[int] = []
+
+        def ended() -> bool:
+            while connection.monitor.poll(0):
+                events.append(int.from_bytes(connection.monitor.recv_multipart()[0][:2], "little"))
+            return zmq.EVENT_DISCONNECTED in events or bool(received)
+
+        await until(ended, waiting_for="the large frame to be refused, or taken")
         connection.close(linger_ms=0)
         connection = worker.connect_dealer(router.endpoint)
         await asyncio.to_thread(connection.socket.send, bytes(1000))
