@@ -1,8 +1,8 @@
 """PolicyVersion: which weights made a token, and Lineage: which versions the present weights descend from.
 
-A failure may take the trainer back to its last commit. The steps after it are trained again by a new epoch and give other
-weights under the same step number, so a version is the pair (epoch, step), written "3.17". Versions of a lost branch are
-orphans: they are never compared with living ones by number alone.
+A failure may take the trainer back to its last commit. The steps after it are trained again by a new epoch and give
+other weights under the same step number, so a version is the pair (epoch, step), written "3.17". Versions of a lost
+branch are orphans: they are never compared with living ones by number alone.
 
     commits:   (epoch 1, step 2)   (epoch 1, step 4)        (epoch 3, step 6)
     lineage:   0.0  1.1  1.2       1.3  1.4                 3.5  3.6        then, in epoch 4: 4.7, 4.8 ...

@@ -21,7 +21,12 @@ def test_a_malformed_tag_is_named_in_the_error(text: str) -> None:
 
 def test_steps_of_a_lost_branch_are_orphans() -> None:
     lineage = Lineage([PolicyVersion(1, 2), PolicyVersion(1, 4), PolicyVersion(3, 6)], epoch=4)
-    living = [INITIAL_VERSION, *(PolicyVersion(1, step) for step in (1, 2, 3, 4)), PolicyVersion(3, 5), PolicyVersion(3, 6)]
+    living = [
+        INITIAL_VERSION,
+        *(PolicyVersion(1, step) for step in (1, 2, 3, 4)),
+        PolicyVersion(3, 5),
+        PolicyVersion(3, 6),
+    ]
     assert all(lineage.contains(version) for version in living)
     assert not lineage.contains(PolicyVersion(1, 5))
     assert not lineage.contains(PolicyVersion(2, 5))
