@@ -4,13 +4,14 @@
 
 Epoch, request id and deadline travel in the header of every message (`codec.Header`), tensors beside it.
 
-    non-blocking   Spec ModelConfig Fetch ClearDataCache Ping Shutdown            answered at once, by the I/O thread
-    blocking       Initialize Inference Generate TrainStep Evaluate SaveCheckpoint PublishWeights RunHooks
+    non-blocking   Spec ModelConfig Fetch LoadRows Reject ClearDataCache Ping Shutdown
+                   answered at once, by the I/O thread
+    blocking       Initialize Inference TrainStep Evaluate SaveWeights SaveCheckpoint RunHooks
                    collectives inside: queued until a Flush names them, run by the main thread in the order of request
                        ids
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -42,23 +43,7 @@ class DataTransfer(_Message, frozen=True, tag="data_transfer"):
     """key -> wire dtype."""
 
 
-class SaveWeights(_Message, frozen=True, tag="save_weights"):
-    """Write the role's weights as Hugging Face safetensors."""
-
-    directory: str
-
-
-class EvaluateHook(_Message, frozen=True, tag="evaluate"):
-    """Run the interface's evaluation; its statistics join those of the call."""
-
-
-class Offload(_Message, frozen=True, tag="offload"):
-    """Move the role's parameters to host memory until they are needed again."""
-
-    role: str
-
-
-Hook = DataTransfer | SaveWeights | EvaluateHook | Offload
+Hook = DataTransfer
 
 
 # --- requests -------------------------------------------------------------------------------------------------------
@@ -80,6 +65,20 @@ class Fetch(_Message, frozen=True, tag="fetch"):
     max_samples: int | None = None
 
 
+class LoadRows(_Message, frozen=True, tag="load_rows"):
+    """Read these rows of the dataset -> MetadataReply"""
+
+    uids: list[str]
+
+
+class Reject(_Message, frozen=True, tag="reject"):
+    """Throw these samples away and tell who sent them -> OkReply"""
+
+    uids: list[str]
+    verdict: Literal["stale", "consumed", "duplicate"]
+    """stale: generate it again. consumed: it was trained on. duplicate: an earlier copy is held."""
+
+
 class ClearDataCache(_Message, frozen=True, tag="clear_data_cache"):
     """These samples are used up -> OkReply"""
 
@@ -92,13 +91,12 @@ class Initialize(_Message, frozen=True, tag="initialize"):
     The only request that raises a worker's epoch.
     """
 
-    checkpoint_directory: str | None
-    """None: from the model that the configuration names."""
-    manifest_sha256: str | None
+    weights_directory: str
+    """Weights of `step` in Hugging Face format."""
+    state_directory: str | None
+    """The commit's optimizer state; None: a fresh optimizer."""
     step: int
     seed: int
-    total_train_steps: int = 0
-    """For learning-rate schedules; 0 if it is not known."""
 
 
 class Inference(_Message, frozen=True, tag="inference"):
@@ -108,15 +106,6 @@ class Inference(_Message, frozen=True, tag="inference"):
     uids: list[str]
     partition: list[list[str]]
     """The uids of each data-parallel rank."""
-    version: int
-
-
-class Generate(_Message, frozen=True, tag="generate"):
-    """Synchronous generation of one model function call -> MetadataReply"""
-
-    mfc: str
-    uids: list[str]
-    partition: list[list[str]]
     version: int
 
 
@@ -130,25 +119,23 @@ class TrainStep(_Message, frozen=True, tag="train_step"):
 
 
 class Evaluate(_Message, frozen=True, tag="evaluate"):
-    """Evaluation of one model function call -> StatsReply"""
+    """Answer the held-out problems with the present weights -> StatsReply"""
 
-    mfc: str
     version: int
+
+
+class SaveWeights(_Message, frozen=True, tag="save_weights"):
+    """Write the role's weights in Hugging Face format -> OkReply"""
+
+    role: str
+    directory: str
 
 
 class SaveCheckpoint(_Message, frozen=True, tag="save_checkpoint"):
-    """Write this worker's shards into the directory -> ManifestReply"""
+    """Write this rank's shard of the optimizer state into the directory -> OkReply"""
 
     directory: str
     step: int
-
-
-class PublishWeights(_Message, frozen=True, tag="publish_weights"):
-    """Write the policy's weights for the generation servers -> ManifestReply"""
-
-    directory: str
-    version: int
-    epoch: int
 
 
 class RunHooks(_Message, frozen=True, tag="run_hooks"):
@@ -176,8 +163,8 @@ class Shutdown(_Message, frozen=True, tag="shutdown"):
     reason: str
 
 
-NonBlockingRequest = Spec | ModelConfig | Fetch | ClearDataCache | Ping | Shutdown
-BlockingRequest = Initialize | Inference | Generate | TrainStep | Evaluate | SaveCheckpoint | PublishWeights | RunHooks
+NonBlockingRequest = Spec | ModelConfig | Fetch | LoadRows | Reject | ClearDataCache | Ping | Shutdown
+BlockingRequest = Initialize | Inference | TrainStep | Evaluate | SaveWeights | SaveCheckpoint | RunHooks
 Request = NonBlockingRequest | BlockingRequest | Flush
 
 
@@ -192,18 +179,19 @@ class WorkerRequest(_Message, frozen=True, tag="request"):
 # --- replies --------------------------------------------------------------------------------------------------------
 
 
-class SampleMetadata(_Message):
+class SampleMetadata(_Message, frozen=True):
     """What the master knows of a sample; the tensors stay where they are."""
 
     uid: str
     seqlens: dict[str, list[int]]
     """key -> length of each sequence of the group."""
-    version_spans: list[list[VersionSpan]] = []
-    """One list per answer; empty for samples that were not generated."""
+    versions: list[str] = []
+    """Every policy version that made one of its tokens, "epoch.step"; empty for rows of a dataset."""
     dataset_epoch: int = 0
     order: int = 0
     """Birth order: samples are consumed oldest first."""
-    scalars: dict[str, float] = {}
+    dropped_because: str = ""
+    """Why it has no answers to train on; empty for a sample that has."""
 
 
 class OkReply(_Message, frozen=True, tag="ok"):
@@ -231,23 +219,12 @@ class MetadataReply(_Message, frozen=True, tag="metadata"):
     """Samples, or keys of samples, that this worker now holds."""
 
     samples: list[SampleMetadata]
-    is_end_of_epoch: bool = False
-    stats: dict[str, float] = {}
 
 
 class StatsReply(_Message, frozen=True, tag="stats"):
     """Statistics of a call."""
 
     stats: dict[str, float]
-
-
-class ManifestReply(_Message, frozen=True, tag="manifest"):
-    """Files that this worker has written and synced."""
-
-    directory: str
-    files: list[str]
-    manifest_sha256: str | None = None
-    """Only from the worker that wrote the manifest."""
 
 
 class ErrorReply(_Message, frozen=True, tag="error"):
@@ -264,9 +241,7 @@ class StaleReply(_Message, frozen=True, tag="stale"):
     max_epoch: int
 
 
-ReplyPayload = (
-    OkReply | SpecReply | ModelConfigReply | MetadataReply | StatsReply | ManifestReply | ErrorReply | StaleReply
-)
+ReplyPayload = OkReply | SpecReply | ModelConfigReply | MetadataReply | StatsReply | ErrorReply | StaleReply
 
 
 class Hello(_Message, frozen=True, tag="hello"):
@@ -282,14 +257,4 @@ class Hello(_Message, frozen=True, tag="hello"):
 
 
 ToWorker = WorkerRequest
-FromWorker = (
-    Hello
-    | OkReply
-    | SpecReply
-    | ModelConfigReply
-    | MetadataReply
-    | StatsReply
-    | ManifestReply
-    | ErrorReply
-    | StaleReply
-)
+FromWorker = Hello | OkReply | SpecReply | ModelConfigReply | MetadataReply | StatsReply | ErrorReply | StaleReply

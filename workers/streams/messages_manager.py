@@ -2,15 +2,12 @@
 
     Allocate --> Allocation     may I start this prompt? Its admission number is its birth order.
     Schedule --> Route          which server makes the next chunk?
-    Finish   --> Ok             its slot is free again
+    Finish   --> Ok             it was delivered, or given up: its slot is free again
     Report   --> Ok             what I have, for a manager that has restarted and knows nothing
-    Covered  --> Ok             a commit covers these: forget them
 
 Every request names what it is about by uid and can be repeated without harm, because the manager may have restarted in
 between.
 """
-
-from typing import Literal
 
 import msgspec
 
@@ -37,12 +34,10 @@ class Schedule(_Message, frozen=True, tag="schedule"):
     """-> Route"""
 
     uid: str
-    prompt_len: int
-    """Tokens that the server has to read: the prompt and what was generated before."""
-    max_new_tokens: int
-    previous_server: str | None = None
-    """Its url; it may still have the prefix in its cache."""
-    previous_version: str | None = None
+    tokens: int
+    """That may come of all its answers."""
+    failed_url: str = ""
+    """Server that has just failed this prompt; empty if none has."""
 
 
 class Finish(_Message, frozen=True, tag="finish"):
@@ -50,28 +45,21 @@ class Finish(_Message, frozen=True, tag="finish"):
 
     worker: str
     uid: str
-    status: Literal["finished", "dropped", "abandoned"]
-    """abandoned: the prompt will be started again, by whomever."""
-    tokens: int
-    """Generated in all answers."""
+    delivered: bool
+    """True: it will be trained on. False: it was given up, or rejected; its place is free."""
 
 
 class Report(_Message, frozen=True, tag="report"):
     """-> Ok"""
 
     worker: str
+    incarnation: str
     running: list[Admitted]
     finished: list[Admitted]
     """In the spool, not covered by a commit yet."""
 
 
-class Covered(_Message, frozen=True, tag="covered"):
-    """-> Ok"""
-
-    uids: list[str]
-
-
-ManagerRequest = Allocate | Schedule | Finish | Report | Covered
+ManagerRequest = Allocate | Schedule | Finish | Report
 
 
 class Allocation(_Message, frozen=True, tag="allocation"):
@@ -80,10 +68,10 @@ class Allocation(_Message, frozen=True, tag="allocation"):
     admitted: bool
     order: int = 0
     """Admission number, if admitted."""
-    version: str = ""
-    """The policy version at admission, "epoch.step"."""
     reason: str = ""
-    """Why not, for logs and `rl-status`: "stale", "capacity"."""
+    """Why not, for `rl-status`."""
+    must_report: bool = False
+    """The manager does not know what this worker has: it must report first."""
 
 
 class Route(_Message, frozen=True, tag="route"):
@@ -91,9 +79,8 @@ class Route(_Message, frozen=True, tag="route"):
 
     url: str | None
     """None: no server is ready; ask again."""
-    version: str = ""
-    """The weights that the server had last, "epoch.step"."""
     reason: str = ""
+    """Why there is none, for `rl-status`."""
 
 
 class Ok(_Message, frozen=True, tag="ok"):
