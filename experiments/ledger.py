@@ -1,7 +1,7 @@
 """The ledger: which samples a trial has consumed, so that none is trained twice, skipped, or dropped uncounted.
 
     train(step, uids) --+
-                        +--> pending --delta_for--> ledger/{epoch}-{step}.json --named by--> commit entry --> committed
+                        +--> pending --delta_for--> ledger/{epoch}-{step}-{random}.json --named by--> commit entry --> committed
     drop(uid, reason) --+
 
 A commit holds the samples consumed since the commit that it continues, as one delta file; the ledger of a trial is the
@@ -9,6 +9,7 @@ union of the deltas along the lineage of commits. What is pending when a trainer
 """
 
 import hashlib
+import secrets as random_tokens
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,6 +80,11 @@ class Ledger:
     @property
     def dropped_count(self) -> int:
         return len(self.dropped)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether something was recorded that no commit holds yet."""
+        return bool(self._pending_trained or self._pending_dropped)
 
     def consumed(self, uid: str) -> bool:
         return uid in self.trained or uid in self.dropped
@@ -207,7 +213,7 @@ def write_delta(trial_directory: TrialDirectory, delta: LedgerDelta) -> tuple[st
         (path relative to the trial directory, SHA-256), for the commit entry.
     """
     data = msgspec.json.encode(delta)
-    path = trial_directory.ledger_path / f"{delta.epoch}-{delta.step}.json"
+    path = trial_directory.ledger_path / f"{delta.epoch}-{delta.step}-{random_tokens.token_hex(4)}.json"
     atomic_write(path, data)
     return trial_directory.relative(path), hashlib.sha256(data).hexdigest()
 

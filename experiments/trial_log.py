@@ -356,8 +356,8 @@ class LogWriter:
             nonce=_new_nonce(),
         )
         parent = next((logged.commit for logged in self.state.commits if logged.slot == self._parent), None)
-        if parent is not None and step <= parent.step:
-            raise ValueError(f"commit of step {step} must come after step {parent.step}, which it continues")
+        if parent is not None and step < parent.step:
+            raise ValueError(f"commit of step {step} must not come before step {parent.step}, which it continues")
         slot = self._append(commit)
         self._parent = slot
         return LoggedCommit(slot, commit)

@@ -63,7 +63,7 @@ class Commit(_Entry, frozen=True, kw_only=True):
 
     epoch: int
     step: int
-    """The policy version that this commit holds."""
+    """The policy version that this commit holds; its parent's again if it only adds dropped samples to the ledger."""
     parent: int
     """Slot of the commit that this one continues; 0 if it continues the initial weights."""
     directory: str
@@ -182,6 +182,6 @@ class LogState:
             parent = next((logged.commit for logged in reversed(self.commits) if logged.slot == entry.parent), None)
             if parent is None:
                 return f"its parent slot {entry.parent} holds no commit"
-            if entry.step <= parent.step:
+            if entry.step < parent.step:
                 return f"its parent's step is {parent.step} already"
         return ""

@@ -48,14 +48,14 @@ class Lineage:
             epoch: the trainer's present epoch; steps after the last commit are its own.
 
         Raises:
-            ValueError: if the commits' steps do not rise.
+            ValueError: if the commits' steps fall.
         """
         self._epoch = epoch
         self._epoch_by_step: dict[int, int] = {0: INITIAL_VERSION.epoch}
         last = 0
         for commit in commits:
-            if commit.step < last or (commit.step == last and commit.step != 0):
-                raise ValueError(f"commit {commit} does not follow step {last}: a lineage's steps rise")
+            if commit.step < last:
+                raise ValueError(f"commit {commit} does not follow step {last}: a lineage's steps never fall")
             for step in range(last + 1, commit.step + 1):
                 self._epoch_by_step[step] = commit.epoch
             last = commit.step

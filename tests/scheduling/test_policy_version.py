@@ -35,5 +35,5 @@ def test_steps_of_a_lost_branch_are_orphans() -> None:
 
 
 def test_a_lineage_whose_steps_fall_is_refused() -> None:
-    with pytest.raises(ValueError, match="rise"):
+    with pytest.raises(ValueError, match="fall"):
         Lineage([PolicyVersion(1, 4), PolicyVersion(2, 3)], epoch=3)

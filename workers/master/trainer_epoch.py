@@ -191,10 +191,10 @@ class TrainerEpoch:
         self._weights = directory
 
     async def _commit_if_due(self, *, force: bool = False) -> None:
-        control = self._parts.spec.control
-        if self._step == self._committed_step or not (force or self._step % control.commit_every_steps == 0):
+        control, parts = self._parts.spec.control, self._parts
+        is_new = self._step > self._committed_step or parts.ledger.has_pending
+        if not is_new or not (force or self._step % control.commit_every_steps == 0):
             return
-        parts = self._parts
         with parts.presence.during("commit", waiting_for="model workers", deadline_s=parts.step_timeout_s):
             checkpoint = CheckpointWriter(parts.trial, epoch=parts.writer.epoch, step=self._step)
             await parts.gang.save_state(checkpoint.path, step=self._step)
