@@ -48,7 +48,7 @@ def test_the_ledger_is_the_union_of_the_commits_deltas(trial: TrialDirectory) ->
     ledger = Ledger.load(trial, commits)
     assert ledger.trained == {"0:a": 1, "0:b": 1, "0:c": 2, "0:e": 3} and ledger.dropped == {"0:d": "stale"}
     assert ledger.trained_count == 4 and ledger.consumed("0:d") and not ledger.consumed("1:a")
-    assert commits[0].ledger_file == "ledger/1-2.json"
+    assert commits[0].ledger_file.startswith("ledger/1-2-")
 
 
 def test_a_sample_in_two_commits_is_a_violation(trial: TrialDirectory) -> None:
@@ -151,7 +151,7 @@ def test_a_delta_file_changed_at_any_byte_is_refused(trial: TrialDirectory) -> N
     for index in range(len(whole)):
         for damaged in (whole[:index], whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :]):
             path.write_bytes(damaged)
-            with pytest.raises(CorruptLedgerError, match="1-1.json"):
+            with pytest.raises(CorruptLedgerError, match="1-1-"):
                 Ledger.load(trial, [commit])
     path.unlink()
     with pytest.raises(CorruptLedgerError, match="cannot be read"):
