@@ -21,12 +21,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from corral.experiments.ledger import Ledger, read_delta
-from corral.experiments.trial_log import Commit, TrialLog
 from corral.experiments.worker_specs import GserverManagerSpec
 from corral.name_resolve import NameNotFoundError, NameServiceError
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
+from corral.workers.committed_ledger import CommittedLedger
 from corral.workers.generation.admission import Admission
 from corral.workers.generation.routing import Server, ServerTable
 from corral.workers.generation.server_client import GenerationServerClient, ServerError
@@ -69,9 +68,7 @@ class GserverManager(Worker):
             )
         )
         self._table = ServerTable(policy=rollout.schedule_policy)
-        self._log = TrialLog(context.trial.log_path)
-        self._ledger = Ledger()
-        self._counted: Commit | None = None
+        self._committed = CommittedLedger(context.trial)
         self._version: PolicyVersion | None = None
         self._weights = Path()
         self._updates: dict[str, asyncio.Task[None]] = {}
@@ -155,7 +152,7 @@ class GserverManager(Worker):
 
     def _not_consumed(self, held: list[Admitted]) -> dict[str, int]:
         """Order by uid; what a commit covers is counted already, even if its rollout worker has not heard of it yet."""
-        return {admitted.uid: admitted.order for admitted in held if not self._ledger.consumed(admitted.uid)}
+        return {admitted.uid: admitted.order for admitted in held if not self._committed.ledger.consumed(admitted.uid)}
 
     def _route(self, request: Schedule) -> Route:
         if self._version is None:
@@ -190,7 +187,7 @@ class GserverManager(Worker):
             self._take_in_commits()
             self._admission.at_version(
                 version,
-                consumed=self._ledger.trained_count,
+                consumed=self._committed.ledger.trained_count,
                 workers=[name.removeprefix("workers/") for name in workers],
             )
             self.context.presence.beat(version=str(version))
@@ -254,14 +251,5 @@ class GserverManager(Worker):
         self._take_in_commits()
 
     def _take_in_commits(self) -> None:
-        """Count what new commits cover. A commit that fell back past a corrupt one makes the count start anew."""
-        for _, entry in self._log.poll():
-            if not isinstance(entry, Commit):
-                continue
-            lineage = self._log.state.lineage()
-            if len(lineage) > 1 and lineage[-2].commit != self._counted:
-                self._ledger = Ledger.load(self.context.trial, [logged.commit for logged in lineage[:-1]])
-            delta = read_delta(self.context.trial, entry)
-            self._ledger.add(delta)
-            self._counted = entry
+        for delta in self._committed.poll():
             self._admission.consumed(uid for group in delta.trained.values() for uid in group)

@@ -20,10 +20,9 @@ from typing import Any
 
 import aiohttp
 
-from corral.experiments.ledger import Ledger, read_delta
-from corral.experiments.trial_log import Commit, LoggedCommit, TrialLog
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.name_resolve import NameServiceError
+from corral.workers.committed_ledger import CommittedLedger
 from corral.workers.data.delivery import delivery_id, uid_of_delivery
 from corral.workers.data.prompts import eos_token_id, load_planned_rows, load_tokenizer, split_uid, uids_of_share
 from corral.workers.rollout.agents import JudgedGroup
@@ -74,9 +73,7 @@ class RolloutWorker(Worker):
         self._tasks: set[asyncio.Task[None]] = set()
         self._gate_reason = ""
         self._num_finished = 0
-        self._log = TrialLog(context.trial.log_path)
-        self._ledger = Ledger()
-        self._lineage: tuple[LoggedCommit, ...] = ()
+        self._committed = CommittedLedger(context.trial)
 
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)
@@ -97,7 +94,7 @@ class RolloutWorker(Worker):
         self._load_data()
         spool = stack.enter_context(Spool(context.trial.spool_path(spec.index)))
         self._records = RecordStore(spool, trial_uuid=context.plan.trial.uuid)
-        self._load_ledger()
+        self._committed.poll()
         self._manager = await stack.enter_async_context(
             AsyncRequestClient[ManagerRequest, ManagerReply](
                 context.security,
@@ -109,7 +106,7 @@ class RolloutWorker(Worker):
         self._sender = await stack.enter_async_context(
             TrajectorySender(context.security, sender_id=context.worker_id, on_verdict=self._on_verdict)
         )
-        self._forget_covered(self._ledger.consumed)
+        self._forget_covered(self._committed.ledger.consumed)
         self._records.offer_all(self._sender)
         headers = {"Authorization": f"Bearer {context.secrets.http_api_key.reveal()}"}
         session = await stack.enter_async_context(
@@ -146,7 +143,8 @@ class RolloutWorker(Worker):
             num_shares=spec.num_rollout_workers,
         )
         self._queue = PromptQueue(
-            uids, is_settled=lambda uid: uid in self._records or uid in self._running or self._ledger.consumed(uid)
+            uids,
+            is_settled=lambda uid: uid in self._records or uid in self._running or self._committed.ledger.consumed(uid),
         )
 
     # Prompts
@@ -283,20 +281,9 @@ class RolloutWorker(Worker):
         self._sender.raise_failure()
 
     async def _watch_commits(self) -> None:
-        for _, entry in self._log.poll():
-            if isinstance(entry, Commit):
-                delta = read_delta(self.context.trial, entry)
-                if self._log.state.lineage()[:-1] != self._lineage:
-                    self._load_ledger()
-                else:
-                    self._ledger.add(delta)
-                    self._lineage = self._log.state.lineage()
-                covered = [uid for group in delta.trained.values() for uid in group] + list(delta.dropped)
-                await asyncio.to_thread(self._records.remove, covered, self._sender)
-
-    def _load_ledger(self) -> None:
-        self._lineage = self._log.read().lineage()
-        self._ledger = Ledger.load(self.context.trial, [logged.commit for logged in self._lineage])
+        for delta in self._committed.poll():
+            covered = [uid for group in delta.trained.values() for uid in group] + list(delta.dropped)
+            await asyncio.to_thread(self._records.remove, covered, self._sender)
 
     def _forget_covered(self, is_covered: Callable[[str], bool]) -> None:
         """Records whose commit came while this worker was away."""
