@@ -1,7 +1,7 @@
 """The ledger: which samples a trial has consumed, so that none is trained twice, skipped, or dropped uncounted.
 
     train(step, uids) --+
-                        +--> pending --delta_for--> ledger/{epoch}-{step}-*.json --named by--> commit entry --> committed
+                        +--> pending --delta_for--> ledger/{epoch}-{step}-*.json --named by--> commit entry -> committed
     drop(uid, reason) --+
 
 A commit holds the samples consumed since the commit that it continues, as one delta file; the ledger of a trial is the
