@@ -92,6 +92,7 @@ class TrainerEpoch:
         with parts.presence.during("initialize", waiting_for="model workers", deadline_s=None):
             await parts.gang.initialize(step=self._step, weights=self._weights, state=state)
         parts.publish(self.version, self._weights)
+        parts.presence.enter("train")
         parts.presence.beat(version=str(self.version))
         while not self._is_complete():
             await self._evaluate_if_due()
