@@ -1,0 +1,75 @@
+"""A worker's record says what it does; a worker that hangs, or was replaced, leaves by itself."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from corral.name_resolve import FileNameService, MemoryNameService, MemoryStore
+from corral.workers.presence import EXIT_HUNG, EXIT_SUPERSEDED, Presence
+
+KEY = "workers/rollout_worker/0"
+
+
+def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+def test_a_phase_and_whom_it_waits_for_reach_the_record() -> None:
+    store = MemoryStore()
+    observer = MemoryNameService(store)
+    with Presence(MemoryNameService(store), KEY, owner="a", ttl_s=10, identity={"index": 0}) as presence:
+        presence.enter("wait for a batch", waiting_for="3 of 8 trajectories")
+        presence.beat(version="1.7")
+        presence.annotate(control="tcp://somewhere")
+
+        def record() -> dict[str, object]:
+            return dict(json.loads(observer.get(KEY)))
+
+        wait_until(lambda: record()["phase"] == "wait for a batch", "the phase is published")
+        assert record()["waiting_for"] == "3 of 8 trajectories" and record()["version"] == "1.7"
+        assert record()["index"] == 0 and record()["control"] == "tcp://somewhere"
+    assert observer.get_subtree("workers") == {}
+
+
+def test_a_phase_inside_another_gives_way_to_it_again() -> None:
+    with Presence(MemoryNameService(MemoryStore()), KEY, owner="a", ttl_s=10, identity={}) as presence:
+        presence.enter("train", waiting_for="x")
+        with presence.during("commit", waiting_for="disk", deadline_s=5):
+            assert presence.snapshot()["phase"] == "commit"
+        assert (presence.snapshot()["phase"], presence.snapshot()["waiting_for"]) == ("train", "x")
+
+
+def run_worker(names: Path, body: str) -> "subprocess.Popen[str]":
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from corral.name_resolve import FileNameService\n"
+        "from corral.workers.presence import Presence\n"
+        f"presence = Presence(FileNameService(Path({str(names)!r})), {KEY!r}, owner='a', ttl_s=10, identity={{}})\n"
+        f"{body}\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+
+
+def test_a_phase_that_outstays_its_deadline_ends_the_process_with_its_stacks(tmp_path: Path) -> None:
+    worker = run_worker(tmp_path, "presence.enter('train step', deadline_s=0.2)\ntime.sleep(60)")
+    _, output = worker.communicate(timeout=30)
+    assert worker.returncode == EXIT_HUNG
+    assert "train step" in output and "Thread" in output and "time.sleep" not in output.splitlines()[0]
+
+
+def test_a_worker_whose_place_was_taken_leaves_and_its_successor_keeps_the_record(tmp_path: Path) -> None:
+    worker = run_worker(
+        tmp_path, "presence.enter('generate')\nprint('up', file=sys.stderr, flush=True)\ntime.sleep(60)"
+    )
+    assert worker.stderr is not None and worker.stderr.readline() == "up\n"
+    with Presence(FileNameService(tmp_path), KEY, owner="b", ttl_s=10, identity={"incarnation": "b"}):
+        assert worker.wait(timeout=30) == EXIT_SUPERSEDED
+        assert json.loads(FileNameService(tmp_path).get(KEY))["incarnation"] == "b"
+    worker.stderr.close()
