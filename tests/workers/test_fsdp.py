@@ -1,6 +1,7 @@
 """The PyTorch-native engine on one rank, against plain transformers and against itself after a restart."""
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -144,8 +145,8 @@ def test_dropout_differs_between_steps_but_not_between_runs(tmp_path: Path) -> N
 
 
 def test_saved_weights_load_in_transformers_with_equal_logits(model_directory: Path, tmp_path: Path) -> None:
-    engine = make_engine(model_directory)
     (model_directory / "tokenizer.json").write_text("{}")
+    engine = make_engine(model_directory)
     engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
     engine.save_weights(tmp_path)
     (model_directory / "tokenizer.json").unlink()
@@ -164,6 +165,20 @@ def test_tied_weights_are_saved_once_and_load_tied(tmp_path: Path) -> None:
     assert "lm_head.weight" not in read_weights(tmp_path / "saved")
     sample = trainable_sample(seed=5)
     np.testing.assert_allclose(engine_logprobs(engine, sample), padded_logprobs(tmp_path / "saved", sample), atol=1e-5)
+
+
+def test_weights_are_saved_whole_after_what_they_were_loaded_from_is_gone(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    commit = shutil.copytree(model_directory, tmp_path / "commit")
+    (commit / "tokenizer_config.json").write_text("{}")
+    engine = make_engine(commit)
+    shutil.rmtree(commit)  # newer commits have taken its place
+    engine.save_weights(tmp_path / "saved")
+    saved, original = read_weights(tmp_path / "saved"), read_weights(model_directory)
+    assert saved.keys() == original.keys() and all(torch.equal(saved[name], original[name]) for name in saved)
+    assert (tmp_path / "saved" / "tokenizer_config.json").read_text() == "{}"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "saved", local_files_only=True)
 
 
 def test_bfloat16_compute_keeps_float32_masters_and_publishes_bfloat16(model_directory: Path, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ sample ─► micro-batches ─► packed forward ─► loss_fn ─► backward
                               │ finite ─► clip ─► AdamW           not finite ─► nothing changes, counted
 """
 
+import copy
 import math
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +81,8 @@ class FSDPEngine:
         self._compute_dtype = compute_dtype
         self._step = 0
         self._model = _load_model(model_directory, context)
+        self._config_of_model = AutoConfig.from_pretrained(model_directory, local_files_only=True)
+        self._companions = _read_companions(model_directory) if context.rank == 0 else {}
         self._optimizer = None if optimizer is None else _make_optimizer(self._model, optimizer)
 
     @property
@@ -196,7 +198,11 @@ class FSDPEngine:
         weights = train_state.gather_parameters(self._parameters(), keep=self._context.rank == 0)
         if self._context.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
-            _write_model(self._directory, directory, {k: w.to(self._compute_dtype) for k, w in weights.items()})
+            # Nothing is read from where the model came from: that may be a commit, which is removed as newer ones come.
+            weights = {name: weight.to(self._compute_dtype) for name, weight in weights.items()}
+            _write_model(directory, self._config_of_model, weights)
+            for name, content in self._companions.items():
+                (directory / name).write_bytes(content)
         self._context.barrier()
 
     def save_state(self, directory: Path) -> None:
@@ -262,18 +268,21 @@ def _make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     )
 
 
-def _write_model(source: Path, directory: Path, weights: dict[str, Tensor]) -> None:
+def _read_companions(directory: Path) -> dict[str, bytes]:
+    """The files that belong to a model beside its weights and its configuration."""
+    paths = [path for pattern in _COMPANION_FILES for path in directory.glob(pattern) if path.is_file()]
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def _write_model(directory: Path, config: Any, weights: dict[str, Tensor]) -> None:
     """Write whole weights as transformers would, through a model without memory of its own."""
     dtype = next(iter(weights.values())).dtype
     with torch.device("meta"):
-        config = AutoConfig.from_pretrained(source, local_files_only=True)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        # A copy, because the model writes its dtype into it.
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
     model.load_state_dict(weights, strict=False, assign=True)  # tied weights have no entry of their own
     model.tie_weights()
     model.save_pretrained(directory)
-    for pattern in _COMPANION_FILES:
-        for path in source.glob(pattern):
-            shutil.copyfile(path, directory / path.name)
 
 
 def _local(tensor: Tensor) -> Tensor:
