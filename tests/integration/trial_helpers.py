@@ -67,6 +67,11 @@ class Trial:
             [program, *arguments, str(self.directory.path)], environment=self._environment, exit_code=exit_code
         )
 
+    def run_resume(self, *, exit_code: int = 0) -> str:
+        """`rl-submit --resume`; what it printed."""
+        command = ["rl-submit", "--resume", str(self.directory.path)]
+        return run_program(command, environment=self._environment, exit_code=exit_code)
+
     def status(self) -> dict[str, Any]:
         """`rl-status -o json` of this trial."""
         (status,) = json.loads(self.run("rl-status", "-o", "json"))
@@ -239,7 +244,7 @@ def submit(
 
 
 def run_program(command: Sequence[str], *, environment: Mapping[str, str], exit_code: int = 0) -> str:
-    """Runs one of our commands; returns what it printed."""
+    """Runs one of our commands; returns what it printed, errors last."""
     program, *arguments = command
     done = subprocess.run(
         [str(PROGRAMS / program), *arguments],
@@ -252,7 +257,7 @@ def run_program(command: Sequence[str], *, environment: Mapping[str, str], exit_
     )
     if done.returncode != exit_code:
         raise AssertionError(f"{command} ended with {done.returncode}, not {exit_code}:\n{done.stdout}{done.stderr}")
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,56 @@
+"""kill -9 of every kind of process, one after the other, in one trial that goes on by itself and loses nothing."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.integration.evidence import (
+    History,
+    check_every_sample_was_consumed_once,
+    check_no_token_was_too_old,
+    check_nothing_is_left,
+)
+from tests.integration.trial_helpers import WORKERS, Trial
+
+VICTIMS = (
+    "rollout_worker/0",
+    "generation_server/0",
+    "gserver_manager/0",
+    "redis",
+    "model_worker/0",
+    "master_worker/0",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("commit_every_steps", [1, 3])
+def test_any_process_can_be_killed_and_the_trial_trains_every_prompt_once(
+    start_trial: Callable[..., Trial], commit_every_steps: int
+) -> None:
+    trial = start_trial(
+        num_rows=180,
+        num_passes=2,
+        is_slow=True,
+        overrides={
+            "train_batch_size": 6,
+            "control.commit_every_steps": commit_every_steps,
+            "evaluation.every_steps": 1000,
+        },
+    )
+    trial.wait_for_steps(2)
+    for victim in VICTIMS:
+        trial.kill(victim)
+        trial.wait_for_steps(2)
+    rows = trial.wait_until_running()
+    # A killed trainer loses its master's epoch, not its master.
+    assert {worker: row["restarts"] for worker, row in rows.items()} == dict.fromkeys(WORKERS, 1)
+    assert [event["returncode"] for event in trial.events("redis_exited")] == [-9]
+    trial.full_speed()
+    trial.wait_for_end()
+
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
+    assert check_no_token_was_too_old(trial, eta=1) == 1
+    assert [entry["kind"] for entry in History.of(trial).entries.values()].count("claim") == 3
+    was_rolled_back = len(trial.train_steps()) > 60
+    assert was_rolled_back or commit_every_steps == 1, trial.train_steps()

@@ -1,0 +1,63 @@
+"""rl-stop half-way, with and without a last commit, and rl-submit --resume: nothing is trained twice or left out."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.integration.evidence import (
+    History,
+    check_every_sample_was_consumed_once,
+    check_no_token_was_too_old,
+    check_nothing_is_left,
+)
+from tests.integration.trial_helpers import Trial
+
+
+@pytest.mark.slow
+def test_a_stopped_trial_goes_on_from_its_last_commit(start_trial: Callable[..., Trial]) -> None:
+    trial = start_trial(
+        num_rows=90,
+        num_passes=2,
+        is_slow=True,
+        overrides={"control.commit_every_steps": 4, "evaluation.every_steps": 1000},
+    )
+
+    trial.wait_for_steps(6)
+    assert "STOPPED" in trial.run("rl-stop")
+    stopped_at = trial.train_steps()[-1]
+    check_stopped(trial, by_epoch=1)
+    # The step that was under way has ended, and everything that was trained is committed.
+    assert last_committed_step(trial) == stopped_at
+
+    trial.run_resume()
+    trial.wait_for_steps(5)
+    assert "STOPPED" in trial.run("rl-stop", "--now")
+    stopped_at = trial.train_steps()[-1]
+    check_stopped(trial, by_epoch=None)  # the supervisor fenced the trial before it killed anyone
+    assert last_committed_step(trial) <= stopped_at
+
+    trial.full_speed()
+    trial.run_resume()
+    trial.wait_for_end()
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
+    assert check_no_token_was_too_old(trial, eta=1) == 1
+    assert trial.train_steps()[-1] == 23  # 180 prompts by 8
+    assert [entry["kind"] for entry in History.of(trial).entries.values()].count("claim") == 3
+    assert "error: trial grpo/trial is complete" in trial.run_resume(exit_code=1)
+
+
+def check_stopped(trial: Trial, *, by_epoch: int | None) -> None:
+    history = History.of(trial)
+    last = history.entries[max(history.entries)]
+    assert (last["kind"], last["epoch"]) == ("stop", by_epoch), last
+    assert trial.status()["state"] == "STOPPED"
+    assert trial.processes() == []
+    assert not trial.directory.secrets_path.exists()
+    commit = history.entries[history.last_commit()]
+    assert (trial.directory.path / commit["directory"] / "weights" / "model.safetensors").exists()
+
+
+def last_committed_step(trial: Trial) -> int:
+    history = History.of(trial)
+    return int(history.entries[history.last_commit()]["step"])
