@@ -29,6 +29,9 @@ class SlurmError(RuntimeError):
     """A SLURM command failed; the text is the command and what it said."""
 
 
+_NO_SLURM_HINT = "run this where the cluster's commands work, or add --local to run on this machine"
+
+
 class SlurmUnreachableError(SlurmError):
     """The commands are missing, time out, or find no controller: nothing is known about any job."""
 
@@ -190,7 +193,7 @@ class SlurmClient:
             completed.stderr,
             re.IGNORECASE,
         ):
-            raise SlurmUnreachableError(_failure(command, completed))
+            raise SlurmUnreachableError(f"{_failure(command, completed)}\n  hint: {_NO_SLURM_HINT}")
         return completed
 
 
