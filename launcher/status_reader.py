@@ -34,7 +34,7 @@ class StatusReader:
             try:
                 jobs = self._client.queue()
             except SlurmError as error:
-                slurm_error = str(error)
+                slurm_error = str(error).partition("\n")[0]
         return [describe(self._gather(facts, jobs, slurm_error)) for facts in trials]
 
     def _gather(self, facts: TrialFacts, jobs: Sequence[QueuedJob], slurm_error: str) -> Evidence:

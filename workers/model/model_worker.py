@@ -11,6 +11,7 @@ All ranks of the gang run the same blocking requests in the same order, so that 
 
 import json
 import logging
+import re
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -230,7 +231,7 @@ class ModelWorker(Worker):
         self.context.presence.enter("idle", waiting_for="requests of master_worker/0")
 
     def _serve(self, stream: WorkerRequestStream, envelope: Envelope) -> None:
-        name = type(envelope.request).__name__
+        name = _words(type(envelope.request).__name__)
         self.context.presence.enter(name, deadline_s=self.context.plan.supervision.step_timeout_s)
         started = time.monotonic()
         try:
@@ -325,3 +326,8 @@ class ModelWorker(Worker):
         if self._evaluator is None:
             raise ValueError("the plan has no held-out problems to evaluate on")
         return self._evaluator.evaluate(self._engines[self._trained_role().role].model)
+
+
+def _words(name: str) -> str:
+    """TrainStep -> train step"""
+    return re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower()
