@@ -35,7 +35,7 @@ typecheck: setup
 	@MYPY="$(BIN)/mypy" sh tests/typecheck.sh
 
 docs: setup  ## write docs/configuration.md from the schema
-	$(BIN)/python -m corral.experiments.reference > docs/configuration.md
+	$(BIN)/python -m corral.experiments.documentation --write docs/configuration.md
 
 bench: setup  ## the benchmarks; each prints ratios from one run
 	$(BIN)/python benchmarks/generation_throughput.py

@@ -10,7 +10,7 @@ import time
 import msgspec
 
 from corral.experiments.trial_directory import TrialDirectory, atomic_write
-from corral.experiments.trial_log import TrialLog
+from corral.experiments.trial_log import Stop, TrialLog
 
 _RECORD_NAME = re.compile(r"attempt-(\d+)\.json")
 
@@ -68,3 +68,10 @@ def last_attempt(directory: TrialDirectory) -> AttemptRecord | None:
         return None
     numbers = [int(match[1]) for match in map(_RECORD_NAME.fullmatch, names) if match]
     return read_attempt(directory, max(numbers)) if numbers else None
+
+
+def may_resume(directory: TrialDirectory, attempt: int, log: TrialLog) -> bool:
+    """Whether this attempt was submitted to continue a stopped trial, and was not itself stopped since."""
+    record = read_attempt(directory, attempt)
+    stopped_since = any(isinstance(entry, Stop) for _, entry in log.read_from(record.start_slot))
+    return record.resume and not stopped_since

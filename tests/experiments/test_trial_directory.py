@@ -81,6 +81,8 @@ def test_the_layout_is_what_users_and_workers_know(tmp_path: Path) -> None:
         trial.ledger_path: "ledger",
         trial.spool_path(1): "spool/rollout_worker-1",
         trial.report_path: "report",
+        trial.exports_path: "exports",
+        trial.trajectories_path: "trajectories.jsonl",
         trial.control_path: "control",
         trial.stop_request_path: "control/stop.json",
     } == {root / name: name for name in (path.relative_to(root).as_posix() for path in _all_paths(trial))}

@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+from corral.experiments.attempts import may_resume
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import LogWriter, TrialLog
 
@@ -26,9 +27,8 @@ def main() -> int:
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--kind", required=True)
     parser.add_argument("--index", required=True)
-    parser.add_argument("--attempt", required=True)
+    parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--incarnation", required=True)
-
     options = parser.parse_args()
     directory = TrialDirectory(options.plan.parent)
     worker = f"{options.kind}/{options.index}"
@@ -39,10 +39,10 @@ def main() -> int:
     words = json.loads((directory.path / "stub.json").read_text()).get(worker, ["wait"])
     word, *arguments = words[min(len(starts.read_text().splitlines()), len(words)) - 1].split()
     print(f"{worker} attempt {options.attempt}: {word} {' '.join(arguments)}", flush=True)
-    return act(directory, word, arguments, resume=options.resume)
+    return act(directory, word, arguments, attempt=options.attempt)
 
 
-def act(directory: TrialDirectory, word: str, arguments: list[str], *, resume: bool) -> int:
+def act(directory: TrialDirectory, word: str, arguments: list[str], *, attempt: int) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN if word == "stubborn" else lambda *_: sys.exit(0))
     if word == "exit":
         print(f"ValueError: told to exit with {arguments[0]}", file=sys.stderr)
@@ -55,13 +55,14 @@ def act(directory: TrialDirectory, word: str, arguments: list[str], *, resume: b
     if word == "child":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     if word in ("finish", "master"):
-        return be_master(directory, float(arguments[0]) if arguments else 600.0, resume=resume)
+        return be_master(directory, float(arguments[0]) if arguments else 600.0, attempt=attempt)
     while True:
         time.sleep(600.0)
 
 
-def be_master(directory: TrialDirectory, seconds: float, *, resume: bool) -> int:
-    writer = TrialLog(directory.log_path).claim("stub", resume=resume)
+def be_master(directory: TrialDirectory, seconds: float, *, attempt: int) -> int:
+    log = TrialLog(directory.log_path)
+    writer = log.claim("stub", resume=may_resume(directory, attempt, log))
     with directory.metrics_path.open("a") as file:
         for step in range(1, 4):
             line = {

@@ -21,13 +21,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.attempts import read_attempt
+from corral.experiments.attempts import may_resume
 from corral.experiments.journal import Journal
 from corral.experiments.ledger import Ledger
 from corral.experiments.trial_log import (
     DoneError,
     LogWriter,
-    Stop,
     StoppedError,
     SupersededError,
     TrialLog,
@@ -74,7 +73,7 @@ class MasterWorker(Worker):
         return {"epoch": self._epoch}
 
     async def _main(self) -> None:
-        resume = self._may_resume()
+        resume = may_resume(self.context.trial, self.context.attempt, self._log)
         while True:
             writer = self._log.claim(self._owner, resume=resume)
             resume = False  # only the first claim of an attempt may continue a stopped trial
@@ -90,12 +89,6 @@ class MasterWorker(Worker):
             logger.info("the trial is %s", outcome.value)
             self._journal.append("epoch_ended", epoch=writer.epoch, outcome=outcome.value)
             return
-
-    def _may_resume(self) -> bool:
-        """Whether this attempt was submitted to continue a stopped trial, and was not itself stopped since."""
-        attempt = read_attempt(self.context.trial, self.context.attempt)
-        stopped_since = any(isinstance(entry, Stop) for _, entry in self._log.read_from(attempt.start_slot))
-        return attempt.resume and not stopped_since
 
     async def _run_epoch(self, writer: LogWriter, gang: TrainerGang) -> Outcome:
         recovery = last_valid_commit(writer.state, self.context.trial)
