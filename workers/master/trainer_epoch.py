@@ -219,7 +219,8 @@ class TrainerEpoch:
     async def _stop(self) -> Outcome:
         """Commit what is trained and end the attempt in the log; `rl-submit --resume` goes on from there."""
         request = self._parts.trial.read_stop_request()
-        await self._commit_if_due(force=True)
+        if request is None or not request.now:
+            await self._commit_if_due(force=True)
         self._parts.writer.stop(by=request.by if request else "master_worker", reason="stop requested")
         return Outcome.STOPPED
 
