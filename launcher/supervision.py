@@ -4,7 +4,7 @@
                               |
                               +--StartUnit, SignalTask, AppendStop, EndTrial--> TaskRunner, Redis, trial log, journal
 
-It needs no torch, so it starts on the host in a fraction of a second; workers may run in containers. It holds no state
+It needs no torch, so it starts on the host in a fraction of a second. It holds no state
 that matters: what happened is in the journal, who may commit is in the trial log. `corral.launcher.keeper` starts a new
 one if it is killed.
 """

@@ -105,7 +105,7 @@ def check_supported(config: Any) -> None:
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise UnsupportedModelError(
             f"the embedded engine runs model types {', '.join(SUPPORTED_MODEL_TYPES)}, not {config.model_type!r}; "
-            "use the sglang backend for this model"
+            "choose a model of one of these types"
         )
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     if layer_types != {"full_attention"}:
