@@ -279,7 +279,7 @@ def _write_model(directory: Path, config: Any, weights: dict[str, Tensor]) -> No
     dtype = next(iter(weights.values())).dtype
     with torch.device("meta"):
         # A copy, because the model writes its dtype into it.
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]
     model.load_state_dict(weights, strict=False, assign=True)  # tied weights have no entry of their own
     model.tie_weights()
     model.save_pretrained(directory)
