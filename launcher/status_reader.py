@@ -43,11 +43,13 @@ class StatusReader:
         number = attempt.attempt if attempt else 0
         events = [event for event in read_journal(directory.journal_path) if event.get("attempt", number) == number]
         ended = next((event for event in reversed(events) if event["event"] == "trial_ended"), None)
-        log_state = _read_log(directory, attempt)
         job_id = next((str(event.get("job_id", "")) for event in reversed(events) if event["event"] == "submitted"), "")
         job = _find_job(jobs, facts.uuid, number, job_id)
         is_supervised = None if facts.mode == "slurm" else is_locked(directory)
         may_run = ended is None and (is_supervised or (job is not None and job.state == "RUNNING"))
+        records = self._read_records(facts) if may_run else None
+        # After Redis, which is taken down last: if it has just gone, the log already says why.
+        log_state = _read_log(directory, attempt)
         try:
             request = directory.read_stop_request()
         except ValueError:
@@ -66,7 +68,7 @@ class StatusReader:
             job=job,
             job_id=job.job_id if job else job_id,
             slurm_error=slurm_error if facts.mode == "slurm" else "",
-            records=self._read_records(facts) if may_run else None,
+            records=records,
         )
 
     def _read_records(self, facts: TrialFacts) -> dict[str, dict[str, Any]] | None:
