@@ -221,7 +221,8 @@ class TrainerEpoch:
         request = self._parts.trial.read_stop_request()
         if request is None or not request.now:
             await self._commit_if_due(force=True)
-        self._parts.writer.stop(by=request.by if request else "master_worker", reason="stop requested")
+        by = request.by if request else "master_worker"
+        self._parts.writer.stop(by=by, reason=f"checkpointed at step {self._committed_step}")
         return Outcome.STOPPED
 
     def _export(self, name: str) -> None:
