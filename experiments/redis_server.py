@@ -272,6 +272,8 @@ class RedisServer:
             ("dir", _quote(str(self._directory))),
             ("aclfile", _quote(str(self._directory / "users.acl"))),
             ("logfile", '""'),
+            # A title would be written over the environment, by which the launcher finds what a dead supervisor left.
+            ("set-proc-title", "no"),
         )
         return "".join(f"{key} {value}\n" for key, value in lines)
 

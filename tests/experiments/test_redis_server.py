@@ -133,6 +133,12 @@ def test_no_secret_is_in_arguments_environment_or_files(server: RedisServer) -> 
     assert directory.stat().st_mode & 0o077 == 0
 
 
+def test_its_environment_still_shows_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CORRAL_TRIAL_UUID", "0123456789abcdef0123456789abcdef")
+    with make_server(tmp_path / "server") as server:
+        assert b"CORRAL_TRIAL_UUID=0123456789abcdef0123456789abcdef" in Path(f"/proc/{server.pid}/environ").read_bytes()
+
+
 def test_it_listens_on_its_host_only_and_below_the_ephemeral_range(server: RedisServer) -> None:
     with socket.socket() as stranger:
         assert stranger.connect_ex(("127.0.0.2", server.port)) != 0, "another address of this host answers"
