@@ -117,7 +117,8 @@ class TrainerEpoch:
         return self._remaining() <= 0 or (max_steps is not None and self._step >= max_steps)
 
     def _stop_requested(self) -> bool:
-        return self._parts.trial.read_stop_request() is not None
+        request = self._parts.trial.read_stop_request()
+        return request is not None and not request.now  # "now" is the supervisor's: it fences the log and kills
 
     # One step
 
@@ -219,8 +220,7 @@ class TrainerEpoch:
     async def _stop(self) -> Outcome:
         """Commit what is trained and end the attempt in the log; `rl-submit --resume` goes on from there."""
         request = self._parts.trial.read_stop_request()
-        if request is None or not request.now:
-            await self._commit_if_due(force=True)
+        await self._commit_if_due(force=True)
         by = request.by if request else "master_worker"
         self._parts.writer.stop(by=by, reason=f"checkpointed at step {self._committed_step}")
         return Outcome.STOPPED
