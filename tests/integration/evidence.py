@@ -6,10 +6,12 @@ ledger/ of the last commit and its ancestors --> every sample consumed once
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from corral.experiments.ledger import Ledger
+from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import TrialLog
 from tests.integration.trial_helpers import Trial, read_lines
 
@@ -91,3 +93,11 @@ def check_nothing_is_left(trial: Trial) -> None:
     status = trial.status()
     assert status["state"] == "COMPLETE"
     assert (trial.directory.report_path / "curves.png").stat().st_size > 1000
+
+
+def find_secrets(directory: TrialDirectory, values: Iterable[str]) -> set[str]:
+    """Files of a trial directory that hold one of the secret values."""
+    needles = [value.encode() for value in values]
+    paths = [path for path in directory.path.rglob("*") if path.is_file() and not path.is_symlink()]
+    holds = {path: path.read_bytes() for path in paths}
+    return {directory.relative(path) for path, data in holds.items() if any(needle in data for needle in needles)}

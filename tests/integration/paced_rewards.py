@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_PAUSE_S = 0.1
-
 
 def digits(problem: Mapping[str, Any], answer: str) -> float:
-    """The share of digits in the answer. Takes its time while the file that CORRAL_TEST_SLOW_WHILE names exists."""
-    if Path(os.environ["CORRAL_TEST_SLOW_WHILE"]).exists():
-        time.sleep(_PAUSE_S)
+    """The share of digits in the answer. Takes as many seconds as the file CORRAL_TEST_PAUSE says, if there is one."""
+    pause = Path(os.environ["CORRAL_TEST_PAUSE"])
+    if pause.exists():
+        time.sleep(float(pause.read_text()))
     return sum(character.isdigit() for character in answer) / max(len(answer), 1)

@@ -19,6 +19,7 @@ VICTIMS = (
     "redis",
     "model_worker/0",
     "master_worker/0",
+    "supervisor",
 )
 
 
@@ -30,7 +31,7 @@ def test_any_process_can_be_killed_and_the_trial_trains_every_prompt_once(
     trial = start_trial(
         num_rows=180,
         num_passes=2,
-        is_slow=True,
+        pause_s=0.1,
         overrides={
             "train_batch_size": 6,
             "control.commit_every_steps": commit_every_steps,
@@ -42,15 +43,17 @@ def test_any_process_can_be_killed_and_the_trial_trains_every_prompt_once(
         trial.kill(victim)
         trial.wait_for_steps(2)
     rows = trial.wait_until_running()
-    # A killed trainer loses its master's epoch, not its master.
-    assert {worker: row["restarts"] for worker, row in rows.items()} == dict.fromkeys(WORKERS, 1)
+    # Each once for itself, and once because a new supervisor starts everything anew.
+    assert {worker: row["restarts"] for worker, row in rows.items()} == dict.fromkeys(WORKERS, 2)
     assert [event["returncode"] for event in trial.events("redis_exited")] == [-9]
+    (killed,) = trial.events("leftovers_killed")
+    assert trial.starts("redis")[-2]["pid"] in killed["pids"]  # workers end with their supervisor, Redis does not
     trial.full_speed()
     trial.wait_for_end()
 
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
     assert check_no_token_was_too_old(trial, eta=1) == 1
-    assert [entry["kind"] for entry in History.of(trial).entries.values()].count("claim") == 3
+    assert [entry["kind"] for entry in History.of(trial).entries.values()].count("claim") == 4
     was_rolled_back = len(trial.train_steps()) > 60
     assert was_rolled_back or commit_every_steps == 1, trial.train_steps()

@@ -24,7 +24,7 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
     trial = start_trial(
         num_rows=44,  # no multiple of the batch: the last one is smaller
         num_passes=2,
-        is_slow=True,
+        pause_s=0.1,
         overrides={
             "rollout.max_head_offpolicyness": eta,
             "control.commit_every_steps": commit_every_steps,

@@ -18,7 +18,7 @@ def test_a_stopped_trial_goes_on_from_its_last_commit(start_trial: Callable[...,
     trial = start_trial(
         num_rows=90,
         num_passes=2,
-        is_slow=True,
+        pause_s=0.1,
         overrides={"control.commit_every_steps": 4, "evaluation.every_steps": 1000},
     )
 

@@ -20,7 +20,7 @@ from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.exits import tail_lines
 from corral.launcher.processes import trial_processes
-from corral.workers.data.arithmetic import make_problems
+from corral.workers.data.arithmetic import make_problems, write_model
 from tests.launcher.trials import end_trial
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +40,14 @@ class Material:
     held_out: Path
 
 
+def make_material(directory: Path) -> Material:
+    """An untrained model of some ten thousand parameters, and eight held-out problems."""
+    write_model(directory / "model", seed=1, hidden_size=32, num_layers=2)
+    held_out = directory / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in make_problems(seed=1)[-8:]))
+    return Material(model=directory / "model", held_out=held_out)
+
+
 def write_rows(path: Path, count: int) -> list[str]:
     """Writes a dataset of `count` additions; returns the ids of its rows."""
     rows = make_problems(seed=1)[:count]
@@ -51,13 +59,13 @@ class Trial:
     """A trial that was submitted, and everything that a test asks it."""
 
     def __init__(
-        self, directory: Path, *, uids: Sequence[str], environment: Mapping[str, str], slowed_by: Path | None = None
+        self, directory: Path, *, uids: Sequence[str], environment: Mapping[str, str], pause_file: Path
     ) -> None:
         self.directory = TrialDirectory(directory)
         self.uids = list(uids)
         """Every sample that has to be consumed once."""
         self._environment = dict(environment)
-        self._slowed_by = slowed_by
+        self._pause_file = pause_file
 
     # Commands
 
@@ -71,6 +79,10 @@ class Trial:
         """`rl-submit --resume`; what it printed."""
         command = ["rl-submit", "--resume", str(self.directory.path)]
         return run_program(command, environment=self._environment, exit_code=exit_code)
+
+    def logs(self, *arguments: str) -> str:
+        """What `rl-logs` prints."""
+        return run_program(["rl-logs", str(self.directory.path), *arguments], environment=self._environment)
 
     def status(self) -> dict[str, Any]:
         """`rl-status -o json` of this trial."""
@@ -107,24 +119,31 @@ class Trial:
         """Processes of the trial that still run."""
         return list(trial_processes(self.uuid))
 
+    def starts(self, worker: str) -> list[dict[str, Any]]:
+        """Every start of a worker, of `redis`, or of the `supervisor`, as the journal has it."""
+        if worker == "supervisor":
+            return self.events("supervisor_started")
+        return self.events("redis_started" if worker == "redis" else "worker_started", worker=worker)
+
     def pid(self, worker: str) -> int:
-        """The process that runs a worker, or Redis, at present."""
-        name = "redis_started" if worker == "redis" else "worker_started"
-        return int(self.events(name, worker=worker)[-1]["pid"])
+        """The process of a worker, of `redis`, or of the `supervisor` at present."""
+        return int(self.starts(worker)[-1]["pid"])
 
     # Acts and waits
 
-    def kill(self, worker: str) -> None:
-        """kill -9, and until the supervisor has started it again."""
-        name = "redis_started" if worker == "redis" else "worker_started"
-        before = len(self.events(name, worker=worker))
-        os.kill(self.pid(worker), signal.SIGKILL)
-        self.wait_for(lambda: len(self.events(name, worker=worker)) > before, f"{worker} to be started again")
+    def kill(self, worker: str, *, pid: int | None = None) -> None:
+        """kill -9, and until the supervisor has started it again.
+
+        Args:
+            pid: of the worker, where the journal knows its srun only.
+        """
+        before = len(self.starts(worker))
+        os.kill(pid or self.pid(worker), signal.SIGKILL)
+        self.wait_for(lambda: len(self.starts(worker)) > before, f"{worker} to be started again")
 
     def full_speed(self) -> None:
         """Rewards of a slow trial take no time from now on."""
-        if self._slowed_by is not None:
-            self._slowed_by.unlink(missing_ok=True)
+        self._pause_file.unlink()
 
     def wait_for_steps(self, more: int) -> None:
         """Until `more` train steps have run from now on."""
@@ -193,7 +212,7 @@ def submit(
     num_rows: int,
     num_passes: int = 1,
     overrides: Mapping[str, object] | None = None,
-    is_slow: bool = False,
+    pause_s: float = 0.0,
     where: Sequence[str] = ("--local",),
     environment: Mapping[str, str] | None = None,
 ) -> Trial:
@@ -202,11 +221,12 @@ def submit(
     Args:
         fileroot: where its directory is made; each trial needs one of its own.
         overrides: further -s options.
-        is_slow: rewards take their time until `Trial.full_speed`, so that a test can act while it trains.
+        pause_s: what every reward takes until `Trial.full_speed`, so that a test can act while it trains.
     """
     fileroot.mkdir(parents=True, exist_ok=True)
-    slow_marker = fileroot / "slow"
-    slow_marker.touch() if is_slow else slow_marker.unlink(missing_ok=True)
+    pause_file = fileroot / "pause"
+    if pause_s:
+        pause_file.write_text(str(pause_s))
     rows = write_rows(fileroot / "rows.jsonl", num_rows)
     settings: dict[str, object] = {
         "name": recipe,
@@ -227,14 +247,14 @@ def submit(
     everything |= {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parent),  # where paced_rewards is
-        "CORRAL_TEST_SLOW_WHILE": str(slow_marker),
+        "CORRAL_TEST_PAUSE": str(pause_file),
     }
     file = RECIPES / f"arithmetic_{recipe}.yaml"
     trial = Trial(
         fileroot / recipe / "trial",
         uids=[f"{dataset_pass}:{row}" for dataset_pass in range(num_passes) for row in rows],
         environment=everything,
-        slowed_by=slow_marker,
+        pause_file=pause_file,
     )
     run_program(
         ["rl-submit", str(file), *where, "-n", "trial", "--fileroot", str(fileroot), *options],

@@ -1,0 +1,230 @@
+"""A stranger on the node where a trial runs: finds every port, and gets nothing out of any of them."""
+
+import json
+import random
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+import zmq
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from zmq.utils.monitor import recv_monitor_message
+
+from corral.experiments.secrets import TrialSecrets
+from corral.launcher.trial_redis import connect_name_service
+from corral.workers.streams.control import control_call
+from corral.workers.streams.security import StreamSecurity
+from tests.integration.evidence import check_every_sample_was_consumed_once, check_nothing_is_left, find_secrets
+from tests.integration.trial_helpers import WORKERS, Material, Trial, submit
+
+pytestmark = pytest.mark.slow
+
+NUM_BLOBS = 1000
+REFUSED = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+}
+HTTP_PATHS = ("/generate", "/update_weights_from_disk", "/get_model_info", "/metrics", "/health", "/nowhere")
+
+
+class Target:
+    """A running trial, with what its own processes know and a stranger does not."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self.secrets = TrialSecrets.load(trial.directory.secrets_path)
+        self.secret_values = [secret.reveal() for secret in self.secrets.values()]
+        with connect_name_service(trial.directory, trial.uuid, timeout_s=5.0) as names:
+            records = names.get_subtree("")
+        workers = {name: json.loads(text) for name, text in records.items() if name.startswith("workers/")}
+        self.control = {name.removeprefix("workers/"): str(record["control"]) for name, record in workers.items()}
+        self.http = str(json.loads(records["generation/servers/0"])["url"])
+        streams = ("streams/master", "streams/trajectories/0", "generation/manager")
+        self.zeromq = [*self.control.values(), *(records[name] for name in streams)]
+        self.redis_port = int(json.loads(trial.directory.rendezvous_path.read_bytes())["port"])
+
+    def listening(self) -> set[tuple[str, int]]:
+        """(address, port) of everything on which a process of the trial listens."""
+        connections = [
+            connection for pid in self.trial.processes() for connection in psutil.Process(pid).net_connections("tcp")
+        ]
+        return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+@pytest.fixture(scope="module")
+def target(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    """One trial for all tests of this file; the last of them lets it finish."""
+    trial = submit(
+        "grpo",
+        tmp_path_factory.mktemp("target"),
+        material,
+        num_rows=160,
+        pause_s=0.5,
+        overrides={"evaluation.every_steps": 1000},
+    )
+    try:
+        trial.wait_for_steps(1)
+        trial.wait_until_running()
+        yield Target(trial)
+    finally:
+        trial.close()
+
+
+def test_nothing_listens_but_what_needs_a_key(target: Target) -> None:
+    ports = [int(endpoint.rpartition(":")[2]) for endpoint in (*target.zeromq, target.http)]
+    # A trial of one training rank has no gang, so torch listens nowhere.
+    assert target.listening() == {("127.0.0.1", port) for port in (*ports, target.redis_port)}
+    assert len(target.listening()) == len(WORKERS) + 5
+
+
+def test_random_bytes_disturb_nobody(target: Target) -> None:
+    rng = random.Random(1)
+    openings = [
+        b"",
+        b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03",
+        b"POST /generate HTTP/1.1\r\n",
+        b"*3\r\n$3\r\nSET",
+    ]
+    ports = sorted(target.listening())
+    before = dict.fromkeys(WORKERS, 0)
+    for number in range(NUM_BLOBS):
+        with socket.create_connection(ports[number % len(ports)], timeout=5.0) as connection:
+            try:
+                connection.sendall(rng.choice(openings) + rng.randbytes(rng.randint(1, 3000)))
+            except (ConnectionResetError, BrokenPipeError):
+                continue  # it hung up in the middle
+    target.trial.wait_for_steps(1)
+    assert {worker: row["restarts"] for worker, row in target.trial.workers().items()} == before
+
+
+@pytest.mark.parametrize("key", [None, "Bearer ", "Bearer wrong", "Basic dXNlcjpwYXNz"])
+def test_the_generation_server_answers_nothing_without_the_key(target: Target, key: str | None) -> None:
+    for path in HTTP_PATHS:
+        assert http_status(target.http + path, key) == 401, path
+
+
+def test_the_generation_server_answers_its_own_trial(target: Target) -> None:
+    assert http_status(target.http + "/get_model_info", f"Bearer {target.secrets.http_api_key.reveal()}") == 200
+
+
+@pytest.mark.parametrize("user", ["default", "trial", "starter"])
+@pytest.mark.parametrize("password", [None, "wrong"])
+def test_redis_answers_nobody_without_the_password(target: Target, user: str, password: str | None) -> None:
+    username = None if password is None else user
+    with connect(target, username=username, password=password) as client:
+        for command in (("PING",), ("KEYS", "*"), ("CONFIG", "GET", "*")):
+            with pytest.raises(redis.AuthenticationError):
+                client.execute_command(*command)
+
+
+def test_even_the_password_opens_only_the_keys_of_this_trial(target: Target) -> None:
+    password = target.secrets.redis_password.reveal()
+    with connect(target, username="trial", password=password) as client:
+        assert client.execute_command("GET", f"corral/{target.trial.uuid}/nothing") is None
+        for command in (("GET", "corral/other"), ("FLUSHALL",), ("CONFIG", "GET", "*"), ("SHUTDOWN",), ("DEBUG", "x")):
+            with pytest.raises(redis.ResponseError, match="(?i)permission"):
+                client.execute_command(*command)
+
+
+def test_zeromq_lets_nobody_in_without_the_key_of_a_role_that_it_serves(target: Target) -> None:
+    public, secret = zmq.curve_keypair()
+    server = target.secrets.server_public.encode()
+    # The generation server has a key, but is a client of nobody.
+    other_role = target.secrets.client("generation_server")
+    strangers: dict[str, dict[int, bytes]] = {
+        "no mechanism": {},
+        "a password": {zmq.PLAIN_USERNAME: b"trial", zmq.PLAIN_PASSWORD: b"trial"},
+        "an unknown key": {zmq.CURVE_SERVERKEY: server, zmq.CURVE_PUBLICKEY: public, zmq.CURVE_SECRETKEY: secret},
+        "another server": {zmq.CURVE_SERVERKEY: public, zmq.CURVE_PUBLICKEY: public, zmq.CURVE_SECRETKEY: secret},
+        "another role": {
+            zmq.CURVE_SERVERKEY: server,
+            zmq.CURVE_PUBLICKEY: other_role.public.encode(),
+            zmq.CURVE_SECRETKEY: other_role.secret.reveal().encode(),
+        },
+    }
+    for name, options in strangers.items():
+        for endpoint in target.zeromq:
+            events = knock(endpoint, options)
+            assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in events and events & REFUSED, (name, endpoint, events)
+    logs = [target.trial.directory.worker_log(0, *split(worker)) for worker in WORKERS]
+    for words in ("unknown key", "not the role generation_server"):
+        target.trial.wait_for(
+            lambda words=words: all(words in log.read_text() for log in logs),  # type: ignore[misc]
+            f"{words!r} in the log of every worker",
+            timeout_s=10.0,
+        )
+
+
+def test_zeromq_lets_its_own_trial_in(target: Target) -> None:
+    with StreamSecurity.from_trial_secrets(target.secrets, "launcher", trial_uuid=target.trial.uuid) as security:
+        for worker, endpoint in target.control.items():
+            answer = control_call(endpoint, "ping", security, worker=worker, deadline_s=10.0)
+            assert answer == {"pid": target.trial.pid(worker)}
+
+
+def test_the_trial_trains_on_and_tells_nobody_its_secrets(target: Target) -> None:
+    trial, canaries = target.trial, target.secret_values
+    assert len(canaries) > 5 and min(map(len, canaries)) >= 40
+    pids = [*trial.processes(), *(trial.events(name)[0]["pid"] for name in ("submitted", "supervisor_started"))]
+    shown = [Path(f"/proc/{pid}/{file}").read_bytes() for pid in pids for file in ("cmdline", "environ")]
+    assert len(pids) >= len(WORKERS) + 3
+    assert not [canary for canary in canaries if any(canary.encode() in text for text in shown)]
+    trial.wait_for_steps(2)
+    assert {row["restarts"] for row in trial.workers().values()} == {0}
+    assert find_secrets(trial.directory, canaries) == {"secrets/secrets.json"}
+    trial.full_speed()
+    trial.wait_for_end()
+    assert find_secrets(trial.directory, canaries) == set()
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
+
+
+def connect(target: Target, *, username: str | None, password: str | None) -> "redis.Redis":
+    """Tries once: a refusal does not change by asking again."""
+    retry = Retry(NoBackoff(), 0)
+    return redis.Redis(port=target.redis_port, username=username, password=password, retry=retry)
+
+
+def http_status(url: str, authorization: str | None) -> int:
+    headers = {} if authorization is None else {"Authorization": authorization}
+    body = b"{}" if url.endswith(("/generate", "/update_weights_from_disk")) else None
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=10.0) as reply:
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def knock(endpoint: str, options: dict[int, bytes]) -> set[zmq.Event]:
+    """What happens to a connection of somebody who wants to say something, until it is closed."""
+    events: set[zmq.Event] = set()
+    with zmq.Context() as context:
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        for option, value in options.items():
+            dealer.setsockopt(option, value)
+        monitor = dealer.get_monitor_socket()
+        try:
+            dealer.connect(endpoint)
+            dealer.send(b"let me in")
+            while not events & {zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED, zmq.EVENT_HANDSHAKE_SUCCEEDED}:
+                assert monitor.poll(20_000), f"the server neither let a stranger in nor sent it away: {events}"
+                events.add(zmq.Event(recv_monitor_message(monitor)["event"]))
+        finally:
+            # In this order: the last event would wait for ever for somebody to read it.
+            dealer.disable_monitor()
+            monitor.close(linger=0)
+            dealer.close(linger=0)
+    return events
+
+
+def split(worker: str) -> tuple[str, int]:
+    kind, _, index = worker.partition("/")
+    return kind, int(index)
