@@ -1,0 +1,126 @@
+"""The shipped recipes under a real SLURM: every worker is a step of one allocation that spans several nodes."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.experiments.secrets import TrialSecrets
+from corral.launcher.slurm import SlurmClient
+from tests.integration.evidence import (
+    check_every_sample_was_consumed_once,
+    check_no_token_was_too_old,
+    check_nothing_is_left,
+    find_secrets,
+)
+from tests.integration.trial_helpers import WORKERS, Material, Trial, make_material, submit
+from tests.slurm.cluster import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+# Nodes of 8 CPUs; model worker and generation server fill one each, the rest shares another with the supervisor.
+SITE: dict[str, object] = {
+    "cluster.bind_address": "127.0.0.1",
+    "cluster.cpus_per_node": 8,
+    "cluster.mem_per_node": 8000,
+    "cluster.gpus_per_node": 0,
+    "groups.model_worker.scheduling.cpu": 7,
+}
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    return make_material(tmp_path_factory.mktemp("material"))
+
+
+@pytest.fixture
+def start_job(cluster: Cluster, material: Material, tmp_path: Path) -> Iterator[Callable[..., Trial]]:
+    """Submits a recipe to the throw-away cluster; its job is cancelled after the test if it is still there."""
+    trials: list[Trial] = []
+
+    def start(recipe: str, *, overrides: Mapping[str, object], **options: Any) -> Trial:
+        trials.append(
+            submit(
+                recipe,
+                tmp_path / recipe,
+                material,
+                overrides={**SITE, **overrides},
+                where=(),
+                environment=cluster.environment,
+                **options,
+            )
+        )
+        return trials[-1]
+
+    yield start
+    for trial in trials:
+        cluster.run("scancel", job_of(trial))
+        trial.close()
+
+
+def test_supervised_training_of_the_shipped_recipe_completes(start_job: Callable[..., Trial]) -> None:
+    trial = start_job("sft", num_rows=64, overrides={"evaluation.every_steps": 4})
+    trial.wait_for_end()
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
+    assert [line["step"] for line in trial.metrics() if "eval/accuracy" in line] == [0, 4, 8]
+    check_the_job_is_gone(trial)
+    assert trial.status()["job_id"] == job_of(trial)
+
+
+def test_reinforcement_learning_of_the_shipped_recipe_spans_nodes_and_completes(
+    start_job: Callable[..., Trial], cluster: Cluster
+) -> None:
+    trial = start_job(
+        "grpo",
+        num_rows=80,
+        pause_s=0.1,
+        overrides={"groups.generation_server.scheduling.cpu": 7, "evaluation.every_steps": 1000},
+    )
+    trial.wait_for_steps(1)
+    rows = trial.wait_until_running()
+    assert set(rows) == set(WORKERS) and len({row["node"] for row in rows.values()}) >= 2, rows
+    assert rows["model_worker/0"]["node"] != rows["generation_server/0"]["node"]
+    canaries = [secret.reveal() for secret in TrialSecrets.load(trial.directory.secrets_path).values()]
+    assert find_secrets(trial.directory, canaries) == {"secrets/secrets.json"}
+    shown = cluster.run("scontrol", "show", "job", "--details", job_of(trial)).stdout
+    assert trial.uuid in shown and not [canary for canary in canaries if canary in shown]
+    trial.kill("rollout_worker/0", pid=rows["rollout_worker/0"]["pid"])
+    trial.wait_for_steps(2)
+    trial.full_speed()
+    trial.wait_for_end()
+
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
+    assert check_no_token_was_too_old(trial, eta=1) == 1
+    check_the_job_is_gone(trial)
+    paths = {Path(path).name for path in trial.logs("--path").split()}
+    assert paths >= {f"{worker.replace('/', '-')}.log" for worker in WORKERS}
+    assert "follows trainer epoch 1" in trial.logs("model_worker/0")
+
+
+def test_a_job_that_is_stopped_half_way_leaves_a_commit_and_nothing_else(start_job: Callable[..., Trial]) -> None:
+    trial = start_job("grpo", num_rows=400, pause_s=0.1, overrides={"control.commit_every_steps": 50})
+    trial.wait_for_steps(3)
+    assert "STOPPED" in trial.run("rl-stop")
+    status = trial.status()
+    assert status["state"] == "STOPPED" and trial.processes() == []
+    assert not trial.directory.secrets_path.exists()
+    (commit,) = trial.directory.checkpoints_path.iterdir()
+    assert (commit / "weights" / "model.safetensors").exists() and (commit / "manifest.json").exists()
+    assert f"step-{trial.train_steps()[-1]:08d}" in commit.name  # nothing that was trained is lost
+    check_the_job_is_gone(trial)
+
+
+def job_of(trial: Trial) -> str:
+    return str(trial.events("submitted")[-1]["job_id"])
+
+
+def check_the_job_is_gone(trial: Trial) -> None:
+    gone = ("COMPLETED", "CANCELLED", "FAILED")
+    trial.wait_for(
+        lambda: (SlurmClient().job(job_of(trial)) or {"JobState": "COMPLETED"})["JobState"] in gone,
+        f"the end of job {job_of(trial)}",
+        may_end=True,
+    )
