@@ -74,7 +74,7 @@ def check_no_token_was_too_old(trial: Trial, *, eta: int) -> int:
     """
     history = History.of(trial)
     records = read_lines(trial.directory.trajectories_path)
-    ages = []
+    ages: list[int] = []
     for record in records:
         trained_from = record["step"] - 1
         for tag in record["versions"]:

@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 import redis
 import zmq

@@ -18,7 +18,7 @@ def test_a_stopped_trial_goes_on_from_its_last_commit(start_trial: Callable[...,
     trial = start_trial(
         num_rows=90,
         num_passes=2,
-        pause_s=0.1,
+        pause_s=0.05,
         overrides={"control.commit_every_steps": 4, "evaluation.every_steps": 1000},
     )
 
@@ -30,7 +30,7 @@ def test_a_stopped_trial_goes_on_from_its_last_commit(start_trial: Callable[...,
     assert last_committed_step(trial) == stopped_at
 
     trial.run_resume()
-    trial.wait_for_steps(5)
+    trial.wait_for_steps(4)
     assert "STOPPED" in trial.run("rl-stop", "--now")
     stopped_at = trial.train_steps()[-1]
     check_stopped(trial, by_epoch=None)  # the supervisor fenced the trial before it killed anyone
