@@ -153,6 +153,7 @@ def test_a_local_trial_survives_the_terminal_that_started_it(
     experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starter = (
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup, or a CI, may have had it ignored
         "import sys; from pathlib import Path; from corral.launcher import submit\n"
         f"s = submit.prepare(Path({str(experiment)!r}), {_small(tmp_path)!r}, trial_name='t', mode='local')\n"
         "submit.create(s)\n"
