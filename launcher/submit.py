@@ -21,7 +21,7 @@ from typing import Literal
 
 from corral.experiments.attempts import last_attempt, record_attempt
 from corral.experiments.errors import ConfigError
-from corral.experiments.journal import Journal
+from corral.experiments.journal import Journal, read_journal
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
 from corral.experiments.secrets import TrialSecrets
@@ -38,6 +38,8 @@ from corral.launcher.trials import TrialFacts, default_fileroot
 Mode = Literal["local", "slurm"]
 SUPERVISOR_COMMAND = (sys.executable, "-m", "corral.launcher.supervisor")
 _SUPERVISOR_START_TIMEOUT_S = 20.0
+_LEAVING_TIMEOUT_S = 10.0  # a supervisor that has recorded the end only has to exit
+_LEAVING_POLL_S = 0.05
 
 
 class SubmissionError(RuntimeError):
@@ -107,7 +109,7 @@ def prepare_resume(facts: TrialFacts, *, client: SlurmClient | None = None) -> S
         plan = RunPlan.from_json(directory.plan_path.read_bytes())
     except ValueError as error:
         raise SubmissionError(f"trial {facts.name} cannot be resumed: {error}") from error
-    if is_locked(directory):
+    if _still_runs(directory):
         raise SubmissionError(f"trial {facts.name} still runs; rl-status {facts.name} shows it")
     if TrialLog(directory.log_path).read().is_done:
         raise SubmissionError(f"trial {facts.name} is complete; there is nothing to resume")
@@ -115,6 +117,21 @@ def prepare_resume(facts: TrialFacts, *, client: SlurmClient | None = None) -> S
         _refuse_queued(facts, client or SlurmClient())
     layout, checks = _check_resources(plan, directory, client)
     return Submission(plan=plan, directory=directory, warnings=(), checks=tuple(checks), layout=layout)
+
+
+def _still_runs(directory: TrialDirectory) -> bool:
+    """Whether a supervisor has the trial; one that has recorded the end gets a moment to leave."""
+    attempt = last_attempt(directory)
+    has_ended = any(
+        event["event"] == "trial_ended" and attempt is not None and event.get("attempt") == attempt.attempt
+        for event in read_journal(directory.journal_path)
+    )
+    deadline = time.monotonic() + (_LEAVING_TIMEOUT_S if has_ended else 0.0)
+    while is_locked(directory):
+        if time.monotonic() >= deadline:
+            return True
+        time.sleep(_LEAVING_POLL_S)
+    return False
 
 
 def create(submission: Submission) -> None:
