@@ -38,7 +38,7 @@ from corral.experiments.trial_directory import validate_name
 from corral.experiments.worker_specs import DatasetSpec, ModelWorkerSpec, WorkerSpec
 from corral.scheduling.allocation import Allocation, parse_allocation
 from corral.scheduling.dataflow import DataflowGraph, ModelFunctionCall, build_dataflow
-from corral.scheduling.scheduling import ExperimentScheduling, TasksGroup
+from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, TasksGroup
 from corral.scheduling.worker_information import WORKER_KINDS, WorkerInformation, WorkerKind, worker_id
 
 Name = Annotated[str, AfterValidator(validate_name)]
@@ -175,20 +175,24 @@ class Experiment(FrozenConfig):
         return {kind: getattr(self.groups, kind) for kind in WORKER_KINDS}
 
     def num_workers(self, kind: WorkerKind) -> int:
-        """Workers of one kind: as the user says, else as the allocation says, else one per training rank."""
-        if kind not in self.expected_counts:
-            return 0
-        return self.group_by_kind[kind].count or self.expected_counts[kind] or self.num_training_ranks
+        """Workers of one kind, elastic ones included."""
+        group = self.scheduling_setup().get(kind)
+        return group.total_count if group else 0
 
     def scheduling_setup(self) -> ExperimentScheduling:
         """Count and resources of every group."""
-        groups = {
-            kind: TasksGroup(
-                count=self.num_workers(kind), scheduling=self.group_by_kind[kind].scheduling or DEFAULT_SCHEDULING[kind]
-            )
-            for kind in self.expected_counts
-        }
-        return ExperimentScheduling(**groups)
+        return ExperimentScheduling(**{kind: self._tasks_group(kind) for kind in self.expected_counts})
+
+    def _tasks_group(self, kind: WorkerKind) -> TasksGroup:
+        """As the user says, else as the allocation says, else one per training rank."""
+        group = self.group_by_kind[kind]
+        scheduling = group.scheduling or DEFAULT_SCHEDULING[kind]
+        elastic = group.elastic
+        return TasksGroup(
+            count=group.count or self.expected_counts[kind] or self.num_training_ranks,
+            scheduling=scheduling,
+            elastic=ElasticTasks(count=elastic.count, scheduling=elastic.scheduling or scheduling) if elastic else None,
+        )
 
     def find_problems(self) -> Iterator[ConfigProblem]:
         """Everything that is wrong beyond single fields; reads the dataset and looks at the models' folders."""

@@ -101,10 +101,19 @@ def _with_group_defaults(data: dict[str, Any]) -> dict[str, Any]:
     filled = dict(groups)
     for kind, default in DEFAULT_SCHEDULING.items():
         group = groups.get(kind)
-        if isinstance(group, dict) and isinstance(group.get("scheduling"), dict):
-            scheduling = default.model_dump(mode="json", exclude_defaults=True) | group["scheduling"]
-            filled[kind] = {**group, "scheduling": scheduling}
+        if isinstance(group, dict):
+            filled[kind] = _with_defaults(group, default.model_dump(mode="json", exclude_defaults=True))
     return {**data, "groups": filled}
+
+
+def _with_defaults(group: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    filled = dict(group)
+    if isinstance(group.get("scheduling"), dict):
+        filled["scheduling"] = default = default | group["scheduling"]
+    elastic = group.get("elastic")
+    if isinstance(elastic, dict) and isinstance(elastic.get("scheduling"), dict):
+        filled["elastic"] = {**elastic, "scheduling": default | elastic["scheduling"]}
+    return filled
 
 
 def _with_absolute_paths(

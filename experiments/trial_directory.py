@@ -94,6 +94,11 @@ class TrialDirectory:
         return self.path / "plan.json"
 
     @property
+    def layout_path(self) -> Path:
+        """Which allocations the trial has, and where each worker runs in them; not there for a local trial."""
+        return self.path / "layout.json"
+
+    @property
     def sbatch_path(self) -> Path:
         return self.path / "trial.sbatch"
 

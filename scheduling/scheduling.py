@@ -10,7 +10,7 @@ ExperimentScheduling
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -38,6 +38,8 @@ def _quoted_time(value: Any) -> Any:
         raise ValueError(f"must be quoted, got the number {value}; write '60' for minutes or '1:00:00' for an hour")
     return value
 
+
+ELASTIC_KINDS = ("generation_server", "rollout_worker")
 
 MemoryMb = Annotated[int, BeforeValidator(_memory_mb)]
 SlurmTime = Annotated[str, BeforeValidator(_quoted_time)]
@@ -75,6 +77,8 @@ class Scheduling(FrozenModel):
     """GPUs per task."""
     gpu_type: str | None = None
     """GRES type of the GPUs ("a100"); None takes any."""
+    gpu_binding: Literal["per_task", "slice", "none"] = "per_task"
+    """`per_task`: SLURM shows a task its own GPUs only. `slice`: the tasks of a node share one device cgroup, and each is told its part in CUDA_VISIBLE_DEVICES (ranks that talk over CUDA IPC). `none`: all GPUs of the step."""  # noqa: E501
     mem: MemoryMb = Field(ge=1)
     """Memory per task in MB; a string may carry a unit ("20G")."""
     nodelist: str | None = None
@@ -203,13 +207,29 @@ class Scheduling(FrozenModel):
         return cls(**({"cpu": 4, "mem": 20 * GIB_MB} | overrides))
 
 
-class TasksGroup(FrozenModel):
-    """`count` tasks that all ask for the same."""
+class ElasticTasks(FrozenModel):
+    """Tasks beside those of a group, each in a job of its own: they join a running trial and may vanish."""
 
     count: int = Field(ge=1)
-    """How many tasks."""
+    """How many; their worker indices follow those of the group's fixed tasks."""
     scheduling: Scheduling
     """What each of them asks for."""
+
+
+class TasksGroup(FrozenModel):
+    """`count` tasks that all ask for the same, and elastic ones beside them."""
+
+    count: int = Field(ge=1)
+    """How many fixed tasks."""
+    scheduling: Scheduling
+    """What each of them asks for."""
+    elastic: ElasticTasks | None = None
+    """Tasks that may come and go."""
+
+    @property
+    def total_count(self) -> int:
+        """Fixed and elastic tasks: as many workers have an index."""
+        return self.count + (self.elastic.count if self.elastic else 0)
 
 
 class ExperimentScheduling(FrozenModel):
@@ -227,6 +247,9 @@ class ExperimentScheduling(FrozenModel):
             group = getattr(self, kind)
             if group is not None and group.count != 1:
                 raise ValueError(f"{kind} must have count 1, got {group.count}: a trial has one")
+        for kind, group in self.items():
+            if group.elastic is not None and kind not in ELASTIC_KINDS:
+                raise ValueError(f"{kind} cannot be elastic: the trial cannot do without one of them for a moment")
         return self
 
     def keys(self) -> list[WorkerKind]:

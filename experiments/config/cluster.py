@@ -26,13 +26,19 @@ class ClusterConfig(FrozenConfig):
     """Memory of one node that a trial may use, in MB or with a suffix K, M, G or T."""
     max_nodes: int | None = Field(default=None, ge=1)
     """Nodes that a trial may use; None is as many as its groups need."""
+    gpu_request: Literal["gres", "gpus", "none"] = "gres"
+    """How this site gives out GPUs: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all (nodes come with all of theirs)."""  # noqa: E501
+    container_runtime: Literal["apptainer", "pyxis"] | None = None
+    """What runs a group's container_image; None where no group has one."""
+    container_python: str = "python3"
+    """Python inside the containers, with corral installed in it."""
 
 
 class LaunchConfig(FrozenConfig):
     """How the trial is submitted to SLURM."""
 
-    layout: Literal["auto", "packed"] = "auto"
-    """`packed` is one allocation with one step per worker; `auto` chooses it."""
+    layout: Literal["auto", "packed", "hetjob", "jobs"] = "auto"
+    """`packed` is one allocation for all groups, `hetjob` one component per kind of node, `jobs` one job per group; `auto` takes `packed` where all groups may share an allocation, else `hetjob`."""  # noqa: E501
     partition: str | None = None
     """SLURM partition; None is the cluster's default."""
     account: str | None = None
@@ -55,8 +61,18 @@ class LaunchConfig(FrozenConfig):
     """Latest end, as sbatch --deadline takes it."""
     extra_sbatch_arguments: list[str] = []
     """Further arguments of sbatch, each as one string; those that corral sets itself are refused."""
-    signal_before_end_s: int = Field(default=180, ge=30)
-    """Seconds before the time limit at which the trial is asked to checkpoint."""
+    signal_before_end_s: int = Field(default=180, ge=5)
+    """Seconds before the time limit at which the trial checkpoints and hands over to its next attempt; SLURM may be up to a minute early."""  # noqa: E501
+    max_attempts: int = Field(default=10, ge=1)
+    """Attempts that may follow each other without a human: after a time limit, a preemption or a lost node."""
+    no_kill: bool = False
+    """Whether the allocation outlives the loss of a node; what ran on it moves to the others, or waits."""
+    exclude_failed_nodes: bool = True
+    """Whether later attempts avoid the nodes that failed under this trial."""
+    gang_timeout_s: float = Field(default=600.0, gt=0.0)
+    """Layout `jobs`: seconds from the first running job to the last; after it all are given back and asked for again."""  # noqa: E501
+    sbatch_template: Path | None = None
+    """A Jinja template to use instead of the shipped trial.sbatch.j2."""
 
     @field_validator(
         "partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude",
@@ -92,6 +108,15 @@ class SupervisionConfig(FrozenConfig):
     """Time that rl-stop gives a trial to checkpoint."""
 
 
+class ElasticConfig(FrozenConfig):
+    """Further workers of a group, each a job of its own that may come and go while the trial runs."""
+
+    count: int = Field(ge=1)
+    """Number of such workers, beside the group's count."""
+    scheduling: Scheduling | None = None
+    """Resources of one; keys that are left out are as in the group."""
+
+
 class GroupConfig(FrozenConfig):
     """Overrides for one group of workers."""
 
@@ -99,6 +124,8 @@ class GroupConfig(FrozenConfig):
     """Number of workers; None follows from the allocation (rollout workers: one per training rank)."""
     scheduling: Scheduling | None = None
     """Resources of one worker; in an experiment file, keys that are left out keep the default of the kind."""
+    elastic: ElasticConfig | None = None
+    """Workers on nodes that may be taken away, such as a preemptible partition; for generation servers and rollout workers."""  # noqa: E501
 
 
 class GroupsConfig(FrozenConfig):

@@ -66,6 +66,68 @@ class Cluster:
         """Runs one of SLURM's commands against this cluster."""
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=20, check=False)
 
+    def kill_node(self, name: str) -> None:
+        """A node crashes: slurmd, then the steps' daemons before their tasks, so that nobody reports an exit."""
+        self._processes[f"slurmd-{name}"].kill()
+        self._processes.pop(f"slurmd-{name}").wait()
+        steps = list(self._processes_of_node(name))
+        for is_daemon in (True, False):
+            for pid, is_step_daemon in steps:
+                if is_step_daemon is is_daemon:
+                    _kill(pid)
+
+    def start_node(self, name: str) -> None:
+        """The node is back, and idle again once it has registered."""
+        self._spawn("slurmd", "-D", "-N", name, "-f", str(self.config_path), name=f"slurmd-{name}")
+        self._wait_for(lambda: self._resume(name) == "idle", f"node {name} to be idle")
+
+    def stop_controller(self) -> None:
+        """slurmctld stops answering; what runs goes on."""
+        controller = self._processes.pop("slurmctld")
+        controller.terminate()
+        controller.wait(timeout=20)
+
+    def start_controller(self) -> None:
+        """slurmctld is back with the state that it saved."""
+        self._spawn("slurmctld", "-D", "-i", "-f", str(self.config_path))
+        self._wait_for(lambda: self.run("scontrol", "ping").returncode == 0, "slurmctld to answer")
+
+    def update_config(self, **settings: object) -> None:
+        """Changes settings of slurm.conf (`MinJobAge=2`) and lets the daemons read it again."""
+        lines = [line for line in self.config_path.read_text().splitlines() if line.partition("=")[0] not in settings]
+        first = next(index for index, line in enumerate(lines) if line.startswith("NodeName="))
+        lines[first:first] = [f"{name}={value}" for name, value in settings.items()]
+        self.config_path.write_text("\n".join(lines) + "\n")
+        self.run("scontrol", "reconfigure")
+
+    def _resume(self, name: str) -> str:
+        state = self.run("sinfo", "-h", "-N", "-n", name, "-p", "debug", "-o", "%T").stdout.strip()
+        if state.startswith(("down", "drain")):
+            self.run("scontrol", "update", f"nodename={name}", "state=resume")
+        return state
+
+    def _processes_of_node(self, name: str) -> Iterator[tuple[int, bool]]:
+        """Process ids of a node's steps, and whether each is a step's daemon."""
+        for pid in self._leftovers():
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            except OSError:
+                continue
+            is_daemon = command.startswith(b"slurmstepd")
+            # A step's daemon keeps the descriptors of its node's spool folder; its tasks carry the node's name.
+            if f"SLURMD_NODENAME={name}".encode() in environment or (is_daemon and self._daemon_node(pid) == name):
+                yield pid, is_daemon
+
+    def _daemon_node(self, pid: int) -> str:
+        sockets = Path("/proc/net/unix").read_text().splitlines()
+        inodes = {os.readlink(link) for link in _descriptors(pid)}
+        for line in sockets:
+            fields = line.split()
+            if len(fields) == 8 and f"socket:[{fields[6]}]" in inodes and f"{self._directory}/spool/" in fields[7]:
+                return Path(fields[7]).parent.name
+        return ""
+
     def stop(self) -> None:
         """Ends jobs politely, then daemons, then what they left."""
         if "slurmctld" in self._processes and self._processes["slurmctld"].poll() is None:
@@ -128,7 +190,10 @@ KillWait=3
 MinJobAge=60
 SlurmdTimeout=10
 {nodes}
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=debug Nodes=ALL Default=YES PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
+PartitionName=spot Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=1 MaxTime=INFINITE State=UP
 PartitionName=short Nodes=n1 MaxTime=1 DefaultTime=1 MaxNodes=1 State=UP
 """.lstrip()
         )
@@ -207,6 +272,20 @@ def running_cluster(*, num_nodes: int = 4, cpus: int = 8, gpus: int = 8, mem_mb:
     finally:
         cluster.stop()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _descriptors(pid: int) -> list[Path]:
+    try:
+        return list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return []
 
 
 def _which(program: str) -> str | None:

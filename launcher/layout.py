@@ -1,0 +1,106 @@
+"""Layout: which allocations a trial asks SLURM for, and in which of them, on which node, each worker's step runs.
+
+    groups + node shapes --plan_layout (pure, at submission)--> Layout --layout.json--> supervisor
+                                                                 |
+      packed   [head]                                            +--> options of sbatch
+      hetjob   [head] [component] ...      one sbatch            +--> options of srun, per worker
+      jobs     [head] [group] [group] ...  a job each
+      any      + [elastic] [elastic] ...   a job each
+
+The head allocation holds the batch step, and in it the supervisor, Redis, the master and the manager. `rl-submit` asks
+for the head (with its components); the supervisor asks for groups and elastic members, so that none waits for a
+trial that never started.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+LayoutKind = Literal["packed", "hetjob", "jobs"]
+AllocationRole = Literal["head", "component", "group", "elastic"]
+GpuBinding = Literal["per_task", "slice", "none"]
+
+
+class Allocation(msgspec.Struct, frozen=True, kw_only=True):
+    """One job, or one component of a heterogeneous job: nodes that are alike."""
+
+    name: str
+    """`head`, the worker kind of a component or group, or the worker id of an elastic member."""
+    role: AllocationRole
+    num_nodes: int
+    cpus_per_node: int
+    """Largest sum of a node's steps, and the supervisor's core on the head."""
+    mem_mb_per_node: int
+    gpus_per_node: int
+    gpu_type: str | None = None
+    options: dict[str, str] = {}
+    """Scheduling fields that are set for the whole allocation, by their field name (`partition`, `time_limit`, ...)."""
+    extra_arguments: tuple[str, ...] = ()
+    """Further options of sbatch, checked."""
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one worker runs and what its step asks for."""
+
+    allocation: int
+    """Index into `Layout.allocations`."""
+    node_index: int
+    """Node of the allocation; names are known only once SLURM has started it."""
+    cpus: int
+    mem_mb: int
+    gpus: int = 0
+    gpu_indices: tuple[int, ...] = ()
+    """The worker's GPUs among those that the allocation has on its node."""
+    gpu_binding: GpuBinding = "per_task"
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole of it, as layout.json keeps it."""
+
+    kind: LayoutKind
+    reason: str
+    """Why this layout, for people."""
+    allocations: tuple[Allocation, ...]
+    """The head first."""
+    steps: dict[str, Step]
+    """By worker, `kind/index`."""
+
+    @property
+    def head(self) -> Allocation:
+        """The allocation that the supervisor runs in."""
+        return self.allocations[0]
+
+    def workers_of(self, allocation: int) -> list[str]:
+        """The workers whose steps run in one allocation."""
+        return [worker for worker, step in self.steps.items() if step.allocation == allocation]
+
+    def to_json(self) -> bytes:
+        """The text of layout.json."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Layout":
+        """Read layout.json.
+
+        Raises:
+            ValueError: if it is not a layout.
+        """
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ValueError(f"layout.json does not hold a layout ({error}); submit the trial again") from error
+
+
+class RunningAllocation(msgspec.Struct, frozen=True, kw_only=True):
+    """An allocation that SLURM has given: how srun names it, and its nodes in the order of their indices."""
+
+    job_id: str
+    """Job id; of a heterogeneous job the leader's."""
+    het_group: int | None
+    """Component of a heterogeneous job."""
+    hosts: tuple[str, ...]
+
+
+RunningAllocations = Mapping[int, RunningAllocation]
+"""By index into `Layout.allocations`; what does not run is not in it."""
