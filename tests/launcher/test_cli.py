@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher import cli, submit
+from corral.launcher import submit
+from corral.launcher.commands.submit import main as submit_main
 from corral.launcher.processes import trial_processes
 from corral.launcher.trials import list_trials, read_facts
 from tests.experiments.broken_yaml import BROKEN_CASES, VALID_PPO, BrokenCase, write_inputs
@@ -233,7 +234,7 @@ def _submit(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path, fileroot: P
     monkeypatch.setenv("CORRAL_FILEROOT", str(fileroot))
     monkeypatch.setattr(sys, "argv", ["rl-submit", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
-        cli.submit_main()
+        submit_main()
     return int(ended.value.code or 0)
 
 
