@@ -17,7 +17,7 @@ import re
 import secrets as random_tokens
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 
@@ -40,6 +40,8 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """True: stop without a last checkpoint."""
     grace_s: float
     """How long the trial may take to commit before it is cancelled."""
+    then: Literal["", "requeue"] = ""
+    """`requeue`: checkpoint, then go on in the next attempt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import secrets as random_tokens
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
@@ -224,7 +224,7 @@ class TrialLog:
         self._storage.remove_leftovers(slot)
         return LogWriter(self)
 
-    def request_stop(self, by: str, *, reason: str = "") -> int:
+    def request_stop(self, by: str, *, reason: str = "", then: Literal["", "requeue"] = "") -> int:
         """Stops the trial from outside: no epoch commits any more, whether its process hears of it or not.
 
         Returns:
@@ -236,7 +236,7 @@ class TrialLog:
         nonce = _new_nonce()
         self.read()
         try:
-            return self.append(lambda state: self._outside_stop(state, by=by, reason=reason, nonce=nonce))
+            return self.append(lambda state: self._outside_stop(state, by=by, reason=reason, then=then, nonce=nonce))
         except DoneError:
             raise
         except StoppedError:
@@ -258,12 +258,14 @@ class TrialLog:
             if occupant.nonce == entry.nonce:
                 return slot
 
-    def _outside_stop(self, state: LogState, *, by: str, reason: str, nonce: str) -> Stop:
+    def _outside_stop(
+        self, state: LogState, *, by: str, reason: str, then: Literal["", "requeue"], nonce: str
+    ) -> Stop:
         if state.done:
             raise DoneError(f"trial log {self._path}: epoch {state.done.epoch} finished this trial; nothing to stop")
-        if state.stop:
+        if state.stop and (then or not state.is_handed_over):
             raise StoppedError(f"trial log {self._path}: {_describe(state.stop)}")
-        return Stop(epoch=None, by=by, reason=reason, nonce=nonce)
+        return Stop(epoch=None, by=by, reason=reason, then=then, nonce=nonce)
 
     def _encode(self, entry: Entry) -> bytes:
         data = msgspec.json.encode(entry)
@@ -362,9 +364,9 @@ class LogWriter:
         self._parent = slot
         return LoggedCommit(slot, commit)
 
-    def stop(self, *, by: str, reason: str = "") -> None:
-        """Ends this epoch such that only a resume continues the trial."""
-        self._append(Stop(epoch=self.epoch, by=by, reason=reason, nonce=_new_nonce()))
+    def stop(self, *, by: str, reason: str = "", then: Literal["", "requeue"] = "") -> None:
+        """Ends this epoch such that only a resume, or with `then` the next attempt, continues the trial."""
+        self._append(Stop(epoch=self.epoch, by=by, reason=reason, then=then, nonce=_new_nonce()))
 
     def done(self) -> None:
         """Ends the trial for good."""

@@ -7,10 +7,11 @@
    |           |  ^
    +-- stop ---+  | claim, to resume
                v  |
-             STOPPED
+             STOPPED   a stop that hands over to the next attempt may be followed by one that does not
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import msgspec
 
@@ -85,6 +86,8 @@ class Stop(_Entry, frozen=True, kw_only=True):
     """The epoch that stopped itself; None if someone outside stopped it."""
     by: str
     reason: str
+    then: Literal["", "requeue"] = ""
+    """`requeue`: the next attempt goes on by itself; "": only a resume by a human does."""
 
 
 class Done(_Entry, frozen=True, kw_only=True):
@@ -134,6 +137,11 @@ class LogState:
     def is_done(self) -> bool:
         return self.done is not None
 
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether the stop in force only bridges the time until the next attempt."""
+        return self.stop is not None and self.stop.then == "requeue"
+
     def lineage(self, slot: int | None = None) -> tuple[LoggedCommit, ...]:
         """The chain of commits up to `slot` (default: the last one), oldest first.
 
@@ -175,7 +183,9 @@ class LogState:
         if isinstance(entry, Claim):
             return "" if entry.epoch == self.epoch + 1 else f"the next epoch is {self.epoch + 1}"
         if self.stop:
-            return "the trial was stopped before"
+            # Who stops a trial between two attempts means that the next one must not go on.
+            is_final_word = self.is_handed_over and isinstance(entry, Stop) and not entry.then
+            return "" if is_final_word else "the trial was stopped before"
         if entry.epoch is not None and entry.epoch != self.epoch:
             return f"the epoch is {self.epoch}"
         if isinstance(entry, Commit) and entry.parent:

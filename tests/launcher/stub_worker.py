@@ -86,7 +86,7 @@ def stopped(directory: TrialDirectory, writer: LogWriter) -> bool:
     request = directory.read_stop_request()
     if request is None:
         return False
-    writer.stop(by=request.by, reason="checkpointed at step 3")
+    writer.stop(by=request.by, reason="checkpointed at step 3", then=request.then)
     return True
 
 

@@ -221,8 +221,8 @@ class TrainerEpoch:
         """Commit what is trained and end the attempt in the log; `rl-submit --resume` goes on from there."""
         request = self._parts.trial.read_stop_request()
         await self._commit_if_due(force=True)
-        by = request.by if request else "master_worker"
-        self._parts.writer.stop(by=by, reason=f"checkpointed at step {self._committed_step}")
+        by, then = (request.by, request.then) if request else ("master_worker", "")
+        self._parts.writer.stop(by=by, reason=f"checkpointed at step {self._committed_step}", then=then)
         return Outcome.STOPPED
 
     def _export(self, name: str) -> None:
