@@ -121,6 +121,12 @@ class SlurmClient:
         """Every job of this user that SLURM still knows, finished ones too."""
         return parse_queue(self._run(["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", _QUEUE_FORMAT]))
 
+    def states(self) -> dict[str, tuple[str, str]]:
+        """State and reason of this user's jobs, by the id that squeue shows: `7`, or `7_0` for an array's element."""
+        lines = self._run(["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r"]).splitlines()
+        rows = (line.split("|", 2) for line in lines if line.count("|") >= 2)
+        return {job_id: (state, reason) for job_id, state, reason in rows}
+
     def job(self, job_id: str) -> dict[str, str] | None:
         """What scontrol knows about a job; None once SLURM has forgotten it."""
         command = ["scontrol", "show", "job", "-d", "-o", job_id]
