@@ -80,7 +80,7 @@ class GenerationEngine(ContinuousBatch):
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         self.model_directory = Path(model_directory)
-        self._model, eos_token_ids = _load_model(self.model_directory, dtype=DTYPES[dtype], device=device)
+        self._model, eos_token_ids = load_model(self.model_directory, dtype=DTYPES[dtype], device=device)
         self._layout = WeightLayout.of(self._model)
         super().__init__(
             Decoder(self._model),
@@ -121,7 +121,7 @@ class GenerationEngine(ContinuousBatch):
         self.apply_weights(self.stage_weights(directory, manifest_sha256=manifest_sha256), version=version)
 
 
-def _load_model(directory: Path, *, dtype: torch.dtype, device: str) -> tuple[nn.Module, frozenset[int]]:
+def load_model(directory: Path, *, dtype: torch.dtype, device: str) -> tuple[nn.Module, frozenset[int]]:
     """The model in evaluation mode, and its end-of-sequence ids."""
     from transformers import AutoConfig, AutoModelForCausalLM  # seconds to import: only who loads a model pays
 

@@ -1,0 +1,102 @@
+"""An evaluation of one version of a trial's weights: what is asked for, what came out, and where both are kept.
+
+    {trial}/eval/step-00000012.json             result       written once, whole
+    {trial}/eval/step-00000012.request.json     request      what the job reads; it needs nothing else
+    {trial}/eval/step-00000012.progress.json    progress     sums so far; a job that was interrupted goes on from there
+    {trial}/eval/{name}/...                     the same for another dataset than the trial's own
+
+A request is complete, so that the job does not depend on what happens to the trial meanwhile.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from corral.experiments.config import EvaluationConfig, FrozenConfig, ImportPath
+
+
+class EvaluationRequest(FrozenConfig):
+    """What an evaluation job has to do."""
+
+    step: int = Field(ge=0)
+    """Policy version of the weights."""
+    weights: Path
+    """Directory in Hugging Face format."""
+    source: str
+    """Where the weights came from, as a name in the trial directory: checkpoints/step-..., exports/final."""
+    are_weights_ours: bool
+    """Whether the directory was made for this evaluation, and is removed after it."""
+    evaluation: EvaluationConfig
+    """Problems, and the longest answer; `every_steps` has no meaning here."""
+    dataset_sha256: str
+    """Digest of the problems; a file that changed in between would make results that cannot be compared."""
+    reward: ImportPath | None
+    """Who judges; None is the exact match."""
+    dtype: Literal["float32", "bfloat16"]
+    """Type of the weights in memory."""
+    batch_size: int = Field(default=256, ge=1)
+    """Problems between two writes of the progress file: what an interruption may cost."""
+    result: Path
+    """Where the result goes."""
+
+
+class EvaluationResult(FrozenConfig):
+    """What came out."""
+
+    step: int
+    """Policy version of the weights."""
+    accuracy: float
+    """Share of answers with full reward."""
+    mean_reward: float
+    """Mean over all answers."""
+    mean_response_tokens: float
+    """Mean length of an answer."""
+    num_prompts: int
+    """Problems that were answered."""
+    seconds: float
+    """Time that answering and judging took, over all starts of the job."""
+    num_starts: int
+    """1, unless the job was interrupted."""
+    dataset: Path
+    """The problems."""
+    dataset_sha256: str
+    """Their digest."""
+    max_new_tokens: int
+    """Longest answer that was allowed."""
+    source: str
+    """Where the weights came from, as a name in the trial directory."""
+
+
+class EvaluationProgress(FrozenConfig):
+    """How far an evaluation has got."""
+
+    num_done: int
+    sums: dict[str, float]
+    seconds: float
+    num_starts: int
+
+
+def result_path(folder: Path, step: int) -> Path:
+    """Where the result of one step is kept."""
+    return folder / f"step-{step:08d}.json"
+
+
+def request_path(result: Path) -> Path:
+    """The request that belongs to a result."""
+    return result.with_suffix(".request.json")
+
+
+def progress_path(result: Path) -> Path:
+    """The progress on the way to a result."""
+    return result.with_suffix(".progress.json")
+
+
+def read_result(path: Path) -> EvaluationResult | None:
+    """A result, or None where there is none (yet)."""
+    try:
+        return EvaluationResult.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path} is not the result of an evaluation ({error}); delete it and evaluate again") from None

@@ -1,0 +1,89 @@
+"""How submitit learns what became of its jobs on a cluster without accounting: from squeue, through our own client.
+
+submitit asks sacct and nobody else, so that without accounting a job that crashed hard is UNKNOWN to it for ever.
+
+              sbatch
+                |          squeue shows it            a final word, or gone from squeue
+    (nothing) --+--> NEW ---------------> SEEN(word) ----------------------------------> done
+                      `--- twice not there (asked about after SLURM has forgotten it) --> done: GONE
+
+Nothing changes while the controller does not answer: no news is not the end of a job.
+"""
+
+import logging
+import time
+
+from submitit.slurm.slurm import SlurmInfoWatcher
+
+from corral.launcher.slurm import SlurmClient, SlurmError
+
+logger = logging.getLogger(__name__)
+
+GONE = "GONE"
+_FINAL_WORDS = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "LAUNCH_FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",  # with requeueing it is never seen: squeue shows PENDING at once
+        "REVOKED",
+        "TIMEOUT",
+        GONE,
+    }
+)
+_LOOKS_BEFORE_GONE = 2  # a controller that was just restarted may know a new job only a moment later
+
+
+class QueueWatcher(SlurmInfoWatcher):
+    """A watcher for `SlurmJob.watcher`: one squeue call for all jobs, at most every two seconds, less often later.
+
+    >>> job = executor.submit(function)
+    >>> watcher.adopt(job)         # from here on job.done() and job.state are right within seconds
+    """
+
+    def __init__(self, *, client: SlurmClient | None = None, delay_s: int = 10) -> None:
+        super().__init__(delay_s=delay_s)
+        self._client = client or SlurmClient()
+        self._misses: dict[str, int] = {}
+
+    def update(self) -> None:
+        """Asks once about all jobs that have not ended."""
+        waiting_for = self._registered - self._finished
+        if not waiting_for:
+            return
+        self._num_calls += 1
+        self._last_status_check = time.time()  # submitit's own clock for the next look
+        try:
+            shown = self._client.states()
+        except SlurmError as error:
+            logger.warning("SLURM does not answer, so the last known states stay: %s", error)
+            return
+        for job_id in waiting_for:
+            if job_id in shown:
+                word, reason = shown[job_id]
+                self._misses[job_id] = 0
+                self._info_dict[job_id] = {"JobID": job_id, "State": _head(word), "Reason": reason}
+            else:
+                self._miss(job_id)
+            if self.is_done(job_id, mode="cache"):
+                self._finished.add(job_id)
+
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        """Whether the job has ended; a word that is not known is no end."""
+        return self.get_state(job_id, mode=mode) in _FINAL_WORDS
+
+    def _miss(self, job_id: str) -> None:
+        self._misses[job_id] = self._misses.get(job_id, 0) + 1
+        was_seen = job_id in self._info_dict
+        if was_seen or self._misses[job_id] >= _LOOKS_BEFORE_GONE:
+            self._info_dict[job_id] = {"JobID": job_id, "State": GONE, "Reason": "SLURM has forgotten it"}
+
+
+def _head(word: str) -> str:
+    """`CANCELLED by 1000` and newer versions' `CANCELLED+...` -> CANCELLED."""
+    return word.split()[0].partition("+")[0].upper() if word.strip() else "UNKNOWN"
