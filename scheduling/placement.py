@@ -4,18 +4,21 @@
     2. GPU tasks   first fit decreasing by GPUs per task, so that the fewest nodes are opened
     3. CPU tasks   beside them: model workers together, generation servers and rollout workers in turns over the nodes
 
-Nodes and GPUs are indices: their names are known only once SLURM has started the allocation. On every node one core and
-1 GiB stay free for the supervisor and Redis.
+Nodes and GPUs are indices: their names are known only once SLURM has started the allocation. Where the supervisor and
+Redis run too, one core and 1 GiB of every node stay free for them.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from corral.scheduling.scheduling import GIB_MB, ExperimentScheduling, Scheduling
+from corral.scheduling.scheduling import GIB_MB, ExperimentScheduling, Scheduling, TasksGroup
 from corral.scheduling.worker_information import WorkerKind, worker_id
 
 SLACK_CPUS = 1
 SLACK_MEM_MB = GIB_MB
+
+Groups = ExperimentScheduling | Mapping[WorkerKind, TasksGroup]
+"""All groups of a trial, or those that share an allocation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,28 +67,35 @@ class Placement:
         raise ValueError(f"no unit is named {name!r}; there are {', '.join(unit.unit for unit in self.units)}")
 
 
+DEFAULT_NODE = NodeShape(cpus=64, gpus=8, mem_mb=480 * GIB_MB)
+"""What a node is taken for where neither the configuration nor the cluster says."""
+
+
 def place(
-    scheduling: ExperimentScheduling,
+    scheduling: Groups,
     node: NodeShape,
     *,
+    has_slack: bool = True,
     max_nodes: int | None = None,
     tasks_together: Mapping[WorkerKind, int] | None = None,
 ) -> Placement:
-    """Place every task of a trial on the fewest nodes that first fit decreasing finds.
+    """Place every fixed task on the fewest nodes that first fit decreasing finds.
 
     Args:
         scheduling: the groups.
         node: shape of every node.
+        has_slack: whether the supervisor runs here too.
         max_nodes: nodes that there are; None for as many as it takes.
         tasks_together: by kind, how many consecutive tasks must share a node (tensor-parallel ranks); 1 if not given.
 
     Raises:
         ValueError: naming the group, what it asks for, and what a node or the nodes have.
     """
-    blocks = _blocks(scheduling, node, tasks_together or {})
-    nodes = _Nodes(node, max_nodes=max_nodes)
+    slack = (SLACK_CPUS, SLACK_MEM_MB) if has_slack else (0, 0)
+    blocks = _blocks(scheduling, node, slack, tasks_together or {})
+    nodes = _Nodes(node, slack=slack, max_nodes=max_nodes)
     on_first_node = [block for block in blocks if block.kind in ("master_worker", "gserver_manager")]
-    with_gpus = [block for block in blocks if block.gpus > 0]
+    with_gpus = [block for block in blocks if block.gpus > 0 and block not in on_first_node]
     others = [block for block in blocks if block.gpus == 0 and block not in on_first_node]
     for block in on_first_node:
         nodes.put_on_first(block)
@@ -122,32 +132,33 @@ class _Block:
 
 
 def _blocks(
-    scheduling: ExperimentScheduling, node: NodeShape, tasks_together: Mapping[WorkerKind, int]
+    scheduling: Groups, node: NodeShape, slack: tuple[int, int], tasks_together: Mapping[WorkerKind, int]
 ) -> list[_Block]:
     blocks = []
     for kind, group in scheduling.items():
         size = tasks_together.get(kind, 1)
         if size < 1 or group.count % size:
             raise ValueError(f"{kind}: {group.count} tasks cannot be split into blocks of {size} that share a node")
-        _check_fits_a_node(kind, group.scheduling, size, node)
+        _check_fits_a_node(kind, group.scheduling, size, node, slack)
         for first in range(0, group.count, size):
             blocks.append(_Block(kind=kind, indices=range(first, first + size), task=group.scheduling))
     return blocks
 
 
-def _check_fits_a_node(kind: WorkerKind, task: Scheduling, size: int, node: NodeShape) -> None:
+def _check_fits_a_node(kind: WorkerKind, task: Scheduling, size: int, node: NodeShape, slack: tuple[int, int]) -> None:
     tasks = "one task" if size == 1 else f"{size} tasks that share a node"
+    slack_cpus, slack_mem_mb = slack
     if size * task.gpu > node.gpus:
         raise ValueError(f"{kind} wants {size * task.gpu} GPUs in {tasks}; a node has {node.gpus}")
-    if size * task.cpu > node.cpus - SLACK_CPUS:
+    if size * task.cpu > node.cpus - slack_cpus:
+        of_which = f", of which {slack_cpus} stays free for the supervisor" if slack_cpus else ""
         raise ValueError(
-            f"{kind} wants {size * task.cpu} CPUs in {tasks}; a node has {node.cpus}, of which {SLACK_CPUS} stays free "
-            f"for the supervisor; lower {kind}'s cpu"
+            f"{kind} wants {size * task.cpu} CPUs in {tasks}; a node has {node.cpus}{of_which}; lower {kind}'s cpu"
         )
-    if size * task.mem > node.mem_mb - SLACK_MEM_MB:
+    if size * task.mem > node.mem_mb - slack_mem_mb:
+        of_which = f", of which {slack_mem_mb} stay free for the supervisor" if slack_mem_mb else ""
         raise ValueError(
-            f"{kind} wants {size * task.mem} MB in {tasks}; a node has {node.mem_mb}, of which {SLACK_MEM_MB} stay "
-            f"free for the supervisor; lower {kind}'s mem"
+            f"{kind} wants {size * task.mem} MB in {tasks}; a node has {node.mem_mb}{of_which}; lower {kind}'s mem"
         )
 
 
@@ -167,10 +178,11 @@ class _Room:
 class _Nodes:
     """The nodes opened so far, and where each task went."""
 
-    def __init__(self, shape: NodeShape, *, max_nodes: int | None) -> None:
+    def __init__(self, shape: NodeShape, *, slack: tuple[int, int], max_nodes: int | None) -> None:
         if max_nodes is not None and max_nodes < 1:
             raise ValueError(f"max_nodes must be at least 1, got {max_nodes}")
         self._shape = shape
+        self._slack_cpus, self._slack_mem_mb = slack
         self._max_nodes = max_nodes
         self._rooms = [self._empty()]
         self._next_in_turn = 0
@@ -214,7 +226,11 @@ class _Nodes:
 
     def _empty(self) -> _Room:
         shape = self._shape
-        return _Room(cpus=shape.cpus - SLACK_CPUS, mem_mb=shape.mem_mb - SLACK_MEM_MB, gpus=list(range(shape.gpus)))
+        return _Room(
+            cpus=shape.cpus - self._slack_cpus,
+            mem_mb=shape.mem_mb - self._slack_mem_mb,
+            gpus=list(range(shape.gpus)),
+        )
 
     def _put(self, number: int, block: _Block) -> None:
         room = self._rooms[number]
@@ -234,7 +250,7 @@ def _amount(block: _Block) -> str:
 
 
 def _units(
-    scheduling: ExperimentScheduling, tasks: Mapping[tuple[WorkerKind, int], tuple[int, tuple[int, ...]]]
+    scheduling: Groups, tasks: Mapping[tuple[WorkerKind, int], tuple[int, tuple[int, ...]]]
 ) -> tuple[UnitPlacement, ...]:
     units = []
     for kind, group in scheduling.items():
