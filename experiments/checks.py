@@ -32,6 +32,8 @@ MODEL_CONTEXT = "the model's max_position_embeddings"
 EXACT_MATCH = "corral.workers.rollout.rewards:exact_match"
 
 _ALLOCATION = ("allocation",)
+# What the file leaves open, only the cluster can tell.
+_ANY_NODE = NodeShape(cpus=1 << 20, gpus=1 << 12, mem_mb=1 << 40)
 _JOB_FIELDS = (
     "nodelist", "exclude", "partition", "account", "qos", "constraint", "reservation",
     "time_limit", "begin", "deadline",
@@ -167,11 +169,12 @@ def check_one_allocation(groups: Mapping[WorkerKind, GroupConfig], launch: Launc
 
 def check_placement(scheduling: ExperimentScheduling, cluster: ClusterConfig) -> Iterator[ConfigProblem]:
     """Groups that do not fit the nodes that the configuration describes."""
-    shape = NodeShape(cpus=cluster.cpus_per_node, gpus=cluster.gpus_per_node, mem_mb=cluster.mem_per_node)
+    shape = cluster.node_shape(_ANY_NODE)
     try:
         place(scheduling, shape, max_nodes=cluster.max_nodes)
     except ValueError as error:
-        size = f"{cluster.cpus_per_node} CPUs, {cluster.gpus_per_node} GPUs and {cluster.mem_per_node} MB"
+        sizes = {"CPUs": cluster.cpus_per_node, "GPUs": cluster.gpus_per_node, "MB": cluster.mem_per_node}
+        size = ", ".join(f"{number} {unit}" for unit, number in sizes.items() if number is not None)
         yield ConfigProblem(
             message=f"the groups cannot be placed on {cluster.max_nodes or 'any number of'} node(s) of {size}: {error}",
             hint="change the groups' scheduling (gpu: 0 runs on CPUs), the allocation, or the cluster's description",

@@ -6,7 +6,7 @@ from corral.experiments.errors import display_path
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec, RolloutWorkerSpec
 from corral.scheduling.dataflow import ModelFunctionCall
-from corral.scheduling.placement import NodeShape, Placement, place
+from corral.scheduling.placement import Placement, place
 from corral.scheduling.scheduling import TasksGroup
 
 _MAX_NODES_SHOWN = 8
@@ -80,13 +80,10 @@ def _placement(plan: RunPlan) -> Iterator[str]:
         yield "nodes      this machine"
         return
     cluster = plan.cluster
-    shape = NodeShape(cpus=cluster.cpus_per_node, gpus=cluster.gpus_per_node, mem_mb=cluster.mem_per_node)
+    shape = cluster.node_shape()
     placement = place(plan.scheduling, shape, max_nodes=cluster.max_nodes)
     where = f"partition {plan.launch.partition or '(default)'}, time {plan.launch.time_limit or '(default)'}"
-    yield (
-        f"nodes      {placement.num_nodes} x {cluster.cpus_per_node} CPUs, {cluster.gpus_per_node} GPUs, "
-        f"{_memory(cluster.mem_per_node)}; {where}"
-    )
+    yield f"nodes      {placement.num_nodes} x {shape.cpus} CPUs, {shape.gpus} GPUs, {_memory(shape.mem_mb)}; {where}"
     for node in range(min(placement.num_nodes, _MAX_NODES_SHOWN)):
         yield f"  n{node:<8} {_tasks_on(placement, node)}"
     if placement.num_nodes > _MAX_NODES_SHOWN:

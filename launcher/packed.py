@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.launcher.srun import StepResources
-from corral.scheduling.placement import SLACK_CPUS, SLACK_MEM_MB, NodeShape, Placement, place
+from corral.scheduling.placement import SLACK_CPUS, SLACK_MEM_MB, Placement, place
 
 # Set for the whole allocation: in `launch`, or alike in the groups' scheduling.
 ALLOCATION_FIELDS = (
@@ -48,10 +48,8 @@ def pack(plan: RunPlan) -> PackedLayout:
     Raises:
         ConfigError: if a group fits no node, or groups ask for different kinds of allocation.
     """
-    cluster = plan.cluster
-    shape = NodeShape(cpus=cluster.cpus_per_node, gpus=cluster.gpus_per_node, mem_mb=cluster.mem_per_node)
     try:
-        placement = place(plan.scheduling, shape, max_nodes=cluster.max_nodes)
+        placement = place(plan.scheduling, plan.cluster.node_shape(), max_nodes=plan.cluster.max_nodes)
     except ValueError as error:
         raise ConfigError.of(
             f"trial can never start: {error}",

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from corral.experiments.errors import ConfigError, closest
 from corral.launcher.packed import PackedLayout
 from corral.launcher.slurm import Node
+from corral.scheduling.placement import NodeShape
 from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
 
 _UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
@@ -216,3 +217,23 @@ def _gpus(node: Node, gpu_type: str | None) -> int:
 def _some(nodes: Sequence[Node]) -> str:
     names = [node.name for node in nodes]
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+def node_shapes(nodes: Sequence[Node], partitions: Mapping[str, Mapping[str, str]]) -> Mapping[str | None, NodeShape]:
+    """What a node of each partition has: the shape that most of its nodes share, those that are up first.
+
+    The default partition is also under None. A partition without nodes is left out.
+    """
+    shape_by_partition: dict[str | None, NodeShape] = {}
+    for name in dict.fromkeys([*(node.partition for node in nodes), *partitions]):
+        members = [node for node in nodes if node.partition == name and node.cpus > 0 and node.mem_mb > 0]
+        usable = [node for node in members if node.is_up] or members
+        if not usable:
+            continue
+        counts = Counter((node.cpus, node.gpus, node.mem_mb) for node in usable)
+        # Of shapes that are equally common the biggest.
+        cpus, gpus, mem_mb = max(counts, key=lambda shape: (counts[shape], shape))
+        shape_by_partition[name] = NodeShape(cpus=cpus, gpus=gpus, mem_mb=mem_mb)
+        if any(node.is_default_partition for node in members):
+            shape_by_partition[None] = shape_by_partition[name]
+    return shape_by_partition

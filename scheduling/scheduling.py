@@ -42,6 +42,7 @@ def _quoted_time(value: Any) -> Any:
 ELASTIC_KINDS = ("generation_server", "rollout_worker")
 
 MemoryMb = Annotated[int, BeforeValidator(_memory_mb)]
+OptionalMemoryMb = Annotated[int | None, BeforeValidator(_memory_mb)]
 SlurmTime = Annotated[str, BeforeValidator(_quoted_time)]
 
 _WORD_RULES = {

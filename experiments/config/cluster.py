@@ -7,8 +7,12 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from corral.experiments.config.base import FrozenConfig
-from corral.scheduling.scheduling import MemoryMb, Scheduling, SlurmTime
+from corral.scheduling.placement import NodeShape
+from corral.scheduling.scheduling import OptionalMemoryMb, Scheduling, SlurmTime
 from corral.scheduling.worker_information import WorkerKind
+
+ASSUMED_NODE = NodeShape(cpus=64, gpus=8, mem_mb=480 * 1024)
+"""A node of a cluster that was neither described nor asked."""
 
 
 class ClusterConfig(FrozenConfig):
@@ -18,12 +22,12 @@ class ClusterConfig(FrozenConfig):
     """Folder for all trials, on a file system that every node sees; None is $CORRAL_FILEROOT, else ~/corral."""
     bind_address: str = Field(default="auto", pattern=r"^(auto|[0-9A-Za-z_.:-]+)$")
     """Interface that servers listen on: an IP address, or `auto`: 127.0.0.1 with --local, the node's own address on SLURM."""  # noqa: E501
-    gpus_per_node: int = Field(default=8, ge=0)
-    """GPUs of one node; placement fills nodes by it."""
-    cpus_per_node: int = Field(default=64, ge=1)
-    """CPU cores of one node that a trial may use."""
-    mem_per_node: MemoryMb = Field(default=480 * 1024, ge=1)
-    """Memory of one node that a trial may use, in MB or with a suffix K, M, G or T."""
+    gpus_per_node: int | None = Field(default=None, ge=0)
+    """GPUs of one node that a trial may use; None is what most nodes of the partition have."""
+    cpus_per_node: int | None = Field(default=None, ge=1)
+    """CPU cores of one node that a trial may use; None is what most nodes of the partition have."""
+    mem_per_node: OptionalMemoryMb = Field(default=None, ge=1)
+    """Memory of one node that a trial may use, in MB or with a suffix K, M, G or T; None is what most nodes of the partition have."""  # noqa: E501
     max_nodes: int | None = Field(default=None, ge=1)
     """Nodes that a trial may use; None is as many as its groups need."""
     gpu_request: Literal["gres", "gpus", "none"] = "gres"
@@ -32,6 +36,15 @@ class ClusterConfig(FrozenConfig):
     """What runs a group's container_image; None where no group has one."""
     container_python: str = "python3"
     """Python inside the containers, with corral installed in it."""
+
+    def node_shape(self, found: NodeShape | None = None) -> NodeShape:
+        """Shape of a node to plan with: what is set here, else what was found on the cluster, else an assumption."""
+        other = found or ASSUMED_NODE
+        return NodeShape(
+            cpus=other.cpus if self.cpus_per_node is None else self.cpus_per_node,
+            gpus=other.gpus if self.gpus_per_node is None else self.gpus_per_node,
+            mem_mb=other.mem_mb if self.mem_per_node is None else self.mem_per_node,
+        )
 
 
 class LaunchConfig(FrozenConfig):

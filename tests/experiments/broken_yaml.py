@@ -236,7 +236,7 @@ SCHEMA_CASES = (
     BrokenCase(
         name="unknown-layout",
         edit=("  time_limit: 1:00:00", "  layout: paked"),
-        words=("launch.layout", "'auto' or 'packed'", "did you mean 'packed'"),
+        words=("launch.layout", "'auto', 'packed'", "did you mean 'packed'"),
         line=29,
     ),
     BrokenCase(
