@@ -51,7 +51,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     mem_mb: int
     gpus: int = 0
     gpu_indices: tuple[int, ...] = ()
-    """The worker's GPUs among those that the allocation has on its node."""
+    """The worker's GPUs among those that the allocation has on its node. Exact with `slice`; with `per_task` SLURM gives
+    each step the first ones that are free, so workers that ask for equally many may have swapped theirs."""
     gpu_binding: GpuBinding = "per_task"
 
 
@@ -100,6 +101,13 @@ class RunningAllocation(msgspec.Struct, frozen=True, kw_only=True):
     het_group: int | None
     """Component of a heterogeneous job."""
     hosts: tuple[str, ...]
+    own_job_id: str = ""
+    """Where squeue shows its steps: a component of a heterogeneous job has an id of its own; "" is `job_id`."""
+
+    @property
+    def steps_job_id(self) -> str:
+        """The job that squeue shows its steps under."""
+        return self.own_job_id or self.job_id
 
 
 RunningAllocations = Mapping[int, RunningAllocation]

@@ -67,10 +67,6 @@ class Placement:
         raise ValueError(f"no unit is named {name!r}; there are {', '.join(unit.unit for unit in self.units)}")
 
 
-DEFAULT_NODE = NodeShape(cpus=64, gpus=8, mem_mb=480 * GIB_MB)
-"""What a node is taken for where neither the configuration nor the cluster says."""
-
-
 def place(
     scheduling: Groups,
     node: NodeShape,

@@ -232,6 +232,10 @@ class TasksGroup(FrozenModel):
         """Fixed and elastic tasks: as many workers have an index."""
         return self.count + (self.elastic.count if self.elastic else 0)
 
+    def scheduling_of(self, index: int) -> Scheduling:
+        """What the worker with this index asks for: elastic ones come after the fixed ones."""
+        return self.elastic.scheduling if self.elastic is not None and index >= self.count else self.scheduling
+
 
 class ExperimentScheduling(FrozenModel):
     """Every worker group of a trial, by worker kind; a kind that the trial does not have is None."""
