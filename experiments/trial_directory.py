@@ -15,6 +15,8 @@ import errno
 import os
 import re
 import secrets as random_tokens
+import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -161,12 +163,21 @@ class TrialDirectory:
         return self.path / "report"
 
     @property
+    def evaluations_path(self) -> Path:
+        """What `rl-eval` found out about versions of the weights."""
+        return self.path / "eval"
+
+    @property
     def control_path(self) -> Path:
         return self.path / "control"
 
     @property
     def stop_request_path(self) -> Path:
         return self.control_path / "stop.json"
+
+    @property
+    def group_requests_path(self) -> Path:
+        return self.control_path / "group-requests.json"
 
     def attempt_logs(self, attempt: int) -> Path:
         return self.logs_path / f"attempt-{attempt}"
@@ -227,6 +238,19 @@ class TrialDirectory:
         self.stop_request_path.unlink(missing_ok=True)
         fsync_directory(self.control_path)
 
+    def write_held_groups(self, kinds: Iterable[str]) -> None:
+        """Asks the supervisor to keep the workers of these kinds down, and those of all other kinds up."""
+        atomic_write(self.group_requests_path, msgspec.json.encode({"held": sorted(kinds)}))
+
+    def read_held_groups(self) -> frozenset[str]:
+        """Kinds of worker that `rl-stop --group` keeps down; what is no such file holds nobody."""
+        try:
+            content = msgspec.json.decode(self.group_requests_path.read_bytes())
+        except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+            return frozenset()
+        held = content.get("held") if isinstance(content, dict) else None
+        return frozenset(kind for kind in held if isinstance(kind, str)) if isinstance(held, list) else frozenset()
+
 
 def validate_name(name: str, *, what: str = "name") -> str:
     """Returns `name` if it may be a directory and job name.
@@ -283,6 +307,17 @@ def write_new_file(path: Path, data: bytes, *, mode: int = 0o600) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Makes the directory `target` with a second name for every file of `source`: no byte is written twice."""
+    target.mkdir(mode=0o700, parents=True)
+    for path in source.iterdir():
+        if path.is_file():
+            try:
+                os.link(path, target / path.name)
+            except OSError:  # another file system, or one without hard links
+                shutil.copy2(path, target / path.name)
 
 
 def write_all(descriptor: int, data: bytes) -> None:

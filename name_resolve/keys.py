@@ -2,6 +2,7 @@
 
     ""                               root(): everything of the trial
     workers/{kind}/{index}           one lease per worker          -> its record
+    last_seen/{kind}/{index}         the same without a lease      -> the last record of a worker that froze
     streams/master                   the master's request socket   -> address
     streams/trajectories/{index}     the trajectory receivers      -> address
     generation/manager               the generation-server manager -> address
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 
 from corral.name_resolve.names import check_name
 
+WORKERS_ROOT = "workers"
+LAST_SEEN_ROOT = "last_seen"
 _TRIAL_UUID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -45,7 +48,7 @@ class TrialKeys:
         return ""
 
     def workers_root(self) -> str:
-        return "workers"
+        return WORKERS_ROOT
 
     def worker_kind_root(self, kind: str) -> str:
         return check_name(f"{self.workers_root()}/{kind}")
@@ -82,6 +85,11 @@ class TrialKeys:
 
     def commit(self) -> str:
         return "commit"
+
+
+def last_seen_key(worker_key: str) -> str:
+    """Where the copy of a worker's record is that outlives its lease."""
+    return f"{LAST_SEEN_ROOT}/{worker_key.removeprefix(f'{WORKERS_ROOT}/')}"
 
 
 def _check_index(index: int) -> int:

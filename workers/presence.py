@@ -1,6 +1,10 @@
 """Presence: what a worker says about itself, published as its leased record in name-resolve.
 
 worker code --enter(phase, waiting_for), beat()--> Presence --at most twice a second--> leased record --> rl-status
+                                                            +--> last_seen/...: the same, without a lease
+
+The lease says who is there: it ends with the worker, or ten seconds after it froze. What a frozen worker did last is
+read from the copy, which stays until the worker leaves in order.
 
 A phase may have a deadline. A worker that outstays it prints the stacks of all its threads and leaves the process: a
 hang becomes an exit that the supervisor sees and answers, whatever the hung thread was doing.
@@ -18,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from corral.name_resolve import NameExistsError, NameService, NameServiceError
+from corral.name_resolve.keys import last_seen_key
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +55,8 @@ class Presence:
         self._progress = 0
         self._dirty = True
         self._closed = threading.Event()
+        self._names = names
+        self._memory = last_seen_key(key)
         self._lease = names.lease(key, self._text(), ttl_s=ttl_s, owner=owner, take_over=True)
         self._thread = threading.Thread(target=self._publish, name="presence", daemon=True)
         self._thread.start()
@@ -65,6 +72,10 @@ class Presence:
         self._closed.set()
         self._thread.join(timeout=5.0)
         self._lease.release()
+        try:
+            self._names.delete(self._memory)
+        except NameServiceError as error:  # gone already, or Redis is: rl-status then sees the exit in the journal
+            logger.debug("the copy of the presence record was not deleted: %s", error)
 
     def enter(self, phase: str, *, waiting_for: str = "", deadline_s: float | None = None) -> None:
         """Say what the worker does from now on.
@@ -135,7 +146,9 @@ class Presence:
 
     def _publish_once(self) -> None:
         try:
-            self._lease.update(self._text())
+            text = self._text()
+            self._lease.update(text)
+            self._names.add(self._memory, text, replace=True)
         except NameExistsError:
             # Whoever started our successor took us for dead. Two of us must not act.
             logger.critical("another process holds this worker's record: this one was replaced, and leaves")

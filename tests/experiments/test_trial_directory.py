@@ -85,6 +85,7 @@ def test_the_layout_is_what_users_and_workers_know(tmp_path: Path) -> None:
         trial.trajectories_path: "trajectories.jsonl",
         trial.control_path: "control",
         trial.stop_request_path: "control/stop.json",
+        trial.group_requests_path: "control/group-requests.json",
     } == {root / name: name for name in (path.relative_to(root).as_posix() for path in _all_paths(trial))}
 
 
@@ -163,6 +164,18 @@ def test_a_stop_request_reaches_the_trial_and_can_be_forgotten(tmp_path: Path) -
     assert trial.read_stop_request() == request
     trial.clear_stop_request()
     assert trial.read_stop_request() is None
+
+
+def test_groups_are_held_until_they_are_given_back(tmp_path: Path) -> None:
+    trial = TrialDirectory.of(tmp_path, experiment="math", trial="t1")
+    trial.create()
+    assert trial.read_held_groups() == frozenset()
+    trial.write_held_groups(["rollout_worker", "generation_server"])
+    assert trial.read_held_groups() == {"generation_server", "rollout_worker"}
+    trial.write_held_groups([])
+    assert trial.read_held_groups() == frozenset()
+    trial.group_requests_path.write_text("all of them")
+    assert trial.read_held_groups() == frozenset()
 
 
 def test_a_hand_written_stop_request_is_refused_by_name(tmp_path: Path) -> None:

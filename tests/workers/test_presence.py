@@ -45,6 +45,17 @@ def test_a_phase_inside_another_gives_way_to_it_again() -> None:
         assert (presence.snapshot()["phase"], presence.snapshot()["waiting_for"]) == ("train", "x")
 
 
+def test_what_a_frozen_worker_did_last_outlives_its_lease_and_goes_when_it_leaves() -> None:
+    store = MemoryStore()
+    observer = MemoryNameService(store)
+    with Presence(MemoryNameService(store), KEY, owner="a", ttl_s=10, identity={}) as presence:
+        presence.enter("train step", waiting_for="model workers")
+        wait_until(lambda: "last_seen/rollout_worker/0" in observer.get_subtree("last_seen"), "the copy")
+        observer.delete(KEY)  # as the end of its time to live does
+        assert json.loads(observer.get("last_seen/rollout_worker/0"))["waiting_for"] == "model workers"
+    assert observer.get_subtree("last_seen") == {}
+
+
 def run_worker(names: Path, body: str) -> "subprocess.Popen[str]":
     code = (
         "import sys, time\n"
