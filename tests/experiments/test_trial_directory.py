@@ -67,6 +67,8 @@ def test_the_layout_is_what_users_and_workers_know(tmp_path: Path) -> None:
         trial.config_path: "config.yaml",
         trial.plan_path: "plan.json",
         trial.sbatch_path: "trial.sbatch",
+        trial.layout_path: "layout.json",
+        trial.evaluations_path: "eval",
         trial.rendezvous_path: "rdzv.json",
         trial.journal_path: "events.jsonl",
         trial.metrics_path: "metrics.jsonl",
