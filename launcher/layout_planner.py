@@ -1,0 +1,341 @@
+"""Groups and the shapes of nodes -> Layout: which allocations a trial asks for, and where in them each worker runs.
+
+    groups, launch.* --needs--> pools of groups that can share an allocation
+                                  one pool             packed   [head]
+                                  several              hetjob   [head + component + ...]
+                                  asked for            jobs     [head] [group] [group]
+    pool + shape of its nodes --place--> node and GPUs of every worker, and what a node is asked for
+
+Pure: what the cluster has comes in as shapes of nodes, and nothing is submitted here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from corral.experiments.errors import ConfigError, KeyPath
+from corral.experiments.plan import RunPlan
+from corral.launcher.layout import Allocation, AllocationRole, Layout, LayoutKind, Step
+from corral.scheduling.placement import SLACK_CPUS, SLACK_MEM_MB, NodeShape, Placement, place
+from corral.scheduling.scheduling import AllocationNeeds, Scheduling, TasksGroup
+from corral.scheduling.worker_information import WorkerKind, parse_worker_id, worker_id
+
+NEEDS = AllocationNeeds._fields
+TIMES = ("time_limit", "begin", "deadline")
+ALLOCATION_FIELDS = (*NEEDS, *TIMES)
+"""Scheduling fields that are set for a whole allocation: in `launch`, or in the groups' scheduling."""
+
+SUPERVISED: tuple[WorkerKind, ...] = ("master_worker", "gserver_manager")
+"""What runs beside the supervisor, on the first node of the head."""
+
+NodeShapes = Mapping[str | None, NodeShape]
+"""What most usable nodes of a partition have, by its name; None is the default partition."""
+
+
+def plan_layout(plan: RunPlan, shapes: NodeShapes | None = None) -> Layout:
+    """The allocations of a trial and the place of every worker.
+
+    Args:
+        plan: the trial.
+        shapes: nodes of the cluster; where it says nothing, `cluster.*_per_node` or an assumption counts.
+
+    Raises:
+        ConfigError: if a group fits no node, or groups that must share an allocation ask for different ones.
+    """
+    pools = _pools(plan)
+    kind, reason = _choose(plan, pools)
+    if kind == "hetjob":
+        pools = _with_company_for_the_head(plan, pools, shapes or {})
+        _check_common_times(plan)
+    elif kind == "jobs":
+        pools = _one_per_group(plan)
+    allocations: list[Allocation] = []
+    steps: dict[str, Step] = {}
+    nodes_left = plan.cluster.max_nodes
+    for number, pool in enumerate(pools):
+        role: AllocationRole = "head" if number == 0 else "component" if kind == "hetjob" else "group"
+        allocation, placed = _place_pool(plan, pool, role, number, shapes or {}, nodes_left)
+        allocations.append(allocation)
+        steps |= placed
+        nodes_left = None if nodes_left is None else nodes_left - allocation.num_nodes
+    for worker, task in _elastic_workers(plan):
+        steps[worker] = _step(task, allocation=len(allocations), node_index=0, gpus=range(task.gpu))
+        allocations.append(_elastic_allocation(plan, worker, task, shapes or {}))
+    by_worker = {f"{spec.kind}/{spec.index}": steps[f"{spec.kind}/{spec.index}"] for spec in plan.workers}
+    return Layout(kind=kind, reason=reason, allocations=tuple(allocations), steps=by_worker)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pool:
+    """Groups that can share an allocation."""
+
+    needs: AllocationNeeds
+    gpu_type: str | None
+    groups: dict[WorkerKind, TasksGroup] = field(default_factory=dict)
+
+
+def _asked(plan: RunPlan, scheduling: Scheduling, name: str) -> Any:
+    """A group's own value, else that of `launch`."""
+    own = getattr(scheduling, name)
+    return getattr(plan.launch, name) if own is None else own
+
+
+def _needs(plan: RunPlan, scheduling: Scheduling) -> AllocationNeeds:
+    return AllocationNeeds(*(_asked(plan, scheduling, name) for name in NEEDS))
+
+
+def _pools(plan: RunPlan) -> list[_Pool]:
+    """Groups by what they need, the master's first; a group without GPUs takes nodes with any type of them."""
+    pools: list[_Pool] = []
+    items = sorted(plan.scheduling.items(), key=lambda item: item[0] not in SUPERVISED)
+    # Groups that name a type of GPU first: the others can then join them.
+    for kind, group in sorted(items, key=lambda item: item[1].scheduling.gpu_type is None):
+        needs, gpu_type = _needs(plan, group.scheduling), group.scheduling.gpu_type
+        for pool in pools:
+            if pool.needs == needs and gpu_type in (None, pool.gpu_type):
+                pool.groups[kind] = group
+                break
+        else:
+            pools.append(_Pool(needs=needs, gpu_type=gpu_type, groups={kind: group}))
+    ordered = [_Pool(needs=pool.needs, gpu_type=pool.gpu_type, groups=_in_order(plan, pool.groups)) for pool in pools]
+    return sorted(ordered, key=lambda pool: "master_worker" not in pool.groups)
+
+
+def _in_order(plan: RunPlan, groups: Mapping[WorkerKind, TasksGroup]) -> dict[WorkerKind, TasksGroup]:
+    return {kind: group for kind, group in plan.scheduling.items() if kind in groups}
+
+
+def _choose(plan: RunPlan, pools: Sequence[_Pool]) -> tuple[LayoutKind, str]:
+    """The kind of layout, and why."""
+    asked = plan.launch.layout
+    difference = _difference(plan, pools)
+    if asked == "packed":
+        if difference is not None:
+            _refuse_packed(plan, *difference)
+        return "packed", "launch.layout asks for it"
+    if asked == "jobs":
+        return "jobs", "launch.layout asks for it: one job per group"
+    if difference is None:
+        also = "; hetjob would be the same" if asked == "hetjob" else ""
+        return "packed", f"all groups can share one allocation{also}"
+    name, values = difference
+    shown = ", ".join(f"{value or 'default'} ({' and '.join(kinds)})" for value, kinds in values.items())
+    return "hetjob", f"groups ask for different nodes: {name} {shown}"
+
+
+def _difference(plan: RunPlan, pools: Sequence[_Pool]) -> tuple[str, dict[str | None, list[WorkerKind]]] | None:
+    """The first field in which pools differ, with the groups by value."""
+    if len(pools) == 1:
+        return None
+    for name in NEEDS:
+        values: dict[str | None, list[WorkerKind]] = {}
+        for kind, group in plan.scheduling.items():
+            values.setdefault(_asked(plan, group.scheduling, name), []).append(kind)
+        if len(values) > 1:
+            return name, values
+    types: dict[str | None, list[WorkerKind]] = {}
+    for kind, group in plan.scheduling.items():
+        if group.scheduling.gpu:
+            types.setdefault(group.scheduling.gpu_type, []).append(kind)
+    return "gpu_type", types
+
+
+def _refuse_packed(plan: RunPlan, name: str, values: Mapping[str | None, Sequence[WorkerKind]]) -> None:
+    shown = ", ".join(str(value or "default") for value in values)
+    kind = next(iter(list(values.values())[-1]))
+    path: KeyPath = ("groups", kind, "scheduling", name)
+    raise ConfigError.of(
+        f"layout packed is one allocation for all groups, but {name} is asked for as {shown}",
+        hint=f"set launch.layout to hetjob or auto, or give all groups the same {name}",
+        path=path,
+        shown=str(getattr(plan.scheduling[kind].scheduling, name) or "null"),
+    )
+
+
+def _one_per_group(plan: RunPlan) -> list[_Pool]:
+    """Layout jobs: the master and the manager are the head, every other group has a job."""
+    head = {kind: group for kind, group in plan.scheduling.items() if kind in SUPERVISED}
+    master = plan.scheduling["master_worker"].scheduling
+    manager = plan.scheduling.get("gserver_manager")
+    if manager is not None and _needs(plan, manager.scheduling) != _needs(plan, master):
+        raise ConfigError.of(
+            "with layout jobs the master_worker and the gserver_manager share a job, but they ask for different nodes",
+            hint="give both the same partition, constraint, account, ...",
+            path=("groups", "gserver_manager", "scheduling"),
+        )
+    types = {group.scheduling.gpu_type for group in head.values() if group.scheduling.gpu_type}
+    pools = [_Pool(needs=_needs(plan, master), gpu_type=next(iter(types), None), groups=head)]
+    for kind, group in plan.scheduling.items():
+        if kind not in SUPERVISED:
+            task = group.scheduling
+            pools.append(_Pool(needs=_needs(plan, task), gpu_type=task.gpu_type, groups={kind: group}))
+    return pools
+
+
+def _with_company_for_the_head(plan: RunPlan, pools: Sequence[_Pool], shapes: NodeShapes) -> list[_Pool]:
+    """Lets master and manager ride with other groups where nobody forces them onto nodes of their own.
+
+    Components of a heterogeneous job never share a node: alone, one CPU of a master would take a whole one.
+    """
+    head, *others = pools
+    if any(head.needs) or not others or any(kind not in SUPERVISED for kind in head.groups):
+        return list(pools)
+    if any(group.scheduling.gpu_type for group in head.groups.values()):
+        return list(pools)
+    host = max(others, key=lambda pool: _free_cpus(plan, pool, shapes))
+    together = _Pool(needs=host.needs, gpu_type=host.gpu_type, groups=_in_order(plan, {**host.groups, **head.groups}))
+    return [together, *(pool for pool in others if pool is not host)]
+
+
+def _free_cpus(plan: RunPlan, pool: _Pool, shapes: NodeShapes) -> int:
+    """CPUs that the pool's nodes have beyond what its tasks ask for."""
+    shape = _shape(plan, pool.needs.partition, shapes)
+    placed = _place(plan, pool.groups, shape, role="component", max_nodes=None)
+    used = sum(group.count * group.scheduling.cpu for group in pool.groups.values())
+    return placed.num_nodes * shape.cpus - used
+
+
+def _check_common_times(plan: RunPlan) -> None:
+    for name in TIMES:
+        _common_value(plan, dict(plan.scheduling.items()), name)
+
+
+def _common_value(plan: RunPlan, groups: Mapping[WorkerKind, TasksGroup], name: str) -> str | None:
+    """The one value of a field in an allocation; a group's own counts before that of launch."""
+    own = {kind: getattr(group.scheduling, name) for kind, group in groups.items()}
+    values = {value: kind for kind, value in own.items() if value is not None}
+    if len(values) > 1:
+        raise ConfigError.of(
+            f"groups that start and end together ask for {name} {', '.join(values)}",
+            hint=f"set launch.{name} only",
+            path=("groups", list(values.values())[-1], "scheduling", name),
+            shown=list(values)[-1],
+        )
+    value: str | None = next(iter(values), getattr(plan.launch, name))
+    return value
+
+
+def _place_pool(
+    plan: RunPlan, pool: _Pool, role: AllocationRole, number: int, shapes: NodeShapes, max_nodes: int | None
+) -> tuple[Allocation, dict[str, Step]]:
+    shape = _shape(plan, pool.needs.partition, shapes)
+    placement = _place(plan, pool.groups, shape, role=role, max_nodes=max_nodes)
+    steps: dict[str, Step] = {}
+    for unit in placement.units:
+        task = pool.groups[unit.kind].scheduling
+        for offset, (node, gpus) in enumerate(zip(unit.nodes, unit.gpus, strict=True)):
+            worker = worker_id(unit.kind, unit.first_index + offset)
+            steps[worker] = _step(task, allocation=number, node_index=node, gpus=gpus)
+    steps = _one_binding_per_node(steps)
+    on_nodes = [[step for step in steps.values() if step.node_index == node] for node in range(placement.num_nodes)]
+    slack_cpus, slack_mem_mb = (SLACK_CPUS, SLACK_MEM_MB) if role == "head" else (0, 0)
+    allocation = Allocation(
+        name="head" if role == "head" else next(iter(pool.groups)),
+        role=role,
+        num_nodes=placement.num_nodes,
+        cpus_per_node=max(sum(step.cpus for step in node) for node in on_nodes) + slack_cpus,
+        mem_mb_per_node=max(sum(step.mem_mb for step in node) for node in on_nodes) + slack_mem_mb,
+        gpus_per_node=max(sum(step.gpus for step in node) for node in on_nodes),
+        gpu_type=pool.gpu_type,
+        options=_options(pool.needs, _times(plan, pool, role)),
+        extra_arguments=_extra_arguments(plan, *(group.scheduling for group in pool.groups.values())),
+    )
+    return allocation, steps
+
+
+def _times(plan: RunPlan, pool: _Pool, role: AllocationRole) -> dict[str, str | None]:
+    times = {name: _common_value(plan, pool.groups, name) for name in TIMES}
+    if role == "group" and times["begin"] == plan.launch.begin:
+        times["begin"] = None  # its head has begun, or nobody would ask for it
+    return times
+
+
+def _place(
+    plan: RunPlan,
+    groups: Mapping[WorkerKind, TasksGroup],
+    shape: NodeShape,
+    *,
+    role: AllocationRole,
+    max_nodes: int | None,
+) -> Placement:
+    if max_nodes is not None and max_nodes < 1:
+        raise ConfigError.of(
+            f"trial can never start: {', '.join(groups)} need nodes of their own, and the other groups use all of "
+            f"cluster.max_nodes={plan.cluster.max_nodes}",
+            hint="raise cluster.max_nodes, or let all groups share an allocation",
+            path=("cluster", "max_nodes"),
+            shown=str(plan.cluster.max_nodes),
+        )
+    try:
+        return place(groups, shape, has_slack=role == "head", max_nodes=max_nodes)
+    except ValueError as error:
+        raise ConfigError.of(
+            f"trial can never start: {error}",
+            hint="a node's shape is what sinfo shows, or cluster.cpus_per_node, cluster.mem_per_node and "
+            "cluster.gpus_per_node",
+        ) from error
+
+
+def _shape(plan: RunPlan, partition: str | None, shapes: NodeShapes) -> NodeShape:
+    # A list of partitions means the first that can start; the first stands for all.
+    return plan.cluster.node_shape(shapes.get(partition.split(",")[0] if partition else None))
+
+
+def _step(task: Scheduling, *, allocation: int, node_index: int, gpus: Sequence[int]) -> Step:
+    return Step(
+        allocation=allocation,
+        node_index=node_index,
+        cpus=task.cpu,
+        mem_mb=task.mem,
+        gpus=task.gpu,
+        gpu_indices=tuple(gpus),
+        gpu_binding=task.gpu_binding if task.gpu else "none",
+    )
+
+
+def _one_binding_per_node(steps: dict[str, Step]) -> dict[str, Step]:
+    """Where one worker's GPUs are cut out of the node's, all are: SLURM counts those of overlapping steps as free."""
+    sliced = {step.node_index for step in steps.values() if step.gpu_binding == "slice"}
+    return {
+        worker: msgspec.structs.replace(step, gpu_binding="slice") if step.gpus and step.node_index in sliced else step
+        for worker, step in steps.items()
+    }
+
+
+def _elastic_workers(plan: RunPlan) -> list[tuple[str, Scheduling]]:
+    return [
+        (worker_id(kind, index), group.elastic.scheduling)
+        for kind, group in plan.scheduling.items()
+        if group.elastic is not None
+        for index in range(group.count, group.total_count)
+    ]
+
+
+def _elastic_allocation(plan: RunPlan, worker: str, task: Scheduling, shapes: NodeShapes) -> Allocation:
+    needs = _needs(plan, task)
+    alone = {parse_worker_id(worker)[0]: TasksGroup(count=1, scheduling=task)}
+    _place(plan, alone, _shape(plan, needs.partition, shapes), role="elastic", max_nodes=None)
+    times = {"time_limit": _asked(plan, task, "time_limit"), "begin": task.begin, "deadline": task.deadline}
+    return Allocation(
+        name=worker,
+        role="elastic",
+        num_nodes=1,
+        cpus_per_node=task.cpu,
+        mem_mb_per_node=task.mem,
+        gpus_per_node=task.gpu,
+        gpu_type=task.gpu_type,
+        options=_options(needs, times),
+        extra_arguments=_extra_arguments(plan, task),
+    )
+
+
+def _options(needs: AllocationNeeds, times: Mapping[str, str | None]) -> dict[str, str]:
+    asked = {**needs._asdict(), **times}
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _extra_arguments(plan: RunPlan, *tasks: Scheduling) -> tuple[str, ...]:
+    own = [argument for task in tasks for argument in task.extra_sbatch_arguments]
+    return tuple(dict.fromkeys([*plan.launch.extra_sbatch_arguments, *own]))
