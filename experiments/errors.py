@@ -1,13 +1,14 @@
 """What is wrong with an experiment, said so that it can be mended: ConfigProblem (one) -> ConfigError (all of them).
 
-error: unknown key 'lr_rate' in actor.optimizer
-  math.yaml:31  actor.optimizer.lr_rate: 0.1
-  hint: did you mean 'lr'?
+error: trial can never start: it needs 5 nodes, partition 'h100' has 4
+  math.yaml:31  groups.rollout_worker.count: 40  (8 a node)
+  hint: a count of 32 fits
+  checked with: sinfo -h -N -p h100 -o '%N|%c|%m|%G|%t'
 """
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +26,32 @@ class ConfigProblem:
     hint: the way out.
     path: the key that has to change; empty where no key is to blame.
     shown: the offending value, as it is printed after the key.
+    note: what follows from the value, in a few words beside it.
     place: where that stands: "math.yaml:31", "-s ppo.kl_coef=1".
+    evidence: the command that shows what the value was compared with.
     """
 
     message: str
     hint: str = ""
     path: KeyPath = ()
     shown: str = ""
+    note: str = ""
     place: str = ""
+    evidence: str = ""
 
     def render(self) -> str:
-        """The problem on two or three lines."""
+        """The problem on two to four lines."""
         first, *more = self.message.splitlines() or [""]
         lines = [f"error: {first}", *(f"  {line}" for line in more)]
         key = dotted(self.path)
         value = f"{key}: {self.shown}" if key and self.shown else key or self.shown
-        if location := "  ".join(part for part in (self.place, value) if part):
+        note = f"({self.note})" if self.note else ""
+        if location := "  ".join(part for part in (self.place, value, note) if part):
             lines.append(f"  {location}")
         if self.hint:
             lines.append(f"  hint: {self.hint}")
+        if self.evidence:
+            lines.append(f"  checked with: {self.evidence}")
         return "\n".join(lines)
 
 
@@ -63,14 +71,36 @@ class ConfigError(ValueError):
         """An error with one problem."""
         return cls([ConfigProblem(message=message, hint=hint, path=path, shown=shown, place=place)])
 
+    def located(self, source: "ConfigSource") -> "ConfigError":
+        """The same error with a place for every problem that names a key but not yet where it stands."""
+        return type(self)(
+            replace(problem, place=source.place(problem.path)) if problem.path and not problem.place else problem
+            for problem in self.problems
+        )
+
+
+class UnsatisfiableError(ConfigError):
+    """An experiment that is right in itself, but that this cluster can never run."""
+
+    exit_code = 5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigSource:
-    """Where each value of a configuration came from: a line of a file, or an override on the command line."""
+    """Where each value of a configuration came from: a line of a file, or an override on the command line.
+
+    file: the experiment file.
+    line_by_path: line of each key that a file gives.
+    override_by_path: what was typed for each key that the command line gives.
+    profile_by_path: the profile of each key whose line is not of the experiment file but of that profile.
+    profiles: the profiles that were read, the weakest first.
+    """
 
     file: Path | None = None
     line_by_path: Mapping[KeyPath, int]
     override_by_path: Mapping[KeyPath, str]
+    profile_by_path: Mapping[KeyPath, Path] = field(default_factory=dict)
+    profiles: tuple[Path, ...] = ()
 
     def place(self, path: KeyPath) -> str:
         """Where `path` was written, or else the nearest thing that encloses it."""
@@ -79,8 +109,23 @@ class ConfigSource:
             if prefix in self.override_by_path:
                 return f"-s {shorten(self.override_by_path[prefix])}"
             if self.file is not None and prefix in self.line_by_path:
-                return f"{display_path(self.file)}:{self.line_by_path[prefix]}"
+                return f"{display_path(self.profile_by_path.get(prefix, self.file))}:{self.line_by_path[prefix]}"
         return display_path(self.file) if self.file is not None else ""
+
+    def gives(self, path: KeyPath) -> bool:
+        """Whether a file or an override has this very key."""
+        return path in self.line_by_path or path in self.override_by_path
+
+    def first_given(self, *paths: KeyPath) -> KeyPath:
+        """The first of the keys that is given, else the first: what to change, of several that decide together."""
+        return next((path for path in paths if self.gives(path)), paths[0])
+
+    def folder(self, path: KeyPath) -> Path:
+        """What a relative path at this key is relative to: the folder of its file, or the current directory."""
+        if any(path[:length] in self.override_by_path for length in range(1, len(path) + 1)):
+            return Path.cwd()
+        file = self.profile_by_path.get(path, self.file)
+        return file.parent if file is not None else Path.cwd()
 
 
 NO_SOURCE = ConfigSource(line_by_path={}, override_by_path={})

@@ -1,15 +1,15 @@
-"""experiment.yaml + overrides -> Experiment, or everything that is wrong with them.
+"""profiles + experiment.yaml + overrides -> Experiment, or everything that is wrong with them.
 
-    bytes ─read_yaml─► raw values ─apply_overrides─► raw values ─validate─► Experiment ─find_problems─► Experiment
-             │                          │                           │                       │
-             └──────────────────────────┴────── ConfigError ────────┴───────────────────────┘
+    bytes ─read_yaml─► raw values ─merge, override─► raw values ─validate─► Experiment ─find_problems─► Experiment
+             │                         │                        │                       │
+             └─────────────────────────┴───── ConfigError ──────┴───────────────────────┘
 
 Each stage reports all of its mistakes at once; the next stage runs only on what the one before found clean.
 """
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from corral.experiments.config.cluster import DEFAULT_SCHEDULING
 from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, KeyPath, closest, show_value
 from corral.experiments.experiment import Experiment
 from corral.experiments.overrides import Override, apply_overrides, as_text_where_asked, parse_override
+from corral.experiments.profile import Layer, merge, read_profile, without
 from corral.experiments.schema import path_keys
 from corral.experiments.sft import SFTExperiment
 from corral.experiments.validation import validate
 from corral.experiments.yaml_loader import read_yaml
+from corral.scheduling.worker_information import WorkerKind
 
 EXPERIMENTS: Mapping[str, type[Experiment]] = {
     "async_ppo": AsyncPPOExperiment,
@@ -29,29 +31,71 @@ EXPERIMENTS: Mapping[str, type[Experiment]] = {
 }
 """Experiment class by the file's `experiment` key."""
 
+GENERATION_KINDS: tuple[WorkerKind, ...] = ("generation_server", "gserver_manager", "rollout_worker")
+"""Groups of experiments that generate."""
 
-def load_experiment(path: Path | str, overrides: Sequence[str] = ()) -> Experiment:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedExperiment:
+    """A checked experiment, and where its values came from."""
+
+    experiment: Experiment
+    source: ConfigSource
+
+
+def load_experiment(path: Path | str, overrides: Sequence[str] = (), *, profiles: Sequence[Path] = ()) -> Experiment:
+    """The experiment of `load_with_source`."""
+    return load_with_source(path, overrides, profiles=profiles).experiment
+
+
+def load_with_source(
+    path: Path | str, overrides: Sequence[str] = (), *, profiles: Sequence[Path] = ()
+) -> LoadedExperiment:
     """Read an experiment file and check everything that can be checked without starting anything.
 
     Args:
         path: the YAML file; relative paths in it are relative to its folder.
         overrides: `key.path=value`, applied in order; relative paths in them are relative to the current directory.
+        profiles: files with values for what the experiment file leaves open, the weakest first.
 
     Raises:
         ConfigError: listing all mistakes of the first stage that found any.
     """
     file = Path(path)
     data, line_by_path = read_yaml(file)
+    layers = [read_profile(profile) for profile in profiles]
     changes = _parse_overrides(overrides)
-    data = apply_overrides(data, changes)
     source = ConfigSource(file=file, line_by_path=line_by_path, override_by_path={c.path: c.typed for c in changes})
-    experiment_class = _experiment_class(data, source)
+    experiment_class = _experiment_class(apply_overrides(data, changes), source)
+    merged = merge(
+        [
+            *(without(layer, _keys_of_others(layer, experiment_class)) for layer in layers),
+            Layer(file=file, data=data, line_by_path=line_by_path),
+        ]
+    )
+    source = replace(
+        source,
+        line_by_path=merged.line_by_path,
+        profile_by_path={path: origin for path, origin in merged.file_by_path.items() if origin != file},
+        profiles=tuple(profiles),
+    )
     changes = [as_text_where_asked(change, experiment_class) for change in changes]
-    data = _with_group_defaults(apply_overrides(data, changes))
-    data = _with_absolute_paths(data, experiment_class, source, folder=file.parent)
+    data = _with_group_defaults(apply_overrides(merged.data, changes))
+    data = _with_absolute_paths(data, experiment_class, source)
     experiment = validate(experiment_class, data, source)
     check_experiment(experiment, source)
-    return experiment
+    return LoadedExperiment(experiment=experiment, source=source)
+
+
+def _keys_of_others(layer: Layer, experiment_class: type[Experiment]) -> list[KeyPath]:
+    """What a profile says about parts that only other experiments have."""
+    elsewhere = {name for other in EXPERIMENTS.values() for name in other.model_fields}
+    unwanted: list[KeyPath] = [
+        (key,) for key in layer.data if key in elsewhere and key not in experiment_class.model_fields
+    ]
+    if not experiment_class.generates:
+        unwanted += [("groups", kind) for kind in GENERATION_KINDS]
+    return unwanted
 
 
 def check_experiment(experiment: Experiment, source: ConfigSource) -> None:
@@ -117,11 +161,10 @@ def _with_defaults(group: dict[str, Any], default: dict[str, Any]) -> dict[str, 
 
 
 def _with_absolute_paths(
-    data: dict[str, Any], experiment_class: type[Experiment], source: ConfigSource, *, folder: Path
+    data: dict[str, Any], experiment_class: type[Experiment], source: ConfigSource
 ) -> dict[str, Any]:
     for path in path_keys(experiment_class):
-        typed_on_command_line = any(path[:length] in source.override_by_path for length in range(1, len(path) + 1))
-        data = _map_at(data, path, base=Path.cwd() if typed_on_command_line else folder)
+        data = _map_at(data, path, base=source.folder(path))
     return data
 
 

@@ -35,8 +35,18 @@ _MAX_DIGITS = 400  # int() of more digits is slow, and above 4300 an error of it
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")
 
 
-def read_yaml(path: Path) -> tuple[Any, dict[KeyPath, int]]:
-    """The content of a file, and the line (from 1) of each key.
+EXPERIMENT_FILE = "experiment file"
+_HINTS = {
+    EXPERIMENT_FILE: (
+        "give the path of a YAML file, such as experiments/recipes/arithmetic_sft.yaml",
+        "start with 'experiment: sft' or 'experiment: async_ppo'",
+    )
+}
+_OTHER_HINTS = ("give the path of a YAML file", "start with 'cluster:' or 'launch:'")
+
+
+def read_yaml(path: Path, *, what: str = EXPERIMENT_FILE) -> tuple[Any, dict[KeyPath, int]]:
+    """The content of a file, and the line (from 1) of each key; `what` names the kind of file in errors.
 
     Raises:
         ConfigError: if the file cannot be read or is not YAML of the strict kind.
@@ -46,19 +56,19 @@ def read_yaml(path: Path) -> tuple[Any, dict[KeyPath, int]]:
             content = stream.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError.of(
-            f"cannot read the experiment file: {error.strerror or error}",
+            f"cannot read the {what}: {error.strerror or error}",
             place=display_path(path),
-            hint="give the path of a YAML file, such as experiments/recipes/arithmetic_sft.yaml",
+            hint=_HINTS.get(what, _OTHER_HINTS)[0],
         ) from error
-    return parse_yaml(content, file=path)
+    return parse_yaml(content, file=path, what=what)
 
 
-def parse_yaml(content: bytes, *, file: Path) -> tuple[Any, dict[KeyPath, int]]:
+def parse_yaml(content: bytes, *, file: Path, what: str = EXPERIMENT_FILE) -> tuple[Any, dict[KeyPath, int]]:
     """As `read_yaml`, of content that was read from `file`. The top level must be a mapping."""
     name = display_path(file)
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError.of(
-            f"the experiment file is larger than {MAX_FILE_BYTES} bytes",
+            f"the {what} is larger than {MAX_FILE_BYTES} bytes",
             place=name,
             hint="keep data out of it; name files by path instead",
         )
@@ -67,15 +77,15 @@ def parse_yaml(content: bytes, *, file: Path) -> tuple[Any, dict[KeyPath, int]]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError.of(
-            f"the experiment file is not UTF-8 text: {error.reason}", place=f"{name}:{line}", hint="save it as UTF-8"
+            f"the {what} is not UTF-8 text: {error.reason}", place=f"{name}:{line}", hint="save it as UTF-8"
         ) from error
     builder = _Builder(name=name)
     value = builder.build(text)
     if not isinstance(value, dict):
         raise ConfigError.of(
-            "the experiment file must hold a mapping of keys to values",
+            f"the {what} must hold a mapping of keys to values",
             place=f"{name}:1",
-            hint="start with 'experiment: sft' or 'experiment: async_ppo'",
+            hint=_HINTS.get(what, _OTHER_HINTS)[1],
         )
     return value, builder.line_by_path
 

@@ -1,0 +1,182 @@
+"""Cluster profiles: what a site and a user set once for all experiments, beneath the experiment file.
+
+    /etc/corral/profile.yaml  <  ~/.config/corral/profile.yaml  <  --profile NAME  <  experiment.yaml  <  -s key=value
+    ($CORRAL_SITE_PROFILE)       ($XDG_CONFIG_HOME)                (profiles/NAME.yaml)
+
+Mappings merge key by key, all else is replaced by what is stronger. Every value keeps its file and line, so that an
+error names the profile where the profile is to blame. What a profile says about a part that an experiment does not have
+(generation servers, for SFT) does not concern that experiment.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, closest, display_path, shorten, show_value
+from corral.experiments.yaml_loader import read_yaml
+
+SITE_FOLDER = Path("/etc/corral")
+SITE_PROFILE_VARIABLE = "CORRAL_SITE_PROFILE"
+KEYS_OF_ONE_EXPERIMENT = ("experiment", "name", "trial")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One file: its values, and the line of each key."""
+
+    file: Path
+    data: Mapping[str, Any]
+    line_by_path: Mapping[KeyPath, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """Layers on top of each other: the values, and where each came from."""
+
+    data: dict[str, Any]
+    line_by_path: dict[KeyPath, int]
+    file_by_path: dict[KeyPath, Path]
+
+
+def find_profiles(wanted: str | None = None, *, environment: Mapping[str, str] | None = None) -> list[Path]:
+    """The profiles that apply, the weakest first.
+
+    Args:
+        wanted: what was given as --profile: a name, or the path of a file.
+
+    Raises:
+        ConfigError: if `wanted`, or the file that the environment names, does not exist.
+    """
+    variables = os.environ if environment is None else environment
+    found = [*_site_profile(variables), *_existing(_user_folder(variables) / "profile.yaml")]
+    if wanted is not None:
+        found.append(_named_profile(wanted, variables))
+    return found
+
+
+def read_profile(file: Path) -> Layer:
+    """A profile, read by the rules of experiment files.
+
+    Raises:
+        ConfigError: naming the file, and the line where there is one.
+    """
+    data, line_by_path = read_yaml(file, what="profile")
+    wrong = [key for key in KEYS_OF_ONE_EXPERIMENT if key in data]
+    if wrong:
+        raise ConfigError(
+            ConfigProblem(
+                message=f"a profile may not set {key!r}: it is for all experiments",
+                hint="move it to the experiment file",
+                path=(key,),
+                shown=show_value(data[key]),
+                place=f"{display_path(file)}:{line_by_path.get((key,), 1)}",
+            )
+            for key in wrong
+        )
+    return Layer(file=file, data=data, line_by_path=line_by_path)
+
+
+def without(layer: Layer, unwanted: Sequence[KeyPath]) -> Layer:
+    """The layer without the values at some keys."""
+    return Layer(
+        file=layer.file,
+        data=_pruned(layer.data, unwanted),
+        line_by_path={
+            path: line
+            for path, line in layer.line_by_path.items()
+            if not any(path[: len(gone)] == gone for gone in unwanted)
+        },
+    )
+
+
+def merge(layers: Sequence[Layer]) -> Merged:
+    """All layers as one, later ones on top."""
+    merged = Merged(data={}, line_by_path={}, file_by_path={})
+    for layer in layers:
+        _put(merged, merged.data, layer, layer.data, ())
+    return merged
+
+
+def _put(merged: Merged, target: dict[str, Any], layer: Layer, values: Mapping[str, Any], above: KeyPath) -> None:
+    for key, value in values.items():
+        path = (*above, key)
+        beneath = target.get(key)
+        if isinstance(value, Mapping) and isinstance(beneath, dict):
+            _note(merged, layer, path)
+            _put(merged, beneath, layer, value, path)
+            continue
+        _forget(merged, path)
+        if isinstance(value, Mapping):
+            target[key] = {}
+            _note(merged, layer, path)
+            _put(merged, target[key], layer, value, path)
+            continue
+        target[key] = value
+        for given in layer.line_by_path:
+            if given[: len(path)] == path:
+                _note(merged, layer, given)
+
+
+def _note(merged: Merged, layer: Layer, path: KeyPath) -> None:
+    if path in layer.line_by_path:
+        merged.line_by_path[path] = layer.line_by_path[path]
+        merged.file_by_path[path] = layer.file
+
+
+def _forget(merged: Merged, path: KeyPath) -> None:
+    """Items of a list and keys of a mapping that is replaced as a whole came from nowhere."""
+    for old in [old for old in merged.line_by_path if old[: len(path)] == path]:
+        del merged.line_by_path[old], merged.file_by_path[old]
+
+
+def _pruned(data: Mapping[str, Any], unwanted: Sequence[KeyPath]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for key, value in data.items():
+        below = [path[1:] for path in unwanted if path[0] == key]
+        if () not in below:
+            kept[key] = _pruned(value, below) if below and isinstance(value, Mapping) else value
+    return kept
+
+
+def _site_profile(environment: Mapping[str, str]) -> list[Path]:
+    named = environment.get(SITE_PROFILE_VARIABLE)
+    if not named:
+        return _existing(SITE_FOLDER / "profile.yaml")
+    if not Path(named).is_file():
+        raise ConfigError.of(
+            f"the site profile {shorten(named)} does not exist",
+            hint=f"unset {SITE_PROFILE_VARIABLE}, or let it name a file",
+            place=f"${SITE_PROFILE_VARIABLE}",
+        )
+    return [Path(named)]
+
+
+def _named_profile(wanted: str, environment: Mapping[str, str]) -> Path:
+    place = f"--profile {shorten(wanted)}"
+    if "/" in wanted or wanted.endswith((".yaml", ".yml")):
+        if not Path(wanted).expanduser().is_file():
+            raise ConfigError.of(f"there is no profile {shorten(wanted)}", hint="give an existing file", place=place)
+        return Path(wanted).expanduser()
+    folders = [_user_folder(environment) / "profiles", SITE_FOLDER / "profiles"]
+    for folder in folders:
+        if (folder / f"{wanted}.yaml").is_file():
+            return folder / f"{wanted}.yaml"
+    known = sorted({file.stem for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")})
+    near = closest(wanted, known)
+    there_are = f"there are {', '.join(known)}" if known else f"write {folders[0] / 'NAME.yaml'}, or give a path"
+    raise ConfigError.of(
+        f"there is no profile named {shorten(wanted)!r}",
+        hint=f"did you mean {near!r}?" if near else there_are,
+        place=place,
+    )
+
+
+def _user_folder(environment: Mapping[str, str]) -> Path:
+    home = environment.get("HOME") or os.path.expanduser("~")
+    return Path(environment.get("XDG_CONFIG_HOME") or Path(home) / ".config") / "corral"
+
+
+def _existing(file: Path) -> list[Path]:
+    return [file] if file.is_file() else []
