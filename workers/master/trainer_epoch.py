@@ -13,7 +13,6 @@ this one ends without a trace.
 
 import asyncio
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from corral.experiments.journal import Journal
 from corral.experiments.ledger import Ledger, write_delta
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial_directory import TrialDirectory, link_files
 from corral.experiments.trial_log import LogWriter
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.policy_version import Lineage, PolicyVersion
@@ -200,7 +199,7 @@ class TrainerEpoch:
         with parts.presence.during("commit", waiting_for="model workers", deadline_s=parts.step_timeout_s):
             checkpoint = CheckpointWriter(parts.trial, epoch=parts.writer.epoch, step=self._step)
             await parts.gang.save_state(checkpoint.path, step=self._step)
-            _link_files(self._weights, checkpoint.path / "weights")
+            link_files(self._weights, checkpoint.path / "weights")
             digest = await asyncio.to_thread(checkpoint.write_manifest, {"version": str(self.version)})
             delta = parts.ledger.delta_for(epoch=parts.writer.epoch, step=self._step)
             ledger_file, ledger_sha256 = write_delta(parts.trial, delta)
@@ -230,7 +229,7 @@ class TrainerEpoch:
         target = self._parts.trial.exports_path / name
         if target.exists():
             shutil.rmtree(target)
-        _link_files(self._weights, target)
+        link_files(self._weights, target)
         self._parts.journal.append("weights_exported", version=str(self.version), directory=str(target))
 
     def _remove_old_weights(self) -> None:
@@ -238,14 +237,3 @@ class TrainerEpoch:
         for directory in present[:-_KEPT_WEIGHTS]:
             if directory != self._weights:
                 shutil.rmtree(directory)
-
-
-def _link_files(source: Path, target: Path) -> None:
-    """A second name for every file of `source`: no byte is written twice."""
-    target.mkdir(mode=0o700, parents=True)
-    for path in source.iterdir():
-        if path.is_file():
-            try:
-                os.link(path, target / path.name)
-            except OSError:  # another file system, or one without hard links
-                shutil.copy2(path, target / path.name)
