@@ -3,7 +3,7 @@
     {trial}/eval/step-00000012.json             result       written once, whole
     {trial}/eval/step-00000012.request.json     request      what the job reads; it needs nothing else
     {trial}/eval/step-00000012.progress.json    progress     sums so far; a job that was interrupted goes on from there
-    {trial}/eval/{name}/...                     the same for another dataset than the trial's own
+    {trial}/eval/on-{name}/...                  the same for another dataset than the trial's own
 
 A request is complete, so that the job does not depend on what happens to the trial meanwhile.
 """

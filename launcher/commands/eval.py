@@ -1,0 +1,126 @@
+"""rl-eval: versions of a trial's weights answer held-out problems, as jobs of their own."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, run, user_errors
+
+if TYPE_CHECKING:
+    from corral.launcher.evaluation_jobs import EvaluationReader, EvaluationStatus
+
+EXIT_FAILED = 6
+_WAIT_TIMEOUT_S = 7 * 24 * 3600.0
+
+
+def evaluate(
+    trial: Annotated[str, typer.Argument(help=TRIAL_HELP)],
+    step: Annotated[str, typer.Option("--step", help="Train step (several with commas), latest, or all.")] = "latest",
+    dataset: Annotated[Path | None, typer.Option("--dataset", help="Other problems than the trial's own.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="On this machine, one after the other.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Until all have ended.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Only show what was asked for before.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Also steps that have a result already.")] = False,
+    partition: Annotated[str | None, typer.Option("--partition", help="Default: where the trial trains.")] = None,
+    minutes: Annotated[int, typer.Option("--minutes", min=1, help="Time limit of one start of a job.")] = 60,
+    output: Annotated[str, typer.Option("-o", "--output", help="table or json.")] = "table",
+    fileroot: Fileroot = None,
+) -> None:
+    """Evaluate versions of a trial's weights, on the cluster or on this machine."""
+    with user_errors():
+        from corral.launcher.evaluation_jobs import (
+            EvaluationReader,
+            EvaluationResources,
+            is_wanted,
+            run_here,
+            submit_to_slurm,
+        )
+        from corral.launcher.evaluation_plan import (
+            choose,
+            evaluation_folder,
+            find_weights,
+            make_evaluation_config,
+            make_requests,
+            read_plan,
+        )
+        from corral.launcher.trials import default_fileroot, find_trial
+
+        if output not in ("table", "json"):
+            raise typer.BadParameter(f"-o is table or json, not {output!r}")
+        facts = find_trial(trial, fileroot or default_fileroot())
+        folder = evaluation_folder(facts.directory, dataset)
+        if show:
+            reader = EvaluationReader(folder)
+            _print(reader.read(reader.known_steps()), output)
+            return
+        plan = read_plan(facts.directory)
+        evaluation = make_evaluation_config(plan, dataset, max_new_tokens=max_new_tokens)
+        chosen = choose(find_weights(facts.directory), step)
+        requests = make_requests(facts.directory, plan, chosen, evaluation, folder)
+        resources = EvaluationResources.of(
+            plan.trial.trial,
+            plan.scheduling["model_worker"].scheduling,
+            launch=plan.launch,
+            cluster=plan.cluster,
+            minutes=minutes,
+            partition=partition,
+        )
+        before = {status.step: status for status in EvaluationReader(folder).read([one.step for one in requests])}
+        wanted = [request for request in requests if is_wanted(request, before[request.step], again=again)]
+        if local:
+            here = {request.step: run_here(facts.directory, request, resources) for request in wanted}
+            statuses = list((before | here).values())
+        else:
+            if wanted:
+                submit_to_slurm(facts.directory, wanted, resources)
+            statuses = _read(EvaluationReader(folder), [one.step for one in requests], wait=wait, name=facts.name)
+        _print(statuses, output)
+        if any(status.is_final and status.state != "DONE" for status in statuses):
+            raise typer.Exit(EXIT_FAILED)
+        if not all(status.is_final for status in statuses):
+            print(f"next       rl-eval {facts.name} --show    results will be in {folder}", file=sys.stderr)
+
+
+def _read(reader: "EvaluationReader", steps: Sequence[int], *, wait: bool, name: str) -> "list[EvaluationStatus]":
+    from corral.launcher.evaluation_jobs import wait_for
+
+    if not wait:
+        return reader.read(steps)
+    try:
+        return wait_for(reader, steps, timeout_s=_WAIT_TIMEOUT_S)
+    except KeyboardInterrupt:
+        print(f"\nthe evaluations keep running; rl-eval {name} --show shows them", file=sys.stderr)
+        raise typer.Exit(0) from None
+
+
+def _print(statuses: "Sequence[EvaluationStatus]", output: str) -> None:
+    from corral.launcher.status_view import format_duration, render_table
+
+    if output == "json":
+        print(json.dumps([_as_json(status) for status in statuses], indent=1))
+        return
+    header = ("STEP", "STATE", "ACCURACY", "REWARD", "TOKENS", "PROMPTS", "TIME", "JOB", "NOTE")
+    rows = []
+    for status in statuses:
+        numbers = ("-",) * 5
+        if (result := status.result) is not None:
+            means = (result.accuracy, result.mean_reward, result.mean_response_tokens)
+            numbers = (*(f"{mean:.4g}" for mean in means), str(result.num_prompts), format_duration(result.seconds))
+        rows.append((str(status.step), status.state, *numbers, status.job_id or "-", status.note))
+    print(render_table(header, rows, colour=sys.stdout.isatty()))
+
+
+def _as_json(status: "EvaluationStatus") -> dict[str, object]:
+    shown = {"step": status.step, "state": status.state, "job_id": status.job_id, "note": status.note}
+    result = status.result.model_dump(mode="json") if status.result is not None else None
+    return {**shown, "result": result}
+
+
+def main() -> None:
+    """rl-eval"""
+    run(evaluate)

@@ -1,0 +1,184 @@
+"""Which versions of a trial's weights can be evaluated, and what a request for one says.
+
+    exports/step-*, exports/final  --+
+    commits of the trial log       --+--> by step --choose--> [Weights] --write_requests--> eval/step-*.request.json
+
+A running trial removes old commits. So the weights of a commit get a second name under `eval/weights/` when the request
+is written; the job removes it when it has its result. Exports stay where they are.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from corral.experiments.checks import EXACT_MATCH
+from corral.experiments.config import DatasetConfig, EvaluationConfig
+from corral.experiments.dataset_file import DatasetReader
+from corral.experiments.errors import ConfigError
+from corral.experiments.evaluation import EvaluationRequest, progress_path, request_path, result_path
+from corral.experiments.import_paths import check_import_path
+from corral.experiments.journal import read_journal
+from corral.experiments.plan import ModelWorkerSpec, RunPlan
+from corral.experiments.trial_directory import TrialDirectory, atomic_write, link_files
+from corral.experiments.trial_log import TrialLog
+from corral.scheduling.policy_version import PolicyVersion
+
+_EXPORT = re.compile(r"step-(\d+)", re.ASCII)
+_DEFAULT_MAX_NEW_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A version of the weights on disk."""
+
+    step: int
+    directory: Path
+    may_vanish: bool
+    """Whether the trial removes it in its own time."""
+
+
+def find_weights(directory: TrialDirectory) -> dict[int, Weights]:
+    """Every version that a trial has on disk, by step; an export goes before a commit of the same step."""
+    found: dict[int, Weights] = {}
+    for logged in TrialLog(directory.log_path).read().lineage():
+        path = directory.inside(logged.commit.directory) / "weights"
+        if path.is_dir():
+            found[logged.commit.step] = Weights(step=logged.commit.step, directory=path, may_vanish=True)
+    final_step = _step_of_final_export(directory)
+    if final_step is not None:
+        path = directory.exports_path / "final"
+        found[final_step] = Weights(step=final_step, directory=path, may_vanish=False)
+    for path in sorted(directory.exports_path.glob("step-*")):
+        if match := _EXPORT.fullmatch(path.name):
+            found[int(match[1])] = Weights(step=int(match[1]), directory=path, may_vanish=False)
+    return dict(sorted(found.items()))
+
+
+def choose(found: Mapping[int, Weights], wanted: str) -> list[Weights]:
+    """The versions that `latest`, `all` or a step number (several with commas) mean.
+
+    Raises:
+        ConfigError: if there is no such version; lists those that there are.
+    """
+    if not found:
+        hint = "the first one is there after the trial's first commit; rl-status shows how far it is"
+        raise ConfigError.of("this trial has no weights to evaluate yet", hint=hint)
+    if wanted == "all":
+        return list(found.values())
+    if wanted == "latest":
+        return [found[max(found)]]
+    chosen: list[Weights] = []
+    for part in wanted.split(","):
+        if not part.strip().isdigit() or int(part) not in found:
+            have = ", ".join(map(str, found))
+            hint = f"there are {have}, and the words latest and all; control.save_every_steps keeps more of them"
+            raise ConfigError.of(f"there are no weights of step {part.strip()!r}", hint=hint)
+        chosen.append(found[int(part)])
+    return chosen
+
+
+def make_evaluation_config(plan: RunPlan, dataset: Path | None, *, max_new_tokens: int | None) -> EvaluationConfig:
+    """The trial's own held-out problems, or a file of the same form.
+
+    Raises:
+        ConfigError: if the trial has no held-out problems and no file is named.
+    """
+    own = _model_worker(plan).evaluation
+    if dataset is None and own is None:
+        hint = "name a file with --dataset FILE: one JSON object a line, as in the trial's own dataset"
+        raise ConfigError.of("this trial has no held-out problems (`evaluation.dataset`)", hint=hint)
+    form = own.dataset if own else DatasetConfig.model_validate(plan.config["dataset"])
+    sampling = plan.config.get("rollout", {}).get("sampling", {})
+    longest = own.max_new_tokens if own else int(sampling.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS))
+    return EvaluationConfig(
+        dataset=form if dataset is None else form.model_copy(update={"path": dataset.absolute()}),
+        max_new_tokens=max_new_tokens or longest,
+    )
+
+
+def make_requests(
+    directory: TrialDirectory, plan: RunPlan, chosen: Sequence[Weights], evaluation: EvaluationConfig, folder: Path
+) -> list[EvaluationRequest]:
+    """What the jobs will be asked for; writes nothing.
+
+    Raises:
+        ConfigError: if the problems are no good, or the reward cannot be found.
+    """
+    spec = _model_worker(plan)
+    reader = DatasetReader(config=evaluation.dataset, needs_answer=spec.reward in (None, EXACT_MATCH))
+    for _ in reader:
+        pass
+    reader.raise_problems()
+    if spec.reward is not None and (problem := check_import_path(spec.reward)) is not None:
+        raise ConfigError([problem])
+    return [
+        EvaluationRequest(
+            step=weights.step,
+            weights=folder / "weights" / f"step-{weights.step:08d}" if weights.may_vanish else weights.directory,
+            source=_source(directory, weights),
+            are_weights_ours=weights.may_vanish,
+            evaluation=evaluation,
+            dataset_sha256=reader.sha256,
+            reward=spec.reward,
+            dtype=spec.roles[0].model.dtype,
+            result=result_path(folder, weights.step),
+        )
+        for weights in chosen
+    ]
+
+
+def write_request(directory: TrialDirectory, request: EvaluationRequest) -> Path:
+    """Puts down what a job has to do, removes what an earlier request left, and holds on to the weights.
+
+    Raises:
+        ConfigError: if the trial has removed the weights in this moment.
+    """
+    request.result.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for leftover in (request.result, progress_path(request.result)):
+        leftover.unlink(missing_ok=True)
+    if request.are_weights_ours and not request.weights.is_dir():
+        try:
+            link_files(directory.inside(request.source), request.weights)
+        except FileNotFoundError:
+            hint = "ask for latest; control.keep_commits and control.save_every_steps keep weights for longer"
+            raise ConfigError.of(f"the trial has just removed {request.source}", hint=hint) from None
+    path = request_path(request.result)
+    atomic_write(path, request.model_dump_json(indent=1).encode())
+    return path
+
+
+def evaluation_folder(directory: TrialDirectory, dataset: Path | None) -> Path:
+    """Where results are kept: apart for problems that are not the trial's own."""
+    if dataset is None:
+        return directory.evaluations_path
+    return directory.evaluations_path / f"on-{re.sub(r'[^A-Za-z0-9._-]', '_', dataset.stem)}"
+
+
+def _model_worker(plan: RunPlan) -> ModelWorkerSpec:
+    return next(worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec))
+
+
+def _source(directory: TrialDirectory, weights: Weights) -> str:
+    return directory.relative(weights.directory)
+
+
+def _step_of_final_export(directory: TrialDirectory) -> int | None:
+    """The journal says which version `exports/final` is."""
+    if not (directory.exports_path / "final").is_dir():
+        return None
+    events = [event for event in read_journal(directory.journal_path) if event["event"] == "weights_exported"]
+    versions = [event["version"] for event in events if Path(str(event["directory"])).name == "final"]
+    return PolicyVersion.parse(versions[-1]).step if versions else None
+
+
+def read_plan(directory: TrialDirectory) -> RunPlan:
+    """The trial's plan.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    try:
+        return RunPlan.from_json(directory.plan_path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError.of(f"the plan of {directory.path} cannot be read: {error}") from error
