@@ -21,7 +21,8 @@ _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")  # how the commands find the cluster at
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 # Name and comment last: they may hold anything, the separator included.
-_QUEUE_FORMAT = "%A|%T|%r|%S|%e|%M|%D|%N|%V|%j|%k"
+_QUEUE_FORMAT = "%A|%i|%T|%r|%S|%e|%L|%M|%D|%N|%V|%P|%j|%k"
+_QUEUE_FIELDS = 14
 _NODE_FORMAT = "%N|%P|%c|%m|%G|%f|%t|%l"
 
 
@@ -52,6 +53,18 @@ class QueuedJob:
     submitted: str
     name: str
     comment: str
+    display_id: str = ""
+    """The id that squeue shows: `7`, `7+1` of a heterogeneous job, `7_0` of an array."""
+    time_left: str = ""
+    partition: str = ""
+    line: str = ""
+    """The whole line, for those who want to see what SLURM said."""
+
+    @property
+    def het_component(self) -> int | None:
+        """Which component of a heterogeneous job this is; None if it is none."""
+        component = self.display_id.partition("+")[2]
+        return int(component) if component.isdigit() else None
 
     @property
     def tag(self) -> dict[str, Any]:
@@ -119,7 +132,11 @@ class SlurmClient:
 
     def queue(self) -> list[QueuedJob]:
         """Every job of this user that SLURM still knows, finished ones too."""
-        return parse_queue(self._run(["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", _QUEUE_FORMAT]))
+        return parse_queue(self.queue_text())
+
+    def queue_text(self) -> str:
+        """What squeue prints about them; `parse_queue` reads it."""
+        return self._run(queue_command())
 
     def states(self) -> dict[str, tuple[str, str]]:
         """State and reason of this user's jobs, by the id that squeue shows: `7`, or `7_0` for an array's element."""
@@ -136,6 +153,15 @@ class SlurmClient:
                 return None
             raise SlurmError(_failure(command, completed))
         return parse_key_values(completed.stdout)
+
+    def accounting_storage(self) -> str:
+        """Where the site keeps its accounting; `accounting_storage/none` if nowhere, "" if it does not say."""
+        return parse_settings(self._run(["scontrol", "show", "config"])).get("AccountingStorageType", "")
+
+    def accounted_state(self, job_id: str) -> str:
+        """The last state that accounting knows of a job, "" if none; ask only where there is accounting."""
+        lines = self._run(["sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State"]).split("\n")
+        return lines[0].strip()
 
     def steps(self, job_id: str) -> dict[str, list[str]]:
         """Step ids of a running job by step name."""
@@ -203,6 +229,11 @@ class SlurmClient:
         return completed
 
 
+def queue_command() -> list[str]:
+    """The one squeue call that serves all trials. Never `-j`: it hides ids that SLURM has forgotten."""
+    return ["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", _QUEUE_FORMAT]
+
+
 def parse_job_id(answer: str) -> str:
     """`184223` or `184223;cluster` -> `184223`."""
     job_id = answer.strip().partition(";")[0]
@@ -215,10 +246,12 @@ def parse_queue(text: str) -> list[QueuedJob]:
     """squeue's lines; one with too few fields is skipped."""
     jobs = []
     for line in text.splitlines():
-        fields = line.split("|", 10)
-        if len(fields) < 11:
+        fields = line.split("|", _QUEUE_FIELDS - 1)
+        if len(fields) < _QUEUE_FIELDS:
             continue
-        job_id, state, reason, start, end, elapsed, num_nodes, nodes, submitted, name, comment = fields
+        job_id, display_id, state, reason, start, end, left, elapsed, num_nodes, nodes, submitted, partition = fields[
+            :12
+        ]
         jobs.append(
             QueuedJob(
                 job_id=job_id,
@@ -230,8 +263,12 @@ def parse_queue(text: str) -> list[QueuedJob]:
                 num_nodes=num_nodes,
                 nodes=nodes,
                 submitted=submitted,
-                name=name,
-                comment=comment,
+                name=fields[12],
+                comment=fields[13],
+                display_id=display_id,
+                time_left=left,
+                partition=partition,
+                line=line,
             )
         )
     return jobs
@@ -255,6 +292,12 @@ def parse_key_values(text: str) -> dict[str, str]:
     for match, end in zip(matches, ends, strict=False):
         values.setdefault(match[1], text[match.end() : end].strip())
     return values
+
+
+def parse_settings(text: str) -> dict[str, str]:
+    """`scontrol show config`: one `Name = value` a line."""
+    pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def parse_nodes(text: str) -> list[Node]:

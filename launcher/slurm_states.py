@@ -1,9 +1,36 @@
-"""What SLURM's words for a job mean for a trial. Each has an answer: an unknown one becomes UNKNOWN, never an error."""
+"""What SLURM's words for a job mean for a trial. Each has an answer: an unknown one becomes UNKNOWN, never an error.
+
+(state, reason, what else is known) --judge_job (pure)--> state of the trial, and advice
+
+PENDING     QUEUED | REQUEUED (it has run before) | BLOCKED (it will not start by itself) | HELD
+RUNNING     refined by the trial's own records, which see more than SLURM does
+over        FAILED, OOM, TIMED_OUT, NODE_FAILED, PREEMPTED, CANCELLED, unless the trial left its own word
+"""
 
 from dataclasses import dataclass
 
 # Words of a job that runs: the trial's own records say how well.
 RUNNING_WORDS = frozenset({"RUNNING"})
+# Words of a job that SLURM still has something to do with.
+ACTIVE_WORDS = frozenset(
+    {
+        "PENDING",
+        "RUNNING",
+        "CONFIGURING",
+        "POWER_UP_NODE",
+        "RESIZING",
+        "SUSPENDED",
+        "STOPPED",
+        "COMPLETING",
+        "SIGNALING",
+        "STAGE_OUT",
+        "REQUEUED",
+        "REQUEUE_FED",
+        "REQUEUE_HOLD",
+        "SPECIAL_EXIT",
+        "RESV_DEL_HOLD",
+    }
+)
 
 _STATE_BY_WORD = {
     "CONFIGURING": "STARTING",
@@ -32,40 +59,63 @@ _STATE_BY_WORD = {
     "CANCELLED": "CANCELLED",
 }
 _NOTE_BY_WORD = {
+    "CONFIGURING": "nodes are being prepared",
+    "POWER_UP_NODE": "nodes are being powered up",
+    "REQUEUE_HOLD": "put back into the queue and held; scontrol release it",
+    "SPECIAL_EXIT": "put back into the queue and held after a special exit; scontrol release it",
+    "RESV_DEL_HOLD": "held because its reservation was deleted; rl-stop it",
+    "SUSPENDED": "suspended by SLURM; its workers stand still",
+    "STOPPED": "stopped by SLURM; its workers stand still",
     "COMPLETED": "the job ended without finishing the trial",
+    "FAILED": "the job failed before the trial could say why; see its logs/slurm-JOB.log",
     "TIMEOUT": "time limit reached; continue with rl-submit --resume",
     "DEADLINE": "deadline reached; continue with rl-submit --resume",
     "OUT_OF_MEMORY": "a step needed more memory than it asked for; raise `mem` of its group",
     "PREEMPTED": "preempted; continue with rl-submit --resume",
+    "REVOKED": "taken by another cluster; continue with rl-submit --resume",
     "NODE_FAIL": "a node failed; continue with rl-submit --resume",
+    "BOOT_FAIL": "a node did not boot; continue with rl-submit --resume",
+    "LAUNCH_FAILED": "a node could not launch it; continue with rl-submit --resume",
     "CANCELLED": "cancelled outside of corral (scancel)",
 }
-_NEVER_STARTS = frozenset(
-    {
-        "PartitionNodeLimit",
-        "PartitionConfig",
-        "PartitionTimeLimit",
-        "BadConstraints",
-        "AccountNotAllowed",
-        "InvalidAccount",
-        "InvalidQOS",
-        "QOSNotAllowed",
-        "DependencyNeverSatisfied",
-        "MaxMemPerLimit",
-    }
-)
+_NEVER_STARTS = {
+    "PartitionNodeLimit": "it asks for more nodes, or more on a node, than the partition gives",
+    "PartitionConfig": "the partition is not for this request",
+    "PartitionTimeLimit": "it asks for more time than the partition gives",
+    "BadConstraints": "no nodes can meet its constraints",
+    "AccountNotAllowed": "the account may not use this partition",
+    "InvalidAccount": "there is no such account",
+    "InvalidQOS": "there is no such QOS",
+    "QOSNotAllowed": "the QOS may not be used here",
+    "DependencyNeverSatisfied": "the job that it waits for can no longer end as it has to",
+    "MaxMemPerLimit": "it asks for more memory than is allowed",
+}
+# What is before the comma of the one reason that is a sentence: "... are DOWN, DRAINED or reserved for jobs in ..."
+_NODES_REQUIRED = "Nodes required for job are DOWN"
 _ADVICE_BY_REASON = {
-    "Resources": "waiting for resources",
+    "Resources": "waits for resources",
     "Priority": "other jobs are before it",
+    "Prolog": "the nodes are being prepared",
+    "Licenses": "waits for licenses",
     "BeginTime": "not eligible before its begin time",
-    "JobHeldUser": "held: scontrol release it",
-    "JobHeldAdmin": "held by an administrator",
+    "JobHeldUser": "held by you; scontrol release {job}",
+    "JobHeldAdmin": "held by an administrator; ask them to release {job}",
     "Dependency": "waits for another job",
     "Reservation": "waits for its reservation",
-    "ReqNodeNotAvail": "a node that it asks for is not available",
-    "PartitionDown": "the partition is down",
-    "PartitionInactive": "the partition is inactive",
+    "ReqNodeNotAvail": "a node that it asks for is not available now",
+    "PartitionDown": "the partition is down; sinfo shows it",
+    "PartitionInactive": "the partition is inactive; sinfo shows it",
+    "NodeDown": "a node that it asks for is down",
+    _NODES_REQUIRED: "or it waits for them; sinfo shows them",
+    "FrontEndDown": "the front end is down",
 }
+_ADVICE_BY_PREFIX = {
+    "QOS": "a limit of the QOS; it starts when other jobs end, or ask for another launch.qos",
+    "Assoc": "a limit of the account; it starts when other jobs end, or ask for another launch.account",
+    "Max": "a limit of the account; it starts when other jobs end",
+}
+_HOLDS = ("JobHoldMaxRequeue", "launch failed requeued held", "job requeued in held state", "JobLaunchFailure")
+_UNKNOWN_START = ("N/A", "", "Unknown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +126,79 @@ class JobVerdict:
     note: str = ""
 
 
-def judge_job(word: str, reason: str, *, start: str = "N/A") -> JobVerdict:
-    """The state for SLURM's (state, reason); RUNNING is to be refined by the trial's own records."""
-    # squeue prints e.g. `CANCELLED by 1000`, newer versions add flags after a plus sign.
-    head = word.split()[0].partition("+")[0].upper() if word.strip() else ""
+def is_active(word: str) -> bool:
+    """Whether a job with this state is in the queue or on nodes."""
+    return _head(word) in ACTIVE_WORDS
+
+
+def needs_nodes(reason: str) -> bool:
+    """Whether a job waits for nodes that are not available, which may be down for good."""
+    return reason.startswith(("ReqNodeNotAvail", _NODES_REQUIRED))
+
+
+def judge_job(
+    word: str,
+    reason: str,
+    *,
+    start: str = "N/A",
+    has_run: bool = False,
+    nodes_are_down: bool = False,
+    job_id: str = "JOB",
+) -> JobVerdict:
+    """The state for SLURM's words; RUNNING is to be refined by the trial's own records.
+
+    Args:
+        start: start, or estimated start, as squeue prints it.
+        has_run: whether the job has run before: SLURM has put it back then.
+        nodes_are_down: whether every node that could run it is down.
+        job_id: for the advice.
+    """
+    head = _head(word)
     if head in RUNNING_WORDS:
         return JobVerdict("RUNNING")
     if head == "PENDING":
-        return _judge_pending(reason, start)
+        return _judge_pending(reason, start=start, has_run=has_run, nodes_are_down=nodes_are_down, job_id=job_id)
     if head in _STATE_BY_WORD:
         return JobVerdict(_STATE_BY_WORD[head], _NOTE_BY_WORD.get(head, ""))
     return JobVerdict("UNKNOWN", f"SLURM says {word!r}, which this version of corral does not know")
 
 
-def _judge_pending(reason: str, start: str) -> JobVerdict:
-    if reason in _NEVER_STARTS:
-        return JobVerdict("BLOCKED", f"{reason}: it will not start by itself; rl-stop it and ask for less")
-    if reason == "JobHoldMaxRequeue" or "held" in reason.lower():
-        return JobVerdict("HELD", _ADVICE_BY_REASON.get(reason, reason))
-    estimate = "" if start in ("N/A", "") else f", est. start {start}"
-    if reason in ("None", ""):
-        return JobVerdict("QUEUED", estimate.lstrip(", "))
-    return JobVerdict("QUEUED", f"{reason}: {_ADVICE_BY_REASON.get(reason, 'see man squeue')}{estimate}")
+def judge_exit(word: str, exit_code: str) -> str:
+    """What a job's exit code adds, as scontrol prints it (`0:53`); "" if nothing."""
+    if _head(word) == "FAILED" and exit_code.endswith(":53"):
+        return "SLURM could not open the job's log: a folder of the trial directory is missing on the node"
+    if _head(word) == "FAILED" and exit_code not in ("", "0:0"):
+        return f"the job failed with exit code {exit_code} before the trial could say why; see its logs/slurm-JOB.log"
+    return ""
+
+
+def _head(word: str) -> str:
+    # squeue prints e.g. `CANCELLED by 1000`, newer versions add flags after a plus sign.
+    return word.split()[0].partition("+")[0].upper() if word.strip() else ""
+
+
+def _judge_pending(reason: str, *, start: str, has_run: bool, nodes_are_down: bool, job_id: str) -> JobVerdict:
+    # `ReqNodeNotAvail, UnavailableNodes:n[1-2]`: the word is what comes first.
+    head, _, detail = reason.partition(",")
+    if head in _NEVER_STARTS:
+        return JobVerdict("BLOCKED", f"{head}: {_NEVER_STARTS[head]}; rl-stop it and ask for less")
+    if needs_nodes(reason) and nodes_are_down:
+        return JobVerdict("BLOCKED", f"{reason}: all nodes that could run it are down; sinfo -R says why")
+    if reason in _HOLDS or head in _HOLDS or "requeued held" in reason.lower():
+        return JobVerdict(
+            "HELD", f"{reason}: it was put back too often; mend the cause, then scontrol release {job_id}"
+        )
+    if has_run and head in ("BeginTime", "None", ""):
+        return JobVerdict("REQUEUED", "" if start in _UNKNOWN_START else f"eligible at {start}")
+    estimate = "" if start in _UNKNOWN_START else f", est. start {start}"
+    state = "REQUEUED" if has_run else "QUEUED"
+    if head in ("None", ""):
+        return JobVerdict(state, estimate.lstrip(", "))
+    return JobVerdict(state, f"{head}: {_advice(head, job_id)}{detail and f' ({detail.strip()})'}{estimate}")
+
+
+def _advice(reason: str, job_id: str) -> str:
+    advice = _ADVICE_BY_REASON.get(reason)
+    if advice is None:
+        advice = next((text for prefix, text in _ADVICE_BY_PREFIX.items() if reason.startswith(prefix)), None)
+    return (advice or "see man squeue").format(job=job_id)

@@ -12,15 +12,17 @@ from corral.launcher.slurm import (
     parse_key_values,
     parse_nodes,
     parse_queue,
+    parse_settings,
     parse_steps,
 )
 from corral.launcher.slurm_checks import expand_host_list
-from corral.launcher.slurm_states import judge_job
+from corral.launcher.slurm_states import judge_exit, judge_job
 
 QUEUE = (
-    '12|RUNNING|None|2026-01-01T10:00:00|2026-01-01T11:00:00|5:01|2|n[1-2]|2026-01-01T09:59:00|exp.t|{"corral":1,"trial_uuid":"u","attempt":0}\n'
-    "13|PENDING|Resources|N/A|N/A|0:00|4||2026-01-01T10:00:00|other|(null)\n"
-    "14|CANCELLED|None|N/A|N/A|0:03|1|n1|2026-01-01T10:00:00|pipe|a|b|c\n"
+    "12|12|RUNNING|None|2026-01-01T10:00:00|2026-01-01T11:00:00|54:59|5:01|2|n[1-2]|2026-01-01T09:59:00|debug|exp.t|"
+    '{"corral":1,"trial_uuid":"u","attempt":0}\n'
+    "13|7+1|PENDING|Resources|N/A|N/A|1:00:00|0:00|4||2026-01-01T10:00:00|debug|other|(null)\n"
+    "14|14|CANCELLED|None|N/A|N/A|1:00|0:03|1|n1|2026-01-01T10:00:00|debug|pipe|a|b|c\n"
     "broken line\n"
 )
 
@@ -31,6 +33,8 @@ def test_squeue_lines_become_jobs_and_comments_identify_ours() -> None:
     assert jobs[0].tag == {"corral": 1, "trial_uuid": "u", "attempt": 0}
     assert jobs[1].tag == jobs[2].tag == {}
     assert jobs[2].comment == "a|b|c"
+    assert [job.het_component for job in jobs] == [None, 1, None]
+    assert (jobs[0].time_left, jobs[0].partition, jobs[0].line) == ("54:59", "debug", QUEUE.splitlines()[0])
 
 
 def test_job_ids_with_and_without_a_cluster() -> None:
@@ -95,35 +99,93 @@ def test_the_environment_keeps_the_cluster_and_loses_the_enclosing_job() -> None
     assert cleaned == {"SLURM_CONF": "/c", "PATH": "/bin"}
 
 
-@pytest.mark.parametrize(
-    ("word", "reason", "state"),
-    [
-        ("PENDING", "Resources", "QUEUED"),
-        ("PENDING", "PartitionNodeLimit", "BLOCKED"),
-        ("PENDING", "JobHeldUser", "HELD"),
-        ("PENDING", "launch failed requeued held", "HELD"),
-        ("CONFIGURING", "None", "STARTING"),
-        ("RUNNING", "None", "RUNNING"),
-        ("COMPLETING", "None", "STOPPING"),
-        ("COMPLETED", "None", "FAILED"),
-        ("FAILED", "NonZeroExitCode", "FAILED"),
-        ("TIMEOUT", "TimeLimit", "TIMED_OUT"),
-        ("DEADLINE", "DeadLine", "TIMED_OUT"),
-        ("NODE_FAIL", "NodeDown", "NODE_FAILED"),
-        ("PREEMPTED", "None", "PREEMPTED"),
-        ("OUT_OF_MEMORY", "OutOfMemory", "OOM"),
-        ("CANCELLED by 1000", "None", "CANCELLED"),
-        ("SUSPENDED", "None", "SUSPENDED"),
-        ("FUTURE_WORD", "None", "UNKNOWN"),
-    ],
-)
-def test_slurms_words_have_a_meaning(word: str, reason: str, state: str) -> None:
-    assert judge_job(word, reason).state == state
+ROWS = [
+    # word, reason, start, it has run before, its nodes are down -> state, words of the advice
+    ("PENDING", "None", "N/A", False, False, "QUEUED", ""),
+    ("PENDING", "Resources", "2026-01-01T14:20:00", False, False, "QUEUED", "est. start 2026-01-01T14:20:00"),
+    ("PENDING", "Priority", "N/A", False, False, "QUEUED", "other jobs are before it"),
+    ("PENDING", "Prolog", "N/A", False, False, "QUEUED", "prepared"),
+    ("PENDING", "Licenses", "N/A", False, False, "QUEUED", "licenses"),
+    ("PENDING", "BeginTime", "2026-01-01T12:00:00", True, False, "REQUEUED", "eligible at 2026-01-01T12:00:00"),
+    ("PENDING", "Resources", "N/A", True, False, "REQUEUED", "resources"),
+    ("PENDING", "BeginTime", "N/A", False, False, "QUEUED", "begin time"),
+    ("PENDING", "Dependency", "N/A", False, False, "QUEUED", "waits for another job"),
+    ("PENDING", "Reservation", "N/A", False, False, "QUEUED", "reservation"),
+    ("PENDING", "JobHeldUser", "N/A", False, False, "QUEUED", "scontrol release 7"),
+    ("PENDING", "JobHeldAdmin", "N/A", False, False, "QUEUED", "administrator"),
+    ("PENDING", "QOSMaxCpuPerUserLimit", "N/A", False, False, "QUEUED", "launch.qos"),
+    ("PENDING", "AssocGrpNodeLimit", "N/A", False, False, "QUEUED", "launch.account"),
+    ("PENDING", "MaxNodePerAccount", "N/A", False, False, "QUEUED", "account"),
+    ("PENDING", "SomethingNew", "N/A", False, False, "QUEUED", "man squeue"),
+    ("PENDING", "PartitionNodeLimit", "N/A", False, False, "BLOCKED", "ask for less"),
+    ("PENDING", "PartitionConfig", "N/A", False, False, "BLOCKED", "partition"),
+    ("PENDING", "PartitionTimeLimit", "N/A", False, False, "BLOCKED", "time"),
+    ("PENDING", "BadConstraints", "N/A", False, False, "BLOCKED", "constraints"),
+    ("PENDING", "AccountNotAllowed", "N/A", False, False, "BLOCKED", "account"),
+    ("PENDING", "InvalidAccount", "N/A", False, False, "BLOCKED", "account"),
+    ("PENDING", "InvalidQOS", "N/A", False, False, "BLOCKED", "QOS"),
+    ("PENDING", "DependencyNeverSatisfied", "N/A", False, False, "BLOCKED", "can no longer"),
+    ("PENDING", "ReqNodeNotAvail, UnavailableNodes:n[1-2]", "N/A", False, True, "BLOCKED", "sinfo -R"),
+    ("PENDING", "ReqNodeNotAvail, UnavailableNodes:n[1-2]", "N/A", False, False, "QUEUED", "UnavailableNodes:n[1-2]"),
+    ("PENDING", "Nodes required for job are DOWN, DRAINED or reserved", "N/A", False, True, "BLOCKED", "are down"),
+    ("PENDING", "Nodes required for job are DOWN, DRAINED or reserved", "N/A", False, False, "QUEUED", "sinfo"),
+    ("PENDING", "launch failed requeued held", "N/A", True, False, "HELD", "scontrol release 7"),
+    ("PENDING", "JobHoldMaxRequeue", "N/A", True, False, "HELD", "too often"),
+    ("SPECIAL_EXIT", "None", "N/A", False, False, "HELD", "release"),
+    ("REQUEUE_HOLD", "None", "N/A", False, False, "HELD", "release"),
+    ("RESV_DEL_HOLD", "None", "N/A", False, False, "HELD", "reservation"),
+    ("REQUEUED", "None", "N/A", False, False, "REQUEUED", ""),
+    ("REQUEUE_FED", "None", "N/A", False, False, "REQUEUED", ""),
+    ("CONFIGURING", "None", "N/A", False, False, "STARTING", "prepared"),
+    ("POWER_UP_NODE", "None", "N/A", False, False, "STARTING", "powered up"),
+    ("RESIZING", "None", "N/A", False, False, "STARTING", ""),
+    ("RUNNING", "None", "N/A", False, False, "RUNNING", ""),
+    ("SUSPENDED", "None", "N/A", False, False, "SUSPENDED", "stand still"),
+    ("STOPPED", "None", "N/A", False, False, "SUSPENDED", "stand still"),
+    ("COMPLETING", "None", "N/A", False, False, "STOPPING", ""),
+    ("SIGNALING", "None", "N/A", False, False, "STOPPING", ""),
+    ("STAGE_OUT", "None", "N/A", False, False, "STOPPING", ""),
+    ("COMPLETED", "None", "N/A", False, False, "FAILED", "without finishing"),
+    ("FAILED", "NonZeroExitCode", "N/A", False, False, "FAILED", "slurm-JOB.log"),
+    ("OUT_OF_MEMORY", "OutOfMemory", "N/A", False, False, "OOM", "`mem`"),
+    ("TIMEOUT", "TimeLimit", "N/A", False, False, "TIMED_OUT", "--resume"),
+    ("DEADLINE", "DeadLine", "N/A", False, False, "TIMED_OUT", "--resume"),
+    ("NODE_FAIL", "NodeDown", "N/A", False, False, "NODE_FAILED", "--resume"),
+    ("BOOT_FAIL", "None", "N/A", False, False, "NODE_FAILED", "--resume"),
+    ("LAUNCH_FAILED", "None", "N/A", False, False, "NODE_FAILED", "--resume"),
+    ("PREEMPTED", "None", "N/A", False, False, "PREEMPTED", "--resume"),
+    ("REVOKED", "None", "N/A", False, False, "PREEMPTED", "--resume"),
+    ("CANCELLED by 1000", "None", "N/A", False, False, "CANCELLED", "scancel"),
+    ("RUNNING+NEW_FLAG", "None", "N/A", False, False, "RUNNING", ""),
+    ("FUTURE_WORD", "None", "N/A", False, False, "UNKNOWN", "FUTURE_WORD"),
+    ("", "", "", False, False, "UNKNOWN", "''"),
+]
 
 
-@given(st.text(), st.text())
-def test_no_word_of_slurm_raises(word: str, reason: str) -> None:
-    assert judge_job(word, reason).state
+@pytest.mark.parametrize(("word", "reason", "start", "has_run", "down", "state", "advice"), ROWS)
+def test_slurms_words_have_a_meaning_and_advice(
+    word: str, reason: str, start: str, has_run: bool, down: bool, state: str, advice: str
+) -> None:
+    verdict = judge_job(word, reason, start=start, has_run=has_run, nodes_are_down=down, job_id="7")
+    assert verdict.state == state
+    assert advice in verdict.note
+
+
+def test_a_job_that_could_not_open_its_log_says_which_folder_is_missing() -> None:
+    assert "folder" in judge_exit("FAILED", "0:53")
+    assert "3:0" in judge_exit("FAILED", "3:0")
+    assert judge_exit("FAILED", "0:0") == judge_exit("TIMEOUT", "0:53") == judge_exit("FAILED", "") == ""
+
+
+def test_the_site_says_whether_it_keeps_accounts() -> None:
+    text = "Configuration data as of 2026-01-01\nAccountingStorageType   = accounting_storage/none\nx = a = b\n"
+    assert parse_settings(text) == {"AccountingStorageType": "accounting_storage/none", "x": "a = b"}
+
+
+@given(st.text(), st.text(), st.text(), st.booleans(), st.booleans())
+def test_no_word_of_slurm_raises(word: str, reason: str, start: str, has_run: bool, down: bool) -> None:
+    assert judge_job(word, reason, start=start, has_run=has_run, nodes_are_down=down).state
+    assert judge_job("PENDING", reason, start=start, has_run=has_run, nodes_are_down=down).state
 
 
 @given(st.text())
