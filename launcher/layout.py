@@ -51,8 +51,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     mem_mb: int
     gpus: int = 0
     gpu_indices: tuple[int, ...] = ()
-    """The worker's GPUs among those that the allocation has on its node. Exact with `slice`; with `per_task` SLURM gives
-    each step the first ones that are free, so workers that ask for equally many may have swapped theirs."""
+    """The worker's GPUs among those that the allocation has on its node. Exact with `slice`; with `per_task` SLURM
+    gives the first ones that are free, so workers that ask for equally many may have swapped theirs."""
     gpu_binding: GpuBinding = "per_task"
 
 

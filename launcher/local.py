@@ -37,6 +37,9 @@ class LocalTask:
         self._signal_group(signal.SIGKILL)
         return self._process.wait()
 
+    def has_lost_its_node(self) -> bool:
+        return False
+
     def terminate(self) -> None:
         if self.poll() is None:
             self._process.terminate()

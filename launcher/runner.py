@@ -5,6 +5,10 @@ from pathlib import Path
 from typing import Protocol
 
 
+class PlaceNotAvailableError(OSError):
+    """The nodes that a worker has to run on are not there at the moment: their job waits, or has ended."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
     """One worker process to start."""
@@ -32,6 +36,9 @@ class Task(Protocol):
     def poll(self) -> int | None:
         """Return code once it ended (negative: a signal), else None."""
 
+    def has_lost_its_node(self) -> bool:
+        """Whether it ended because its node did; srun's return code may be 0 then."""
+
     def terminate(self) -> None:
         """Ask it to end."""
 
@@ -46,11 +53,16 @@ class TaskRunner(Protocol):
         """Start one task.
 
         Raises:
+            PlaceNotAvailableError: if its nodes are not there at the moment.
             OSError: if the command cannot be started.
         """
 
     def bind_address(self, worker: str) -> str:
-        """The interface that the worker's servers listen on."""
+        """The interface that the worker's servers listen on.
+
+        Raises:
+            PlaceNotAvailableError: if its nodes are not there at the moment.
+        """
 
     def clean_up(self) -> None:
         """End what an earlier supervisor of this attempt left running."""

@@ -1,35 +1,244 @@
-"""A packed trial as a call of sbatch: options as an argument list, and a short script that holds nothing but paths.
+"""A layout as batch scripts: options become #SBATCH lines, and the script needs nothing else.
 
-RunPlan --pack--> PackedLayout --sbatch_options--> ["--job-name=...", ...] --+
-                  trial.sbatch.j2 --render_script--> {trial}/trial.sbatch  --+--> sbatch --parsable
+    RunPlan, Layout --sbatch_options--> [--job-name=..., ":", ...] --trial.sbatch.j2--> {trial}/trial.sbatch --> sbatch
+                    --member_options--> [--job-name=..., ...]       holder.sbatch.j2--> {trial}/holder.sbatch --> sbatch
+
+No value is ever read by a shell: an option stands on a line of its own, where sbatch reads what is between the quotes,
+and control characters, which could start another line, are refused.
 """
 
 import json
 import shlex
+import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
+from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory, validate_name
-from corral.launcher.packed import PackedLayout
+from corral.launcher.layout import Allocation, Layout
 from corral.scheduling.slurm_formats import check_plain_text
 
+COMPONENT_SEPARATOR = ":"
+HOLDER_SILENCE_S = 120
+_HOLDER_INTERVAL_S = 5
 _OPTION_BY_FIELD = {"time_limit": "time"}  # the others have the name of their option
 _MAX_JOB_NAME = 64
+_BASH_TIMEOUT_S = 10.0
 
 
-def render_script(directory: TrialDirectory, *, attempt: int, python: Path | None = None) -> str:
-    """The batch script of one attempt.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedSubmission:
+    """What reaches SLURM, to the byte."""
+
+    script: str
+    """The text of trial.sbatch."""
+    command: str
+    """The call of sbatch, for people; it can be pasted into a shell."""
+
+
+def render_submission(plan: RunPlan, layout: Layout, directory: TrialDirectory) -> RenderedSubmission:
+    """The script of a trial and the command that submits it."""
+    return RenderedSubmission(
+        script=render_script(plan, layout, directory),
+        command=shlex.join(["sbatch", "--parsable", str(directory.sbatch_path)]),
+    )
+
+
+def render_script(
+    plan: RunPlan,
+    layout: Layout,
+    directory: TrialDirectory,
+    *,
+    attempt: int | None = None,
+    exclude_nodes: Sequence[str] = (),
+    python: Path | None = None,
+) -> str:
+    """The batch script of a trial, from the shipped template or the user's own.
+
+    Args:
+        plan: the trial.
+        layout: its allocations.
+        directory: its folder.
+        attempt: number for the supervisor; None lets it find out.
+        exclude_nodes: nodes that failed, beside those that the user excludes.
+        python: interpreter for the supervisor; None is this one.
+
+    Raises:
+        ValueError: if the path of the trial or an option holds control characters.
+        ConfigError: if the user's own template does not make a script.
+    """
+    interpreter = str(python or sys.executable)
+    path = str(directory.path)
+    check_plain_text(path, what="trial directory")
+    supervisor = [interpreter, "-m", "corral.launcher.supervisor", "--trial", path]
+    if attempt is not None:
+        supervisor += ["--attempt", str(attempt)]
+    variables = {
+        "sbatch_lines": sbatch_lines(sbatch_options(plan, layout, directory, exclude_nodes=exclude_nodes)),
+        "supervisor": shlex.join(supervisor),
+        "directory": path,
+        "python": interpreter,
+    }
+    if plan.launch.sbatch_template is None:
+        return _render(_shipped("trial.sbatch.j2"), variables)
+    return _render_own_template(plan.launch.sbatch_template, variables)
+
+
+def render_holder(directory: TrialDirectory) -> str:
+    """The batch script of every job that only holds nodes.
 
     Raises:
         ValueError: if the path of the trial holds control characters.
     """
+    path = str(directory.path)
+    check_plain_text(path, what="trial directory")
+    variables = {
+        "directory": path,
+        "alive": str(holders_alive_path(directory)),
+        "silence_s": HOLDER_SILENCE_S,
+        "interval_s": _HOLDER_INTERVAL_S,
+    }
+    return _render(_shipped("holder.sbatch.j2"), variables)
+
+
+def holders_alive_path(directory: TrialDirectory) -> Path:
+    """The file that a supervisor touches as long as it wants its members' nodes."""
+    return directory.control_path / "holders-alive"
+
+
+def holder_path(directory: TrialDirectory) -> Path:
+    """Where the holders' script lies."""
+    return directory.path / "holder.sbatch"
+
+
+def sbatch_options(
+    plan: RunPlan, layout: Layout, directory: TrialDirectory, *, exclude_nodes: Sequence[str] = ()
+) -> list[str]:
+    """Options of the job that a trial starts with: its head, and after each ":" a component of it."""
+    options = _allocation_options(plan, layout, 0, directory, exclude_nodes)
+    options += [
+        *_batch_options(directory),
+        "--requeue",
+        f"--signal=B:USR2@{plan.launch.signal_before_end_s}",
+        "--export=ALL",
+    ]
+    if plan.launch.no_kill:
+        options.append("--no-kill")
+    for index, allocation in enumerate(layout.allocations):
+        if allocation.role == "component":
+            options += [COMPONENT_SEPARATOR, *_allocation_options(plan, layout, index, directory, exclude_nodes)]
+    return _checked(options)
+
+
+def member_options(
+    plan: RunPlan,
+    layout: Layout,
+    allocation_index: int,
+    directory: TrialDirectory,
+    *,
+    exclude_nodes: Sequence[str] = (),
+) -> list[str]:
+    """Options of the job that holds the nodes of a group or of an elastic member."""
+    options = _allocation_options(plan, layout, allocation_index, directory, exclude_nodes)
+    options += [*_batch_options(directory), "--requeue", "--export=ALL"]
+    if plan.launch.no_kill:
+        options.append("--no-kill")
+    return _checked(options)
+
+
+def sbatch_lines(options: Sequence[str]) -> str:
+    """Options as lines of a batch script."""
+    lines = []
+    for option in options:
+        name, has_value, value = option.partition("=")
+        if option == COMPONENT_SEPARATOR:
+            lines.append("#SBATCH hetjob")
+        elif has_value:
+            lines.append(f"#SBATCH {name}={_quoted(value)}")
+        else:
+            lines.append(f"#SBATCH {name}")
+    return "\n".join(lines)
+
+
+def job_name(experiment: str, trial: str, allocation: str = "head") -> str:
+    """What squeue shows; identity is the job id and the uuid in the comment, never this."""
+    name = f"{validate_name(experiment, what='experiment name')}.{validate_name(trial, what='trial name')}"
+    suffix = "" if allocation == "head" else "." + allocation.replace("/", "-")
+    return name[: _MAX_JOB_NAME - len(suffix)] + suffix
+
+
+def _quoted(value: str) -> str:
+    """As sbatch reads a value of an #SBATCH line: between double quotes only these two mean something."""
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _allocation_options(
+    plan: RunPlan, layout: Layout, index: int, directory: TrialDirectory, exclude_nodes: Sequence[str]
+) -> list[str]:
+    """What every allocation asks for, whatever its role."""
+    allocation = layout.allocations[index]
+    tag = {
+        "corral": 1,
+        "trial_uuid": plan.trial.uuid,
+        "directory": str(directory.path),
+        "allocation": allocation.name,
+    }
+    options = [
+        f"--job-name={job_name(plan.trial.experiment, plan.trial.trial, allocation.name)}",
+        f"--comment={json.dumps(tag, separators=(',', ':'))}",
+        f"--nodes={allocation.num_nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={allocation.cpus_per_node}",
+        f"--mem={allocation.mem_mb_per_node}M",
+        *_gpu_options(plan, allocation),
+    ]
+    values = dict(allocation.options)
+    excluded = [*([values["exclude"]] if "exclude" in values else []), *exclude_nodes]
+    if excluded:
+        values["exclude"] = ",".join(dict.fromkeys(excluded))
+    options += [f"--{_OPTION_BY_FIELD.get(field, field)}={value}" for field, value in values.items()]
+    return [*options, *allocation.extra_arguments]
+
+
+def _gpu_options(plan: RunPlan, allocation: Allocation) -> list[str]:
+    if not allocation.gpus_per_node:
+        return []
+    amount = f"{allocation.gpu_type}:" if allocation.gpu_type else ""
+    amount += str(allocation.gpus_per_node)
+    match plan.cluster.gpu_request:
+        case "gres":
+            return [f"--gres=gpu:{amount}"]
+        case "gpus":
+            return [f"--gpus-per-node={amount}"]
+        case "none":
+            # Nobody counts the GPUs there: whoever shares a node would share them too.
+            return ["--exclusive"]
+
+
+def _batch_options(directory: TrialDirectory) -> list[str]:
+    # sbatch expands %-patterns in the file name: a % of the directory has to be doubled.
+    return [f"--output={str(directory.logs_path).replace('%', '%%')}/slurm-%j.log", "--open-mode=append"]
+
+
+def _checked(options: list[str]) -> list[str]:
+    for option in options:
+        check_plain_text(option, what="sbatch option")
+    return options
+
+
+def _shipped(name: str) -> str:
+    return (files("corral.sbatch_templates") / name).read_text()
+
+
+def _render(source: str, variables: dict[str, Any]) -> str:
     # Not at the top: only submissions render, and every command of the launcher imports this package.
     from jinja2 import Environment, StrictUndefined
 
-    path = str(directory.path)
-    check_plain_text(path, what="trial directory")
     environment = Environment(
         undefined=StrictUndefined,
         keep_trailing_newline=True,
@@ -45,47 +254,55 @@ def render_script(directory: TrialDirectory, *, attempt: int, python: Path | Non
     )
     environment.filters["shell"] = shlex.quote
     environment.filters["comment_text"] = _comment_text
-    template = environment.from_string((files("corral.sbatch_templates") / "trial.sbatch.j2").read_text())
-    return template.render(directory=path, attempt=attempt, python=str(python or sys.executable))
+    return environment.from_string(source).render(**variables)
 
 
-def sbatch_options(plan: RunPlan, layout: PackedLayout, directory: TrialDirectory, *, attempt: int) -> list[str]:
-    """Options of sbatch, one argument each; no shell ever reads them."""
-    tag = {
-        "corral": 1,
-        "trial_uuid": plan.trial.uuid,
-        "directory": str(directory.path),
-        "attempt": attempt,
-    }
-    options = [
-        f"--job-name={job_name(plan.trial.experiment, plan.trial.trial)}",
-        f"--comment={json.dumps(tag, separators=(',', ':'))}",
-        f"--nodes={layout.num_nodes}",
-        "--ntasks-per-node=1",
-        f"--cpus-per-task={layout.cpus_per_node}",
-        f"--mem={layout.mem_mb_per_node}M",
-        # sbatch expands %-patterns in the file name: a % of the directory has to be doubled.
-        f"--output={str(directory.logs_path).replace('%', '%%')}/slurm-%j.log",
-        "--open-mode=append",
-        "--no-requeue",
-        f"--signal=B:USR2@{plan.launch.signal_before_end_s}",
-        "--export=ALL",
-    ]
-    if layout.gpus_per_node:
-        gpu_type = f"{layout.gpu_type}:" if layout.gpu_type else ""
-        options.append(f"--gres=gpu:{gpu_type}{layout.gpus_per_node}")
-    options += [f"--{_OPTION_BY_FIELD.get(field, field)}={value}" for field, value in layout.allocation.items()]
-    options += layout.extra_arguments
-    for option in options:
-        check_plain_text(option, what="sbatch option")
-    return options
+def _render_own_template(template: Path, variables: dict[str, Any]) -> str:
+    """The user's own template, rendered and looked at as far as one can without running it."""
+    from jinja2 import TemplateError
+
+    def refuse(why: str, hint: str) -> ConfigError:
+        return ConfigError.of(
+            f"sbatch template {template}: {why}", hint=hint, path=("launch", "sbatch_template"), shown=str(template)
+        )
+
+    try:
+        source = template.read_text(encoding="utf-8").replace("\r\n", "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse(f"cannot be read ({error})", "name a readable UTF-8 file, or leave it out") from error
+    try:
+        script = _render(source, variables)
+    except TemplateError as error:
+        line = f" in line {error.lineno}" if getattr(error, "lineno", None) else ""
+        known = ", ".join(variables)
+        raise refuse(
+            f"{error.message}{line}", f"variables are {known}; write them as <% {next(iter(variables))} %>"
+        ) from error
+    if not script.startswith("#!"):
+        raise refuse("its first line is no #! line", "start it with #!/bin/bash")
+    if variables["sbatch_lines"] not in script[: _first_command(script)]:
+        raise refuse(
+            "the SBATCH lines are missing before its first command, so the job would not ask for the trial's nodes",
+            "put <% sbatch_lines %> right after the #! line",
+        )
+    if variables["supervisor"] not in script:
+        raise refuse("it never becomes the supervisor", "end it with exec <% supervisor %>")
+    checked = subprocess.run(
+        ["bash", "-n"], input=script, capture_output=True, text=True, timeout=_BASH_TIMEOUT_S, check=False
+    )
+    if checked.returncode != 0:
+        raise refuse(f"bash cannot parse it: {' '.join(checked.stderr.split())}", "bash -n shows the same")
+    return script
 
 
-def job_name(experiment: str, trial: str) -> str:
-    """What squeue shows; identity is the job id and the uuid in the comment, never this."""
-    return f"{validate_name(experiment, what='experiment name')}.{validate_name(trial, what='trial name')}"[
-        :_MAX_JOB_NAME
-    ]
+def _first_command(script: str) -> int:
+    """Where the first line stands that is neither empty nor a comment: sbatch reads no #SBATCH line after it."""
+    position = 0
+    for line in script.splitlines(keepends=True):
+        if line.strip() and not line.startswith("#"):
+            return position
+        position += len(line)
+    return position
 
 
 def _comment_text(text: str) -> str:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from corral.experiments.errors import ConfigError, closest
-from corral.launcher.packed import PackedLayout
+from corral.launcher.layout import Allocation
 from corral.launcher.slurm import Node
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
@@ -17,7 +17,7 @@ from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
 _UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
 
 
-def check_layout(layout: PackedLayout, nodes: Sequence[Node], partitions: Mapping[str, Mapping[str, str]]) -> list[str]:
+def check_layout(layout: Allocation, nodes: Sequence[Node], partitions: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Compares a request with the cluster; returns facts worth printing.
 
     Raises:
@@ -38,10 +38,10 @@ def check_layout(layout: PackedLayout, nodes: Sequence[Node], partitions: Mappin
     return [f"partition {name} ok", f"{idle} of {len(members)} nodes idle"]
 
 
-def _partition(layout: PackedLayout, nodes: Sequence[Node], partitions: Mapping[str, Mapping[str, str]]) -> str:
+def _partition(layout: Allocation, nodes: Sequence[Node], partitions: Mapping[str, Mapping[str, str]]) -> str:
     known = sorted({*partitions, *(node.partition for node in nodes)})
     default = next((node.partition for node in nodes if node.is_default_partition), None)
-    asked = layout.allocation.get("partition")
+    asked = layout.options.get("partition")
     if asked is None:
         if default is None:
             raise ConfigError.of(
@@ -72,19 +72,19 @@ def _check_state(name: str, settings: Mapping[str, str]) -> None:
         )
 
 
-def _check_names(layout: PackedLayout, nodes: Sequence[Node]) -> None:
+def _check_names(layout: Allocation, nodes: Sequence[Node]) -> None:
     known = {node.name for node in nodes}
     for field in ("nodelist", "exclude"):
-        for one in expand_host_list(layout.allocation.get(field, "")):
+        for one in expand_host_list(layout.options.get(field, "")):
             if one not in known:
                 near = closest(one, sorted(known))
                 raise ConfigError.of(
                     f"no node {one!r} in this cluster",
                     hint=f"did you mean {near!r}?" if near else "sinfo -N lists the nodes",
                     path=("launch", field),
-                    shown=layout.allocation[field],
+                    shown=layout.options[field],
                 )
-    wanted = layout.allocation.get("constraint", "")
+    wanted = layout.options.get("constraint", "")
     features = {feature for node in nodes for feature in node.features}
     if re.fullmatch(r"[A-Za-z0-9._-]+", wanted) and wanted not in features:
         raise ConfigError.of(
@@ -95,7 +95,7 @@ def _check_names(layout: PackedLayout, nodes: Sequence[Node]) -> None:
         )
 
 
-def _check_node_shape(layout: PackedLayout, name: str, members: Sequence[Node]) -> list[Node]:
+def _check_node_shape(layout: Allocation, name: str, members: Sequence[Node]) -> list[Node]:
     """Nodes that could hold one node's share of the trial."""
     limits = [
         ("GPUs", layout.gpus_per_node, [_gpus(node, layout.gpu_type) for node in members], "cluster.gpus_per_node"),
@@ -134,9 +134,9 @@ def _check_node_shape(layout: PackedLayout, name: str, members: Sequence[Node]) 
 
 
 def _check_counts(
-    layout: PackedLayout, name: str, fitting: Sequence[Node], members: Sequence[Node], settings: Mapping[str, str]
+    layout: Allocation, name: str, fitting: Sequence[Node], members: Sequence[Node], settings: Mapping[str, str]
 ) -> None:
-    excluded = set(expand_host_list(layout.allocation.get("exclude", "")))
+    excluded = set(expand_host_list(layout.options.get("exclude", "")))
     usable = [node for node in fitting if node.name not in excluded]
     share = f"{layout.cpus_per_node} CPUs, {layout.mem_mb_per_node} MB"
     share += f", {layout.gpus_per_node} GPUs" if layout.gpus_per_node else ""
@@ -161,8 +161,8 @@ def _check_counts(
         )
 
 
-def _check_time(layout: PackedLayout, name: str, settings: Mapping[str, str]) -> None:
-    asked, limit = layout.allocation.get("time_limit"), settings.get("MaxTime", "")
+def _check_time(layout: Allocation, name: str, settings: Mapping[str, str]) -> None:
+    asked, limit = layout.options.get("time_limit"), settings.get("MaxTime", "")
     if asked is None or limit.upper() in _UNLIMITED:
         return
     asked_s, limit_s = parse_time_limit(asked), parse_time_limit(limit)
@@ -175,9 +175,9 @@ def _check_time(layout: PackedLayout, name: str, settings: Mapping[str, str]) ->
         )
 
 
-def _check_access(layout: PackedLayout, name: str, settings: Mapping[str, str]) -> None:
+def _check_access(layout: Allocation, name: str, settings: Mapping[str, str]) -> None:
     for field, setting in (("account", "AllowAccounts"), ("qos", "AllowQos")):
-        asked, allowed = layout.allocation.get(field), settings.get(setting, "ALL")
+        asked, allowed = layout.options.get(field), settings.get(setting, "ALL")
         if asked is not None and allowed != "ALL" and asked not in allowed.split(","):
             raise ConfigError.of(
                 f"partition {name!r} is not open to {field} {asked!r} (it allows {allowed})",

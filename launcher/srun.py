@@ -1,31 +1,93 @@
-"""Workers as steps of a SLURM allocation: one srun per worker, on the node that placement chose.
+"""Workers as steps of SLURM allocations: one srun per worker, in the job and on the node that the layout says.
 
-    SrunRunner.start --Popen--> srun --exact ... --job-name=rollout_worker-3 --slurmd--> worker
+    SrunRunner.start --Popen--> srun --jobid=7 --het-group=1 --exact ... --job-name=rollout_worker-3 --slurmd--> worker
 
 Each step names its CPUs, memory and GPUs: a step that leaves one out takes all of it, and the next step then waits
-silently, which among workers that wait for each other is a deadlock.
+silently, which among workers that wait for each other is a deadlock. Nothing of the batch step's own SLURM_* reaches an
+srun: it may belong to another job than the one that the step goes to.
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from corral.launcher.runner import TaskSpec
-from corral.launcher.slurm import SlurmClient, SlurmError
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.containers import ContainedCommand, contain
+from corral.launcher.layout import Layout, RunningAllocation, RunningAllocations, Step
+from corral.launcher.processes import TRIAL_UUID_VARIABLE
+from corral.launcher.runner import PlaceNotAvailableError, TaskSpec
+from corral.launcher.slurm import SlurmClient, SlurmError, clean_environment
+from corral.scheduling.worker_information import parse_worker_id
+
+_CLEAN_UP_TIMEOUT_S = 15.0
+_LOG_TAIL_BYTES = 65536
+_NODE_FAILURE = re.compile(rb"^srun: error: .*node fail", re.IGNORECASE | re.MULTILINE)
+
+# Cuts a worker's devices out of the list that its step has: the step's GPUs need not start at 0.
+_CUT_GPUS = """\
+wanted=$1 number=0 cut= inherited=$CUDA_VISIBLE_DEVICES
+shift
+rest=$inherited,
+while [ -n "$rest" ] && [ "$rest" != , ]; do
+  device=${rest%%,*} rest=${rest#*,}
+  case ,$wanted, in *,$number,*) cut=${cut:+$cut,}$device ;; esac
+  number=$((number + 1))
+done
+commas() { printf %s "$1" | tr -dc , | wc -c; }
+if [ -z "$cut" ] || [ "$(commas "$cut")" -ne "$(commas "$wanted")" ]; then
+  echo "GPUs $wanted were planned for this worker, but its step has CUDA_VISIBLE_DEVICES=$inherited" >&2
+  exit 1
+fi
+export CUDA_VISIBLE_DEVICES="$cut"
+exec "$@"
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResources:
-    """What one worker's step asks for."""
+class StepPlace:
+    """A step of the layout, and what is around it where it runs now."""
 
-    node_index: int
-    cpus: int
-    mem_mb: int
-    gpus: int = 0
+    step: Step
+    running: RunningAllocation
+    node_gpus: int = 0
+    """GPUs that the allocation has on the node."""
+    sliced_cpus: int = 0
+    """CPUs of all workers on the node whose GPUs are cut out of the node's."""
+    overlaps: bool = False
+    """Whether it runs beside the plan, on resources that are other steps'."""
+
+    @property
+    def host(self) -> str:
+        return self.running.hosts[self.step.node_index]
+
+
+def batch_allocations(environment: Mapping[str, str], client: SlurmClient) -> dict[int, RunningAllocation]:
+    """The head, and the components of its heterogeneous job, as the batch step's environment names them.
+
+    Raises:
+        SlurmError: if SLURM does not translate the node lists.
+    """
+    job_id = environment["SLURM_JOB_ID"]
+    size = int(environment.get("SLURM_HET_SIZE", "0"))
+    if size == 0:
+        hosts = tuple(client.hostnames(environment["SLURM_JOB_NODELIST"]))
+        return {0: RunningAllocation(job_id=job_id, het_group=None, hosts=hosts)}
+    return {
+        group: RunningAllocation(
+            job_id=environment["SLURM_JOB_ID_HET_GROUP_0"],
+            het_group=group,
+            hosts=tuple(client.hostnames(environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"])),
+            own_job_id=environment[f"SLURM_JOB_ID_HET_GROUP_{group}"],
+        )
+        for group in range(size)
+    }
 
 
 def step_name(worker: str) -> str:
@@ -33,29 +95,58 @@ def step_name(worker: str) -> str:
     return worker.replace("/", "-")
 
 
-def srun_command(spec: TaskSpec, resources: StepResources, host: str) -> list[str]:
-    """The srun that carries one worker."""
-    gpu_option = f"--gpus-per-task={resources.gpus}" if resources.gpus else "--gres=none"
-    # Without device cgroups a step without GRES sees every GPU of the node. SLURM takes the variable away on its way to
-    # the step, so it is set inside.
-    hide_gpus = () if resources.gpus else ("env", "CUDA_VISIBLE_DEVICES=")
+def srun_command(worker: str, contained: ContainedCommand, place: StepPlace, *, counts_gpus: bool = True) -> list[str]:
+    """The srun that carries one worker.
+
+    Args:
+        worker: its id.
+        contained: its command.
+        place: where it runs.
+        counts_gpus: whether SLURM gives out GPUs here; else a node comes with all of them.
+    """
+    step, running = place.step, place.running
+    is_sliced = step.gpus > 0 and step.gpu_binding == "slice" and counts_gpus
+    gpu_options, prefix = _gpu_part(step, place.node_gpus, counts_gpus=counts_gpus)
     return [
         "srun",
-        f"--job-name={step_name(spec.worker)}",
+        f"--jobid={running.job_id}",
+        *([] if running.het_group is None else [f"--het-group={running.het_group}"]),
+        f"--job-name={step_name(worker)}",
         "--exact",
+        *(["--overlap"] if is_sliced or place.overlaps else []),
         "--nodes=1",
         "--ntasks=1",
-        f"--nodelist={host}",
-        f"--cpus-per-task={resources.cpus}",
-        f"--mem={resources.mem_mb}M",
-        gpu_option,
+        f"--nodelist={place.host}",
+        # Overlapping steps get the same cores, as SLURM counts theirs as free: each asks for all that they have.
+        f"--cpus-per-task={place.sliced_cpus if is_sliced else step.cpus}",
+        f"--mem={step.mem_mb}M",
+        *gpu_options,
         "--kill-on-bad-exit=1",
         "--unbuffered",
         "--input=none",
+        *contained.srun_options,
         # No --output, in which srun expands patterns: what it inherits is the worker's log already.
-        *hide_gpus,
-        *spec.command,
+        *prefix,
+        *contained.command,
     ]
+
+
+def _gpu_part(step: Step, node_gpus: int, *, counts_gpus: bool) -> tuple[list[str], list[str]]:
+    """Options of srun, and what goes before the command inside the step."""
+    planned = ",".join(map(str, step.gpu_indices))
+    if not counts_gpus:
+        return [], ["env", f"CUDA_VISIBLE_DEVICES={planned}"]
+    if not step.gpus:
+        # Without device cgroups a step without GRES sees every GPU of the node. SLURM takes the variable away on its
+        # way to the step, so it is set inside.
+        return ["--gres=none"], ["env", "CUDA_VISIBLE_DEVICES="]
+    match step.gpu_binding:
+        case "slice":
+            return [f"--gres=gpu:{node_gpus}"], ["sh", "-c", _CUT_GPUS, "cut-gpus", planned]
+        case "none":
+            return [f"--gres=gpu:{step.gpus}"], []
+        case "per_task":
+            return [f"--gpus-per-task={step.gpus}"], []
 
 
 def return_code_of_step(code: int) -> int:
@@ -67,13 +158,23 @@ class SrunTask:
     """One step, seen through its srun."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], *, name: str, node: str, client: SlurmClient, job_id: str
+        self,
+        process: subprocess.Popen[bytes],
+        *,
+        name: str,
+        node: str,
+        client: SlurmClient,
+        job_id: str,
+        log_path: Path,
+        log_start: int,
     ) -> None:
         self._process = process
         self._name = name
         self._node = node
         self._client = client
         self._job_id = job_id
+        self._log_path = log_path
+        self._log_start = log_start
 
     @property
     def pid(self) -> int:
@@ -86,6 +187,18 @@ class SrunTask:
     def poll(self) -> int | None:
         code = self._process.poll()
         return None if code is None else return_code_of_step(code)
+
+    def has_lost_its_node(self) -> bool:
+        """Whether srun said so: on a node's crash it ends with 0, as after a success."""
+        if self.poll() is None:
+            return False
+        try:
+            with self._log_path.open("rb") as log:
+                end = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, end - _LOG_TAIL_BYTES))
+                return _NODE_FAILURE.search(log.read()) is not None
+        except OSError:
+            return False  # without its log nothing is known; the node's own state can still be asked for
 
     def terminate(self) -> None:
         # Through SLURM: a SIGTERM to srun itself would kill the worker at once, without time to finish.
@@ -110,43 +223,103 @@ class SrunTask:
 
 
 class SrunRunner:
-    """Starts workers as steps of the allocation that this process runs in."""
+    """Starts workers as steps of the trial's allocations."""
 
     def __init__(
         self,
         *,
         client: SlurmClient,
-        job_id: str,
-        hosts: Sequence[str],
-        resources_by_worker: Mapping[str, StepResources],
-        bind_address: str,
+        plan: RunPlan,
+        layout: Layout,
+        directory: TrialDirectory,
+        allocations: Callable[[], RunningAllocations],
+        why_away: Callable[[int], str] = lambda allocation: "its job does not run",
     ) -> None:
+        """
+        Args:
+            client: SLURM's commands.
+            plan: the trial.
+            layout: where each worker runs.
+            directory: the trial's folder.
+            allocations: what runs at the moment; asked at each start.
+            why_away: the job of an allocation that does not run, and its reason, for an error's text.
+        """
         self._client = client
-        self._job_id = job_id
-        self._hosts = hosts
-        self._resources_by_worker = resources_by_worker
-        self._bind_address = bind_address
+        self._plan = plan
+        self._layout = layout
+        self._directory = directory
+        self._allocations = allocations
+        self._why_away = why_away
+        self._moved: dict[str, tuple[Step, bool]] = {}
         self._address_by_host: dict[str, str] = {}
 
     def start(self, spec: TaskSpec) -> SrunTask:
-        resources = self._resources_by_worker[spec.worker]
-        host = self._hosts[resources.node_index]
+        place = self.place_of(spec.worker)
+        command = srun_command(
+            spec.worker, self._contain(spec), place, counts_gpus=self._plan.cluster.gpu_request != "none"
+        )
         with spec.log_path.open("ab") as log:
+            log_start = log.tell()
             process = subprocess.Popen(
-                srun_command(spec, resources, host),
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | spec.environment,
+                env=clean_environment() | self._contain(spec).environment,
                 start_new_session=True,
             )
-        return SrunTask(process, name=step_name(spec.worker), node=host, client=self._client, job_id=self._job_id)
+        return SrunTask(
+            process,
+            name=step_name(spec.worker),
+            node=place.host,
+            client=self._client,
+            job_id=place.running.steps_job_id,
+            log_path=spec.log_path,
+            log_start=log_start,
+        )
+
+    def place_of(self, worker: str) -> StepPlace:
+        """Where a worker would run now.
+
+        Raises:
+            PlaceNotAvailableError: if its nodes are not there at the moment.
+        """
+        step, overlaps = self._moved.get(worker, (self._layout.steps[worker], False))
+        allocation = self._layout.allocations[step.allocation]
+        running = self._allocations().get(step.allocation)
+        if running is None:
+            why = self._why_away(step.allocation)
+            raise PlaceNotAvailableError(f"{worker} runs in allocation {allocation.name}, and {why}")
+        if step.node_index >= len(running.hosts):
+            raise PlaceNotAvailableError(
+                f"{worker} runs on node {step.node_index} of allocation {allocation.name}, and job {running.job_id} "
+                f"has {len(running.hosts)} nodes"
+            )
+        sliced = [
+            other.cpus
+            for other in self._layout.steps.values()
+            if (other.allocation, other.node_index, other.gpu_binding) == (step.allocation, step.node_index, "slice")
+        ]
+        return StepPlace(
+            step=step,
+            running=running,
+            node_gpus=allocation.gpus_per_node,
+            sliced_cpus=sum(sliced),
+            overlaps=overlaps,
+        )
+
+    def move(self, worker: str, step: Step, *, overlaps: bool = False) -> None:
+        """Lets a worker run elsewhere from its next start on; with `overlaps` on what other steps have."""
+        self._moved[worker] = (step, overlaps)
+
+    def move_back(self, worker: str) -> None:
+        """Lets a worker run where the layout says, from its next start on."""
+        self._moved.pop(worker, None)
 
     def bind_address(self, worker: str) -> str:
-        if self._bind_address != "auto":
-            return self._bind_address
-        host = self._hosts[self._resources_by_worker[worker].node_index]
-        return self.address_of(host)
+        if self._plan.cluster.bind_address != "auto":
+            return self._plan.cluster.bind_address
+        return self.address_of(self.place_of(worker).host)
 
     def address_of(self, host: str) -> str:
         """A node's own address, as the cluster knows it."""
@@ -156,10 +329,29 @@ class SrunRunner:
         return self._address_by_host[host]
 
     def clean_up(self) -> None:
-        deadline = time.monotonic() + 15.0
-        while steps := [step for ids in self._client.steps(self._job_id).values() for step in ids]:
+        jobs = sorted({running.steps_job_id for running in self._allocations().values()})
+        deadline = time.monotonic() + _CLEAN_UP_TIMEOUT_S
+        while steps := self._steps_of(jobs):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"steps {steps} of an earlier supervisor did not end within 15 s of scancel")
+                raise TimeoutError(
+                    f"steps {steps} of an earlier supervisor did not end within {_CLEAN_UP_TIMEOUT_S:.0f} s of scancel"
+                )
             for step in steps:
                 self._client.cancel(step, signal_name="KILL")
             time.sleep(0.2)
+
+    def _steps_of(self, jobs: Sequence[str]) -> list[str]:
+        return [step for job in jobs for ids in self._client.steps(job).values() for step in ids]
+
+    def _contain(self, spec: TaskSpec) -> ContainedCommand:
+        kind, index = parse_worker_id(spec.worker)
+        environment = dict(spec.environment)
+        if TRIAL_UUID_VARIABLE in os.environ:
+            environment[TRIAL_UUID_VARIABLE] = os.environ[TRIAL_UUID_VARIABLE]
+        return contain(
+            spec.command,
+            environment,
+            scheduling=self._plan.scheduling[kind].scheduling_of(index),
+            cluster=self._plan.cluster,
+            directory=self._directory.path,
+        )

@@ -27,10 +27,11 @@ from corral.experiments.registry import load_experiment
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory, atomic_write, next_trial_name, validate_name
 from corral.experiments.trial_log import TrialLog
+from corral.launcher.layout import Layout
+from corral.launcher.layout_planner import plan_layout
 from corral.launcher.local import share_gpus, start_detached, visible_gpus
 from corral.launcher.lock import is_locked
-from corral.launcher.packed import PackedLayout, pack
-from corral.launcher.sbatch import render_script, sbatch_options
+from corral.launcher.sbatch import holder_path, render_holder, render_script
 from corral.launcher.slurm import SlurmClient, SlurmError, clean_environment
 from corral.launcher.slurm_checks import check_layout
 from corral.launcher.trials import TrialFacts, default_fileroot
@@ -54,7 +55,7 @@ class Submission:
     directory: TrialDirectory
     warnings: tuple[str, ...]
     checks: tuple[str, ...]
-    layout: PackedLayout | None
+    layout: Layout | None
     """None for a local trial."""
 
 
@@ -202,13 +203,20 @@ def _start_local(directory: TrialDirectory, attempt: int, supervisor_command: Se
     return str(pid)
 
 
-def _start_on_slurm(submission: Submission, layout: PackedLayout, attempt: int, client: SlurmClient) -> str:
+def _start_on_slurm(submission: Submission, layout: Layout, attempt: int, client: SlurmClient) -> str:
     directory = submission.directory
-    atomic_write(directory.sbatch_path, render_script(directory, attempt=attempt).encode(), mode=0o700)
-    options = sbatch_options(submission.plan, layout, directory, attempt=attempt)
-    job_id = client.submit(options, directory.sbatch_path)
+    write_launch_files(submission.plan, layout, directory, attempt=attempt)
+    job_id = client.submit([], directory.sbatch_path)
     Journal(directory.journal_path).append("submitted", attempt=attempt, job_id=job_id)
     return job_id
+
+
+def write_launch_files(plan: RunPlan, layout: Layout, directory: TrialDirectory, *, attempt: int | None = None) -> None:
+    """What the job and its supervisor read: layout.json, trial.sbatch, holder.sbatch."""
+    script = render_script(plan, layout, directory, attempt=attempt)
+    atomic_write(directory.layout_path, layout.to_json())
+    atomic_write(directory.sbatch_path, os.fsencode(script), mode=0o700)
+    atomic_write(holder_path(directory), os.fsencode(render_holder(directory)), mode=0o700)
 
 
 def _trial_name(wanted: str | None, experiment_directory: Path) -> str:
@@ -233,7 +241,7 @@ def _check_fileroot(fileroot: Path) -> None:
 
 def _check_resources(
     plan: RunPlan, directory: TrialDirectory, client: SlurmClient | None
-) -> tuple[PackedLayout | None, list[str]]:
+) -> tuple[Layout | None, list[str]]:
     if plan.mode == "local":
         gpus_wanted: dict[str, int] = {
             kind: group.count * group.scheduling.gpu for kind, group in plan.scheduling.items()
@@ -243,18 +251,17 @@ def _check_resources(
         except ValueError as error:
             raise ConfigError.of(str(error)) from error
         return None, [f"GPUs ok ({sum(gpus_wanted.values())} of {len(visible_gpus())})", "output folder writable"]
-    layout = pack(plan)
+    layout = plan_layout(plan)
     return layout, check_on_slurm(plan, layout, directory, client or SlurmClient())
 
 
-def check_on_slurm(plan: RunPlan, layout: PackedLayout, directory: TrialDirectory, client: SlurmClient) -> list[str]:
+def check_on_slurm(plan: RunPlan, layout: Layout, directory: TrialDirectory, client: SlurmClient) -> list[str]:
     """Our own checks with the numbers, then SLURM's."""
-    checks = check_layout(layout, client.nodes(), client.partitions())
-    options = sbatch_options(plan, layout, directory, attempt=0)
+    checks = check_layout(layout.head, client.nodes(), client.partitions())
     with tempfile.TemporaryDirectory(prefix="corral-check-") as folder:
         script = Path(folder) / "trial.sbatch"
-        script.write_text(render_script(directory, attempt=0))
-        answer = client.test_submission(options, script)
+        script.write_bytes(os.fsencode(render_script(plan, layout, directory)))
+        answer = client.test_submission([], script)
     if " to start at " in answer:
         checks.append(f"est. start {answer.partition(' to start at ')[2].partition(' ')[0]}")
     return checks

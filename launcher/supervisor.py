@@ -16,12 +16,12 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.keeper import keep
+from corral.launcher.layout import Layout
 from corral.launcher.local import LocalRunner, share_gpus, visible_gpus
 from corral.launcher.lock import SupervisorRunsError
-from corral.launcher.packed import pack
 from corral.launcher.runner import TaskRunner
 from corral.launcher.slurm import SlurmClient
-from corral.launcher.srun import SrunRunner
+from corral.launcher.srun import SrunRunner, batch_allocations
 from corral.launcher.supervision import Supervisor, WorkerCommand, worker_command
 from corral.launcher.trial_redis import TrialRedis
 from corral.launcher.units import Outcome
@@ -35,7 +35,7 @@ def make_supervisor(directory: TrialDirectory, attempt: int, worker_command: Wor
     secrets = TrialSecrets.load(directory.secrets_path)
     record = read_attempt(directory, attempt)
     directory.start_attempt_logs(attempt)
-    runner, host = make_runner(plan)
+    runner, host = make_runner(plan, directory)
     name_server = TrialRedis(
         directory=directory, trial_uuid=plan.trial.uuid, secrets=secrets, attempt=attempt, host=host
     )
@@ -49,7 +49,7 @@ def make_supervisor(directory: TrialDirectory, attempt: int, worker_command: Wor
     )
 
 
-def make_runner(plan: RunPlan) -> tuple[TaskRunner, str]:
+def make_runner(plan: RunPlan, directory: TrialDirectory) -> tuple[TaskRunner, str]:
     """What starts the workers, and the address that Redis listens on."""
     if plan.mode == "local":
         gpus_wanted = {
@@ -60,15 +60,15 @@ def make_runner(plan: RunPlan) -> tuple[TaskRunner, str]:
         )
         return local, local.bind_address("")
     client = SlurmClient()
-    hosts = client.hostnames(os.environ["SLURM_JOB_NODELIST"])
+    allocations = batch_allocations(os.environ, client)
     steps = SrunRunner(
         client=client,
-        job_id=os.environ["SLURM_JOB_ID"],
-        hosts=hosts,
-        resources_by_worker=pack(plan).resources_by_worker,
-        bind_address=plan.cluster.bind_address,
+        plan=plan,
+        layout=Layout.from_json(directory.layout_path.read_bytes()),
+        directory=directory,
+        allocations=lambda: allocations,
     )
-    own_address = steps.address_of(os.environ.get("SLURMD_NODENAME", hosts[0]))
+    own_address = steps.address_of(os.environ.get("SLURMD_NODENAME", allocations[0].hosts[0]))
     return steps, own_address if plan.cluster.bind_address == "auto" else plan.cluster.bind_address
 
 

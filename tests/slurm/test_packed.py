@@ -9,7 +9,7 @@ import pytest
 
 from corral.experiments.errors import ConfigError
 from corral.launcher import submit
-from corral.launcher.packed import pack
+from corral.launcher.layout_planner import plan_layout
 from corral.launcher.slurm import SlurmClient, SlurmError
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
@@ -31,12 +31,12 @@ class SlurmTrial(StubTrial):
 
     def submit(self, *, attempt: int = 0, resume: bool = False) -> str:
         self.prepare(attempt=attempt, resume=resume)
+        submit.write_launch_files(self.plan, plan_layout(self.plan), self.directory, attempt=attempt)
         script = self.directory.sbatch_path
-        product = submit.render_script(self.directory, attempt=attempt)
+        product = script.read_text()
         assert "-m corral.launcher.supervisor" in product
         script.write_text(product.replace(f"{sys.executable} -m corral.launcher.supervisor", " ".join(COMMAND)))
-        options = submit.sbatch_options(self.plan, pack(self.plan), self.directory, attempt=attempt)
-        self.job_id = SlurmClient().submit(options, script)
+        self.job_id = SlurmClient().submit([], script)
         return self.job_id
 
     @property
@@ -184,19 +184,19 @@ def test_what_can_never_start_is_refused_with_the_numbers(
     merged = SMALL | plan | {"cluster": SMALL["cluster"] | plan.get("cluster", {})}
     trial = make_slurm_trial({}, **merged)
     with pytest.raises(ConfigError) as refused:
-        submit.check_on_slurm(trial.plan, pack(trial.plan), trial.directory, SlurmClient())
+        submit.check_on_slurm(trial.plan, plan_layout(trial.plan), trial.directory, SlurmClient())
     assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
 def test_slurms_own_refusal_is_passed_on(make_slurm_trial: Any) -> None:
     trial = make_slurm_trial({}, launch={"reservation": "nobodys"})
     with pytest.raises(SlurmError, match="reservation"):
-        submit.check_on_slurm(trial.plan, pack(trial.plan), trial.directory, SlurmClient())
+        submit.check_on_slurm(trial.plan, plan_layout(trial.plan), trial.directory, SlurmClient())
 
 
 def test_a_request_that_fits_passes_the_checks(make_slurm_trial: Any) -> None:
     trial = make_slurm_trial({})
-    checks = submit.check_on_slurm(trial.plan, pack(trial.plan), trial.directory, SlurmClient())
+    checks = submit.check_on_slurm(trial.plan, plan_layout(trial.plan), trial.directory, SlurmClient())
     assert "partition debug ok" in checks and any(check.endswith("of 4 nodes idle") for check in checks)
 
 

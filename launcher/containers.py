@@ -1,0 +1,101 @@
+"""A worker's command inside its group's container: what goes before it, what srun is told, which variables go along.
+
+    container_runtime: apptainer   srun ... apptainer exec [--nv] --bind ... IMAGE python3 -m corral.workers ...
+    container_runtime: pyxis       srun --container-image=IMAGE --container-mounts=... python3 -m corral.workers ...
+
+The trial directory is mounted where it is on the host: plan, trial log, checkpoints and rendezvous lie in it. Weights
+and data are the user's to mount. Supervisor, Redis and srun stay outside: containers rarely hold SLURM's commands.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from corral.experiments.config import ClusterConfig
+from corral.experiments.errors import ConfigError
+from corral.scheduling.scheduling import Scheduling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainedCommand:
+    """A command and its surroundings, as srun has to start it."""
+
+    srun_options: tuple[str, ...] = ()
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    """Variables of srun's own environment."""
+
+
+def contain(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    scheduling: Scheduling,
+    cluster: ClusterConfig,
+    directory: Path,
+) -> ContainedCommand:
+    """The command as it runs for this group: as it is, or inside the group's image.
+
+    Args:
+        command: an interpreter of the host and its arguments; a container has an interpreter of its own.
+        environment: variables that the worker must see.
+        scheduling: what the group asks for.
+        cluster: which runtime the site has.
+        directory: the trial's folder.
+
+    Raises:
+        ConfigError: if there is an image but no runtime, or the trial's folder cannot be mounted.
+    """
+    image = scheduling.container_image
+    if image is None:
+        return ContainedCommand(command=tuple(command), environment=environment)
+    inside = (cluster.container_python, *command[1:])
+    match cluster.container_runtime:
+        case "apptainer":
+            return _apptainer(image, inside, environment, scheduling, directory)
+        case "pyxis":
+            return _pyxis(image, inside, environment, scheduling, directory)
+        case None:
+            raise ConfigError.of(
+                f"container_image {image} cannot be run: cluster.container_runtime is not set",
+                hint="set cluster.container_runtime to apptainer or pyxis, whichever this site has",
+                path=("cluster", "container_runtime"),
+                shown="null",
+            )
+
+
+def _apptainer(
+    image: str, inside: Sequence[str], environment: Mapping[str, str], scheduling: Scheduling, directory: Path
+) -> ContainedCommand:
+    binds = [f"--bind={mount}" for mount in (_own_mount(directory), *scheduling.container_mounts)]
+    gpus = ["--nv"] if scheduling.gpu else []
+    # Variables by their own variables: --env splits its argument at commas.
+    carried = {f"APPTAINERENV_{name}": value for name, value in environment.items()}
+    return ContainedCommand(
+        command=("apptainer", "exec", *gpus, *binds, image, *inside), environment={**environment, **carried}
+    )
+
+
+def _pyxis(
+    image: str, inside: Sequence[str], environment: Mapping[str, str], scheduling: Scheduling, directory: Path
+) -> ContainedCommand:
+    options = [
+        f"--container-image={image}",
+        f"--container-mounts={','.join((_own_mount(directory), *scheduling.container_mounts))}",
+    ]
+    if environment:
+        # Otherwise the image's own value would win.
+        options.append(f"--container-env={','.join(environment)}")
+    return ContainedCommand(srun_options=tuple(options), command=tuple(inside), environment=environment)
+
+
+def _own_mount(directory: Path) -> str:
+    path = str(directory)
+    if any(character in path for character in ",:"):
+        raise ConfigError.of(
+            f"the trial directory {path} cannot be mounted in a container: its path holds a comma or a colon",
+            hint="choose another name or cluster.fileroot",
+            path=("cluster", "fileroot"),
+            shown=path,
+        )
+    return f"{path}:{path}"
