@@ -116,10 +116,10 @@ def _exit_text(returncode: int) -> str:
 
 
 def _find_job(jobs: Sequence[QueuedJob], uuid: str, attempt: int, job_id: str) -> QueuedJob | None:
-    tagged = [job for job in jobs if job.tag.get("trial_uuid") == uuid and job.tag.get("attempt") == attempt]
     by_id = [job for job in jobs if job.job_id == job_id]
-    found = tagged or by_id
-    return found[-1] if found else None
+    tagged = [job for job in jobs if job.tag.get("trial_uuid") == uuid and job.tag.get("allocation") == "head"]
+    # Every attempt's job carries the same tag: the newest one is this attempt's.
+    return max(by_id or tagged, key=lambda job: int(job.job_id), default=None)
 
 
 def _has_ended(directory: TrialDirectory) -> bool:
