@@ -12,7 +12,6 @@ from corral.experiments.config import (
     DatasetConfig,
     EvaluationConfig,
     GroupConfig,
-    LaunchConfig,
     ModelConfig,
     PPOConfig,
     RolloutConfig,
@@ -34,11 +33,6 @@ EXACT_MATCH = "corral.workers.rollout.rewards:exact_match"
 _ALLOCATION = ("allocation",)
 # What the file leaves open, only the cluster can tell.
 _ANY_NODE = NodeShape(cpus=1 << 20, gpus=1 << 12, mem_mb=1 << 40)
-_JOB_FIELDS = (
-    "nodelist", "exclude", "partition", "account", "qos", "constraint", "reservation",
-    "time_limit", "begin", "deadline",
-)  # fmt: skip
-_UNBUILT_FIELDS = ("container_image", "container_mounts")
 
 
 def check_allocation(
@@ -131,14 +125,6 @@ def check_groups(
 
 
 def _check_group_scheduling(scheduling: Scheduling, path: KeyPath) -> Iterator[ConfigProblem]:
-    for name in _UNBUILT_FIELDS:
-        if value := getattr(scheduling, name):
-            yield ConfigProblem(
-                message=f"{name} is not built yet in this version",
-                hint="remove it; workers run in rl-submit's environment",
-                path=(*path, name),
-                shown=show_value(value),
-            )
     if scheduling.gpu > 1:
         yield ConfigProblem(
             message=f"a worker drives at most 1 GPU, got {scheduling.gpu}",
@@ -148,23 +134,29 @@ def _check_group_scheduling(scheduling: Scheduling, path: KeyPath) -> Iterator[C
         )
 
 
-def check_one_allocation(groups: Mapping[WorkerKind, GroupConfig], launch: LaunchConfig) -> Iterator[ConfigProblem]:
-    """Groups that ask for another partition, account, node list, ... than the rest: all share one SLURM allocation."""
-    for name in _JOB_FIELDS:
-        asked: dict[str, KeyPath] = {}
-        if value := getattr(launch, name):
-            asked[value] = ("launch", name)
-        for kind, group in groups.items():
-            value = getattr(group.scheduling, name) if group.scheduling is not None else None
-            if value is not None:
-                asked.setdefault(value, ("groups", kind, "scheduling", name))
-        if len(asked) > 1:
-            yield ConfigProblem(
-                message=f"all groups share one allocation, but {name} is asked for as {', '.join(asked)}",
-                hint=f"set launch.{name} only",
-                path=list(asked.values())[-1],
-                shown=list(asked)[-1],
-            )
+def check_containers(groups: Mapping[WorkerKind, GroupConfig], cluster: ClusterConfig) -> Iterator[ConfigProblem]:
+    """Images that nothing could run, and mounts without an image."""
+    for kind, group in groups.items():
+        for path, scheduling in (
+            (("groups", kind, "scheduling"), group.scheduling),
+            (("groups", kind, "elastic", "scheduling"), group.elastic.scheduling if group.elastic else None),
+        ):
+            if scheduling is None:
+                continue
+            if scheduling.container_image is not None and cluster.container_runtime is None:
+                yield ConfigProblem(
+                    message="container_image needs cluster.container_runtime, which is not set",
+                    hint="set cluster.container_runtime to apptainer or pyxis, whichever this site has",
+                    path=(*path, "container_image"),
+                    shown=scheduling.container_image,
+                )
+            if scheduling.container_mounts and scheduling.container_image is None:
+                yield ConfigProblem(
+                    message="container_mounts has no effect without container_image",
+                    hint="set container_image, or remove it",
+                    path=(*path, "container_mounts"),
+                    shown=show_value(scheduling.container_mounts),
+                )
 
 
 def check_placement(scheduling: ExperimentScheduling, cluster: ClusterConfig) -> Iterator[ConfigProblem]:

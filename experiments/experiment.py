@@ -15,9 +15,9 @@ from pydantic import AfterValidator, Field
 
 from corral.experiments.checks import (
     check_allocation,
+    check_containers,
     check_dataset,
     check_groups,
-    check_one_allocation,
     check_placement,
 )
 from corral.experiments.config import (
@@ -201,7 +201,7 @@ class Experiment(FrozenConfig):
         if allocation is not None and not problems:
             group_problems = [
                 *check_groups(self.group_by_kind, self.expected_counts),
-                *check_one_allocation(self.group_by_kind, self.launch),
+                *check_containers(self.group_by_kind, self.cluster),
             ]
             yield from group_problems
             if not group_problems:

@@ -6,20 +6,25 @@ from corral.experiments.errors import display_path
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec, RolloutWorkerSpec
 from corral.scheduling.dataflow import ModelFunctionCall
-from corral.scheduling.placement import Placement, place
 from corral.scheduling.scheduling import TasksGroup
 
-_MAX_NODES_SHOWN = 8
+THIS_MACHINE = ("nodes      this machine",)
 
 
-def render_plan(plan: RunPlan, *, warnings: Sequence[str] = ()) -> str:
-    """The summary that `rl-submit --dry-run` prints; no secrets are in a plan."""
+def render_plan(plan: RunPlan, *, nodes: Sequence[str] = THIS_MACHINE, warnings: Sequence[str] = ()) -> str:
+    """The summary that `rl-submit --dry-run` prints; no secrets are in a plan.
+
+    Args:
+        plan: the trial.
+        nodes: what runs where, as lines; the launcher's `render_layout` makes them.
+        warnings: settings that have no effect.
+    """
     lines = [
         *_heading(plan),
         "",
         *_groups(plan),
         "",
-        *_placement(plan),
+        *nodes,
         "",
         *_dataflow(plan.master.calls),
         *(f"warning: {warning}" for warning in warnings),
@@ -73,41 +78,6 @@ def _total(groups: Sequence[TasksGroup], field: str) -> int:
 
 def _memory(megabytes: int) -> str:
     return f"{megabytes / 1024:.4g} GiB" if megabytes >= 1024 else f"{megabytes} MiB"
-
-
-def _placement(plan: RunPlan) -> Iterator[str]:
-    if plan.mode == "local":
-        yield "nodes      this machine"
-        return
-    cluster = plan.cluster
-    shape = cluster.node_shape()
-    placement = place(plan.scheduling, shape, max_nodes=cluster.max_nodes)
-    where = f"partition {plan.launch.partition or '(default)'}, time {plan.launch.time_limit or '(default)'}"
-    yield f"nodes      {placement.num_nodes} x {shape.cpus} CPUs, {shape.gpus} GPUs, {_memory(shape.mem_mb)}; {where}"
-    for node in range(min(placement.num_nodes, _MAX_NODES_SHOWN)):
-        yield f"  n{node:<8} {_tasks_on(placement, node)}"
-    if placement.num_nodes > _MAX_NODES_SHOWN:
-        yield f"  and {placement.num_nodes - _MAX_NODES_SHOWN} more nodes"
-
-
-def _tasks_on(placement: Placement, node: int) -> str:
-    indices_by_kind: dict[str, list[int]] = {}
-    for unit in placement.units:
-        for offset, where in enumerate(unit.nodes):
-            if where == node:
-                indices_by_kind.setdefault(unit.kind, []).append(unit.first_index + offset)
-    return "   ".join(f"{kind} {_ranges(indices)}" for kind, indices in indices_by_kind.items())
-
-
-def _ranges(indices: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as "0-2,5"."""
-    parts: list[list[int]] = []
-    for index in sorted(indices):
-        if parts and parts[-1][-1] == index - 1:
-            parts[-1].append(index)
-        else:
-            parts.append([index])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def _dataflow(calls: Sequence[ModelFunctionCall]) -> Iterator[str]:

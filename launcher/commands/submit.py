@@ -55,9 +55,11 @@ def _resume(name: str, fileroot: Path | None, *, dry_run: bool, wait: bool, othe
 
 
 def _print_plan(submission: "Submission") -> None:
-    from corral.experiments.render import render_plan
+    from corral.experiments.render import THIS_MACHINE, render_plan
+    from corral.launcher.layout_view import render_layout
 
-    print(render_plan(submission.plan, warnings=submission.warnings))
+    nodes = render_layout(submission.layout) if submission.layout else THIS_MACHINE
+    print(render_plan(submission.plan, nodes=nodes, warnings=submission.warnings))
     print(f"\nchecks     {' - '.join(submission.checks)}", flush=True)
 
 

@@ -401,14 +401,14 @@ CONTRADICTION_CASES = (
         words=("no room left", "1 node(s) of 30 CPUs"),
     ),
     BrokenCase(
-        name="two-partitions",
-        overrides=("launch.partition=cpu", "groups.model_worker.scheduling.partition=gpu"),
-        words=("one allocation", "cpu, gpu", "launch.partition only", "groups.model_worker.scheduling.partition: gpu"),
+        name="container-without-runtime",
+        overrides=("groups.model_worker.scheduling.container_image=torch.sif",),
+        words=("container_image", "cluster.container_runtime", "apptainer or pyxis"),
     ),
     BrokenCase(
-        name="container-is-not-built",
-        overrides=("groups.model_worker.scheduling.container_image=torch.sif",),
-        words=("container_image", "not built yet"),
+        name="mounts-without-container",
+        overrides=("groups.model_worker.scheduling.container_mounts=[/data:/data]",),
+        words=("container_mounts", "without container_image"),
     ),
 )
 

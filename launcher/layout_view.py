@@ -1,0 +1,75 @@
+"""Layout -> what people read before they submit: which layout and why, and what runs on which node.
+
+plan     hetjob: 2 components, 3 nodes (groups ask for different nodes: partition ...)
+           head          2 x 9 CPUs, 4 GPUs, 33 GiB; partition h100, time 24:00:00
+             n0          master_worker 0   gserver_manager 0   model_worker 0-3
+             n1          model_worker 4-7
+"""
+
+from collections.abc import Iterator, Sequence
+
+from corral.launcher.layout import Allocation, Layout
+from corral.scheduling.worker_information import parse_worker_id
+
+_MAX_NODES_SHOWN = 8
+_PARTS = {"packed": "1 job", "hetjob": "1 job of {} components", "jobs": "{} jobs"}
+
+
+def render_layout(layout: Layout) -> list[str]:
+    """The lines that rl-submit prints for people."""
+    fixed = [allocation for allocation in layout.allocations if allocation.role != "elastic"]
+    nodes = sum(allocation.num_nodes for allocation in fixed)
+    elastic = len(layout.allocations) - len(fixed)
+    heading = f"{layout.kind}: {_PARTS[layout.kind].format(len(fixed))}, {_count(nodes, 'node')}"
+    heading += f", {_count(elastic, 'elastic member')}" if elastic else ""
+    lines = [f"plan       {heading} ({layout.reason})"]
+    for index, allocation in enumerate(layout.allocations):
+        lines.append(f"  {allocation.name:<19}  {_asked(allocation)}")
+        if allocation.role != "elastic":
+            lines += _nodes(layout, index)
+    return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _asked(allocation: Allocation) -> str:
+    parts = [f"{allocation.num_nodes} x {allocation.cpus_per_node} CPUs"]
+    if allocation.gpus_per_node:
+        kind = f"{allocation.gpu_type} " if allocation.gpu_type else ""
+        parts.append(f"{allocation.gpus_per_node} {kind}GPUs")
+    megabytes = allocation.mem_mb_per_node
+    parts.append(f"{megabytes / 1024:.4g} GiB" if megabytes >= 1024 else f"{megabytes} MiB")
+    values = {"partition": "(default)", **allocation.options}
+    values.setdefault("time_limit", "(default)")
+    where = ", ".join(f"{name.replace('_limit', '')} {value}" for name, value in values.items())
+    return f"{', '.join(parts)}; {where}"
+
+
+def _nodes(layout: Layout, index: int) -> Iterator[str]:
+    num_nodes = layout.allocations[index].num_nodes
+    for node in range(min(num_nodes, _MAX_NODES_SHOWN)):
+        yield f"    n{node:<16}  {_workers_on(layout, index, node)}"
+    if num_nodes > _MAX_NODES_SHOWN:
+        yield f"    and {num_nodes - _MAX_NODES_SHOWN} more nodes"
+
+
+def _workers_on(layout: Layout, index: int, node: int) -> str:
+    indices_by_kind: dict[str, list[int]] = {}
+    for worker, step in layout.steps.items():
+        if (step.allocation, step.node_index) == (index, node):
+            kind, number = parse_worker_id(worker)
+            indices_by_kind.setdefault(kind, []).append(number)
+    return "   ".join(f"{kind} {_ranges(numbers)}" for kind, numbers in indices_by_kind.items())
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as "0-2,5"."""
+    parts: list[list[int]] = []
+    for index in sorted(indices):
+        if parts and parts[-1][-1] == index - 1:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
