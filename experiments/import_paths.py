@@ -47,7 +47,14 @@ def _find_one(name: str, locations: Sequence[str] | None) -> ModuleSpec | None:
         return spec
     for finder in sys.meta_path:
         find_spec = getattr(finder, "find_spec", None)
-        spec = find_spec(name, locations) if find_spec is not None else None
+        try:
+            spec = find_spec(name, locations) if find_spec is not None else None
+        except KeyError:  # a folder without __init__.py inside another one, which only an import would make known
+            folders = [
+                str(path) for place in locations or [] if (path := Path(place, name.rpartition(".")[2])).is_dir()
+            ]
+            spec = ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = folders
         if isinstance(spec, ModuleSpec):
             return spec
     return None
