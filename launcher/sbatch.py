@@ -8,6 +8,7 @@ and control characters, which could start another line, are refused.
 """
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -29,6 +30,7 @@ _HOLDER_INTERVAL_S = 5
 _OPTION_BY_FIELD = {"time_limit": "time"}  # the others have the name of their option
 _MAX_JOB_NAME = 64
 _BASH_TIMEOUT_S = 10.0
+_PLAIN_VALUE = re.compile(r"[A-Za-z0-9_.,:=@+/%\[\]-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +175,9 @@ def job_name(experiment: str, trial: str, allocation: str = "head") -> str:
 
 
 def _quoted(value: str) -> str:
-    """As sbatch reads a value of an #SBATCH line: between double quotes only these two mean something."""
+    """As sbatch reads a value of an #SBATCH line: between double quotes only backslash and quote mean something."""
+    if _PLAIN_VALUE.fullmatch(value):
+        return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 

@@ -1,95 +1,149 @@
-"""The sbatch call: options are data, the script is constant but for quoted paths, whatever the names and values."""
+"""Batch scripts: options are data on lines of their own, the rest is constant but for quoted paths."""
 
 import json
+import os
+import re
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.experiments.errors import ConfigError
+from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.packed import pack
-from corral.launcher.sbatch import job_name, render_script, sbatch_options
+from corral.launcher.layout_planner import plan_layout
+from corral.launcher.sbatch import (
+    job_name,
+    member_options,
+    render_holder,
+    render_script,
+    render_submission,
+    sbatch_lines,
+    sbatch_options,
+)
+from corral.scheduling.scheduling import ElasticTasks, Scheduling
 from tests.launcher.trials import make_plan
 
-GOLDEN_SCRIPT = """\
-#!/bin/bash
-# Made by rl-submit for trial /scratch/my runs/exp/trial, attempt 2.
-
-# sbatch set these for the job; as defaults of srun they are wrong for every step inside it.
-for name in $(compgen -e); do
-  case $name in
-    SLURM_NTASKS* | SLURM_NPROCS | SLURM_TASKS_PER_NODE | SLURM_CPUS_PER_* | SLURM_TRES_PER_TASK | SLURM_MEM_PER_* | \\
-    SLURM_GPUS* | SLURM_DISTRIBUTION | SLURM_CPU_BIND* | SLURM_EXPORT_ENV | SRUN_*) unset "$name" ;;
-  esac
-done
-
-exec /opt/python -m corral.launcher.supervisor --trial '/scratch/my runs/exp/trial' --attempt 2
-"""
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+CLUSTER = {"cpus_per_node": 8, "mem_per_node": 8000, "gpus_per_node": 8}
 
 
-def render(path: str, *, attempt: int = 0, python: str = "/opt/python") -> str:
-    return render_script(TrialDirectory(Path(path)), attempt=attempt, python=Path(python))
+def small_plan(path: str = "/s/exp/trial", **options: Any) -> RunPlan:
+    merged: dict[str, Any] = {"mode": "slurm", **options, "cluster": CLUSTER | options.get("cluster", {})}
+    plan = make_plan(Path(path), **merged)
+    return plan.model_copy(update={"trial": plan.trial.model_copy(update={"uuid": "0" * 32})})
 
 
-def test_the_script_sets_the_environment_straight_and_becomes_the_supervisor() -> None:
-    assert render("/scratch/my runs/exp/trial", attempt=2) == GOLDEN_SCRIPT
+def with_group(plan: RunPlan, kind: Any, **fields: Any) -> RunPlan:
+    """The plan with other resources for one group."""
+    group = plan.scheduling[kind]
+    changed = group.model_copy(update={"scheduling": group.scheduling.model_copy(update=fields)})
+    return plan.model_copy(update={"scheduling": plan.scheduling.model_copy(update={kind: changed})})
 
 
-def test_the_options_ask_for_one_task_per_node_and_tag_the_job() -> None:
-    plan = make_plan(
-        Path("/scratch/exp/trial"),
-        mode="slurm",
-        model_workers=2,
-        servers=1,
-        task={"cpu": 2, "mem": 500},
-        launch={"partition": "debug", "time_limit": "1:00:00", "extra_sbatch_arguments": ["--licenses=a:1"]},
-        cluster={"cpus_per_node": 8, "mem_per_node": 8000},
-    )
-    layout = pack(plan)
-    options = sbatch_options(plan, layout, TrialDirectory(Path("/scratch/exp/trial")), attempt=1)
-    comment = next(option for option in options if option.startswith("--comment="))
+def with_elastic_server(plan: RunPlan, **fields: Any) -> RunPlan:
+    """The plan with one elastic generation server more."""
+    group = plan.scheduling["generation_server"]
+    elastic = ElasticTasks(count=1, scheduling=Scheduling(**({"cpu": 2, "mem": 500} | fields)))
+    changed = plan.scheduling.model_copy(update={"generation_server": group.model_copy(update={"elastic": elastic})})
+    server = plan.worker("generation_server", 0).model_copy(update={"index": group.count})
+    return plan.model_copy(update={"scheduling": changed, "workers": [*plan.workers, server]})
+
+
+def render(path: str = "/s/exp/trial", *, python: str = "/opt/python", **options: Any) -> str:
+    plan = small_plan(path, **options)
+    return render_script(plan, plan_layout(plan), TrialDirectory(Path(path)), python=Path(python))
+
+
+def options_of(plan: RunPlan, **arguments: Any) -> list[str]:
+    return sbatch_options(plan, plan_layout(plan), TrialDirectory(plan.trial.directory), **arguments)
+
+
+LAUNCH = {"partition": "debug", "time_limit": "1:00:00", "extra_sbatch_arguments": ["--licenses=a:1"]}
+HETJOB = with_group(
+    small_plan("/s/my runs/it's 100%", gpu=1, launch=LAUNCH | {"no_kill": True}), "model_worker", partition="big"
+)
+ELASTIC = with_elastic_server(small_plan(gpu=1), gpu=1, partition="spot", time_limit="30")
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("packed.sbatch", small_plan(launch=LAUNCH)),
+        ("packed-gpus.sbatch", small_plan(gpu=2, gpu_type="a100", launch={"exclude": "n7", "nodelist": "n[1-2]"})),
+        ("packed-whole-nodes.sbatch", small_plan(gpu=1, cluster={"gpu_request": "none"})),
+        ("hetjob.sbatch", HETJOB),
+        ("jobs-head.sbatch", small_plan(gpu=1, launch=LAUNCH | {"layout": "jobs"})),
+    ],
+)
+def test_the_script_of_a_trial_is_known_to_the_byte(name: str, plan: RunPlan) -> None:
+    script = render_script(plan, plan_layout(plan), TrialDirectory(plan.trial.directory), python=Path("/opt/python"))
+    check_golden(name, script)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=10, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "allocation"),
+    [
+        ("jobs-group.options", small_plan(gpu=1, launch=LAUNCH | {"layout": "jobs", "begin": "now+1hour"}), 1),
+        ("elastic-member.options", ELASTIC, 1),
+    ],
+)
+def test_the_options_of_a_member_are_known_to_the_byte(name: str, plan: RunPlan, allocation: int) -> None:
+    directory = TrialDirectory(plan.trial.directory)
+    options = member_options(plan, plan_layout(plan), allocation, directory, exclude_nodes=["n3"])
+    check_golden(name, "\n".join(options) + "\n")
+
+
+def check_golden(name: str, text: str) -> None:
+    """Compares with tests/golden; CORRAL_WRITE_GOLDEN=1 writes the file instead, to be looked at in the diff."""
+    path = GOLDEN / name
+    if os.environ.get("CORRAL_WRITE_GOLDEN") == "1":
+        path.write_text(text)
+    assert text == path.read_text(), f"{path} differs"
+
+
+def test_what_a_dry_run_shows_is_the_script_and_a_command_that_can_be_pasted() -> None:
+    rendered = render_submission(HETJOB, plan_layout(HETJOB), TrialDirectory(HETJOB.trial.directory))
+    again = render_submission(HETJOB, plan_layout(HETJOB), TrialDirectory(HETJOB.trial.directory))
+    assert rendered == again
+    assert rendered.command == "sbatch --parsable '/s/my runs/it'\"'\"'s 100%/trial.sbatch'"
+
+
+def test_the_job_carries_who_it_belongs_to() -> None:
+    plan = small_plan()
+    (comment,) = [option for option in options_of(plan) if option.startswith("--comment=")]
     assert json.loads(comment.removeprefix("--comment=")) == {
         "corral": 1,
         "trial_uuid": plan.trial.uuid,
-        "directory": "/scratch/exp/trial",
-        "attempt": 1,
+        "directory": "/s/exp/trial",
+        "allocation": "head",
     }
-    assert [option for option in options if option != comment] == [
-        "--job-name=exp.trial",
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        "--cpus-per-task=7",
-        "--mem=2524M",
-        "--output=/scratch/exp/trial/logs/slurm-%j.log",
-        "--open-mode=append",
-        "--no-requeue",
-        "--signal=B:USR2@180",
-        "--export=ALL",
-        "--partition=debug",
-        "--time=1:00:00",
-        "--licenses=a:1",
-    ]
 
 
-def test_gpus_are_asked_for_by_type() -> None:
-    plan = make_plan(Path("/s/exp/trial"), mode="slurm", gpu=1, gpu_type="a100", cluster={"gpus_per_node": 8})
-    options = sbatch_options(plan, pack(plan), TrialDirectory(Path("/s/exp/trial")), attempt=0)
-    assert "--gres=gpu:a100:3" in options
+def test_nodes_that_failed_are_excluded_beside_those_of_the_user() -> None:
+    plan = small_plan(launch={"exclude": "n[7-8]"})
+    assert "--exclude=n[7-8],n2,n3" in options_of(plan, exclude_nodes=["n2", "n3", "n2"])
+    assert "--exclude=n2" in options_of(small_plan(), exclude_nodes=["n2"])
+    het = [option for option in options_of(HETJOB, exclude_nodes=["n2"]) if option.startswith("--exclude")]
+    assert het == ["--exclude=n2", "--exclude=n2"]  # every component
 
 
-def test_groups_that_ask_for_different_partitions_do_not_pack() -> None:
-    plan = make_plan(Path("/s/exp/trial"), mode="slurm", task={"partition": "a"}, launch={"partition": "b"})
-    with pytest.raises(ConfigError, match="asked for as a, b"):
-        pack(plan)
+@pytest.mark.parametrize(
+    ("request_by", "option"),
+    [("gres", "--gres=gpu:3"), ("gpus", "--gpus-per-node=3"), ("none", "--exclusive")],
+)
+def test_gpus_are_asked_for_as_the_site_gives_them_out(request_by: str, option: str) -> None:
+    options = options_of(small_plan(gpu=1, cluster={"gpu_request": request_by}))
+    assert [one for one in options if "gpu" in one or "exclusive" in one] == [option]
 
 
 def test_a_percent_sign_in_the_path_reaches_sbatch_doubled() -> None:
-    plan = make_plan(Path("/s/100%j/trial"), mode="slurm")
-    options = sbatch_options(plan, pack(plan), TrialDirectory(Path("/s/100%j/trial")), attempt=0)
-    assert "--output=/s/100%%j/trial/logs/slurm-%j.log" in options
+    assert "--output=/s/100%%j/trial/logs/slurm-%j.log" in options_of(small_plan("/s/100%j/trial"))
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a b", "a/b", "$(x)", "-x", ""])
@@ -98,10 +152,17 @@ def test_a_job_name_is_plain(name: str) -> None:
         job_name("exp", name)
 
 
+def test_a_long_job_name_keeps_the_part_that_tells_allocations_apart() -> None:
+    name = job_name("e" * 60, "t" * 60, "generation_server/11")
+    assert len(name) == 64 and name.endswith(".generation_server-11")
+
+
 @pytest.mark.parametrize("path", ["/tmp/a\n#SBATCH --exclusive", "/tmp/\x1b[2J", "/tmp/a\rb"])
 def test_a_path_with_control_characters_never_becomes_a_script(path: str) -> None:
     with pytest.raises(ValueError, match="control character"):
         render(path)
+    with pytest.raises(ValueError, match="control character"):
+        render_holder(TrialDirectory(Path(path)))
 
 
 HOSTILE = [
@@ -114,6 +175,8 @@ HOSTILE = [
     "<% x %>",
     "*",
     "é",
+    "back\\slash\\",
+    "# comment",
 ]
 
 
@@ -125,14 +188,7 @@ def test_hostile_paths_reach_the_supervisor_as_they_are(name: str, tmp_path: Pat
     script = tmp_path / "trial.sbatch"
     script.write_text(render(f"/scratch/{name}", python=str(python)))
     said = subprocess.run(["bash", str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=10, check=True)
-    assert said.stdout.splitlines() == [
-        "-m",
-        "corral.launcher.supervisor",
-        "--trial",
-        f"/scratch/{name}",
-        "--attempt",
-        "0",
-    ]
+    assert said.stdout.splitlines() == ["-m", "corral.launcher.supervisor", "--trial", f"/scratch/{name}"]
     assert not (tmp_path / "canary").exists()
 
 
@@ -143,9 +199,27 @@ PRINTABLE = st.text(
 
 @settings(max_examples=20, deadline=None)
 @given(PRINTABLE)
-def test_every_printable_path_gives_a_script_that_bash_can_parse(name: str) -> None:
-    script = render(f"/scratch/{name}")
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=10, capture_output=True)
+def test_every_printable_path_gives_scripts_that_bash_can_parse(name: str) -> None:
+    for script in (render(f"/scratch/{name}"), render_holder(TrialDirectory(Path(f"/scratch/{name}")))):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=10, capture_output=True)
+
+
+@given(st.lists(PRINTABLE, min_size=1, max_size=5))
+def test_every_option_stays_on_a_line_of_its_own_and_can_be_read_back(values: list[str]) -> None:
+    lines = sbatch_lines([f"--comment={value}" for value in values]).split("\n")
+    assert [unquoted(line.removeprefix("#SBATCH --comment=")) for line in lines] == values
+
+
+def unquoted(text: str) -> str:
+    """As sbatch reads a value: between double quotes a backslash makes the next character literal."""
+    if not text.startswith('"'):
+        assert not re.search(r"[\s\"'\\#;$`]", text), f"{text!r} needs quotes"
+        return text
+    read, rest = [], iter(text[1:-1])
+    for character in rest:
+        assert character != '"', f"{text!r} ends its quotes early"
+        read.append(next(rest) if character == "\\" else character)
+    return "".join(read)
 
 
 def test_an_enclosing_jobs_step_defaults_do_not_reach_the_supervisor(tmp_path: Path) -> None:
@@ -170,3 +244,79 @@ def test_an_enclosing_jobs_step_defaults_do_not_reach_the_supervisor(tmp_path: P
     assert "SLURM_JOB_ID=7" in said.stdout
     kept = {line.partition("=")[0] for line in said.stdout.splitlines() if line.startswith(("SLURM_", "SRUN_"))}
     assert kept == {"SLURM_JOB_ID"}
+
+
+OWN_TEMPLATE = """\
+#!/bin/bash
+# ours: <% directory | comment_text %>
+<% sbatch_lines %>
+module load cuda
+exec <% supervisor %>
+"""
+
+
+def test_a_site_may_bring_its_own_template(tmp_path: Path) -> None:
+    template = tmp_path / "own.j2"
+    template.write_bytes(OWN_TEMPLATE.replace("\n", "\r\n").encode())
+    script = render("/scratch/it's", launch={"sbatch_template": template})
+    lines = script.split("\n")
+    assert lines[:2] == ["#!/bin/bash", "# ours: /scratch/it's"]
+    assert "#SBATCH --nodes=1" in lines and "\r" not in script
+    assert lines[-3:] == [
+        "module load cuda",
+        "exec /opt/python -m corral.launcher.supervisor --trial '/scratch/it'\"'\"'s'",
+        "",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("<% supervisor %>", "<% supervisr %>", ["supervisr", "variables are sbatch_lines, supervisor"]),
+        ("<% supervisor %>", "<%% if %%>", ["line 5"]),
+        ("exec <% supervisor %>", "exec true", ["never becomes the supervisor"]),
+        ("exec", "if exec", ["bash cannot parse it"]),
+        ("#!/bin/bash\n", "", ["no #! line"]),
+        ("<% sbatch_lines %>\nmodule load cuda", "module load cuda\n<% sbatch_lines %>", ["before its first command"]),
+    ],
+)
+def test_a_template_that_makes_no_script_is_refused_before_submission(
+    old: str, new: str, words: list[str], tmp_path: Path
+) -> None:
+    template = tmp_path / "own.j2"
+    template.write_text(OWN_TEMPLATE.replace(old, new))
+    with pytest.raises(ConfigError) as refused:
+        render(launch={"sbatch_template": template})
+    assert all(word in str(refused.value) for word in [*words, str(template)]), str(refused.value)
+    assert refused.value.problems[0].path == ("launch", "sbatch_template")
+
+
+def test_a_template_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.j2: cannot be read"):
+        render(launch={"sbatch_template": tmp_path / "nowhere.j2"})
+
+
+def quick_holder(directory: TrialDirectory, *, silence_s: float = 1) -> str:
+    script = render_holder(directory)
+    return script.replace("> 120)", f"> {silence_s})").replace("sleep 5", "sleep 0.1")
+
+
+def test_a_holder_ends_by_itself_once_its_supervisor_is_silent(tmp_path: Path) -> None:
+    directory = TrialDirectory(tmp_path / "it's a $(trial)")
+    directory.control_path.mkdir(parents=True)
+    alive = directory.control_path / "holders-alive"
+    with subprocess.Popen(["bash", "-c", quick_holder(directory)], stdout=subprocess.PIPE, text=True) as holder:
+        for _ in range(25):  # longer than the silence that it allows
+            alive.touch()
+            time.sleep(0.1)
+        assert holder.poll() is None
+        said, _ = holder.communicate(timeout=10)
+    assert holder.returncode == 0 and str(alive) in said
+
+
+def test_a_holder_gives_its_nodes_back_at_once_when_it_is_cancelled(tmp_path: Path) -> None:
+    script = quick_holder(TrialDirectory(tmp_path), silence_s=600).replace("sleep 0.1", "sleep 600")
+    with subprocess.Popen(["bash", "-c", script], start_new_session=True) as holder:
+        time.sleep(0.3)
+        holder.terminate()
+        assert holder.wait(timeout=5) == 0
