@@ -1,0 +1,248 @@
+"""The srun of a worker: exact for every kind of allocation, GPU binding and container."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.experiments.config import ClusterConfig
+from corral.experiments.errors import ConfigError
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.containers import ContainedCommand, contain
+from corral.launcher.layout import RunningAllocation, Step
+from corral.launcher.layout_planner import plan_layout
+from corral.launcher.runner import PlaceNotAvailableError, TaskSpec
+from corral.launcher.slurm import SlurmClient
+from corral.launcher.srun import SrunRunner, SrunTask, StepPlace, batch_allocations, srun_command
+from corral.scheduling.scheduling import Scheduling
+from tests.launcher.trials import make_plan, wait_until
+
+HEAD = RunningAllocation(job_id="7", het_group=None, hosts=("n1", "n2"))
+COMPONENT = RunningAllocation(job_id="7", het_group=1, hosts=("n3",), own_job_id="8")
+WORK = ContainedCommand(command=("python", "-m", "work"), environment={})
+COMMON_END = ["--kill-on-bad-exit=1", "--unbuffered", "--input=none"]
+
+
+def step(**fields: Any) -> Step:
+    return Step(**({"allocation": 0, "node_index": 0, "cpus": 2, "mem_mb": 500} | fields))
+
+
+def test_a_worker_without_gpus_sees_none() -> None:
+    place = StepPlace(step=step(node_index=1), running=HEAD, node_gpus=8)
+    assert srun_command("rollout_worker/3", WORK, place) == [
+        "srun", "--jobid=7", "--job-name=rollout_worker-3", "--exact", "--nodes=1", "--ntasks=1", "--nodelist=n2",
+        "--cpus-per-task=2", "--mem=500M", "--gres=none", *COMMON_END,
+        "env", "CUDA_VISIBLE_DEVICES=", "python", "-m", "work",
+    ]  # fmt: skip
+
+
+def test_a_step_in_a_component_names_the_leader_and_its_group() -> None:
+    place = StepPlace(step=step(gpus=2, gpu_indices=(0, 1)), running=COMPONENT, node_gpus=8)
+    assert srun_command("model_worker/0", WORK, place) == [
+        "srun", "--jobid=7", "--het-group=1", "--job-name=model_worker-0", "--exact", "--nodes=1", "--ntasks=1",
+        "--nodelist=n3", "--cpus-per-task=2", "--mem=500M", "--gpus-per-task=2", *COMMON_END, "python", "-m", "work",
+    ]  # fmt: skip
+
+
+def test_a_sliced_worker_shares_the_nodes_gpus_and_the_cores_of_those_who_do() -> None:
+    sliced = step(gpus=2, gpu_indices=(4, 5), gpu_binding="slice")
+    command = srun_command("model_worker/2", WORK, StepPlace(step=sliced, running=HEAD, node_gpus=8, sliced_cpus=6))
+    assert {"--exact", "--overlap", "--gres=gpu:8", "--cpus-per-task=6", "--mem=500M"} <= set(command)
+    inside = command[command.index("sh") :]
+    assert (inside[:2], inside[3:]) == (["sh", "-c"], ["cut-gpus", "4,5", "python", "-m", "work"])
+
+
+def test_a_worker_beside_the_plan_overlaps() -> None:
+    assert "--overlap" in srun_command("rollout_worker/0", WORK, StepPlace(step=step(), running=HEAD, overlaps=True))
+    assert "--overlap" not in srun_command("rollout_worker/0", WORK, StepPlace(step=step(), running=HEAD))
+
+
+def test_where_slurm_counts_no_gpus_the_planned_ones_are_named() -> None:
+    place = StepPlace(step=step(gpus=2, gpu_indices=(4, 5)), running=HEAD, node_gpus=8)
+    command = srun_command("model_worker/0", WORK, place, counts_gpus=False)
+    assert command[-5:] == ["env", "CUDA_VISIBLE_DEVICES=4,5", "python", "-m", "work"]
+    assert not any("gres" in word or "gpus-per" in word for word in command)
+
+
+@pytest.mark.parametrize(
+    ("inherited", "planned", "seen"),
+    [
+        ("0,1,2,3", (2, 3), "2,3"),
+        ("4,5,6,7", (0, 3), "4,7"),
+        ("GPU-aa,GPU-bb", (1,), "GPU-bb"),
+        ("7", (0,), "7"),
+    ],
+)
+def test_a_slice_is_cut_out_of_the_inherited_list(inherited: str, planned: tuple[int, ...], seen: str) -> None:
+    assert run_cut(inherited, planned).stdout == f"{seen} it's $x\n"
+
+
+@pytest.mark.parametrize("inherited", ["0,1", "", None])
+def test_a_slice_that_is_not_there_is_an_error_and_no_other_gpu_is_taken(inherited: str | None) -> None:
+    done = run_cut(inherited, (1, 2))
+    assert done.returncode == 1 and done.stdout == ""
+    assert (
+        f"GPUs 1,2 were planned for this worker, but its step has CUDA_VISIBLE_DEVICES={inherited or ''}" in done.stderr
+    )
+
+
+def run_cut(inherited: str | None, planned: tuple[int, ...]) -> subprocess.CompletedProcess[str]:
+    """Runs what stands behind srun's options, with a command that says what it sees."""
+    say = ContainedCommand(command=("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES" "$1"', "say", "it's $x"), environment={})
+    sliced = step(gpus=len(planned), gpu_indices=planned, gpu_binding="slice")
+    command = srun_command("model_worker/0", say, StepPlace(step=sliced, running=HEAD, node_gpus=8))
+    environment = {"PATH": os.environ["PATH"]} | ({} if inherited is None else {"CUDA_VISIBLE_DEVICES": inherited})
+    return subprocess.run(
+        command[command.index("sh") :], env=environment, capture_output=True, text=True, timeout=10, check=False
+    )
+
+
+ENVIRONMENT = {"CORRAL_BIND_ADDRESS": "10.0.0.1", "LIST": "a,b"}
+COMMAND = ("/venv/bin/python", "-m", "corral.workers", "--plan", "/t/plan.json")
+
+
+def contained(runtime: Any, directory: str = "/t", **fields: Any) -> ContainedCommand:
+    return contain(
+        COMMAND,
+        ENVIRONMENT,
+        scheduling=Scheduling(**({"cpu": 1, "mem": 1} | fields)),
+        cluster=ClusterConfig(container_runtime=runtime, container_python="/opt/py"),
+        directory=Path(directory),
+    )
+
+
+def test_apptainer_gets_mounts_gpus_and_variables_that_no_comma_cuts() -> None:
+    inside = contained("apptainer", gpu=1, container_image="/i/my image.sif", container_mounts=("/data:/data:ro",))
+    assert inside == ContainedCommand(
+        command=(
+            "apptainer", "exec", "--nv", "--bind=/t:/t", "--bind=/data:/data:ro", "/i/my image.sif",
+            "/opt/py", "-m", "corral.workers", "--plan", "/t/plan.json",
+        ),
+        environment={
+            **ENVIRONMENT,
+            "APPTAINERENV_CORRAL_BIND_ADDRESS": "10.0.0.1",
+            "APPTAINERENV_LIST": "a,b",
+        },
+    )  # fmt: skip
+    assert "--nv" not in contained("apptainer", container_image="i.sif").command
+
+
+def test_pyxis_is_told_by_options_of_srun() -> None:
+    inside = contained("pyxis", container_image="nvcr.io#nvidia/pytorch:24.01", container_mounts=("/data:/data",))
+    assert inside.srun_options == (
+        "--container-image=nvcr.io#nvidia/pytorch:24.01",
+        "--container-mounts=/t:/t,/data:/data",
+        "--container-env=CORRAL_BIND_ADDRESS,LIST",
+    )
+    assert inside.command == ("/opt/py", "-m", "corral.workers", "--plan", "/t/plan.json")
+    place = StepPlace(step=step(), running=HEAD)
+    command = srun_command("rollout_worker/0", inside, place)
+    assert command.index("--container-image=nvcr.io#nvidia/pytorch:24.01") < command.index("env")
+
+
+def test_a_group_without_an_image_runs_on_the_host_whatever_the_site_has() -> None:
+    assert contained("apptainer") == ContainedCommand(command=COMMAND, environment=ENVIRONMENT)
+
+
+def test_an_image_that_nothing_can_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cluster.container_runtime is not set"):
+        contained(None, container_image="i.sif")
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
+def test_a_folder_that_cannot_be_mounted_is_refused(runtime: str) -> None:
+    with pytest.raises(ConfigError, match="holds a comma or a colon"):
+        contained(runtime, "/t/a,b", container_image="i.sif")
+
+
+class FakeClient(SlurmClient):
+    """Answers without a cluster."""
+
+    def hostnames(self, node_list: str) -> list[str]:
+        return {"n[1-2]": ["n1", "n2"], "n3": ["n3"]}[node_list]
+
+
+def test_a_batch_step_knows_its_allocation() -> None:
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    assert batch_allocations(environment, FakeClient()) == {0: HEAD}
+
+
+def test_a_batch_step_of_a_heterogeneous_job_knows_all_components() -> None:
+    environment = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_ID_HET_GROUP_0": "7",
+        "SLURM_JOB_ID_HET_GROUP_1": "8",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "n3",
+    }
+    allocations = batch_allocations(environment, FakeClient())
+    assert allocations[1] == COMPONENT
+    assert (allocations[0].het_group, allocations[0].hosts) == (0, ("n1", "n2"))
+    assert [allocations[group].steps_job_id for group in (0, 1)] == ["7", "8"]
+
+
+def make_runner(tmp_path: Path, allocations: dict[int, RunningAllocation], **launch: Any) -> SrunRunner:
+    plan = make_plan(tmp_path, mode="slurm", launch=launch, cluster={"bind_address": "auto"})
+    return SrunRunner(
+        client=FakeClient(),
+        plan=plan,
+        layout=plan_layout(plan),
+        directory=TrialDirectory(tmp_path),
+        allocations=lambda: allocations,
+        why_away=lambda index: f"its job {index + 40} waits (Resources)",
+    )
+
+
+def test_a_worker_whose_nodes_are_away_is_not_started_and_the_error_says_whose_job_is_missing(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, {0: HEAD}, layout="jobs")
+    spec = TaskSpec(worker="model_worker/0", command=("x",), environment={}, log_path=tmp_path / "log")
+    with pytest.raises(PlaceNotAvailableError, match=r"model_worker/0 .* its job 41 waits \(Resources\)"):
+        runner.start(spec)
+    with pytest.raises(PlaceNotAvailableError):
+        runner.bind_address("model_worker/0")
+    assert not (tmp_path / "log").exists()
+
+
+def test_an_allocation_that_comes_and_goes_is_looked_at_anew_for_each_start(tmp_path: Path) -> None:
+    allocations = {0: HEAD}
+    runner = make_runner(tmp_path, allocations, layout="jobs")
+    allocations[1] = RunningAllocation(job_id="9", het_group=None, hosts=("n9",))
+    assert runner.place_of("model_worker/0").host == "n9"
+    allocations[1] = RunningAllocation(job_id="9", het_group=None, hosts=("n4",))
+    assert runner.place_of("model_worker/0").host == "n4"
+
+
+def test_a_worker_can_be_moved_beside_the_plan_and_back(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, {0: HEAD}, layout="jobs")
+    runner.move("model_worker/0", step(node_index=1), overlaps=True)
+    place = runner.place_of("model_worker/0")
+    assert (place.host, place.overlaps, place.step.allocation) == ("n2", True, 0)
+    runner.move_back("model_worker/0")
+    with pytest.raises(PlaceNotAvailableError):
+        runner.place_of("model_worker/0")
+
+
+@pytest.mark.parametrize(
+    ("before", "said", "lost"),
+    [
+        ("", "srun: error: Node failure on n3\n", True),
+        ("", "srun: error: *** STEP 7.1 ON n3 CANCELLED AT 2026 DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***\n", True),
+        ("srun: error: Node failure on n3\n", "all is well\n", False),
+        ("", "my own words: srun: error: Node failure\n", False),
+    ],
+)
+def test_a_lost_node_is_told_by_what_srun_wrote_since_the_start(
+    before: str, said: str, lost: bool, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    log.write_text(before)
+    with log.open("ab") as output:
+        start = output.tell()
+        process = subprocess.Popen([sys.executable, "-c", f"print({said!r}, end='')"], stdout=output)
+    task = SrunTask(process, name="x", node="n3", client=FakeClient(), job_id="7", log_path=log, log_start=start)
+    wait_until(lambda: task.poll() is not None, "the end of the process")
+    assert (task.poll(), task.has_lost_its_node()) == (0, lost)
