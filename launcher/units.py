@@ -3,8 +3,12 @@
 One unit, while the trial runs:
 
     WAITING --pause over--> RUNNING --one task ended--> CLEARING --last task gone--> WAITING
-                                                            |
-                                                            +-- budget spent, or exit 2 --> the trial fails
+       ^                                                    |   |
+       |                                                    |   +-- budget spent, or exit 2 --> the trial fails
+       +-- its place was taken, or holds --- DOUBTED <------+ (a unit in a job of its own)
+
+A unit in a job of its own (`needs_place`) starts only while that job runs. Its exit is judged once SLURM has said
+whether the job still runs: a place that was taken is no failure, costs no budget, and is waited for.
 
 The trial:
 
@@ -22,20 +26,51 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-EXIT_REFUSED = 2  # the worker refused its configuration: another try gives the same answer
-EXIT_SUPERSEDED = 75  # the worker fenced itself: nothing crashed, so the budget is not charged
-EXIT_GANG_BROKEN = 76  # a rank saw its peers fail: a consequence, never the cause while another exit explains it
+from corral.launcher.unit_actions import (
+    EXIT_GANG_BROKEN,
+    EXIT_REFUSED,
+    EXIT_SUPERSEDED,
+    Action,
+    AppendStop,
+    AskPlace,
+    EndTrial,
+    GiveUpUnit,
+    LeaveUnit,
+    Outcome,
+    RestartPolicy,
+    RestartUnit,
+    SignalTask,
+    StartUnit,
+    TaskExit,
+    UnitSpec,
+)
+
+__all__ = [
+    "Action",
+    "AppendStop",
+    "AskPlace",
+    "EXIT_GANG_BROKEN",
+    "EXIT_REFUSED",
+    "EXIT_SUPERSEDED",
+    "EndTrial",
+    "GiveUpUnit",
+    "LeaveUnit",
+    "MASTER_UNIT",
+    "Outcome",
+    "RestartPolicy",
+    "RestartUnit",
+    "SignalTask",
+    "StartUnit",
+    "Supervision",
+    "TRAINER_UNIT",
+    "TaskExit",
+    "TrialPhase",
+    "UnitPhase",
+    "UnitSpec",
+]
 
 MASTER_UNIT = "master_worker/0"
 TRAINER_UNIT = "model_worker"
-
-
-class Outcome(StrEnum):
-    """How a trial ended."""
-
-    COMPLETE = "COMPLETE"
-    STOPPED = "STOPPED"
-    FAILED = "FAILED"
 
 
 class TrialPhase(StrEnum):
@@ -54,99 +89,8 @@ class UnitPhase(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     CLEARING = "clearing"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitSpec:
-    """What restarts together."""
-
-    name: str
-    tasks: tuple[str, ...]
-    is_service: bool = False
-    """A service (Redis) outlives the workers: it is restarted while they stop, and ends last."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPolicy:
-    """Budgets and deadlines, in seconds."""
-
-    max_restarts: int
-    pause_s: float
-    healthy_after_s: float
-    max_pause_s: float = 30.0
-    terminate_grace_s: float = 10.0
-    kill_grace_s: float = 5.0
-
-    def pause_before(self, restart: int) -> float:
-        """Pause before the `restart`-th restart in a row, counted from 1: doubles each time, up to `max_pause_s`."""
-        return min(self.max_pause_s, self.pause_s * 2.0 ** min(restart - 1, 30))
-
-
-@dataclass(frozen=True, slots=True)
-class TaskExit:
-    """The end of one task; a negative return code is a signal, as `subprocess` reports it."""
-
-    task: str
-    returncode: int
-    killed_by_us: bool = False
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether another task's end explains this one."""
-        return self.killed_by_us or self.returncode == EXIT_GANG_BROKEN
-
-    def __str__(self) -> str:
-        how = f"signal {-self.returncode}" if self.returncode < 0 else f"exit {self.returncode}"
-        meaning = {
-            0: " before the trial was done",
-            EXIT_REFUSED: " (it refused its configuration)",
-            EXIT_SUPERSEDED: " (superseded)",
-            EXIT_GANG_BROKEN: " (its peers failed)",
-        }.get(self.returncode, "")
-        return f"{self.task} {how}{meaning}"
-
-
-@dataclass(frozen=True, slots=True)
-class StartUnit:
-    """Start every task of the unit under a new incarnation."""
-
-    unit: str
-
-
-@dataclass(frozen=True, slots=True)
-class SignalTask:
-    """Ask a task to end (SIGTERM), or end it (SIGKILL)."""
-
-    task: str
-    kill: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RestartUnit:
-    """News for the journal: the unit will start again after the pause."""
-
-    unit: str
-    cause: str
-    pause_s: float
-    restarts: int
-
-
-@dataclass(frozen=True, slots=True)
-class AppendStop:
-    """Fence the trial: append Stop to the trial log before anything is killed."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class EndTrial:
-    """Nothing runs any more."""
-
-    outcome: Outcome
-    cause: str
-
-
-Action = StartUnit | SignalTask | RestartUnit | AppendStop | EndTrial
+    DOUBTED = "doubted"
+    """Nothing of it runs, and whether its place is still there is being asked."""
 
 
 @dataclass(slots=True)
@@ -160,6 +104,19 @@ class _Unit:
     restarts: int = 0
     charged: int = 0
     in_a_row: int = 0
+    has_place: bool = True
+    is_on_fallback: bool = False
+    is_held: bool = False
+    is_given_up: bool = False
+    excuse: str = ""
+    """Why its tasks end, where that is not their fault."""
+    deadline: float = float("inf")
+    """Of an answer about its place, or of an excused end."""
+
+    @property
+    def may_start(self) -> bool:
+        is_somewhere = self.has_place or self.spec.has_fallback
+        return self.phase is UnitPhase.WAITING and is_somewhere and not self.is_held and not self.is_given_up
 
 
 class Supervision:
@@ -168,7 +125,7 @@ class Supervision:
     def __init__(self, units: Sequence[UnitSpec], policy: RestartPolicy) -> None:
         self._policy = policy
         ordered = sorted(units, key=lambda spec: not spec.is_service)  # services first: workers need them at once
-        self._units = {spec.name: _Unit(spec) for spec in ordered}
+        self._units = {spec.name: _Unit(spec, has_place=not spec.needs_place) for spec in ordered}
         self._unit_by_task = {task: unit for unit in self._units.values() for task in unit.spec.tasks}
         self._signalled: set[str] = set()
         self._deadline = float("inf")
@@ -204,8 +161,41 @@ class Supervision:
             # The rest of a gang waits in a collective that can never finish; commits are atomic, so nothing is lost.
             actions += self._signal(unit.running, kill=True)
         if not unit.running:
-            actions += self._restart_or_give_up(unit, now)
+            actions += self._cleared(unit, now)
         return actions
+
+    def place_given(self, name: str, now: float) -> list[Action]:
+        """The unit's place is there; what runs on its fallback moves."""
+        unit = self._units[name]
+        unit.has_place = True
+        if unit.is_on_fallback and self.phase is TrialPhase.RUNNING:
+            return self._excuse(unit, "its own place was given", now, kill=False)
+        return []
+
+    def place_taken(self, name: str, cause: str, now: float) -> list[Action]:
+        """The unit's place is gone, and with it what ran there."""
+        unit = self._units[name]
+        unit.has_place = False
+        if unit.is_on_fallback or self.phase in (TrialPhase.TERMINATING, TrialPhase.KILLING, TrialPhase.ENDED):
+            return []
+        if unit.phase is UnitPhase.DOUBTED:
+            return self._leave(unit, cause, now)
+        return self._excuse(unit, cause, now, kill=True)
+
+    def place_holds(self, name: str, now: float) -> list[Action]:
+        """The place of a unit that ended is still there: it ended by itself."""
+        unit = self._units[name]
+        if unit.phase is not UnitPhase.DOUBTED or self.phase is not TrialPhase.RUNNING:
+            return []
+        return self._restart_or_give_up(unit, now)
+
+    def hold(self, name: str, *, is_held: bool, now: float) -> list[Action]:
+        """Someone wants the unit to rest, or to run again."""
+        unit = self._units[name]
+        was_held, unit.is_held = unit.is_held, is_held
+        if not is_held or was_held or self.phase is not TrialPhase.RUNNING:
+            return []
+        return self._excuse(unit, "its group is held", now, kill=False)
 
     def stop_requested(self, *, reason: str, grace_s: float, immediately: bool, now: float) -> list[Action]:
         """Someone asks for the end; the master checkpoints within `grace_s`, unless it is to be `immediately`."""
@@ -241,16 +231,49 @@ class Supervision:
             return self._end()
         actions: list[Action] = []
         for unit in self._units.values():
+            if now >= unit.deadline:
+                actions += self._overdue(unit, now)
             may_start = self.phase is TrialPhase.RUNNING or (self.phase is TrialPhase.STOPPING and unit.spec.is_service)
-            if may_start and unit.phase is UnitPhase.WAITING and now >= unit.start_at:
+            if may_start and unit.may_start and now >= unit.start_at:
                 unit.phase = UnitPhase.RUNNING
                 unit.running = set(unit.spec.tasks)
                 unit.exits.clear()
                 unit.started_at = now
+                unit.is_on_fallback = not unit.has_place
                 actions.append(StartUnit(unit.spec.name))
         return actions
 
+    def _cleared(self, unit: _Unit, now: float) -> list[Action]:
+        """The last task of a unit is gone."""
+        if unit.excuse:
+            return self._leave(unit, unit.excuse, now)
+        if unit.spec.needs_place and not unit.is_on_fallback and self.phase is TrialPhase.RUNNING:
+            unit.phase = UnitPhase.DOUBTED
+            unit.deadline = now + self._policy.doubt_s
+            return [AskPlace(unit.spec.name)]
+        return self._restart_or_give_up(unit, now)
+
+    def _excuse(self, unit: _Unit, cause: str, now: float, *, kill: bool) -> list[Action]:
+        """Its tasks end now, and it is not their fault."""
+        if not unit.running:
+            return []
+        unit.excuse = cause
+        unit.deadline = now + (self._policy.kill_grace_s if kill else self._policy.terminate_grace_s)
+        return self._signal(unit.running, kill=kill)
+
+    def _leave(self, unit: _Unit, cause: str, now: float) -> list[Action]:
+        unit.phase, unit.start_at, unit.deadline, unit.excuse = UnitPhase.WAITING, now, float("inf"), ""
+        unit.is_on_fallback = False
+        return [LeaveUnit(unit.spec.name, cause)]
+
+    def _overdue(self, unit: _Unit, now: float) -> list[Action]:
+        if unit.phase is UnitPhase.DOUBTED:
+            return self._restart_or_give_up(unit, now) if self.phase is TrialPhase.RUNNING else []
+        unit.deadline = now + self._policy.kill_grace_s  # again and again: what was asked politely, or did not die
+        return self._signal(unit.running, kill=True)
+
     def _restart_or_give_up(self, unit: _Unit, now: float) -> list[Action]:
+        unit.deadline = float("inf")
         first = next((task_exit for task_exit in unit.exits if not task_exit.is_consequence), unit.exits[0])
         if now - unit.started_at >= self._policy.healthy_after_s:
             unit.charged = unit.in_a_row = 0
@@ -258,8 +281,11 @@ class Supervision:
         if first.returncode != EXIT_SUPERSEDED:
             unit.charged += 1
         if unit.charged > self._policy.max_restarts:
-            budget = f"{self._policy.max_restarts} restarts"
-            return self._terminate(Outcome.FAILED, f"{first}; {unit.spec.name} used up its {budget}", now)
+            cause = f"{first}; {unit.spec.name} used up its {self._policy.max_restarts} restarts"
+            if unit.spec.is_optional:
+                unit.phase, unit.is_given_up = UnitPhase.WAITING, True
+                return [GiveUpUnit(unit.spec.name, cause)]
+            return self._terminate(Outcome.FAILED, cause, now)
         pause_s = self._policy.pause_before(unit.in_a_row)
         unit.restarts += 1
         unit.phase = UnitPhase.WAITING

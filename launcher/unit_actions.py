@@ -1,0 +1,140 @@
+"""What goes into and comes out of the restart units' state machine: units, exits and budgets in, actions out."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+EXIT_REFUSED = 2  # the worker refused its configuration: another try gives the same answer
+EXIT_SUPERSEDED = 75  # the worker fenced itself: nothing crashed, so the budget is not charged
+EXIT_GANG_BROKEN = 76  # a rank saw its peers fail: a consequence, never the cause while another exit explains it
+
+
+class Outcome(StrEnum):
+    """How a trial ended."""
+
+    COMPLETE = "COMPLETE"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSpec:
+    """What restarts together."""
+
+    name: str
+    tasks: tuple[str, ...]
+    is_service: bool = False
+    """A service (Redis) outlives the workers: it is restarted while they stop, and ends last."""
+    needs_place: bool = False
+    """Its place is a job of its own, which may be away."""
+    has_fallback: bool = False
+    """While its place is away it runs elsewhere."""
+    is_optional: bool = False
+    """The trial can do without it: out of budget, it is given up alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """Budgets and deadlines, in seconds."""
+
+    max_restarts: int
+    pause_s: float
+    healthy_after_s: float
+    max_pause_s: float = 30.0
+    terminate_grace_s: float = 10.0
+    kill_grace_s: float = 5.0
+    doubt_s: float = 30.0
+    """How long an exit may wait for SLURM's word on its place; after that it counts as a crash."""
+
+    def pause_before(self, restart: int) -> float:
+        """Pause before the `restart`-th restart in a row, counted from 1: doubles each time, up to `max_pause_s`."""
+        return min(self.max_pause_s, self.pause_s * 2.0 ** min(restart - 1, 30))
+
+
+@dataclass(frozen=True, slots=True)
+class TaskExit:
+    """The end of one task; a negative return code is a signal, as `subprocess` reports it."""
+
+    task: str
+    returncode: int
+    killed_by_us: bool = False
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another task's end explains this one."""
+        return self.killed_by_us or self.returncode == EXIT_GANG_BROKEN
+
+    def __str__(self) -> str:
+        how = f"signal {-self.returncode}" if self.returncode < 0 else f"exit {self.returncode}"
+        meaning = {
+            0: " before the trial was done",
+            EXIT_REFUSED: " (it refused its configuration)",
+            EXIT_SUPERSEDED: " (superseded)",
+            EXIT_GANG_BROKEN: " (its peers failed)",
+        }.get(self.returncode, "")
+        return f"{self.task} {how}{meaning}"
+
+
+@dataclass(frozen=True, slots=True)
+class StartUnit:
+    """Start every task of the unit under a new incarnation."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class SignalTask:
+    """Ask a task to end (SIGTERM), or end it (SIGKILL)."""
+
+    task: str
+    kill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RestartUnit:
+    """News for the journal: the unit will start again after the pause."""
+
+    unit: str
+    cause: str
+    pause_s: float
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskPlace:
+    """Find out whether the unit's place is still there; `place_holds` or `place_taken` is the answer."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveUnit:
+    """News for the journal: the unit ended for a reason that is not its own, and starts again when it may."""
+
+    unit: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUpUnit:
+    """An optional unit is out of budget: the trial goes on without it."""
+
+    unit: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class AppendStop:
+    """Fence the trial: append Stop to the trial log before anything is killed."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndTrial:
+    """Nothing runs any more."""
+
+    outcome: Outcome
+    cause: str
+
+
+Action = StartUnit | SignalTask | RestartUnit | AskPlace | LeaveUnit | GiveUpUnit | AppendStop | EndTrial
