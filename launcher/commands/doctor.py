@@ -1,0 +1,46 @@
+"""rl-doctor: will trials run here, and if not, what is to be done."""
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from corral.launcher.commands.common import EXIT_ERROR, EXIT_UNREACHABLE, Fileroot, run, user_errors
+
+if TYPE_CHECKING:
+    from corral.launcher.doctor import Finding
+
+
+def doctor(
+    partition: Annotated[str | None, typer.Option("--partition", help="Where the probe runs.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Submit no probe to the nodes.")] = False,
+    output: Annotated[str, typer.Option("-o", "--output", help="table or json.")] = "table",
+    fileroot: Fileroot = None,
+) -> None:
+    """Check this machine, the cluster and its nodes: one line each, and what to do."""
+    with user_errors():
+        from corral.launcher.doctor import as_json, render, worst
+        from corral.launcher.doctor_cluster import look_at_cluster
+        from corral.launcher.doctor_here import judge_commands, look_here, missing_commands
+        from corral.launcher.trials import default_fileroot
+
+        if output not in ("table", "json"):
+            raise typer.BadParameter(f"-o is table or json, not {output!r}")
+        root = (fileroot or default_fileroot()).absolute()
+        findings: list[Finding] = list(look_here(root))
+        missing = missing_commands()
+        findings.append(judge_commands(missing))
+        is_reachable = True
+        if not missing:
+            is_reachable, seen = look_at_cluster(root, partition=partition, is_quick=quick)
+            findings += seen
+        print(json.dumps(as_json(findings), indent=1) if output == "json" else render(findings))
+        if not is_reachable:
+            raise typer.Exit(EXIT_UNREACHABLE)
+        if worst(findings) == "fail":
+            raise typer.Exit(EXIT_ERROR)
+
+
+def main() -> None:
+    """rl-doctor"""
+    run(doctor)

@@ -1,0 +1,139 @@
+"""rl-doctor's look at the machine it runs on: what a trial needs even with --local."""
+
+import errno
+import os
+import secrets as random_tokens
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from corral.experiments.errors import ConfigError
+from corral.experiments.profile import find_profiles, read_profile
+from corral.experiments.redis_server import find_redis_executable
+from corral.launcher.doctor import Finding, fail, ok, warn
+from corral.launcher.doctor_node import DISTRIBUTION
+from corral.launcher.local import visible_gpus
+
+_COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
+_NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+_NODE_LOCAL_TYPES = ("tmpfs", "ramfs", "overlay")
+_LITTLE_SPACE_GB = 10.0
+
+
+def look_here(fileroot: Path) -> Iterator[Finding]:
+    """Python, Redis, profiles, GPUs and the file root."""
+    yield ok("python", f"Python {sys.version.split()[0]}, corral {version(DISTRIBUTION)}, {sys.executable}")
+    yield _redis()
+    yield from _profiles()
+    gpus = visible_gpus()
+    yield ok("gpus", f"{len(gpus)} GPUs on this machine" if gpus else "no GPU on this machine")
+    yield from _fileroot(fileroot)
+
+
+def missing_commands() -> list[str]:
+    """Which of SLURM's commands are not on the PATH."""
+    return [command for command in _COMMANDS if shutil.which(command) is None]
+
+
+def judge_commands(missing: list[str]) -> Finding:
+    """All there, none there, or a broken installation."""
+    if not missing:
+        return ok("slurm.commands", f"{', '.join(_COMMANDS)} are on the PATH")
+    if len(missing) == len(_COMMANDS):
+        return warn(
+            "slurm.commands",
+            "SLURM is not installed here: only --local was checked",
+            "run rl-doctor where sbatch works to check a cluster",
+        )
+    said = f"not on the PATH: {', '.join(missing)}"
+    return fail("slurm.commands", said, "load your site's slurm module, or install the package that has them")
+
+
+def _redis() -> Finding:
+    try:
+        executable = find_redis_executable()
+    except FileNotFoundError as error:
+        rule, _, remedy = str(error).partition(": ")
+        return fail("redis", rule, remedy)
+    said = subprocess.run(
+        [str(executable), "--version"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=False,
+    ).stdout
+    words = [word.removeprefix("v=") for word in said.split() if word.startswith("v=")]
+    return ok("redis", f"Redis {words[0] if words else '?'}, {executable}")
+
+
+def _profiles() -> Iterator[Finding]:
+    try:
+        files = find_profiles()
+    except ConfigError as error:
+        yield fail("profile", error.problems[0].message, error.problems[0].hint)
+        return
+    if not files:
+        yield ok("profile", "none; ~/.config/corral/profile.yaml would be read")
+    for file in files:
+        try:
+            layer = read_profile(file)
+        except ConfigError as error:
+            problem = error.problems[0]
+            yield fail("profile", f"{problem.place or file}: {problem.message}", problem.hint or "mend it")
+            continue
+        yield ok("profile", f"{file} sets {', '.join(layer.data) or 'nothing'}")
+
+
+def _fileroot(fileroot: Path) -> Iterator[Finding]:
+    check = "fileroot"
+    try:
+        fileroot.mkdir(parents=True, exist_ok=True)
+        folder = fileroot / f".rl-doctor-{random_tokens.token_hex(4)}"
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        yield fail(check, f"{fileroot}: {error.strerror}", "choose another folder: --fileroot, or $CORRAL_FILEROOT")
+        return
+    try:
+        yield _hard_links(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    free_gb = shutil.disk_usage(fileroot).free / 1e9
+    kind, shown = file_system_of(fileroot), f"{fileroot} is writable, {free_gb:.0f} GB free"
+    if free_gb < _LITTLE_SPACE_GB:
+        yield warn(check, shown, "checkpoints hold parameters, optimizer and weights; a full disk stops a trial")
+    elif kind in _NODE_LOCAL_TYPES or str(fileroot.resolve()).startswith(_NODE_LOCAL):
+        advice = "fine with --local; nodes of a cluster will not see it"
+        yield warn(check, f"{shown}, on {kind}, which belongs to this machine alone", advice)
+    else:
+        yield ok(check, f"{shown}, {kind}")
+
+
+def _hard_links(folder: Path) -> Finding:
+    (folder / "one").touch(mode=0o600)
+    try:
+        os.link(folder / "one", folder / "two")
+    except OSError as error:
+        name = errno.errorcode.get(error.errno or 0, str(error))
+        advice = "the trial log decides by link(2) who may write; choose a file system with hard links"
+        return fail("fileroot.links", f"no hard links in {folder.parent} ({name})", advice)
+    if (folder / "one").stat().st_mode & 0o077:
+        advice = "trials refuse secrets that others could read; choose a file system that keeps modes"
+        return fail("fileroot.links", f"{folder.parent} does not keep file modes", advice)
+    return ok("fileroot.links", "hard links and file modes work")
+
+
+def file_system_of(path: Path, *, mounts: str | None = None) -> str:
+    """Type of the file system that holds `path`, as /proc/mounts names it."""
+    text = Path("/proc/mounts").read_text() if mounts is None else mounts
+    resolved, best, kind = str(path.resolve()), "", "unknown"
+    for line in text.splitlines():
+        _, point, found, *_ = [*line.split(" "), "", "", ""]
+        point = point.replace("\\040", " ")
+        inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, found
+    return kind

@@ -1,0 +1,193 @@
+"""rl-doctor's probe: a job of one small task on one or two nodes reads a canary file, and answers.
+
+    login node   {fileroot}/.rl-doctor-XXXX/canary --sbatch--> job --srun--> doctor_node.py on each node
+                 <--exit code, where it got no further--         `--> answer-N.json, port-0.json --> findings
+
+    exit code of the job   0 answered · 41 the canary did not appear on the node · 42 Python or corral did not start
+
+Bounded: a job that has not answered in time is cancelled, and that it waited is the finding.
+"""
+
+import json
+import os
+import secrets as random_tokens
+import shlex
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.trial_directory import atomic_write
+from corral.launcher.doctor_node import exchange
+from corral.launcher.slurm import SlurmClient, SlurmError
+from corral.launcher.slurm_states import judge_job
+
+TIMEOUT_S = 60.0
+EXIT_NO_CANARY = 41
+EXIT_NO_PYTHON = 42
+NODE_WAIT_S = 30
+_POLL_INTERVAL_S = 0.2
+_QUEUE_INTERVAL_S = 2.0
+
+# The shell part answers even where Python does not start; what it has to say goes into the exit code, since its files
+# may be seen by nobody.
+_SCRIPT = """#!/bin/bash
+for name in $(compgen -e); do
+  case $name in SLURM_NTASKS* | SLURM_NPROCS | SLURM_TASKS_PER_NODE | SLURM_CPUS_PER_* | SLURM_TRES_PER_TASK | \\
+    SLURM_MEM_PER_* | SLURM_GPUS* | SLURM_DISTRIBUTION | SLURM_CPU_BIND* | SLURM_EXPORT_ENV | SRUN_*) unset "$name" ;;
+  esac
+done
+folder={folder}
+for _ in $(seq {wait_s}); do
+  ls "$folder" >/dev/null 2>&1
+  [ -r "$folder/canary" ] && break
+  sleep 1
+done
+[ -r "$folder/canary" ] || exit {no_canary}
+export PYTHONPATH={pythonpath}
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 \\
+  --chdir=/ --output="$folder/node-%t.log" \\
+  bash -c 'exec "$1" -m corral.launcher.doctor_node "$0" "$SLURM_PROCID" "$SLURM_JOB_NUM_NODES"' "$folder" {python} \\
+  || exit {no_python}
+"""
+
+
+@dataclass(slots=True, kw_only=True)
+class ProbeOutcome:
+    """What came back."""
+
+    num_nodes: int = 0
+    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By rank of the node."""
+    state: str = ""
+    """Last word of SLURM for the job."""
+    reason: str = ""
+    exit_code: int | None = None
+    waited_s: float = 0.0
+    """From sbatch to the first answer."""
+    login_offset_s: float | None = None
+    """Clock of the first node minus ours."""
+    login_error: str = ""
+    logs: dict[int, str] = field(default_factory=dict)
+
+
+def probe(
+    client: SlurmClient, fileroot: Path, *, partition: str | None, num_nodes: int, timeout_s: float = TIMEOUT_S
+) -> ProbeOutcome:
+    """Runs the job and collects what it says; nothing of it is left afterwards.
+
+    Raises:
+        SlurmError: if sbatch refuses it.
+    """
+    folder = fileroot / f".rl-doctor-{random_tokens.token_hex(4)}"
+    folder.mkdir(mode=0o700)
+    job_id = ""
+    try:
+        token = random_tokens.token_hex(16)
+        atomic_write(folder / "canary", token.encode())
+        script = folder / "probe.sbatch"
+        atomic_write(script, _script(folder).encode())
+        job_id = client.submit(_options(partition, num_nodes), script)
+        return _collect(client, folder, job_id, token, timeout_s)
+    finally:
+        if job_id:
+            _cancel(client, job_id)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _script(folder: Path) -> str:
+    return _SCRIPT.format(
+        folder=shlex.quote(str(folder)),
+        wait_s=NODE_WAIT_S,
+        no_canary=EXIT_NO_CANARY,
+        no_python=EXIT_NO_PYTHON,
+        pythonpath=shlex.quote(os.environ.get("PYTHONPATH", "")),
+        python=shlex.quote(sys.executable),
+    )
+
+
+def _options(partition: str | None, num_nodes: int) -> list[str]:
+    return [
+        "--job-name=rl-doctor",
+        f"--nodes={num_nodes}",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=1",
+        "--mem=256M",
+        "--time=1",
+        "--output=/dev/null",  # a folder that the node does not see would fail the job without a word
+        "--chdir=/",
+        "--no-requeue",
+        *([f"--partition={partition}"] if partition else []),
+    ]
+
+
+def _collect(client: SlurmClient, folder: Path, job_id: str, token: str, timeout_s: float) -> ProbeOutcome:
+    outcome = ProbeOutcome()
+    started_at, looked_at = time.monotonic(), float("-inf")
+    while time.monotonic() - started_at < timeout_s:
+        _read_answers(folder, outcome)
+        if outcome.answers and not outcome.waited_s:
+            outcome.waited_s = time.monotonic() - started_at
+        if outcome.login_offset_s is None and not outcome.login_error:
+            _connect(folder, token, outcome)
+        if time.monotonic() - looked_at >= _QUEUE_INTERVAL_S:
+            looked_at = time.monotonic()
+            if _look_at_job(client, job_id, outcome):
+                break
+        time.sleep(_POLL_INTERVAL_S)
+    time.sleep(_POLL_INTERVAL_S)
+    _read_answers(folder, outcome)
+    outcome.waited_s = outcome.waited_s or time.monotonic() - started_at
+    for path in sorted(folder.glob("node-*.log")):
+        outcome.logs[int(path.stem.rpartition("-")[2])] = path.read_text(errors="replace")[-2000:]
+    return outcome
+
+
+def _look_at_job(client: SlurmClient, job_id: str, outcome: ProbeOutcome) -> bool:
+    """Whether the job has ended."""
+    try:
+        facts = client.job(job_id)
+    except SlurmError:
+        return False
+    if facts is None:
+        return True
+    outcome.state, outcome.reason = facts.get("JobState", ""), facts.get("Reason", "")
+    nodes = facts.get("NumNodes", "").partition("-")[0]
+    if outcome.state not in ("PENDING", "CONFIGURING") and nodes.isdigit():
+        outcome.num_nodes = int(nodes)
+    if outcome.state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+        return judge_job(outcome.state, outcome.reason).state == "BLOCKED"
+    code = facts.get("ExitCode", "").partition(":")[0]
+    outcome.exit_code = int(code) if code.isdigit() else None
+    return True
+
+
+def _read_answers(folder: Path, outcome: ProbeOutcome) -> None:
+    for name in os.listdir(folder):
+        if name.startswith("answer-") and name.endswith(".json"):
+            said = json.loads((folder / name).read_bytes())
+            outcome.answers[int(said["rank"])] = said
+
+
+def _connect(folder: Path, token: str, outcome: ProbeOutcome) -> None:
+    """From here to the port of the first node."""
+    if "port-0.json" not in os.listdir(folder):
+        return
+    port = json.loads((folder / "port-0.json").read_bytes())
+    try:
+        answered, offset_s = exchange(port["host"], port["port"], timeout_s=5.0)
+        if answered != token:
+            outcome.login_error = f"something else answers on {port['host']}:{port['port']}"
+        outcome.login_offset_s = offset_s
+    except (OSError, ValueError) as error:
+        outcome.login_error = f"{port['host']}:{port['port']}: {error}"
+    atomic_write(folder / "login-reached", b"")
+
+
+def _cancel(client: SlurmClient, job_id: str) -> None:
+    try:
+        client.cancel(job_id)
+    except SlurmError:
+        return  # it ends by its own time limit of a minute
