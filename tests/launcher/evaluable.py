@@ -1,0 +1,81 @@
+"""A trial that has weights on disk and nothing that runs: what rl-eval needs, made in no time."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.config import DatasetConfig, EvaluationConfig, ModelConfig
+from corral.experiments.journal import Journal
+from corral.experiments.plan import ModelRoleSpec, ModelWorkerSpec, RunPlan
+from corral.experiments.trial_directory import TrialDirectory, link_files
+from corral.experiments.trial_log import TrialLog
+from corral.workers.data.arithmetic import make_problems
+from tests.launcher.trials import make_plan
+
+NUM_PROBLEMS = 12
+
+
+def write_problems(path: Path, count: int = NUM_PROBLEMS) -> Path:
+    """Held-out additions."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in make_problems(seed=1)[-count:]))
+    return path
+
+
+def make_evaluable_trial(
+    fileroot: Path,
+    model: Path,
+    *,
+    commits: Sequence[int] = (1, 2),
+    exports: Sequence[int] = (),
+    final: int | None = None,
+    reward: str | None = None,
+    **plan: Any,
+) -> TrialDirectory:
+    """A trial with copies of `model` as the weights of some steps.
+
+    Args:
+        reward: import path; None is the exact match.
+        plan: for `make_plan`.
+    """
+    directory = TrialDirectory(fileroot / "exp" / "trial")
+    directory.create()
+    problems = write_problems(fileroot / "held_out.jsonl")
+    directory.plan_path.write_bytes(_plan(directory.path, model, problems, reward, plan).to_json())
+    writer = TrialLog(directory.log_path).claim("job 1")
+    for step in commits:
+        name = f"checkpoints/step-{step:08d}-e1-00000000"
+        link_files(model, directory.path / name / "weights")
+        writer.commit(
+            step=step,
+            directory=name,
+            manifest_sha256="0" * 64,
+            ledger_file=f"ledger/1-{step}.json",
+            ledger_sha256="0" * 64,
+            trained=1,
+            dropped=0,
+        )
+    for step in exports:
+        link_files(model, directory.exports_path / f"step-{step:08d}")
+    if final is not None:
+        link_files(model, directory.exports_path / "final")
+        Journal(directory.journal_path).append(
+            "weights_exported", version=f"1.{final}", directory=str(directory.exports_path / "final")
+        )
+    return directory
+
+
+def _plan(path: Path, model: Path, problems: Path, reward: str | None, plan: dict[str, Any]) -> RunPlan:
+    made = make_plan(path, model_workers=1, **({"task": {"cpu": 1, "mem": 1500}} | plan))
+    spec = ModelWorkerSpec(
+        index=0,
+        world_size=1,
+        roles=[ModelRoleSpec(role="actor", model=ModelConfig(path=model), interface="sft", optimizer=None)],
+        calls=[],
+        dataset=None,
+        evaluation=EvaluationConfig(dataset=DatasetConfig(path=problems), max_new_tokens=4),
+        reward=reward,
+        total_steps=3,
+    )
+    workers = [spec if worker.kind == "model_worker" else worker for worker in made.workers]
+    return made.model_copy(update={"workers": workers})

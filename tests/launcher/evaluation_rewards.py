@@ -1,0 +1,25 @@
+"""Rewards that misbehave on purpose, for evaluations in tests."""
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def crash(problem: Mapping[str, Any], answer: str) -> float:
+    """Ends the process as a segmentation fault would: no exception, no clean-up."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0.0
+
+
+def gated(problem: Mapping[str, Any], answer: str) -> float:
+    """Judges as many problems as the number in a file allows; the next one waits until it allows more."""
+    gate = Path(os.environ["CORRAL_TEST_GATE"])
+    judged = gate.with_suffix(".judged")
+    with judged.open("a") as file:
+        file.write(f"{problem['id']}\n")
+    while len(judged.read_text().split()) > int(gate.read_text() or 0):
+        time.sleep(0.05)
+    return float(len(answer) > 0)

@@ -1,0 +1,199 @@
+"""rl-eval: which weights it finds, and what becomes of evaluations on this machine."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from corral.experiments.errors import ConfigError
+from corral.experiments.evaluation import progress_path, read_result, result_path
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.evaluation_plan import (
+    choose,
+    find_weights,
+    make_evaluation_config,
+    make_requests,
+    read_plan,
+    write_request,
+)
+from corral.launcher.queue_watcher import GONE, QueueWatcher
+from corral.launcher.slurm import SlurmClient, SlurmUnreachableError
+from corral.workers.data.arithmetic import write_model
+from tests.launcher.evaluable import NUM_PROBLEMS, make_evaluable_trial, write_problems
+from tests.launcher.trials import wait_until
+
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    write_model(path, seed=1, hidden_size=32, num_layers=2)
+    return path
+
+
+def environment_of(fileroot: Path) -> dict[str, str]:
+    return os.environ | {
+        "CORRAL_FILEROOT": str(fileroot),
+        "CORRAL_TEST_GATE": str(fileroot / "gate"),
+        "PYTHONPATH": str(Path(__file__).parents[2]),  # where the rewards of tests are
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+    }
+
+
+def rl_eval(fileroot: Path, *arguments: str, exit_code: int = 0) -> str:
+    done = subprocess.run(
+        [str(BIN / "rl-eval"), *arguments], env=environment_of(fileroot), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == exit_code, done.stdout + done.stderr
+    return done.stdout + (done.stderr if exit_code else "")
+
+
+def steps_of(directory: TrialDirectory, wanted: str) -> Sequence[tuple[int, str]]:
+    return [
+        (weights.step, directory.relative(weights.directory)) for weights in choose(find_weights(directory), wanted)
+    ]
+
+
+def test_weights_are_found_in_exports_and_commits(tmp_path: Path, model: Path) -> None:
+    directory = make_evaluable_trial(tmp_path, model, commits=(5, 6), exports=(2, 5), final=7)
+    assert steps_of(directory, "all") == [
+        (2, "exports/step-00000002"),
+        (5, "exports/step-00000005"),  # an export stays, a commit would be removed one day
+        (6, "checkpoints/step-00000006-e1-00000000/weights"),
+        (7, "exports/final"),
+    ]
+    assert steps_of(directory, "latest") == [(7, "exports/final")]
+    assert [step for step, _ in steps_of(directory, "6,2")] == [6, 2]
+
+
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path, model: Path) -> None:
+    directory = make_evaluable_trial(tmp_path, model, commits=(3,))
+    with pytest.raises(ConfigError, match=r"no weights of step '4'\n  hint: there are 3, "):
+        choose(find_weights(directory), "4")
+    with pytest.raises(ConfigError, match="no weights of step 'newest'"):
+        choose(find_weights(directory), "newest")
+    assert "no weights to evaluate yet" in rl_eval(
+        tmp_path / "empty", str(make_evaluable_trial(tmp_path / "empty", model, commits=()).path), exit_code=2
+    )
+
+
+def test_other_problems_are_read_in_the_form_of_the_trials_own(tmp_path: Path, model: Path) -> None:
+    plan = read_plan(make_evaluable_trial(tmp_path, model))
+    other = write_problems(tmp_path / "other.jsonl", count=2)
+    config = make_evaluation_config(plan, other, max_new_tokens=None)
+    assert (config.dataset.path, config.max_new_tokens) == (other, 4)
+    assert make_evaluation_config(plan, other, max_new_tokens=9).max_new_tokens == 9
+
+
+def test_problems_without_answers_are_refused_before_anything_is_written(tmp_path: Path, model: Path) -> None:
+    directory = make_evaluable_trial(tmp_path, model)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "1+1="}\n')
+    said = rl_eval(tmp_path, "trial", "--local", "--dataset", str(bad), exit_code=2)
+    assert "bad.jsonl" in said and "answer" in said
+    assert not directory.evaluations_path.exists()
+
+
+def test_several_versions_are_evaluated_here_and_then_known(tmp_path: Path, model: Path) -> None:
+    directory = make_evaluable_trial(tmp_path, model, commits=(1, 2))
+    shown = json.loads(rl_eval(tmp_path, "trial", "--local", "--step", "all", "-o", "json"))
+    assert [(one["step"], one["state"], one["result"]["num_prompts"]) for one in shown] == [
+        (1, "DONE", NUM_PROBLEMS),
+        (2, "DONE", NUM_PROBLEMS),
+    ]
+    first, second = (read_result(result_path(directory.evaluations_path, step)) for step in (1, 2))
+    assert first is not None and second is not None
+    assert (first.accuracy, first.mean_reward) == (second.accuracy, second.mean_reward)  # the same weights
+    assert not (directory.evaluations_path / "weights" / "step-00000001").exists()
+    assert not list(directory.evaluations_path.glob("*.progress.json"))
+    assert (directory.evaluations_path / "jobs").stat().st_mode & 0o777 == 0o700
+
+    written_at = result_path(directory.evaluations_path, 1).stat().st_mtime_ns
+    assert "DONE" in rl_eval(tmp_path, "trial", "--local", "--step", "1")
+    assert result_path(directory.evaluations_path, 1).stat().st_mtime_ns == written_at  # nothing ran again
+
+
+def test_an_evaluation_that_crashes_says_so(tmp_path: Path, model: Path) -> None:
+    make_evaluable_trial(tmp_path, model, commits=(1,), reward="tests.launcher.evaluation_rewards:crash")
+    shown = rl_eval(tmp_path, "trial", "--local", exit_code=6)
+    assert "FAILED" in shown and "the evaluation ended with -9" in shown
+
+
+def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path, model: Path) -> None:
+    directory = make_evaluable_trial(tmp_path, model, commits=(1,), exports=(1,), reward="tests.launcher.evaluation_rewards:gated")
+    request = request_in_batches(directory, batch_size=4)
+    command = [sys.executable, "-m", "corral.workers.evaluate", str(request)]
+    gate, judged = tmp_path / "gate", tmp_path / "gate.judged"
+    gate.write_text("5")
+    first = subprocess.Popen(command, env=environment_of(tmp_path))
+    try:
+        wait_until(lambda: judged.exists() and len(judged.read_text().split()) == 6, "the sixth problem", timeout_s=60)
+    finally:
+        first.kill()
+        first.wait()
+    gate.write_text("1000")
+    subprocess.run(command, env=environment_of(tmp_path), check=True, timeout=60)
+    result = read_result(result_path(directory.evaluations_path, 1))
+    assert result is not None and (result.num_starts, result.num_prompts) == (2, NUM_PROBLEMS)
+    assert len(judged.read_text().split()) == 6 + NUM_PROBLEMS - 4  # the first batch of four was kept
+    assert not progress_path(result_path(directory.evaluations_path, 1)).exists()
+
+
+def request_in_batches(directory: TrialDirectory, *, batch_size: int) -> Path:
+    plan = read_plan(directory)
+    evaluation = make_evaluation_config(plan, None, max_new_tokens=None)
+    chosen = choose(find_weights(directory), "latest")
+    (request,) = make_requests(directory, plan, chosen, evaluation, directory.evaluations_path)
+    return write_request(directory, request.model_copy(update={"batch_size": batch_size}))
+
+
+class FakeQueue(SlurmClient):
+    """What squeue shows, set by the test; None is a controller that does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: dict[str, tuple[str, str]] | None = {}
+
+    def states(self) -> dict[str, tuple[str, str]]:
+        if self.shown is None:
+            raise SlurmUnreachableError("squeue did not answer within 20 s")
+        return self.shown
+
+
+def watch(queue: FakeQueue, *looks: dict[str, tuple[str, str]] | None) -> list[tuple[str, bool]]:
+    """(state, is_done) of job 7 after each look."""
+    watcher = QueueWatcher(client=queue)
+    seen = []
+    for shown in looks:
+        queue.shown = shown
+        state = watcher.get_info("7", mode="force").get("State", "UNKNOWN")
+        seen.append((state, watcher.is_done("7", mode="cache")))
+        time.sleep(0.002)  # submitit looks at most once a millisecond
+    return seen
+
+
+def test_the_watcher_tells_what_squeue_shows() -> None:
+    running, failed = {"7": ("RUNNING", "None")}, {"7": ("FAILED", "NonZeroExitCode")}
+    assert watch(FakeQueue(), running, failed) == [("RUNNING", False), ("FAILED", True)]
+    assert watch(FakeQueue(), {"7": ("CANCELLED by 1000", "None")}) == [("CANCELLED", True)]
+
+
+def test_a_job_that_slurm_has_forgotten_is_done() -> None:
+    assert watch(FakeQueue(), {"7": ("RUNNING", "None")}, {}) == [("RUNNING", False), (GONE, True)]
+    assert watch(FakeQueue(), {}, {}) == [("UNKNOWN", False), (GONE, True)]  # asked about for the first time
+
+
+def test_no_answer_is_no_end() -> None:
+    running = {"7": ("RUNNING", "None")}
+    assert watch(FakeQueue(), running, None, None, running) == [("RUNNING", False)] * 4
+
+
+def test_a_word_that_nobody_knows_is_no_end() -> None:
+    assert watch(FakeQueue(), {"7": ("RESIZING+NEW", "None")}) == [("RESIZING", False)]
