@@ -1,11 +1,15 @@
 """One throw-away cluster for all tests here; skipped with a reason where SLURM is missing, unless it is required."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, missing_programs, running_cluster
+from tests.slurm.trials import SMALL, SlurmTrial
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +31,23 @@ def cluster(shared_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster
         if name in ("SLURM_CONF", "PATH"):
             monkeypatch.setenv(name, value)
     return shared_cluster
+
+
+@pytest.fixture
+def make_slurm_trial(cluster: Cluster, tmp_path: Path) -> Iterator[Any]:
+    """Makes trials of stub workers for this cluster; whatever of them is left is ended after the test."""
+    trials: list[SlurmTrial] = []
+
+    def make(behaviour: Mapping[str, Sequence[str]], **plan: Any) -> SlurmTrial:
+        trials.append(SlurmTrial(tmp_path, behaviour, **(SMALL | plan)))
+        return trials[-1]
+
+    yield make
+    for trial in trials:
+        if trial.job_id:
+            cluster.run("scancel", trial.job_id)
+            wait_until(
+                lambda job=trial.job_id: not cluster.run("squeue", "-h", "-j", job, "-t", "R,CG").stdout.strip(),
+                f"the end of job {trial.job_id}",
+            )
+        trial.close()

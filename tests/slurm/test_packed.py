@@ -1,7 +1,5 @@
 """The packed layout on a real SLURM: submitted, supervised in its allocation, stopped, cancelled, refused."""
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,69 +9,12 @@ from corral.experiments.errors import ConfigError
 from corral.launcher import submit
 from corral.launcher.layout_planner import plan_layout
 from corral.launcher.slurm import SlurmClient, SlurmError
-from corral.launcher.status import TrialStatus
-from corral.launcher.status_reader import StatusReader
 from corral.launcher.stop import stop_trial
-from corral.launcher.trials import TrialFacts, read_facts
-from tests.launcher.stub_supervisor import COMMAND
-from tests.launcher.trials import StubTrial, wait_until
+from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster
+from tests.slurm.trials import SMALL
 
 pytestmark = pytest.mark.slurm
-
-SMALL: dict[str, Any] = {"mode": "slurm", "cluster": {"cpus_per_node": 8, "mem_per_node": 8000, "gpus_per_node": 8}}
-
-
-class SlurmTrial(StubTrial):
-    """A stub trial that goes through sbatch."""
-
-    job_id = ""
-
-    def submit(self, *, attempt: int = 0, resume: bool = False) -> str:
-        self.prepare(attempt=attempt, resume=resume)
-        submit.write_launch_files(self.plan, plan_layout(self.plan), self.directory, attempt=attempt)
-        script = self.directory.sbatch_path
-        product = script.read_text()
-        assert "-m corral.launcher.supervisor" in product
-        script.write_text(product.replace(f"{sys.executable} -m corral.launcher.supervisor", " ".join(COMMAND)))
-        self.job_id = SlurmClient().submit([], script)
-        return self.job_id
-
-    @property
-    def facts(self) -> TrialFacts:
-        facts = read_facts(self.directory)
-        assert facts is not None
-        return facts
-
-    def status(self) -> TrialStatus:
-        (status,) = StatusReader().read([self.facts])
-        return status
-
-    def wait_for_state(self, *states: str) -> TrialStatus:
-        def look() -> TrialStatus | None:
-            status = self.status()
-            return status if status.state in states else None
-
-        return wait_until(look, f"{states}, last {self.status()}", timeout_s=40.0)
-
-
-@pytest.fixture
-def make_slurm_trial(cluster: Cluster, tmp_path: Path) -> Iterator[Any]:
-    trials: list[SlurmTrial] = []
-
-    def make(behaviour: Mapping[str, Sequence[str]], **plan: Any) -> SlurmTrial:
-        trials.append(SlurmTrial(tmp_path, behaviour, **(SMALL | plan)))
-        return trials[-1]
-
-    yield make
-    for trial in trials:
-        if trial.job_id:
-            cluster.run("scancel", trial.job_id)
-            wait_until(
-                lambda job=trial.job_id: not cluster.run("squeue", "-h", "-j", job, "-t", "R,CG").stdout.strip(),
-                f"the end of job {trial.job_id}",
-            )
-        trial.close()
 
 
 def test_a_trial_runs_in_one_allocation_and_completes(make_slurm_trial: Any, cluster: Cluster) -> None:

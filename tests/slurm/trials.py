@@ -1,0 +1,61 @@
+"""Trials of stub workers on the throw-away cluster."""
+
+import sys
+from functools import cached_property
+from typing import Any
+
+from corral.experiments.plan import RunPlan
+from corral.launcher import submit
+from corral.launcher.layout import Layout
+from corral.launcher.layout_planner import plan_layout
+from corral.launcher.slurm import SlurmClient
+from corral.launcher.status import TrialStatus
+from corral.launcher.status_reader import StatusReader
+from corral.launcher.trials import TrialFacts, read_facts
+from tests.launcher.stub_supervisor import COMMAND
+from tests.launcher.trials import StubTrial, wait_until
+
+SMALL: dict[str, Any] = {"mode": "slurm", "cluster": {"cpus_per_node": 8, "mem_per_node": 8000, "gpus_per_node": 8}}
+
+
+class SlurmTrial(StubTrial):
+    """A stub trial that goes through sbatch."""
+
+    job_id = ""
+
+    def replan(self, **changes: Any) -> RunPlan:
+        """Changes fields of the plan before it is submitted."""
+        self.plan = self.plan.model_copy(update=changes)
+        self.directory.plan_path.write_bytes(self.plan.to_json())
+        return self.plan
+
+    @cached_property
+    def layout(self) -> Layout:
+        return plan_layout(self.plan)
+
+    def submit(self, *, attempt: int = 0, resume: bool = False) -> str:
+        self.prepare(attempt=attempt, resume=resume)
+        submit.write_launch_files(self.plan, self.layout, self.directory, attempt=attempt)
+        script = self.directory.sbatch_path
+        product = script.read_text()
+        assert "-m corral.launcher.supervisor" in product
+        script.write_text(product.replace(f"{sys.executable} -m corral.launcher.supervisor", " ".join(COMMAND)))
+        self.job_id = SlurmClient().submit([], script)
+        return self.job_id
+
+    @property
+    def facts(self) -> TrialFacts:
+        facts = read_facts(self.directory)
+        assert facts is not None
+        return facts
+
+    def status(self) -> TrialStatus:
+        (status,) = StatusReader().read([self.facts])
+        return status
+
+    def wait_for_state(self, *states: str) -> TrialStatus:
+        def look() -> TrialStatus | None:
+            status = self.status()
+            return status if status.state in states else None
+
+        return wait_until(look, f"{states}, last {self.status()}", timeout_s=40.0)
