@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 KeyPath = tuple[str | int, ...]
 """Where a value stands in an experiment file: ("actor", "optimizer", "lr"); list items by their index."""
@@ -71,7 +71,7 @@ class ConfigError(ValueError):
         """An error with one problem."""
         return cls([ConfigProblem(message=message, hint=hint, path=path, shown=shown, place=place)])
 
-    def located(self, source: "ConfigSource") -> "ConfigError":
+    def located(self, source: "ConfigSource") -> Self:
         """The same error with a place for every problem that names a key but not yet where it stands."""
         return type(self)(
             replace(problem, place=source.place(problem.path)) if problem.path and not problem.place else problem

@@ -194,6 +194,10 @@ class SlurmClient:
         """Where the cluster reaches a node: an address or a host name."""
         return parse_key_values(self._run(["scontrol", "show", "node", "-o", node])).get("NodeAddr", node)
 
+    def ask(self, command: Sequence[str]) -> str:
+        """What any other command of SLURM prints; SlurmError if it fails."""
+        return self._run(command)
+
     def _run(self, command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> str:
         completed = self._complete(command, environment=environment)
         if completed.returncode != 0:

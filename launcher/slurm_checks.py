@@ -1,239 +1,373 @@
 """What can never start is refused before sbatch, with the numbers: a job that waits for ever looks like one that waits.
 
-sinfo + scontrol show partition --check_layout (pure)--> ConfigError | facts to print
-sbatch --test-only --> what SLURM itself refuses
+    Ask (slurm_asks.py) + ClusterFacts (slurm_facts.py) --check_asks--> UnsatisfiableError | warnings
+    what `sbatch --test-only` said ------------------explain_refusal--> UnsatisfiableError
+
+Pure; preflight.py asks SLURM. Each check yields all of its problems, and each problem names a key.
 """
 
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
-from corral.experiments.errors import ConfigError, closest
-from corral.launcher.layout import Allocation
+from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError, closest
+from corral.experiments.plan import RunPlan
 from corral.launcher.slurm import Node
-from corral.scheduling.placement import NodeShape
+from corral.launcher.slurm_asks import Ask, raise_problems
+from corral.launcher.slurm_facts import NO_ACCOUNTING, NODES_COMMAND, ClusterFacts, expand_host_list
 from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
 
-_UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
+UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
+_NODE_LOCAL = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm", "/run"))
+_FEATURE = re.compile(r"[A-Za-z_][A-Za-z0-9_.:=-]*")
 
 
-def check_layout(layout: Allocation, nodes: Sequence[Node], partitions: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Compares a request with the cluster; returns facts worth printing.
+def check_asks(asks: Sequence[Ask], plan: RunPlan, facts: ClusterFacts, source: ConfigSource) -> list[str]:
+    """Names and sizes that the groups give, against what the cluster has; returns warnings.
 
     Raises:
-        ConfigError: naming what is asked for, what there is, and the way out.
+        UnsatisfiableError: with every value that this cluster does not know or cannot give.
     """
-    name = _partition(layout, nodes, partitions)
-    members = [node for node in nodes if node.partition == name]
-    if not members:
-        return [f"partition {name} shows no nodes here, not checked"]
-    settings = partitions.get(name, {})
-    _check_state(name, settings)
-    _check_names(layout, nodes)
-    fitting = _check_node_shape(layout, name, members)
-    _check_counts(layout, name, fitting, members, settings)
-    _check_time(layout, name, settings)
-    _check_access(layout, name, settings)
-    idle = sum(1 for node in fitting if node.state.startswith("idle"))
-    return [f"partition {name} ok", f"{idle} of {len(members)} nodes idle"]
+    problems: list[ConfigProblem] = []
+    warnings: list[str] = []
+    for ask in asks:
+        partition_problems = list(_partition_problems(ask, facts))
+        problems += partition_problems
+        problems += [*_node_name_problems(ask, facts), *_reservation_problems(ask, facts)]
+        if partition_problems:
+            continue
+        partition = partitions_asked(ask.values, facts)[0]
+        problems += _constraint_problems(ask, partition, facts)
+        problems += _time_limit_problems(ask, facts)
+        problems += _access_problems(ask, facts)
+        problems += _task_problems(ask, plan, partition, facts)
+        warnings += _warnings(ask, partition, facts)
+    raise_problems(UnsatisfiableError, problems, source)
+    return list(dict.fromkeys(warnings))
 
 
-def _partition(layout: Allocation, nodes: Sequence[Node], partitions: Mapping[str, Mapping[str, str]]) -> str:
-    known = sorted({*partitions, *(node.partition for node in nodes)})
-    default = next((node.partition for node in nodes if node.is_default_partition), None)
-    asked = layout.options.get("partition")
-    if asked is None:
-        if default is None:
-            raise ConfigError.of(
-                "this cluster has no default partition", hint=f"set launch.partition to one of {', '.join(known)}"
-            )
-        return default
-    # A list of partitions means the first that can start; the first stands for all in these checks.
-    for one in asked.split(","):
-        if one not in known:
-            near = closest(one, known)
-            shown = ", ".join(f"{partition}*" if partition == default else partition for partition in known)
-            raise ConfigError.of(
-                f"no partition {one!r}; this cluster has {shown}",
-                hint=f"did you mean {near!r}?" if near else "choose one of these",
-                path=("launch", "partition"),
-                shown=asked,
-            )
-    return asked.split(",")[0]
+def partitions_asked(values: Mapping[str, str], facts: ClusterFacts) -> list[str]:
+    """The partitions that a job may run in; a list means the first of them that can start it."""
+    asked = values.get("partition")
+    return asked.split(",") if asked else [facts.default_partition or ""]
 
 
-def _check_state(name: str, settings: Mapping[str, str]) -> None:
-    if settings.get("State", "UP") not in ("UP", "DRAIN"):
-        raise ConfigError.of(
-            f"partition {name!r} is {settings['State']}",
-            hint="choose another one",
-            path=("launch", "partition"),
-            shown=name,
+def _partition_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
+    known = facts.partition_names
+    if "partition" not in ask.values and facts.default_partition is None:
+        yield ask.problem(
+            "partition",
+            "this cluster has no default partition",
+            hint=f"set launch.partition to one of {', '.join(known)}",
+            evidence=NODES_COMMAND,
         )
-
-
-def _check_names(layout: Allocation, nodes: Sequence[Node]) -> None:
-    known = {node.name for node in nodes}
-    for field in ("nodelist", "exclude"):
-        for one in expand_host_list(layout.options.get(field, "")):
-            if one not in known:
-                near = closest(one, sorted(known))
-                raise ConfigError.of(
-                    f"no node {one!r} in this cluster",
-                    hint=f"did you mean {near!r}?" if near else "sinfo -N lists the nodes",
-                    path=("launch", field),
-                    shown=layout.options[field],
-                )
-    wanted = layout.options.get("constraint", "")
-    features = {feature for node in nodes for feature in node.features}
-    if re.fullmatch(r"[A-Za-z0-9._-]+", wanted) and wanted not in features:
-        raise ConfigError.of(
-            f"no node has the feature {wanted!r} (features: {', '.join(sorted(features)) or 'none'})",
-            hint="remove the constraint, or choose one of these",
-            path=("launch", "constraint"),
-            shown=wanted,
-        )
-
-
-def _check_node_shape(layout: Allocation, name: str, members: Sequence[Node]) -> list[Node]:
-    """Nodes that could hold one node's share of the trial."""
-    limits = [
-        ("GPUs", layout.gpus_per_node, [_gpus(node, layout.gpu_type) for node in members], "cluster.gpus_per_node"),
-        ("CPUs", layout.cpus_per_node, [node.cpus for node in members], "cluster.cpus_per_node"),
-        ("MB of memory", layout.mem_mb_per_node, [node.mem_mb for node in members], "cluster.mem_per_node"),
-    ]
-    if layout.gpus_per_node and layout.gpu_type:
-        have = sorted({kind for node in members for kind in node.gpus_by_type})
-        if layout.gpu_type not in have:
-            raise ConfigError.of(
-                f"no node of partition {name!r} offers gpu:{layout.gpu_type} "
-                f"(it has {', '.join(f'gpu:{kind}' if kind else 'gpu' for kind in have) or 'no GPUs'})",
-                hint="change gpu_type in the groups' scheduling",
-            )
-    for what, asked, offered, setting in limits:
-        if asked > max(offered):
-            raise ConfigError.of(
-                f"trial can never start: it needs {asked} {what} on one node, the biggest node of partition "
-                f"{name!r} has {max(offered)} ({_some(members)})",
-                hint=f"set {setting} to what a node has, so that the trial is spread over more nodes, or ask for less",
-            )
-    fitting = [
-        node
-        for node in members
-        if _gpus(node, layout.gpu_type) >= layout.gpus_per_node
-        and node.cpus >= layout.cpus_per_node
-        and node.mem_mb >= layout.mem_mb_per_node
-    ]
-    if not fitting:
-        raise ConfigError.of(
-            f"trial can never start: no node of partition {name!r} has {layout.cpus_per_node} CPUs, "
-            f"{layout.mem_mb_per_node} MB and {layout.gpus_per_node} GPUs together",
-            hint="ask for less per node, or choose another partition",
-        )
-    return fitting
-
-
-def _check_counts(
-    layout: Allocation, name: str, fitting: Sequence[Node], members: Sequence[Node], settings: Mapping[str, str]
-) -> None:
-    excluded = set(expand_host_list(layout.options.get("exclude", "")))
-    usable = [node for node in fitting if node.name not in excluded]
-    share = f"{layout.cpus_per_node} CPUs, {layout.mem_mb_per_node} MB"
-    share += f", {layout.gpus_per_node} GPUs" if layout.gpus_per_node else ""
-    if layout.num_nodes > len(usable):
-        raise ConfigError.of(
-            f"trial can never start: it needs {layout.num_nodes} nodes with {share} each, partition {name!r} has "
-            f"{len(usable)} such nodes of {len(members)}",
-            hint="lower the groups' counts, or choose a bigger partition",
-        )
-    limit = settings.get("MaxNodes", "")
-    if limit.isdigit() and layout.num_nodes > int(limit):
-        raise ConfigError.of(
-            f"trial can never start: it needs {layout.num_nodes} nodes, partition {name!r} allows {limit} per job",
-            hint="lower the groups' counts, or choose another partition",
-        )
-    up = [node for node in usable if node.is_up]
-    if layout.num_nodes > len(up):
-        states = ", ".join(f"{count} {state}" for state, count in Counter(node.state for node in usable).items())
-        raise ConfigError.of(
-            f"trial cannot start: it needs {layout.num_nodes} nodes, {len(up)} of partition {name!r} are up ({states})",
-            hint="wait until the nodes are back, or choose another partition",
-        )
-
-
-def _check_time(layout: Allocation, name: str, settings: Mapping[str, str]) -> None:
-    asked, limit = layout.options.get("time_limit"), settings.get("MaxTime", "")
-    if asked is None or limit.upper() in _UNLIMITED:
         return
-    asked_s, limit_s = parse_time_limit(asked), parse_time_limit(limit)
-    if asked_s > limit_s:
-        raise ConfigError.of(
-            f"time limit {format_time_limit(asked_s)} is more than partition {name!r} allows (MaxTime {limit})",
-            hint=f"set launch.time_limit to at most '{limit}'; a trial that is cut off goes on with rl-submit --resume",
-            path=("launch", "time_limit"),
-            shown=asked,
-        )
-
-
-def _check_access(layout: Allocation, name: str, settings: Mapping[str, str]) -> None:
-    for field, setting in (("account", "AllowAccounts"), ("qos", "AllowQos")):
-        asked, allowed = layout.options.get(field), settings.get(setting, "ALL")
-        if asked is not None and allowed != "ALL" and asked not in allowed.split(","):
-            raise ConfigError.of(
-                f"partition {name!r} is not open to {field} {asked!r} (it allows {allowed})",
-                hint=f"choose one of these, or another partition; launch.{field}",
-                path=("launch", field),
-                shown=asked,
+    for name in partitions_asked(ask.values, facts):
+        if name not in known:
+            near = closest(name, known)
+            yield ask.problem(
+                "partition",
+                f"no partition {name!r}; this cluster has {facts.shown_partitions}",
+                hint=f"did you mean {near!r}?" if near else "choose one of these",
+                evidence=NODES_COMMAND,
+            )
+            continue
+        state = facts.settings(name).get("State", "UP")
+        others = [other for other in known if other != name and facts.settings(other).get("State") == "UP"]
+        if state != "UP":
+            yield ask.problem(
+                "partition",
+                f"partition {name!r} is {state}: jobs in it do not start",
+                hint=f"choose another one: {', '.join(others)}" if others else "wait until it is UP again",
+                evidence=f"scontrol show partition {name}",
+            )
+        if facts.settings(name).get("ReqResv") == "YES" and "reservation" not in ask.values:
+            yield ask.problem(
+                "partition",
+                f"partition {name!r} takes jobs with a reservation only",
+                hint="set launch.reservation, or choose another partition",
+                evidence=f"scontrol show partition {name}",
             )
 
 
-def expand_host_list(text: str) -> list[str]:
-    """`n[1-3,07],login` -> n1, n2, n3, n07, login; the numbers keep their leading zeros."""
-    hosts: list[str] = []
-    for item in re.findall(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*", text):
-        hosts += _expand(item) if item else []
-    return hosts
+def _node_name_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
+    known = {node.name for node in facts.nodes}
+    wanted, unwanted = (expand_host_list(ask.values.get(name, "")) for name in ("nodelist", "exclude"))
+    for name, hosts in (("nodelist", wanted), ("exclude", unwanted)):
+        for host in hosts:
+            if host not in known:
+                near = closest(host, sorted(known))
+                yield ask.problem(
+                    name,
+                    f"no node {host!r} in this cluster",
+                    hint=f"did you mean {near!r}?" if near else f"this cluster has {some_nodes(facts.nodes)}",
+                    evidence="sinfo -h -N -o %N",
+                )
+    if both := [host for host in wanted if host in unwanted]:
+        yield ask.problem(
+            "exclude",
+            f"{', '.join(both)} is in nodelist and in exclude",
+            hint="remove it from one of them",
+        )
+    allowed = {node.name for name in partitions_asked(ask.values, facts) for node in facts.members(name)}
+    outside = [host for host in wanted if host in known and host not in allowed]
+    if outside and allowed:
+        yield ask.problem(
+            "nodelist",
+            f"{', '.join(outside)} is not in partition {' or '.join(partitions_asked(ask.values, facts))!r}",
+            hint=f"name nodes of it: {some_nodes([node for node in facts.nodes if node.name in allowed])}",
+            evidence=NODES_COMMAND,
+        )
 
 
-def _expand(item: str) -> list[str]:
-    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", item)
-    if match is None:
-        return [item]
-    head, ranges, tail = match.groups()
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        if last and first.isdigit() and last.isdigit():
-            numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-        else:
-            numbers.append(part)
-    return [f"{head}{number}{rest}" for number in numbers for rest in _expand(tail)]
+def _reservation_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
+    if facts.reservations is None or "reservation" not in ask.values:
+        return
+    for name in ask.values["reservation"].split(","):
+        if name not in facts.reservations:
+            near = closest(name, list(facts.reservations))
+            there_are = f"there are {', '.join(facts.reservations)}" if facts.reservations else "remove it: none exists"
+            yield ask.problem(
+                "reservation",
+                f"no reservation {name!r} in this cluster",
+                hint=f"did you mean {near!r}?" if near else there_are,
+                evidence="scontrol show reservation",
+            )
 
 
-def _gpus(node: Node, gpu_type: str | None) -> int:
+def _constraint_problems(ask: Ask, partition: str, facts: ClusterFacts) -> Iterator[ConfigProblem]:
+    members = facts.members(partition)
+    features = sorted({feature for node in members for feature in node.features})
+    for wanted in dict.fromkeys(_FEATURE.findall(ask.values.get("constraint", ""))):
+        if wanted not in features and members:
+            near = closest(wanted, features)
+            yield ask.problem(
+                "constraint",
+                f"no node of partition {partition!r} has the feature {wanted!r} "
+                f"(features: {', '.join(features) or 'none'})",
+                hint=f"did you mean {near!r}?" if near else "remove the constraint, or choose one of these",
+                evidence=f"sinfo -h -N -p {partition} -o '%N|%f'",
+            )
+
+
+def _time_limit_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
+    asked = ask.values.get("time_limit")
+    names = partitions_asked(ask.values, facts)
+    limits = {name: seconds for name in names if (seconds := _limit_s(facts.settings(name).get("MaxTime", "")))}
+    if asked is None or len(limits) < len(names) or parse_time_limit(asked) <= max(limits.values()):
+        return
+    name = max(limits, key=lambda name: limits[name])
+    limit = format_time_limit(limits[name])
+    longer = [
+        other
+        for other in facts.partition_names
+        if (_limit_s(facts.settings(other).get("MaxTime", "")) or 1 << 62) >= parse_time_limit(asked)
+    ]
+    yield ask.problem(
+        "time_limit",
+        f"time limit {format_time_limit(parse_time_limit(asked))} is more than partition {name!r} allows "
+        f"(MaxTime {limit})",
+        hint=f"at most '{limit}' fits: a trial whose time is over goes on in its next attempt"
+        + (f"; or choose partition {' or '.join(map(repr, longer[:3]))}" if longer else ""),
+        evidence=f"scontrol show partition {name}",
+    )
+
+
+def _limit_s(text: str) -> int | None:
+    return None if text.upper() in UNLIMITED else parse_time_limit(text)
+
+
+def _access_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
+    for name in partitions_asked(ask.values, facts):
+        for field, suffix in (("account", "Accounts"), ("qos", "Qos")):
+            asked = ask.values.get(field)
+            allowed = facts.settings(name).get(f"Allow{suffix}", "ALL").split(",")
+            denied = facts.settings(name).get(f"Deny{suffix}", "").split(",")
+            if asked is None or (asked not in denied and ("ALL" in allowed or asked in allowed)):
+                continue
+            rule = f"it refuses {', '.join(denied)}" if asked in denied else f"it allows {', '.join(allowed)}"
+            near = closest(asked, allowed) if asked not in denied else None
+            yield ask.problem(
+                field,
+                f"partition {name!r} is not open to {field} {asked!r} ({rule})",
+                hint=f"did you mean {near!r}?" if near else f"choose another {field}, or another partition",
+                evidence=f"scontrol show partition {name}",
+            )
+    yield from _association_problems(ask, facts)
+
+
+def _association_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
+    if not facts.associations:
+        return
+    account, qos = ask.values.get("account"), ask.values.get("qos")
+    evidence = "sacctmgr show assoc user=$USER format=account,qos"
+    accounts = [association.account for association in facts.associations]
+    if account is not None and account not in accounts:
+        near = closest(account, accounts)
+        yield ask.problem(
+            "account",
+            f"you may not charge account {account!r} (you have {', '.join(accounts)})",
+            hint=f"did you mean {near!r}?" if near else "choose one of these, or ask the administrators",
+            evidence=evidence,
+        )
+        return
+    usable = sorted({name for one in facts.associations if account in (None, one.account) for name in one.qos})
+    if qos is not None and usable and qos not in usable:
+        near = closest(qos, usable)
+        yield ask.problem(
+            "qos",
+            f"you may not use qos {qos!r} (you have {', '.join(usable)})",
+            hint=f"did you mean {near!r}?" if near else "choose one of these, or ask the administrators",
+            evidence=evidence,
+        )
+
+
+def _task_problems(ask: Ask, plan: RunPlan, partition: str, facts: ClusterFacts) -> Iterator[ConfigProblem]:
+    """One task that is bigger than every node."""
+    members = facts.members(partition)
+    if not members:
+        return
+    evidence = f"sinfo -h -N -p {partition} -o '%N|%c|%m|%G|%t'"
+    task, biggest = ask.task, {"cpu": max(n.cpus for n in members), "mem": max(n.mem_mb for n in members)}
+    for name, unit in (("cpu", "CPUs"), ("mem", "MB of memory")):
+        asked = getattr(task, name)
+        if asked > biggest[name]:
+            yield ask.problem(
+                name,
+                f"{ask.who} wants {asked} {unit} in one task; the biggest node of partition {partition!r} has "
+                f"{biggest[name]} ({some_nodes(members)})",
+                hint=f"at most {biggest[name]} fits, less what the supervisor keeps"
+                + _bigger_partitions(name, asked, facts),
+                shown=str(asked),
+                evidence=evidence,
+            )
+    if task.gpu and plan.cluster.gpu_request != "none":
+        yield from _gpu_problems(ask, partition, members, facts, evidence)
+
+
+def _gpu_problems(
+    ask: Ask, partition: str, members: Sequence[Node], facts: ClusterFacts, evidence: str
+) -> Iterator[ConfigProblem]:
+    task = ask.task
+    kinds = sorted({kind for node in members for kind, count in node.gpus_by_type.items() if count})
+    if not any(node.gpus for node in facts.nodes):
+        yield ask.problem(
+            "gpu",
+            f"{ask.who} wants GPUs, but this cluster has no GRES 'gpu'",
+            hint="set cluster.gpu_request: none if nodes come with all of their GPUs, or gpu: 0 to run on CPUs",
+            shown=str(task.gpu),
+            evidence=NODES_COMMAND,
+        )
+    elif not kinds:
+        others = sorted({node.partition for node in facts.nodes if node.gpus})
+        yield ask.problem(
+            "gpu",
+            f"{ask.who} wants GPUs, but no node of partition {partition!r} has any",
+            hint=f"partitions with GPUs: {', '.join(others)}; gpu: 0 runs on CPUs",
+            shown=str(task.gpu),
+            evidence=evidence,
+        )
+    elif task.gpu_type is not None and task.gpu_type not in kinds:
+        have = ", ".join(f"gpu:{kind}" if kind else "gpu" for kind in kinds)
+        near = closest(task.gpu_type, kinds)
+        yield ask.problem(
+            "gpu_type",
+            f"no node of partition {partition!r} offers gpu:{task.gpu_type} (it has {have})",
+            hint=f"did you mean {near!r}?" if near else "leave gpu_type out to take any, or choose one of these",
+            shown=task.gpu_type,
+            evidence=evidence,
+        )
+    elif task.gpu > (most := max(gpus_of(node, task.gpu_type) for node in members)):
+        yield ask.problem(
+            "gpu",
+            f"{ask.who} wants {task.gpu} GPUs in one task; the biggest node of partition {partition!r} has {most} "
+            f"({some_nodes(members)})",
+            hint=f"at most {most} fits",
+            shown=str(task.gpu),
+            evidence=evidence,
+        )
+
+
+def _bigger_partitions(name: str, asked: int, facts: ClusterFacts) -> str:
+    sizes = {"cpu": "cpus", "mem": "mem_mb"}
+    fitting = sorted({node.partition for node in facts.nodes if getattr(node, sizes[name]) >= asked})
+    return f"; partition {' or '.join(map(repr, fitting[:3]))} has bigger nodes" if fitting else ""
+
+
+def _warnings(ask: Ask, partition: str, facts: ClusterFacts) -> Iterator[str]:
+    settings = facts.settings(partition)
+    if settings and "time_limit" not in ask.values and _limit_s(settings.get("DefaultTime", "")) is None:
+        if _limit_s(settings.get("MaxTime", "")) is None:
+            yield (
+                f"no launch.time_limit, and partition {partition!r} has none either: "
+                "SLURM never starts such a job early in a gap (backfill)"
+            )
+    for name in ("account", "qos"):
+        if name in ask.values and facts.accounting == NO_ACCOUNTING:
+            yield f"this cluster keeps no accounting: {name} {ask.values[name]!r} has no effect"
+
+
+def node_local_warning(directory: Path) -> str | None:
+    """What to say of a trial directory that other nodes are unlikely to see."""
+    real = directory.resolve()
+    for folder in _NODE_LOCAL:
+        if real.is_relative_to(folder):
+            return (
+                f"{directory} is below {folder}, which every node usually has for itself: if so, workers elsewhere "
+                "fail without a log; set cluster.fileroot or $CORRAL_FILEROOT to a shared folder"
+            )
+    return None
+
+
+_KEY_OF_REFUSAL: tuple[tuple[str, KeyPath], ...] = (
+    (r"reservation", ("launch", "reservation")),
+    (r"account", ("launch", "account")),
+    (r"qos", ("launch", "qos")),
+    (r"feature|constraint", ("launch", "constraint")),
+    (r"node name|--nodelist|number of nodes", ("launch", "nodelist")),
+    (r"time limit|--time\b", ("launch", "time_limit")),
+    (r"begin|deadline", ("launch", "begin")),
+)
+
+
+def explain_refusal(
+    said: str, plan: RunPlan, allocations: Sequence[str], source: ConfigSource, *, command: str
+) -> UnsatisfiableError:
+    """SLURM's own refusal, with what was asked for beside it and the key that it is most likely about.
+
+    Args:
+        said: the answer of `sbatch --test-only`.
+        plan: the trial.
+        allocations: what was asked for, a line each.
+        source: where the values came from.
+        command: the command that shows the answer.
+    """
+    extra = plan.launch.extra_sbatch_arguments
+    named = next((argument for argument in extra if argument.partition("=")[0] in said), None)
+    if named is None:
+        words = [argument for argument in extra if argument.partition("=")[0].lstrip("-").rstrip("s") in said.lower()]
+        named = next(iter(words), None)
+    path: KeyPath = ("launch", "extra_sbatch_arguments") if named else ()
+    for pattern, candidate in _KEY_OF_REFUSAL:
+        if not path and getattr(plan.launch, str(candidate[-1])) and re.search(pattern, said, re.IGNORECASE):
+            path = candidate
+    value = named or (getattr(plan.launch, str(path[-1])) if path else "")
+    problem = ConfigProblem(
+        message="\n".join([f"SLURM refuses this trial: {said}", *(f"asked for: {line}" for line in allocations)]),
+        hint="correct it" if path else "ask for less, or for something else; the administrators know this site's rules",
+        path=path,
+        shown=value,
+        evidence=command,
+    )
+    return UnsatisfiableError([problem]).located(source)
+
+
+def gpus_of(node: Node, gpu_type: str | None) -> int:
+    """GPUs of a node that a request for this type can get."""
     return node.gpus if gpu_type is None else node.gpus_by_type.get(gpu_type, 0)
 
 
-def _some(nodes: Sequence[Node]) -> str:
-    names = [node.name for node in nodes]
+def some_nodes(nodes: Sequence[Node]) -> str:
+    """The first few names."""
+    names = list(dict.fromkeys(node.name for node in nodes))
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-
-
-def node_shapes(nodes: Sequence[Node], partitions: Mapping[str, Mapping[str, str]]) -> Mapping[str | None, NodeShape]:
-    """What a node of each partition has: the shape that most of its nodes share, those that are up first.
-
-    The default partition is also under None. A partition without nodes is left out.
-    """
-    shape_by_partition: dict[str | None, NodeShape] = {}
-    for name in dict.fromkeys([*(node.partition for node in nodes), *partitions]):
-        members = [node for node in nodes if node.partition == name and node.cpus > 0 and node.mem_mb > 0]
-        usable = [node for node in members if node.is_up] or members
-        if not usable:
-            continue
-        counts = Counter((node.cpus, node.gpus, node.mem_mb) for node in usable)
-        # Of shapes that are equally common the biggest.
-        cpus, gpus, mem_mb = max(counts, key=lambda shape: (counts[shape], shape))
-        shape_by_partition[name] = NodeShape(cpus=cpus, gpus=gpus, mem_mb=mem_mb)
-        if any(node.is_default_partition for node in members):
-            shape_by_partition[None] = shape_by_partition[name]
-    return shape_by_partition

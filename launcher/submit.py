@@ -8,32 +8,34 @@
 An error before `create` leaves nothing; an error in it removes what it made.
 """
 
+import hashlib
+import json
 import os
 import shutil
+import socket
 import sys
-import tempfile
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from corral.experiments.attempts import last_attempt, record_attempt
-from corral.experiments.errors import ConfigError
+from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource
+from corral.experiments.experiment import Experiment
 from corral.experiments.journal import Journal, read_journal
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
-from corral.experiments.registry import load_experiment
+from corral.experiments.profile import find_profiles
+from corral.experiments.registry import load_with_source
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory, atomic_write, next_trial_name, validate_name
 from corral.experiments.trial_log import TrialLog
 from corral.launcher.layout import Layout
-from corral.launcher.layout_planner import plan_layout
 from corral.launcher.local import share_gpus, start_detached, visible_gpus
 from corral.launcher.lock import is_locked
+from corral.launcher.preflight import check_on_slurm
 from corral.launcher.sbatch import holder_path, render_holder, render_script
 from corral.launcher.slurm import SlurmClient, SlurmError, clean_environment
-from corral.launcher.slurm_checks import check_layout
 from corral.launcher.trials import TrialFacts, default_fileroot
 
 Mode = Literal["local", "slurm"]
@@ -57,6 +59,8 @@ class Submission:
     checks: tuple[str, ...]
     layout: Layout | None
     """None for a local trial."""
+    profiles: tuple[Path, ...] = ()
+    """Profiles beneath the experiment file, the weakest first."""
 
 
 def prepare(
@@ -65,15 +69,25 @@ def prepare(
     *,
     trial_name: str | None,
     mode: Mode,
+    profile: str | None = None,
     client: SlurmClient | None = None,
 ) -> Submission:
     """Reads and checks everything; writes nothing.
 
+    Args:
+        experiment_file: the YAML file.
+        overrides: `key.path=value`, over the file's.
+        trial_name: None is the file's, else the next free one.
+        mode: where the trial is to run.
+        profile: name or path of a profile beneath the file, over those of the site and the user.
+        client: the cluster.
+
     Raises:
         ConfigError: with every mistake that was found.
-        SlurmError: if the cluster refuses or cannot be asked.
+        SlurmError: if the cluster cannot be asked.
     """
-    experiment = load_experiment(experiment_file, overrides)
+    loaded = load_with_source(experiment_file, overrides, profiles=find_profiles(profile))
+    experiment = loaded.experiment
     fileroot = (experiment.cluster.fileroot or default_fileroot()).absolute()
     trial = _trial_name(experiment.trial if trial_name is None else trial_name, fileroot / experiment.name)
     try:
@@ -85,16 +99,19 @@ def prepare(
             f"trial {experiment.name}/{trial} exists already: {directory.path}",
             hint=f"choose another name with -n, or continue it with rl-submit --resume {experiment.name}/{trial}",
         )
-    _check_fileroot(fileroot)
-    identity = TrialIdentity(experiment=experiment.name, trial=trial, uuid=uuid.uuid4().hex, directory=directory.path)
-    plan = make_run_plan(experiment, identity, mode)
-    layout, checks = _check_resources(plan, directory, client)
+    try:
+        _check_fileroot(fileroot)
+    except ConfigError as error:
+        raise error.located(loaded.source) from error
+    plan = make_run_plan(experiment, _identity(experiment, directory, trial=trial), mode)
+    layout, checks, warnings = _check_resources(plan, directory, client, loaded.source)
     return Submission(
         plan=plan,
         directory=directory,
-        warnings=tuple(experiment.find_warnings()),
-        checks=tuple(checks),
+        warnings=(*experiment.find_warnings(), *warnings),
+        checks=checks,
         layout=layout,
+        profiles=loaded.source.profiles,
     )
 
 
@@ -116,8 +133,8 @@ def prepare_resume(facts: TrialFacts, *, client: SlurmClient | None = None) -> S
         raise SubmissionError(f"trial {facts.name} is complete; there is nothing to resume")
     if plan.mode == "slurm":
         _refuse_queued(facts, client or SlurmClient())
-    layout, checks = _check_resources(plan, directory, client)
-    return Submission(plan=plan, directory=directory, warnings=(), checks=tuple(checks), layout=layout)
+    layout, checks, warnings = _check_resources(plan, directory, client)
+    return Submission(plan=plan, directory=directory, warnings=warnings, checks=checks, layout=layout)
 
 
 def _still_runs(directory: TrialDirectory) -> bool:
@@ -219,6 +236,19 @@ def write_launch_files(plan: RunPlan, layout: Layout, directory: TrialDirectory,
     atomic_write(holder_path(directory), os.fsencode(render_holder(directory)), mode=0o700)
 
 
+def _identity(experiment: Experiment, directory: TrialDirectory, *, trial: str) -> TrialIdentity:
+    """Who the trial is. A dry run and the submission after it come to the same uuid, no two submissions ever do:
+
+    making or removing a trial's folder changes the time of the folder above it, which the uuid follows from.
+    """
+    above = next(parent for parent in directory.path.parents if parent.exists())
+    state = above.stat()
+    content = [str(directory.path), str(above), state.st_dev, state.st_ino, state.st_mtime_ns, socket.gethostname()]
+    text = json.dumps([*content, experiment.model_dump(mode="json")], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return TrialIdentity(experiment=experiment.name, trial=trial, uuid=digest[:32], directory=directory.path)
+
+
 def _trial_name(wanted: str | None, experiment_directory: Path) -> str:
     if wanted is None:
         return next_trial_name(experiment_directory)
@@ -240,31 +270,19 @@ def _check_fileroot(fileroot: Path) -> None:
 
 
 def _check_resources(
-    plan: RunPlan, directory: TrialDirectory, client: SlurmClient | None
-) -> tuple[Layout | None, list[str]]:
-    if plan.mode == "local":
-        gpus_wanted: dict[str, int] = {
-            kind: group.count * group.scheduling.gpu for kind, group in plan.scheduling.items()
-        }
-        try:
-            share_gpus(gpus_wanted, visible_gpus())
-        except ValueError as error:
-            raise ConfigError.of(str(error)) from error
-        return None, [f"GPUs ok ({sum(gpus_wanted.values())} of {len(visible_gpus())})", "output folder writable"]
-    layout = plan_layout(plan)
-    return layout, check_on_slurm(plan, layout, directory, client or SlurmClient())
-
-
-def check_on_slurm(plan: RunPlan, layout: Layout, directory: TrialDirectory, client: SlurmClient) -> list[str]:
-    """Our own checks with the numbers, then SLURM's."""
-    checks = check_layout(layout.head, client.nodes(), client.partitions())
-    with tempfile.TemporaryDirectory(prefix="corral-check-") as folder:
-        script = Path(folder) / "trial.sbatch"
-        script.write_bytes(os.fsencode(render_script(plan, layout, directory)))
-        answer = client.test_submission([], script)
-    if " to start at " in answer:
-        checks.append(f"est. start {answer.partition(' to start at ')[2].partition(' ')[0]}")
-    return checks
+    plan: RunPlan, directory: TrialDirectory, client: SlurmClient | None, source: ConfigSource = NO_SOURCE
+) -> tuple[Layout | None, tuple[str, ...], tuple[str, ...]]:
+    """Layout, checks and warnings."""
+    if plan.mode == "slurm":
+        preflight = check_on_slurm(plan, directory, client or SlurmClient(), source=source)
+        return preflight.layout, preflight.checks, preflight.warnings
+    gpus_wanted: dict[str, int] = {kind: group.count * group.scheduling.gpu for kind, group in plan.scheduling.items()}
+    try:
+        share_gpus(gpus_wanted, visible_gpus())
+    except ValueError as error:
+        raise ConfigError.of(str(error)) from error
+    gpus = f"GPUs ok ({sum(gpus_wanted.values())} of {len(visible_gpus())})"
+    return None, (gpus, "output folder writable"), ()
 
 
 def _refuse_queued(facts: TrialFacts, client: SlurmClient) -> None:

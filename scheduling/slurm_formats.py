@@ -6,7 +6,7 @@ A value that SLURM would reject, or read as something else, is refused here with
 
 import re
 from collections.abc import Sequence
-from datetime import date, datetime, time
+from datetime import date, datetime, time, timedelta
 
 _MINUTE_S = 60
 _HOUR_S = 60 * _MINUTE_S
@@ -129,6 +129,63 @@ def _check_calendar(parts: dict[str, str | None]) -> None:
             raise ValueError(f"with AM or PM the hour must be 1 to 12, got {numbers[0]}")
         hour, minute, second = (*numbers, 0)[:3]
         time(hour, minute, second)
+
+
+_UNITS_OF_NOW_S = {"second": 1, "minute": _MINUTE_S, "hour": _HOUR_S, "day": _DAY_S, "week": 7 * _DAY_S}
+_HOUR_BY_WORD = {"today": 0, "tomorrow": 0, "midnight": 0, "noon": 12, "elevenses": 11, "fika": 15, "teatime": 16}
+
+
+def parse_point_in_time(text: str, *, now: datetime) -> datetime:
+    """The moment that `text` stands for, as SLURM reads it: a clock without a date is the next time it shows that.
+
+    Example:
+        parse_point_in_time("now+2hours", now=noon)     # 14:00 today
+        parse_point_in_time("11:00", now=noon)          # 11:00 tomorrow
+
+    Raises:
+        ValueError: as `check_point_in_time`.
+    """
+    check_point_in_time(text)
+    midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
+    if text.startswith("now"):
+        match = re.fullmatch(r"now(?:\+([0-9]+)([a-z]*))?", text)
+        count, unit = (match[1], match[2]) if match else (None, "")
+        seconds = int(count or 0) * _UNITS_OF_NOW_S[(unit or "second").rstrip("s")]
+        return now + timedelta(seconds=min(seconds, 1000 * 365 * _DAY_S))
+    if text == "today":
+        return midnight
+    if text in _DAY_WORDS:
+        moment = midnight + timedelta(hours=_HOUR_BY_WORD[text])
+        return moment if moment > now else moment + timedelta(days=1)
+    parts = next(match.groupdict() for form in _POINTS_IN_TIME.values() if (match := form.fullmatch(text)))
+    if iso := parts.get("iso"):
+        return datetime.fromisoformat(iso).replace(tzinfo=now.tzinfo)
+    clock = _clock(parts)
+    if not parts.get("month"):
+        moment = datetime.combine(now.date(), clock, tzinfo=now.tzinfo)
+        return moment if moment > now else moment + timedelta(days=1)
+    return _calendar_moment(parts, clock, now)
+
+
+def _clock(parts: dict[str, str | None]) -> time:
+    hour, minute, second = (*(int(number) for number in (parts.get("clock") or "0:0").split(":")), 0)[:3]
+    half = (parts.get("half") or "").upper()
+    return time(hour % 12 + (12 if half == "PM" else 0) if half else hour, minute, second)
+
+
+def _calendar_moment(parts: dict[str, str | None], clock: time, now: datetime) -> datetime:
+    month, day = int(parts.get("month") or 1), int(parts.get("day") or 1)
+    if parts.get("year"):
+        return datetime.combine(date(2000 + int(parts["year"] or 0), month, day), clock, tzinfo=now.tzinfo)
+    # Without a year it is the next such day; 02/29 may be some years away.
+    for year in range(now.year, now.year + 9):
+        try:
+            moment = datetime.combine(date(year, month, day), clock, tzinfo=now.tzinfo)
+        except ValueError:
+            continue
+        if moment > now:
+            return moment
+    raise ValueError(f"time {month}/{day} does not come within eight years")
 
 
 _OWN = "corral sets it for every trial"

@@ -2,8 +2,8 @@
 
 Each command imports what it needs when it runs, so that it answers at once.
 
-Exit codes: 0 ok, 1 unexpected, 2 bad configuration or usage, 3 no such trial, 4 cluster unreachable, 5 SLURM refuses,
-6 the trial failed (--wait), 7 it was stopped (--wait)
+Exit codes: 0 ok, 1 unexpected, 2 bad configuration or usage (whatever the cluster), 3 no such trial, 4 cluster
+unreachable, 5 this cluster can never run it, 6 the trial failed (--wait), 7 it was stopped (--wait)
 """
 
 import sys
@@ -44,7 +44,7 @@ def user_errors() -> Iterator[None]:
         yield
     except ConfigError as error:
         print(error, file=sys.stderr)
-        raise typer.Exit(EXIT_BAD_CONFIGURATION) from None
+        raise typer.Exit(error.exit_code) from None
     except (LookupError, RuntimeError, OSError) as error:
         code = _exit_code_of(error)
         if code is None:

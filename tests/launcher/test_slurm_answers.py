@@ -15,7 +15,7 @@ from corral.launcher.slurm import (
     parse_settings,
     parse_steps,
 )
-from corral.launcher.slurm_checks import expand_host_list
+from corral.launcher.slurm_facts import expand_host_list
 from corral.launcher.slurm_states import judge_exit, judge_job
 
 QUEUE = (

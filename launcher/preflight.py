@@ -1,0 +1,155 @@
+"""Before a submission: what the trial asks for is checked against the cluster, planned, and shown to SLURM.
+
+    RunPlan --times--> sinfo, scontrol --names, sizes--> plan_layout --counts--> sbatch --test-only --> Preflight
+                             |                                                                              |
+                       no answer: a warning, and SLURM alone decides                 ConfigError, UnsatisfiableError
+
+One sinfo and one `scontrol show partition`; nothing is written outside a temporary folder.
+"""
+
+import getpass
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigProblem, ConfigSource, UnsatisfiableError
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.layout import Layout
+from corral.launcher.layout_planner import plan_layout
+from corral.launcher.sbatch import member_options, render_holder, render_script
+from corral.launcher.slurm import SlurmClient, SlurmError, SlurmUnreachableError
+from corral.launcher.slurm_asks import Ask, asks_of, check_times
+from corral.launcher.slurm_capacity import check_layout, describe
+from corral.launcher.slurm_checks import check_asks, explain_refusal, node_local_warning
+from corral.launcher.slurm_facts import ClusterFacts, node_shapes, read_cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """A trial that its cluster can run, as far as anybody can tell."""
+
+    layout: Layout
+    checks: tuple[str, ...]
+    """What was found, in a few words each."""
+    warnings: tuple[str, ...]
+
+
+def check_on_slurm(
+    plan: RunPlan,
+    directory: TrialDirectory,
+    client: SlurmClient,
+    *,
+    source: ConfigSource = NO_SOURCE,
+    now: datetime | None = None,
+) -> Preflight:
+    """Plans the allocations of a trial and checks that they can ever start.
+
+    Args:
+        plan: the trial.
+        directory: its folder; it need not exist.
+        client: the cluster.
+        source: where the values came from, for messages.
+        now: the clock; None is the present.
+
+    Raises:
+        ConfigError: if values are wrong whatever the cluster.
+        UnsatisfiableError: if this cluster cannot run the trial.
+        SlurmUnreachableError: if SLURM does not answer at all.
+    """
+    try:
+        asks = asks_of(plan, source)
+        check_times(asks, source, now=now or datetime.now())
+        local = node_local_warning(directory.path)
+        warnings = [local] if local else []
+        checks: list[str] = []
+        facts = _read(client, asks, warnings)
+        if facts is not None:
+            warnings += check_asks(asks, plan, facts, source)
+        layout = _plan(plan, facts)
+        if facts is not None:
+            checks += check_layout(layout, plan, facts, source)
+        start = _ask_slurm(plan, layout, directory, client, source)
+        return Preflight(layout=layout, checks=(*checks, *start), warnings=tuple(warnings))
+    except ConfigError as error:
+        raise error.located(source) from error
+
+
+def _read(client: SlurmClient, asks: Sequence[Ask], warnings: list[str]) -> ClusterFacts | None:
+    try:
+        return read_cluster(
+            client,
+            wants_reservation=any("reservation" in ask.values for ask in asks),
+            wants_account=any(name in ask.values for ask in asks for name in ("account", "qos")),
+            user=getpass.getuser(),
+        )
+    except SlurmUnreachableError:
+        raise
+    except SlurmError as error:
+        warnings.append(f"nodes and partitions could not be checked: {error}")
+        return None
+
+
+def _plan(plan: RunPlan, facts: ClusterFacts | None) -> Layout:
+    if facts is None:
+        return plan_layout(plan)
+    try:
+        return plan_layout(plan, node_shapes(facts.nodes, facts.partitions))
+    except ConfigError as error:
+        if all(problem.message.startswith("trial can never start") for problem in error.problems):
+            raise UnsatisfiableError(map(_with_key, error.problems)) from error
+        raise
+
+
+_WANTS = re.compile(r"(?P<kind>[a-z_]+)(?:/\d+)? (?:must run on node 0 and )?wants [0-9]+ (?P<unit>CPUs|GPUs|MB)\b")
+_FIELD_BY_UNIT = {"CPUs": "cpu", "GPUs": "gpu", "MB": "mem"}
+
+
+def _with_key(problem: ConfigProblem) -> ConfigProblem:
+    """A problem of placement, with the key of the group that it is about."""
+    match = _WANTS.search(problem.message)
+    if problem.path or match is None:
+        return problem
+    return replace(problem, path=("groups", match["kind"], "scheduling", _FIELD_BY_UNIT[match["unit"]]))
+
+
+def _ask_slurm(
+    plan: RunPlan, layout: Layout, directory: TrialDirectory, client: SlurmClient, source: ConfigSource
+) -> list[str]:
+    """What `sbatch --test-only` says about every job of the trial; when its head would start."""
+    with tempfile.TemporaryDirectory(prefix="corral-check-") as folder:
+        script, holder = Path(folder) / "trial.sbatch", Path(folder) / "holder.sbatch"
+        script.write_bytes(os.fsencode(render_script(plan, layout, directory)))
+        jobs = [(script, list[str](), [one for one in layout.allocations if one.role in ("head", "component")])]
+        members = [index for index, one in enumerate(layout.allocations) if one.role in ("group", "elastic")]
+        if members:
+            holder.write_bytes(os.fsencode(render_holder(directory)))
+        asked: set[str] = set()
+        for index in members:
+            allocation = layout.allocations[index]
+            options = member_options(plan, layout, index, directory)
+            # Elastic members of a group are alike but for their names.
+            if (text := describe(allocation).partition(": ")[2] + repr(allocation.options)) not in asked:
+                asked.add(text)
+                jobs.append((holder, options, [allocation]))
+        answers = []
+        for file, options, allocations in jobs:
+            try:
+                answers.append(client.test_submission(options, file))
+            except SlurmUnreachableError:
+                raise
+            except SlurmError as error:
+                shown = [option for option in options if not option.startswith(("--comment=", "--output="))]
+                command = shlex.join(["sbatch", "--test-only", *shown, file.name])
+                if not members and file is script:
+                    command += "  (rl-submit --dry-run=script writes it)"
+                said = str(error).partition(": ")[2] or str(error)
+                asked_for = [describe(one) for one in allocations]
+                raise explain_refusal(said, plan, asked_for, source, command=command) from error
+    start = re.search(r" to start at (\S+)", answers[0])
+    return [f"est. start {start[1]}"] if start else []

@@ -1,0 +1,114 @@
+"""Who asks the cluster for what, and under which key of the configuration each value stands.
+
+groups, elastic parts, launch --asks_of--> [Ask] --check_times--> begin, deadline and time limit fit the clock
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, KeyPath
+from corral.experiments.plan import RunPlan
+from corral.launcher.layout_planner import ALLOCATION_FIELDS
+from corral.scheduling.scheduling import Scheduling
+from corral.scheduling.slurm_formats import format_time_limit, parse_point_in_time, parse_time_limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What the tasks of one group ask of the cluster, with `launch` beneath, and the key that each value has."""
+
+    who: str
+    """For people: the worker kind, or `elastic` before it."""
+    task: Scheduling
+    path: KeyPath
+    """Where the group's scheduling stands."""
+    values: Mapping[str, str]
+    """ALLOCATION_FIELDS that are set."""
+    path_by_field: Mapping[str, KeyPath]
+
+    def problem(
+        self, name: str, message: str, *, hint: str, shown: str | None = None, evidence: str = ""
+    ) -> ConfigProblem:
+        """A problem with one of the values."""
+        return ConfigProblem(
+            message=message,
+            hint=hint,
+            path=self.path_by_field.get(name, (*self.path, name)),
+            shown=self.values.get(name, "") if shown is None else shown,
+            evidence=evidence,
+        )
+
+
+def asks_of(plan: RunPlan, source: ConfigSource) -> list[Ask]:
+    """What every group and every elastic part of one asks for."""
+    asks = []
+    for kind, group in plan.scheduling.items():
+        own: KeyPath = ("groups", kind, "scheduling")
+        asks.append(_ask(plan, kind, group.scheduling, own))
+        if group.elastic is not None:
+            path = source.first_given(("groups", kind, "elastic", "scheduling"), own)
+            asks.append(_ask(plan, f"elastic {kind}", group.elastic.scheduling, path))
+    return asks
+
+
+def _ask(plan: RunPlan, who: str, task: Scheduling, path: KeyPath) -> Ask:
+    values: dict[str, str] = {}
+    path_by_field: dict[str, KeyPath] = {}
+    for name in ALLOCATION_FIELDS:
+        own, common = getattr(task, name), getattr(plan.launch, name)
+        if own is not None:
+            values[name], path_by_field[name] = own, (*path, name)
+        elif common is not None:
+            values[name], path_by_field[name] = common, ("launch", name)
+    return Ask(who=who, task=task, path=path, values=values, path_by_field=path_by_field)
+
+
+def check_times(asks: Sequence[Ask], source: ConfigSource, *, now: datetime) -> None:
+    """Begin, deadline and time limit against the clock and each other.
+
+    Raises:
+        ConfigError: whatever the cluster, such times cannot be kept.
+    """
+    raise_problems(ConfigError, [problem for ask in asks for problem in _time_problems(ask, now)], source)
+
+
+def _time_problems(ask: Ask, now: datetime) -> Iterator[ConfigProblem]:
+    deadline = ask.values.get("deadline")
+    if deadline is None:
+        return
+    end = parse_point_in_time(deadline, now=now)
+    begin = max(now, parse_point_in_time(ask.values.get("begin", "now"), now=now))
+    limit = ask.values.get("time_limit")
+    if end <= now:
+        ago = _about(now - end)
+        yield ask.problem("deadline", f"the deadline is {ago} ago", hint="write a time to come, such as now+2days")
+    elif end <= begin:
+        yield ask.problem(
+            "deadline",
+            f"the deadline ({end:%Y-%m-%d %H:%M}) comes before the begin ({begin:%Y-%m-%d %H:%M})",
+            hint="begin earlier, or move the deadline",
+        )
+    elif limit is not None and begin + timedelta(seconds=parse_time_limit(limit)) > end:
+        room = format_time_limit(int((end - begin).total_seconds()) or 1)
+        yield ask.problem(
+            "time_limit",
+            f"a run of {format_time_limit(parse_time_limit(limit))} cannot end before the deadline "
+            f"({end:%Y-%m-%d %H:%M}): there are {room} until then",
+            hint=f"set time_limit to at most '{room}', or move the deadline",
+        )
+
+
+def _about(duration: timedelta) -> str:
+    seconds = duration.total_seconds()
+    for unit_s, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= unit_s:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def raise_problems(kind: type[ConfigError], problems: Sequence[ConfigProblem], source: ConfigSource) -> None:
+    """One error with each problem once, as groups may share a value; none if there are none."""
+    if problems:
+        once = {(problem.path, problem.message): problem for problem in problems}
+        raise kind(once.values()).located(source)

@@ -1,0 +1,369 @@
+"""Whether the nodes of a cluster can ever hold a layout: each allocation alone, then those that run together.
+
+    allocation + partition --_shortfall--> problem: node too small, too few nodes, partition's limits
+    hetjob     components never share a node (backfill wants one each): for every set of components the sum of their
+               nodes must not exceed the nodes that any of them could have
+    jobs       jobs may share nodes: CPUs, memory and GPUs of all must not exceed those of the nodes
+    elastic    each alone; the trial runs without them
+
+SLURM queues all of these requests, and hetjob sums pass `sbatch --test-only` too.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError
+from corral.experiments.plan import RunPlan
+from corral.launcher.layout import Allocation, Layout
+from corral.launcher.slurm import Node
+from corral.launcher.slurm_checks import gpus_of, partitions_asked, some_nodes
+from corral.launcher.slurm_facts import ClusterFacts, expand_host_list, node_shapes
+from corral.scheduling.placement import place
+from corral.scheduling.scheduling import TasksGroup
+from corral.scheduling.worker_information import WorkerKind, parse_worker_id
+
+_MAX_COMPONENTS = 8  # of a heterogeneous job; there are five kinds of workers
+
+
+def check_layout(layout: Layout, plan: RunPlan, facts: ClusterFacts, source: ConfigSource) -> list[str]:
+    """Compares every allocation with the cluster; returns facts worth printing.
+
+    Raises:
+        UnsatisfiableError: with what is asked for, what there is, and what would fit.
+    """
+    checks = _Checks(layout=layout, plan=plan, facts=facts, source=source)
+    problems = [problem for index in range(len(layout.allocations)) for problem in checks.of_allocation(index)]
+    if not problems:
+        problems = list(checks.of_all_together())
+    if problems:
+        raise UnsatisfiableError(problems).located(source)
+    return checks.summary()
+
+
+def describe(allocation: Allocation) -> str:
+    """What an allocation asks for, on a line."""
+    where = allocation.options.get("partition")
+    return f"{allocation.name}: {allocation.num_nodes} x ({_share(allocation)})" + (f" of {where}" if where else "")
+
+
+def _share(allocation: Allocation) -> str:
+    share = f"{allocation.cpus_per_node} CPUs, {allocation.mem_mb_per_node} MB"
+    return share + (f", {allocation.gpus_per_node} GPUs" if allocation.gpus_per_node else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checks:
+    """A layout beside a cluster."""
+
+    layout: Layout
+    plan: RunPlan
+    facts: ClusterFacts
+    source: ConfigSource
+
+    def summary(self) -> list[str]:
+        names = dict.fromkeys(partitions_asked(allocation.options, self.facts)[0] for allocation in self._fixed())
+        lines = []
+        for name in names:
+            members = self.facts.members(name)
+            if not members:
+                lines.append(f"partition {name} shows no nodes here, not checked")
+                continue
+            lines.append(f"partition {name} ok")
+            lines.append(f"{sum(node.state.startswith('idle') for node in members)} of {len(members)} nodes idle")
+        return lines
+
+    def _fixed(self) -> list[Allocation]:
+        return [allocation for allocation in self.layout.allocations if allocation.role != "elastic"]
+
+    def of_allocation(self, index: int) -> list[ConfigProblem]:
+        """Why one allocation cannot start in any of its partitions; the first partition speaks for all."""
+        allocation = self.layout.allocations[index]
+        by_partition = [
+            list(self._shortfalls(index, name)) for name in partitions_asked(allocation.options, self.facts)
+        ]
+        return by_partition[0] if all(by_partition) else []
+
+    def _shortfalls(self, index: int, name: str) -> Iterator[ConfigProblem]:
+        members = self.facts.members(name)
+        if not members:
+            return
+        allocation = self.layout.allocations[index]
+        fitting = self._fitting(allocation, name)
+        if not fitting:
+            yield self._too_big(index, name, members)
+        elif allocation.num_nodes > len(fitting):
+            yield self._too_many(index, name, len(fitting), f"{len(fitting)} such nodes of {len(members)}")
+        else:
+            yield from self._limits(index, name)
+            yield from self._states(allocation, name, fitting)
+        wanted = expand_host_list(allocation.options.get("nodelist", ""))
+        if len(wanted) > allocation.num_nodes:
+            path = self._option_path(index, "nodelist")
+            yield ConfigProblem(
+                message=f"nodelist names {len(wanted)} nodes, and {self._who(index)} needs {allocation.num_nodes}",
+                hint=f"name at most {allocation.num_nodes}, or use exclude for the nodes that you do not want",
+                path=path,
+                shown=allocation.options["nodelist"],
+            )
+
+    def _fitting(self, allocation: Allocation, name: str) -> list[Node]:
+        """Nodes that could hold one node's share, whatever runs there now."""
+        excluded = set(expand_host_list(allocation.options.get("exclude", "")))
+        constraint = allocation.options.get("constraint", "")
+        features = constraint.split("&") if constraint.replace("&", "").replace("_", "").isalnum() else []
+        gpus = 0 if self.plan.cluster.gpu_request == "none" else allocation.gpus_per_node
+        return [
+            node
+            for node in self.facts.members(name)
+            if node.cpus >= allocation.cpus_per_node
+            and node.mem_mb >= allocation.mem_mb_per_node
+            and gpus_of(node, allocation.gpu_type) >= gpus
+            and node.name not in excluded
+            and all(feature in node.features for feature in features)
+        ]
+
+    def _too_big(self, index: int, name: str, members: Sequence[Node]) -> ConfigProblem:
+        allocation = self.layout.allocations[index]
+        offers: list[tuple[str, int, int, str]] = [
+            ("CPUs", allocation.cpus_per_node, max(node.cpus for node in members), "cpus_per_node"),
+            ("MB of memory", allocation.mem_mb_per_node, max(node.mem_mb for node in members), "mem_per_node"),
+        ]
+        if self.plan.cluster.gpu_request != "none":
+            most = max(gpus_of(node, allocation.gpu_type) for node in members)
+            offers.append(("GPUs", allocation.gpus_per_node, most, "gpus_per_node"))
+        evidence = _nodes_command(name)
+        for what, asked, offered, setting in offers:
+            if asked > offered:
+                configured = getattr(self.plan.cluster, setting)
+                return ConfigProblem(
+                    message=f"trial can never start: {self._who(index)} needs {asked} {what} on one node; the biggest "
+                    f"node of partition {name!r} has {offered} ({some_nodes(members)})",
+                    hint=f"set cluster.{setting} to at most {offered}, or leave it out, so that the trial is spread "
+                    "over more nodes; or ask for less",
+                    path=("cluster", setting) if configured is not None else self._count_path(index),
+                    shown=str(configured) if configured is not None else "",
+                    evidence=evidence,
+                )
+        return ConfigProblem(
+            message=f"trial can never start: no usable node of partition {name!r} has {_share(allocation)} together",
+            hint="ask for less per node, choose another partition, or exclude fewer nodes",
+            path=self.source.first_given(self._option_path(index, "exclude"), self._count_path(index)),
+            shown=allocation.options.get("exclude", ""),
+            evidence=evidence,
+        )
+
+    def _too_many(self, index: int, name: str, available: int, offered: str) -> ConfigProblem:
+        allocation = self.layout.allocations[index]
+        kind = self._largest_group(index)
+        path = self._count_path(index)
+        hints = []
+        fits = self._count_that_fits(index, kind, available, name)
+        if fits:
+            unit = "count" if path[-1] == "count" else f"d for {kind}"
+            hints.append(f"{unit} {fits} fits")
+        elsewhere = [
+            f"{other!r} ({len(self._fitting(allocation, other))} such nodes)"
+            for other in self.facts.partition_names
+            if other != name and len(self._fitting(allocation, other)) >= allocation.num_nodes
+            and not any(self._limits(index, other))
+        ]  # fmt: skip
+        if elsewhere:
+            hints.append(f"partition {' or '.join(elsewhere[:2])} fits")
+        count = self.plan.scheduling[kind].count
+        return ConfigProblem(
+            message=f"trial can never start: {self._who(index)} needs {allocation.num_nodes} nodes "
+            f"({_share(allocation)} each), partition {name!r} has {offered}",
+            hint=", or ".join(hints) or "ask for less per task, or lower the groups' counts",
+            path=path,
+            shown=self._count_text(index),
+            note=f"{count} x {self._task_text(kind)} = {self._nodes_of(index, kind)} nodes",
+            evidence=_nodes_command(name),
+        )
+
+    def _task_text(self, kind: WorkerKind) -> str:
+        task = self.plan.scheduling[kind].scheduling
+        return f"{task.gpu} GPU" if task.gpu else f"{task.cpu} CPU"
+
+    def _limits(self, index: int, name: str) -> Iterator[ConfigProblem]:
+        """What a partition allows one job."""
+        allocation, settings = self.layout.allocations[index], self.facts.settings(name)
+        most = settings.get("MaxNodes", "")
+        if most.isdigit() and allocation.num_nodes > int(most):
+            yield self._too_many(index, name, int(most), f"MaxNodes {most} for a job")
+        least = settings.get("MinNodes", "")
+        if least.isdigit() and allocation.num_nodes < int(least):
+            yield ConfigProblem(
+                message=f"trial can never start: {self._who(index)} needs {allocation.num_nodes} nodes, partition "
+                f"{name!r} takes jobs of at least {least} (MinNodes)",
+                hint="choose another partition",
+                path=self._option_path(index, "partition"),
+                shown=name,
+                evidence=f"scontrol show partition {name}",
+            )
+        for setting, asked, unit in (
+            ("MaxCPUsPerNode", allocation.cpus_per_node, "CPUs"),
+            ("MaxMemPerNode", allocation.mem_mb_per_node, "MB"),
+        ):
+            limit = settings.get(setting, "")
+            if limit.isdigit() and 0 < int(limit) < asked:
+                field = "cpus_per_node" if unit == "CPUs" else "mem_per_node"
+                yield ConfigProblem(
+                    message=f"trial can never start: {self._who(index)} needs {asked} {unit} on one node, partition "
+                    f"{name!r} allows {limit} ({setting})",
+                    hint=f"set cluster.{field}: {limit}, so that the trial is spread over more nodes",
+                    path=self.source.first_given(("cluster", field), self._option_path(index, "partition")),
+                    evidence=f"scontrol show partition {name}",
+                )
+
+    def _states(self, allocation: Allocation, name: str, fitting: Sequence[Node]) -> Iterator[ConfigProblem]:
+        up = [node for node in fitting if node.is_up]
+        if allocation.num_nodes > len(up):
+            states = ", ".join(f"{count} {state}" for state, count in Counter(node.state for node in fitting).items())
+            yield ConfigProblem(
+                message=f"trial cannot start: it needs {allocation.num_nodes} nodes, {len(up)} of partition {name!r} "
+                f"are up ({states})",
+                hint="wait until the nodes are back, or choose another partition",
+                path=("launch", "partition"),
+                shown=name,
+                evidence="sinfo -R",
+            )
+
+    def of_all_together(self) -> Iterator[ConfigProblem]:
+        """Allocations that only start together, on nodes that each of them could have alone."""
+        if self.layout.kind == "hetjob":
+            yield from self._components_together()
+        elif self.layout.kind == "jobs":
+            yield from self._jobs_together()
+
+    def _usable(self, index: int) -> dict[str, Node]:
+        allocation = self.layout.allocations[index]
+        return {
+            node.name: node
+            for name in partitions_asked(allocation.options, self.facts)
+            for node in self._fitting(allocation, name)
+            if node.is_up
+        }
+
+    def _components_together(self) -> Iterator[ConfigProblem]:
+        indices = [index for index, one in enumerate(self.layout.allocations) if one.role != "elastic"]
+        usable = {index: self._usable(index) for index in indices}
+        if not all(usable.values()):
+            return
+        for size in range(2, min(len(indices), _MAX_COMPONENTS) + 1):
+            for chosen in combinations(indices, size):
+                nodes = {name for index in chosen for name in usable[index]}
+                counts = [self.layout.allocations[index].num_nodes for index in chosen]
+                if sum(counts) > len(nodes):
+                    yield self._not_together(chosen, counts, len(nodes))
+                    return
+
+    def _not_together(self, chosen: Sequence[int], counts: Sequence[int], available: int) -> ConfigProblem:
+        blamed = max(chosen, key=lambda index: self.layout.allocations[index].num_nodes)
+        kind = self._largest_group(blamed)
+        path = self._count_path(blamed)
+        allowed = available - (sum(counts) - self.layout.allocations[blamed].num_nodes)
+        partition = partitions_asked(self.layout.allocations[blamed].options, self.facts)[0]
+        fits = self._count_that_fits(blamed, kind, allowed, partition) if allowed > 0 else 0
+        names = " + ".join(self._who(index) for index in chosen)
+        hint = (
+            "lower the groups' counts, or let them share nodes: the same partition and constraint make one allocation"
+        )
+        return ConfigProblem(
+            message=f"trial can never start: hetjob {'+'.join(map(str, counts))} nodes of {available}: components "
+            f"never share a node ({names})",
+            hint=(f"count {fits} of {kind} fits; or " if fits and path[-1] == "count" else "") + hint,
+            path=path,
+            shown=self._count_text(blamed),
+            evidence="sinfo -h -N -o '%N|%P|%c|%m|%G|%f|%t'",
+        )
+
+    def _jobs_together(self) -> Iterator[ConfigProblem]:
+        indices = [index for index, one in enumerate(self.layout.allocations) if one.role != "elastic"]
+        nodes = {name: node for index in indices for name, node in self._usable(index).items()}
+        if not nodes:
+            return
+        allocations = [self.layout.allocations[index] for index in indices]
+        totals = [
+            ("CPUs", sum(one.num_nodes * one.cpus_per_node for one in allocations), [n.cpus for n in nodes.values()]),
+            ("MB", sum(one.num_nodes * one.mem_mb_per_node for one in allocations), [n.mem_mb for n in nodes.values()]),
+            ("GPUs", sum(one.num_nodes * one.gpus_per_node for one in allocations), [n.gpus for n in nodes.values()]),
+        ]
+        for unit, asked, offered in totals:
+            if asked > sum(offered) and not (unit == "GPUs" and self.plan.cluster.gpu_request == "none"):
+                largest = max(indices, key=lambda index: self.layout.allocations[index].num_nodes)
+                yield ConfigProblem(
+                    message=f"trial can never start: its jobs need {asked} {unit} together, the {len(nodes)} nodes "
+                    f"that they could run on have {sum(offered)}",
+                    hint="lower the groups' counts or sizes, or use more partitions",
+                    path=self._count_path(largest),
+                    shown=self._count_text(largest),
+                    note=" + ".join(describe(one) for one in allocations),
+                    evidence="sinfo -h -N -o '%N|%P|%c|%m|%G|%f|%t'",
+                )
+                return
+
+    def _who(self, index: int) -> str:
+        """The trial, where it is one allocation; else the groups of this one."""
+        if self.layout.kind == "packed" and self.layout.allocations[index].role == "head":
+            return "it"
+        kinds = dict.fromkeys(parse_worker_id(worker)[0] for worker in self.layout.workers_of(index))
+        return " and ".join(kinds) or self.layout.allocations[index].name
+
+    def _groups(self, index: int) -> dict[WorkerKind, TasksGroup]:
+        kinds = {parse_worker_id(worker)[0] for worker in self.layout.workers_of(index)}
+        return {kind: group for kind, group in self.plan.scheduling.items() if kind in kinds}
+
+    def _nodes_of(self, index: int, kind: WorkerKind) -> int:
+        workers = [one for one in self.layout.workers_of(index) if parse_worker_id(one)[0] == kind]
+        return len({self.layout.steps[worker].node_index for worker in workers})
+
+    def _largest_group(self, index: int) -> WorkerKind:
+        """The group that takes most nodes, of those the biggest."""
+        groups = self._groups(index)
+        return max(groups, key=lambda kind: (self._nodes_of(index, kind), groups[kind].count))
+
+    def _count_path(self, index: int) -> KeyPath:
+        """The key that decides how many workers the largest group of an allocation has."""
+        kind = self._largest_group(index)
+        if self.layout.allocations[index].role == "elastic":
+            return ("groups", kind, "elastic", "count")
+        if kind in ("model_worker", "generation_server"):
+            return self.source.first_given(("allocation",), ("groups", kind, "count"))
+        return self.source.first_given(("groups", kind, "count"), ("allocation",))
+
+    def _count_text(self, index: int) -> str:
+        """The value at that key."""
+        if self._count_path(index)[-1] != "count":
+            return str(self.plan.config.get("allocation", ""))
+        group = self.plan.scheduling[self._largest_group(index)]
+        is_elastic = self.layout.allocations[index].role == "elastic" and group.elastic is not None
+        return str(group.elastic.count if is_elastic and group.elastic else group.count)
+
+    def _option_path(self, index: int, name: str) -> KeyPath:
+        own: list[KeyPath] = [("groups", kind, "scheduling", name) for kind in self._groups(index)]
+        return self.source.first_given(*own, ("launch", name)) if own else ("launch", name)
+
+    def _count_that_fits(self, index: int, kind: WorkerKind, num_nodes: int, partition: str) -> int:
+        """The largest count of one group with which its allocation needs at most so many nodes; 0 if none does."""
+        groups, role = self._groups(index), self.layout.allocations[index].role
+        shapes = node_shapes(self.facts.nodes, self.facts.partitions)
+        shape = self.plan.cluster.node_shape(shapes.get(partition))
+
+        def fits(count: int) -> bool:
+            less = {**groups, kind: TasksGroup(count=count, scheduling=groups[kind].scheduling)}
+            try:
+                return place(less, shape, has_slack=role == "head").num_nodes <= num_nodes
+            except ValueError:
+                return False
+
+        low, high = 0, groups[kind].count - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        return low if low and fits(low) else 0
+
+
+def _nodes_command(partition: str) -> str:
+    return f"sinfo -h -N -p {partition} -o '%N|%c|%m|%G|%f|%t'"

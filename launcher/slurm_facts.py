@@ -1,0 +1,157 @@
+"""What the checks before a submission know of a cluster: one sinfo and one scontrol, more only where a trial names it.
+
+sinfo, scontrol show partition                          -> nodes, partitions
+scontrol show reservation                               -> reservations, if a trial asks for one
+scontrol show config, sacctmgr where there is accounting -> accounts and qos, if a trial names one
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from corral.launcher.slurm import Node, SlurmClient, SlurmError
+from corral.scheduling.placement import NodeShape
+
+NO_ACCOUNTING = "accounting_storage/none"
+_MAX_RANGE = 1 << 16  # SLURM's own bound of a host list; a mistyped range must not fill the memory
+_MAX_DIGITS = 10
+NODES_COMMAND = "sinfo -h -N -o '%N|%P|%c|%m|%G|%f|%t'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Association:
+    """An account that the user may charge, with the qos that it may use."""
+
+    account: str
+    qos: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterFacts:
+    """A cluster as SLURM describes it."""
+
+    nodes: Sequence[Node]
+    """Once for each partition that a node is in."""
+    partitions: Mapping[str, Mapping[str, str]]
+    """Settings by partition."""
+    reservations: Sequence[str] | None = None
+    """Names; None if nobody asked."""
+    accounting: str | None = None
+    """AccountingStorageType; None if nobody asked."""
+    associations: Sequence[Association] = field(default=())
+    """Accounts of the user; empty if unknown."""
+
+    @property
+    def partition_names(self) -> list[str]:
+        return sorted({*self.partitions, *(node.partition for node in self.nodes)})
+
+    @property
+    def default_partition(self) -> str | None:
+        return next((node.partition for node in self.nodes if node.is_default_partition), None)
+
+    @property
+    def shown_partitions(self) -> str:
+        """The names for people, the default one with SLURM's star."""
+        return ", ".join(f"{name}*" if name == self.default_partition else name for name in self.partition_names)
+
+    def members(self, partition: str) -> list[Node]:
+        """The nodes of a partition."""
+        return [node for node in self.nodes if node.partition == partition]
+
+    def settings(self, partition: str) -> Mapping[str, str]:
+        return self.partitions.get(partition, {})
+
+
+def read_cluster(client: SlurmClient, *, wants_reservation: bool, wants_account: bool, user: str) -> ClusterFacts:
+    """Asks SLURM; what only some sites have may fail without harm.
+
+    Raises:
+        SlurmError: if nodes or partitions cannot be asked for.
+    """
+    nodes, partitions = client.nodes(), client.partitions()
+    reservations = _or_none(client, ["scontrol", "show", "reservation", "-o"]) if wants_reservation else None
+    accounting: str | None = None
+    associations: list[Association] = []
+    if wants_account:
+        accounting = _accounting(client)
+        if accounting not in ("", NO_ACCOUNTING, "(null)"):
+            command = ["sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=account,qos"]
+            associations = parse_associations(_or_none(client, command) or "")
+    return ClusterFacts(
+        nodes=nodes,
+        partitions=partitions,
+        reservations=None
+        if reservations is None
+        else re.findall(r"^ReservationName=(\S+)", reservations, re.MULTILINE),
+        accounting=accounting,
+        associations=associations,
+    )
+
+
+def _accounting(client: SlurmClient) -> str:
+    try:
+        return client.accounting_storage()
+    except SlurmError:
+        return ""
+
+
+def _or_none(client: SlurmClient, command: Sequence[str]) -> str | None:
+    try:
+        return client.ask(command)
+    except SlurmError:
+        return None
+
+
+def parse_associations(text: str) -> list[Association]:
+    """sacctmgr's `account|qos,qos` lines."""
+    associations: dict[str, set[str]] = {}
+    for line in text.splitlines():
+        account, _, qos = line.partition("|")
+        if account:
+            associations.setdefault(account, set()).update(name for name in qos.split(",") if name)
+    return [Association(account=account, qos=tuple(sorted(qos))) for account, qos in associations.items()]
+
+
+def node_shapes(nodes: Sequence[Node], partitions: Mapping[str, Mapping[str, str]]) -> Mapping[str | None, NodeShape]:
+    """What a node of each partition has: the shape that most of its nodes share, those that are up first.
+
+    The default partition is also under None. A partition without nodes is left out.
+    """
+    shape_by_partition: dict[str | None, NodeShape] = {}
+    for name in dict.fromkeys([*(node.partition for node in nodes), *partitions]):
+        members = [node for node in nodes if node.partition == name and node.cpus > 0 and node.mem_mb > 0]
+        usable = [node for node in members if node.is_up] or members
+        if not usable:
+            continue
+        counts = Counter((node.cpus, node.gpus, node.mem_mb) for node in usable)
+        # Of shapes that are equally common the biggest.
+        cpus, gpus, mem_mb = max(counts, key=lambda shape: (counts[shape], shape))
+        shape_by_partition[name] = NodeShape(cpus=cpus, gpus=gpus, mem_mb=mem_mb)
+        if any(node.is_default_partition for node in members):
+            shape_by_partition[None] = shape_by_partition[name]
+    return shape_by_partition
+
+
+def expand_host_list(text: str) -> list[str]:
+    """`n[1-3,07],login` -> n1, n2, n3, n07, login; the numbers keep their leading zeros."""
+    hosts: list[str] = []
+    for item in re.findall(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*", text):
+        hosts += _expand(item) if item else []
+    return hosts
+
+
+def _expand(item: str) -> list[str]:
+    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", item)
+    if match is None:
+        return [item]
+    head, ranges, tail = match.groups()
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        is_range = len(last) < _MAX_DIGITS and first.isdecimal() and last.isdecimal()
+        if is_range and int(last) - int(first) < _MAX_RANGE:
+            numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+        else:
+            numbers.append(part)
+    return [f"{head}{number}{rest}" for number in numbers for rest in _expand(tail)]

@@ -1,0 +1,191 @@
+"""What this cluster can never run is refused before sbatch: with the key, its line, the numbers and a way out."""
+
+import os
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from corral.experiments.errors import ConfigError
+from corral.launcher import submit
+from corral.launcher.slurm import SlurmClient, SlurmUnreachableError
+from tests.experiments.broken_yaml import write_inputs
+from tests.slurm.cluster import Cluster
+from tests.slurm.wrong_configurations import REFUSED_CASES, VALID_SLURM, RefusedCase
+
+pytestmark = pytest.mark.slurm
+
+RL_SUBMIT = Path(sys.executable).parent / "rl-submit"
+
+
+def _prepare(file: Path, *overrides: str, client: SlurmClient | None = None) -> submit.Submission:
+    where = f"cluster.fileroot={file.parent / 'trials'}"
+    return submit.prepare(file, [*overrides, where], trial_name="t", mode="slurm", client=client)
+
+
+def _run(file: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [str(RL_SUBMIT), str(file), "--fileroot", str(file.parent / "trials"), *arguments],
+        env=os.environ | {"NO_COLOR": "1", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+@pytest.fixture
+def experiment(cluster: Cluster, tmp_path: Path) -> Path:
+    write_inputs(tmp_path)
+    path = tmp_path / "experiment.yaml"
+    path.write_text(VALID_SLURM)
+    return path
+
+
+def test_there_are_at_least_forty_cases() -> None:
+    assert len({case.name for case in REFUSED_CASES}) == len(REFUSED_CASES) >= 40
+
+
+@pytest.mark.parametrize("case", REFUSED_CASES, ids=lambda case: case.name)
+def test_what_can_never_run_is_refused_with_key_line_and_remedy(
+    case: RefusedCase, cluster: Cluster, tmp_path: Path
+) -> None:
+    file = case.write(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        _prepare(file, *case.overrides)
+    text = str(refused.value)
+    missing = [word for word in case.words if word.lower() not in text.lower()]
+    assert not missing, f"{missing} not in:\n{text}"
+    assert refused.value.exit_code == case.exit_code, text
+    assert all(problem.hint and problem.path and problem.place for problem in refused.value.problems), text
+    if case.line is not None:
+        assert f"experiment.yaml:{case.line} " in text, text
+    assert len(text.splitlines()) <= 24
+    assert not (tmp_path / "trials").exists()
+
+
+@pytest.mark.parametrize("case", REFUSED_CASES[::9], ids=lambda case: case.name)
+def test_rl_submit_refuses_with_one_message_on_stderr_and_submits_nothing(
+    case: RefusedCase, cluster: Cluster, tmp_path: Path
+) -> None:
+    file = case.write(tmp_path)
+    started = time.monotonic()
+    refused = _run(file, *(part for override in case.overrides for part in ("-s", override)))
+    print(f"{case.name}: {time.monotonic() - started:.2f} s")
+    assert refused.returncode == case.exit_code, refused.stderr
+    assert refused.stdout == "" and refused.stderr.startswith("error: ") and "Traceback" not in refused.stderr
+    assert not (tmp_path / "trials").exists()
+
+
+def test_a_refusal_imports_neither_torch_nor_transformers(experiment: Path) -> None:
+    program = (
+        "import sys\n"
+        "from corral.launcher.commands.submit import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    code = end.code\n"
+        "print(code, *sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'transformers', 'numpy'}))\n"
+    )
+    arguments = [str(experiment), "-s", "launch.partition=nosuch"]
+    run = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=30)
+    assert run.stdout.split() == ["5"], run.stdout + run.stderr
+
+
+def test_all_wrong_names_are_told_at_once(experiment: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        _prepare(experiment, "launch.partition=nosuch", "launch.exclude=n9", "launch.reservation=none")
+    assert [problem.path for problem in refused.value.problems] == [
+        ("launch", "partition"),
+        ("launch", "exclude"),
+        ("launch", "reservation"),
+    ]
+
+
+def test_a_wrong_value_of_a_profile_is_found_in_the_profile(experiment: Path, tmp_path: Path) -> None:
+    (tmp_path / "site.yaml").write_text("launch:\n  qos: any\n  partition: h100\n")
+    with pytest.raises(ConfigError, match=r"site\.yaml:3  launch\.partition: h100"):
+        submit.prepare(experiment, [], trial_name="t", mode="slurm", profile=str(tmp_path / "site.yaml"))
+
+
+def test_an_override_is_quoted_as_it_was_typed(experiment: Path) -> None:
+    with pytest.raises(ConfigError, match=r"-s groups\.rollout_worker\.count=400  groups\.rollout_worker\.count: 400"):
+        _prepare(experiment, "groups.rollout_worker.count=400")
+
+
+def test_a_trial_that_fits_is_planned_on_the_nodes_that_there_are(experiment: Path) -> None:
+    submission = _prepare(experiment)
+    assert submission.layout is not None and submission.layout.head.num_nodes == 1
+    assert "partition debug ok" in submission.checks
+    assert any(check.endswith("of 4 nodes idle") for check in submission.checks)
+    assert any(check.startswith("est. start ") for check in submission.checks)
+    assert not (experiment.parent / "trials").exists()
+
+
+def test_what_only_may_go_wrong_is_a_warning(experiment: Path) -> None:
+    submission = _prepare(experiment, "launch.time_limit=null", "launch.account=lab", "launch.qos=low")
+    said = "\n".join(submission.warnings)
+    assert "backfill" in said and "account 'lab' has no effect" in said and "qos 'low' has no effect" in said
+    assert "is below /tmp" in said or not str(experiment).startswith("/tmp")
+    assert "backfill" not in "\n".join(_prepare(experiment).warnings)
+
+
+def test_sites_that_hide_their_nodes_do_not_block_a_submission(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "sinfo").write_text("#!/bin/sh\necho 'sinfo: error: not permitted' >&2\nexit 1\n")
+    (folder / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    submission = _prepare(experiment)
+    assert any("could not be checked" in warning and "not permitted" in warning for warning in submission.warnings)
+    with pytest.raises(ConfigError, match="SLURM refuses"):
+        _prepare(experiment, "launch.partition=nosuch")
+
+
+def test_a_cluster_that_does_not_answer_is_no_fault_of_the_configuration(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SlurmUnreachableError):
+        _prepare(experiment)
+
+
+def test_a_reservation_of_others_is_refused_by_slurm_and_named(experiment: Path, cluster: Cluster) -> None:
+    created = cluster.run(
+        "scontrol", "create", "reservation", "reservationname=workshop", "starttime=now", "duration=5", "nodes=n4",
+        "users=nobody",
+    )  # fmt: skip
+    assert created.returncode == 0, created.stderr
+    try:
+        with pytest.raises(ConfigError, match="did you mean 'workshop'"):
+            _prepare(experiment, "launch.reservation=worksop")
+        with pytest.raises(ConfigError, match=r"(?s)SLURM refuses.*launch\.reservation: workshop"):
+            _prepare(experiment, "launch.reservation=workshop")
+    finally:
+        cluster.run("scontrol", "delete", "reservation=workshop")
+
+
+def test_a_partition_that_is_down_is_refused(experiment: Path, cluster: Cluster) -> None:
+    cluster.run("scontrol", "update", "partitionname=spot", "state=down")
+    try:
+        with pytest.raises(ConfigError, match=r"(?s)partition 'spot' is DOWN.*debug, short"):
+            _prepare(experiment, "launch.partition=spot")
+    finally:
+        cluster.run("scontrol", "update", "partitionname=spot", "state=up")
+
+
+def test_a_partition_may_be_closed_to_an_account(experiment: Path, cluster: Cluster) -> None:
+    cluster.run("scontrol", "update", "partitionname=spot", "allowaccounts=physics,biology")
+    try:
+        with pytest.raises(ConfigError, match=r"not open to account 'phisics' \(it allows .*\n.*\n.*'physics'"):
+            _prepare(experiment, "launch.partition=spot", "launch.account=phisics")
+    finally:
+        cluster.run("scontrol", "update", "partitionname=spot", "allowaccounts=ALL")
+
+
+def test_the_clock_is_asked_before_the_cluster(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    past = datetime.now().replace(year=2001, month=1, day=1).strftime("%Y-%m-%dT%H:%M:%S")
+    with pytest.raises(ConfigError, match="the deadline is"):
+        _prepare(experiment, f"launch.deadline={past}")
