@@ -1,18 +1,14 @@
-"""The packed layout on a real SLURM: submitted, supervised in its allocation, stopped, cancelled, refused."""
+"""The packed layout on a real SLURM: submitted, supervised in its allocation, stopped, cancelled."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corral.experiments.errors import ConfigError
-from corral.launcher import submit
-from corral.launcher.layout_planner import plan_layout
-from corral.launcher.slurm import SlurmClient, SlurmError
+from corral.launcher.slurm import SlurmClient
 from corral.launcher.stop import stop_trial
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster
-from tests.slurm.trials import SMALL
 
 pytestmark = pytest.mark.slurm
 
@@ -102,43 +98,6 @@ def test_an_unreachable_cluster_is_unknown_not_failed(make_slurm_trial: Any, mon
     monkeypatch.setenv("PATH", "/nowhere")
     status = trial.status()
     assert status.state == "UNKNOWN" and "squeue" in status.note
-
-
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        ({"launch": {"partition": "shrt"}}, ["no partition 'shrt'", "debug*", "did you mean 'short'"]),
-        ({"gpu": 5, "cluster": {"gpus_per_node": 16}}, ["needs 15 GPUs on one node", "has 8 (n1"]),
-        ({"task": {"cpu": 9}, "cluster": {"cpus_per_node": 64}}, ["CPUs on one node", "has 8"]),
-        ({"task": {"mem": "9G"}, "cluster": {"mem_per_node": "64G"}}, ["MB of memory", "has 8000"]),
-        ({"task": {"cpu": 3}, "model_workers": 7}, ["needs 5 nodes", "4 such nodes"]),
-        ({"launch": {"partition": "short", "time_limit": "10"}, "model_workers": 1}, ["00:10:00", "MaxTime 00:01:00"]),
-        ({"launch": {"nodelist": "n7"}}, ["no node 'n7'"]),
-        ({"launch": {"constraint": "h100"}}, ["no node has the feature 'h100'"]),
-        ({"gpu": 1, "gpu_type": "a100"}, ["offers gpu:a100", "gpu"]),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_what_can_never_start_is_refused_with_the_numbers(
-    plan: dict[str, Any], words: list[str], make_slurm_trial: Any, cluster: Cluster
-) -> None:
-    merged = SMALL | plan | {"cluster": SMALL["cluster"] | plan.get("cluster", {})}
-    trial = make_slurm_trial({}, **merged)
-    with pytest.raises(ConfigError) as refused:
-        submit.check_on_slurm(trial.plan, plan_layout(trial.plan), trial.directory, SlurmClient())
-    assert all(word in str(refused.value) for word in words), str(refused.value)
-
-
-def test_slurms_own_refusal_is_passed_on(make_slurm_trial: Any) -> None:
-    trial = make_slurm_trial({}, launch={"reservation": "nobodys"})
-    with pytest.raises(SlurmError, match="reservation"):
-        submit.check_on_slurm(trial.plan, plan_layout(trial.plan), trial.directory, SlurmClient())
-
-
-def test_a_request_that_fits_passes_the_checks(make_slurm_trial: Any) -> None:
-    trial = make_slurm_trial({})
-    checks = submit.check_on_slurm(trial.plan, plan_layout(trial.plan), trial.directory, SlurmClient())
-    assert "partition debug ok" in checks and any(check.endswith("of 4 nodes idle") for check in checks)
 
 
 def test_rl_submit_from_inside_a_job_is_not_taken_for_a_step_of_it(
