@@ -72,7 +72,7 @@ def render_script(
 
     Raises:
         ValueError: if the path of the trial or an option holds control characters.
-        ConfigError: if the user's own template does not make a script.
+        ConfigError: if SLURM cannot take the path, or the user's own template does not make a script.
     """
     interpreter = str(python or sys.executable)
     path = str(directory.path)
@@ -225,8 +225,16 @@ def _gpu_options(plan: RunPlan, allocation: Allocation) -> list[str]:
 
 
 def _batch_options(directory: TrialDirectory) -> list[str]:
+    path = str(directory.logs_path)
+    if "\\" in path:
+        raise ConfigError.of(
+            f"SLURM cannot write a log below {directory.path}: it drops a backslash from the path of --output",
+            hint="choose a folder without one",
+            path=("cluster", "fileroot"),
+            shown=str(directory.path),
+        )
     # sbatch expands %-patterns in the file name: a % of the directory has to be doubled.
-    return [f"--output={str(directory.logs_path).replace('%', '%%')}/slurm-%j.log", "--open-mode=append"]
+    return [f"--output={path.replace('%', '%%')}/slurm-%j.log", "--open-mode=append"]
 
 
 def _checked(options: list[str]) -> list[str]:

@@ -38,8 +38,8 @@ def make_slurm_trial(cluster: Cluster, tmp_path: Path) -> Iterator[Any]:
     """Makes trials of stub workers for this cluster; whatever of them is left is ended after the test."""
     trials: list[SlurmTrial] = []
 
-    def make(behaviour: Mapping[str, Sequence[str]], **plan: Any) -> SlurmTrial:
-        trials.append(SlurmTrial(tmp_path, behaviour, **(SMALL | plan)))
+    def make(behaviour: Mapping[str, Sequence[str]], *, folder: str = ".", **plan: Any) -> SlurmTrial:
+        trials.append(SlurmTrial(tmp_path / folder, behaviour, **(SMALL | plan)))
         return trials[-1]
 
     yield make

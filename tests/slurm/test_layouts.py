@@ -1,0 +1,236 @@
+"""All five groups on four nodes: every step is where the layout says, with the GPUs that it says."""
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.experiments.config import ClusterConfig, DatasetConfig, LaunchConfig, RolloutConfig
+from corral.experiments.plan import RunPlan
+from corral.experiments.worker_specs import DatasetSpec, RolloutWorkerSpec
+from corral.launcher.slurm import SlurmClient, parse_key_values
+from corral.launcher.srun import step_name
+from corral.launcher.stop import stop_trial
+from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
+from tests.launcher.trials import wait_until
+from tests.slurm.cluster import Cluster
+from tests.slurm.trials import SlurmTrial
+
+pytestmark = pytest.mark.slurm
+
+MODEL_WORKERS, SERVERS, ROLLOUT_WORKERS = 8, 4, 3
+
+
+def five_groups(trial: SlurmTrial, *, launch: Mapping[str, Any] | None = None, **fields: Mapping[str, Any]) -> RunPlan:
+    """Fills four nodes with eight GPUs each: 8 ranks of 2, 4 servers of 4; `fields` are by group."""
+
+    def group(kind: str, count: int, **resources: Any) -> TasksGroup:
+        asked = {"cpu": 1, "mem": 200} | resources | dict(fields.get(kind, {}))
+        return TasksGroup(count=count, scheduling=Scheduling(**asked))
+
+    dataset = DatasetSpec(config=DatasetConfig(path=Path("/nowhere")), num_rows=12, sha256="")
+    rollout_workers = [
+        RolloutWorkerSpec(
+            index=index,
+            num_rollout_workers=ROLLOUT_WORKERS,
+            dataset=dataset,
+            tokenizer=Path("/nowhere"),
+            group_size=1,
+            train_batch_size=4,
+            total_train_epochs=1,
+            rollout=RolloutConfig(),
+        )
+        for index in range(ROLLOUT_WORKERS)
+    ]
+    return trial.replan(
+        scheduling=ExperimentScheduling(
+            master_worker=group("master_worker", 1),
+            model_worker=group("model_worker", MODEL_WORKERS, gpu=2),
+            generation_server=group("generation_server", SERVERS, gpu=4),
+            gserver_manager=group("gserver_manager", 1),
+            rollout_worker=group("rollout_worker", ROLLOUT_WORKERS),
+        ),
+        workers=[*trial.plan.workers, *rollout_workers],
+        launch=LaunchConfig(**(launch or {})),
+    )
+
+
+@pytest.fixture
+def trial(make_slurm_trial: Any) -> Iterator[SlurmTrial]:
+    made: SlurmTrial = make_slurm_trial({}, model_workers=MODEL_WORKERS, servers=SERVERS)
+    yield made
+    if made.job_id:
+        stop_trial(made.facts, now=True)
+
+
+def worker_environments(trial: SlurmTrial) -> dict[str, dict[str, str]]:
+    """What each worker was started with, once all of them run."""
+    return {
+        worker: _environment(wait_until(lambda worker=worker: trial.starts(worker), f"the start of {worker}")[0][0])
+        for worker in trial.layout.steps
+    }
+
+
+def hosts_by_allocation(trial: SlurmTrial, cluster: Cluster) -> dict[int, list[str]]:
+    """Nodes of every allocation, as scontrol shows them; components follow each other by their job ids."""
+    lines = cluster.run("scontrol", "show", "job", "-o", trial.job_id).stdout.splitlines()
+    jobs = sorted((parse_key_values(line) for line in lines), key=lambda job: int(job["JobId"]))
+    return {index: SlurmClient().hostnames(job["NodeList"]) for index, job in enumerate(jobs)}
+
+
+def check_nodes_and_steps(trial: SlurmTrial, cluster: Cluster, environments: Mapping[str, Mapping[str, str]]) -> None:
+    hosts = hosts_by_allocation(trial, cluster)
+    planned = {worker: hosts[step.allocation][step.node_index] for worker, step in trial.layout.steps.items()}
+    assert {worker: environment["SLURMD_NODENAME"] for worker, environment in environments.items()} == planned
+    shown = cluster.run("squeue", "-h", "-s", "-o", "%j|%N").stdout.split()
+    assert sorted(line for line in shown if not line.startswith(("batch|", "extern|"))) == sorted(
+        f"{step_name(worker)}|{node}" for worker, node in planned.items()
+    )
+
+
+def gpus_of(environment: Mapping[str, str]) -> tuple[int, ...]:
+    return tuple(int(index) for index in environment["CUDA_VISIBLE_DEVICES"].split(",") if index)
+
+
+def check_shares_of_every_node(trial: SlurmTrial, environments: Mapping[str, Mapping[str, str]]) -> None:
+    """Each worker has as many GPUs as planned, and on each node the shares are the planned ones."""
+    planned, given = defaultdict(list), defaultdict(list)
+    for worker, step in trial.layout.steps.items():
+        gpus = gpus_of(environments[worker])
+        assert len(gpus) == step.gpus, worker
+        planned[step.allocation, step.node_index].append(step.gpu_indices)
+        given[step.allocation, step.node_index].append(gpus)
+    assert {node: sorted(shares) for node, shares in given.items()} == {
+        node: sorted(shares) for node, shares in planned.items()
+    }
+
+
+def test_packed_puts_every_step_on_its_node_with_its_share_of_gpus(trial: SlurmTrial, cluster: Cluster) -> None:
+    five_groups(trial)
+    assert (trial.layout.kind, trial.layout.head.num_nodes) == ("packed", 4)
+    trial.submit()
+    environments = worker_environments(trial)
+    check_nodes_and_steps(trial, cluster, environments)
+    check_shares_of_every_node(trial, environments)
+
+
+def test_sliced_workers_get_exactly_the_gpus_of_the_plan(trial: SlurmTrial, cluster: Cluster) -> None:
+    five_groups(trial, model_worker={"gpu_binding": "slice", "gpu": 1}, generation_server={"gpu": 3})
+    trial.submit()
+    environments = worker_environments(trial)
+    check_nodes_and_steps(trial, cluster, environments)
+    planned = {worker: step.gpu_indices for worker, step in trial.layout.steps.items()}
+    assert {worker: gpus_of(environment) for worker, environment in environments.items()} == planned
+    assert {len(gpus) for gpus in planned.values()} == {0, 1, 3}
+    assert any(step.gpu_binding == "slice" and step.gpus == 3 for step in trial.layout.steps.values())
+
+
+def test_hetjob_puts_every_step_into_its_component(trial: SlurmTrial, cluster: Cluster) -> None:
+    five_groups(trial, model_worker={"partition": "spot"})
+    layout = trial.layout
+    assert layout.kind == "hetjob"
+    assert [(allocation.role, allocation.num_nodes) for allocation in layout.allocations] == [
+        ("head", 2),
+        ("component", 2),
+    ]
+    trial.submit()
+    environments = worker_environments(trial)
+    check_nodes_and_steps(trial, cluster, environments)
+    check_shares_of_every_node(trial, environments)
+    tags = {
+        job.tag["allocation"] for job in SlurmClient().queue() if job.tag.get("trial_uuid") == trial.plan.trial.uuid
+    }
+    assert "head" in tags
+    partitions = cluster.run("squeue", "-h", "-n", "exp.trial,exp.trial.model_worker", "-o", "%P").stdout.split()
+    assert sorted(partitions) == ["debug", "spot"]
+
+
+def test_a_step_of_a_component_is_restarted_alone_and_the_trial_completes(make_slurm_trial: Any) -> None:
+    trial = make_slurm_trial(
+        {"master_worker/0": ["finish 4"], "model_worker/0": ["die 3 0.5", "wait"]}, model_workers=1, servers=1
+    )
+    groups = trial.plan.scheduling
+    ranks = groups.model_worker.model_copy(
+        update={"scheduling": groups.model_worker.scheduling.model_copy(update={"partition": "spot"})}
+    )
+    trial.replan(scheduling=groups.model_copy(update={"model_worker": ranks}))
+    assert trial.layout.kind == "hetjob"
+    trial.submit()
+    trial.wait_for("worker_started", worker="model_worker/0", count=2)
+    assert trial.wait_for_state("COMPLETE", "FAILED", "LOST").state == "COMPLETE", trial.events()
+    assert len(trial.starts("master_worker/0")) == len(trial.starts("generation_server/0")) == 1
+    assert not trial.processes()
+
+
+def test_a_group_runs_in_its_container(make_slurm_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = tmp_path / "record"
+    record.mkdir()
+    apptainer = tmp_path / "bin" / "apptainer"
+    apptainer.parent.mkdir()
+    # Records how it was called, then runs the payload with the interpreter of the host.
+    apptainer.write_text(
+        f"""#!/bin/bash
+printf '%s\\n' "$@" > {record}/$SLURM_STEP_ID.arguments
+env > {record}/$SLURM_STEP_ID.environment
+while [[ $1 != /opt/python ]]; do shift; done
+shift
+exec {sys.executable} "$@"
+"""
+    )
+    apptainer.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{apptainer.parent}{os.pathsep}{os.environ['PATH']}")
+    trial = make_slurm_trial({}, model_workers=1, servers=1)
+    groups = trial.plan.scheduling
+    image = {
+        "container_image": "/images/torch 2.sif",
+        "container_mounts": ("/data:/data:ro",),
+        "env_vars": {"A": "x,y"},
+    }
+    server = groups.generation_server.scheduling.model_copy(update=image | {"gpu": 1})
+    trial.replan(
+        scheduling=groups.model_copy(
+            update={"generation_server": groups.generation_server.model_copy(update={"scheduling": server})}
+        ),
+        cluster=ClusterConfig(
+            **(trial.plan.cluster.model_dump() | {"container_runtime": "apptainer", "container_python": "/opt/python"})
+        ),
+    )
+    trial.submit()
+    wait_until(lambda: trial.starts("generation_server/0"), "the server in its container")
+    (arguments,) = [path.read_text().splitlines() for path in record.glob("*.arguments")]
+    directory = trial.directory.path
+    assert arguments[:6] == [
+        "exec",
+        "--nv",
+        f"--bind={directory}:{directory}",
+        "--bind=/data:/data:ro",
+        "/images/torch 2.sif",
+        "/opt/python",
+    ]
+    (environment,) = [path.read_text().splitlines() for path in record.glob("*.environment")]
+    assert {"A=x,y", "APPTAINERENV_A=x,y", "CUDA_VISIBLE_DEVICES=0"} <= set(environment)
+    assert f"APPTAINERENV_CORRAL_TRIAL_UUID={trial.plan.trial.uuid}" in environment
+    stop_trial(trial.facts, now=True)
+
+
+HOSTILE_FOLDER = "a b $(touch canary) `touch canary` 'q' \"d\" # %j ; é * <% x %>"
+
+
+def test_what_is_in_a_path_reaches_the_job_literally(make_slurm_trial: Any, tmp_path: Path) -> None:
+    trial = make_slurm_trial({"master_worker/0": ["finish 0"]}, folder=HOSTILE_FOLDER, model_workers=1, servers=0)
+    job_id = trial.submit()
+    (job,) = [job for job in SlurmClient().queue() if job.job_id == job_id]
+    assert job.tag["directory"] == str(trial.directory.path)
+    assert trial.wait_for_state("COMPLETE", "FAILED", "LOST").state == "COMPLETE", trial.events()
+    assert (trial.directory.logs_path / f"slurm-{job_id}.log").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [HOSTILE_FOLDER]
+    assert not list(Path().glob("canary")) and not list(trial.directory.path.rglob("canary"))
+
+
+def _environment(pid: int) -> dict[str, str]:
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return dict(entry.split("=", 1) for entry in file.read().decode().split("\0") if "=" in entry)
