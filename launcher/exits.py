@@ -6,7 +6,7 @@ exits/{attempt}.{kind}-{index}.{n}.json   worker, attempt, returncode, signal, t
 import json
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from corral.experiments.trial_directory import TrialDirectory, atomic_write
 
 _TAIL_BYTES = 16384
 _TAIL_LINES = 20
+_CONSEQUENCES = (-15, 75, 76)
 
 
 class ExitRecorder:
@@ -60,6 +61,17 @@ def read_exits(directory: TrialDirectory) -> list[dict[str, Any]]:
         if isinstance(content, dict) and {"worker", "returncode", "time"} <= content.keys():
             records.append(content)
     return sorted(records, key=lambda record: float(record["time"]))
+
+
+def first_cause(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The earliest that is not the consequence of another: ended by us, or fenced, or a rank whose peer had died."""
+    causes = [record for record in failures if record["returncode"] not in _CONSEQUENCES]
+    return (causes or list(failures))[0]
+
+
+def how_it_ended(record: Mapping[str, Any]) -> str:
+    """SIGKILL, or exit 3."""
+    return str(record.get("signal") or f"exit {record['returncode']}")
 
 
 def signal_name(returncode: int) -> str | None:

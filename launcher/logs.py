@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.exits import read_exits, tail_lines
+from corral.launcher.exits import first_cause, read_exits, tail_lines
 
 _POLL_INTERVAL_S = 0.3
 _NAME = re.compile(r"(?P<kind>[a-z_]+?)-(?P<index>\d+)\.log")
@@ -87,7 +87,7 @@ def describe_failures(directory: TrialDirectory, *, attempt: int | None, num_lin
     failures = [record for record in records if record["returncode"] != 0]
     if not failures:
         return "no worker has failed" + ("" if attempt is None else f" in attempt {attempt}")
-    first = _first_cause(failures)
+    first = first_cause(failures)
     text = [
         f"first failure: {first['worker']} on {first.get('node', '?')}, {_how(first)}, "
         f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(first['time']))}, attempt {first.get('attempt', '?')}",
@@ -102,12 +102,6 @@ def describe_failures(directory: TrialDirectory, *, attempt: int | None, num_lin
     if len(followed) > 20:
         text.append(f"  ... and {len(followed) - 20} more")
     return "\n".join(text)
-
-
-def _first_cause(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The earliest that is not the consequence of another: ended by us, or fenced, or a rank whose peer had died."""
-    causes = [record for record in failures if record["returncode"] not in (-15, 75, 76)]
-    return (causes or list(failures))[0]
 
 
 def _how(record: dict[str, Any]) -> str:

@@ -7,83 +7,44 @@
 
 Redis and SLURM may know nothing, now or any more: what they cannot say is left out, never an error. The states:
 
-    QUEUED BLOCKED HELD REQUEUED   not started by SLURM
+    QUEUED BLOCKED HELD REQUEUED   not started by SLURM, or put back by it
     STARTING RUNNING DEGRADED UNRESPONSIVE STOPPING SUSPENDED
     COMPLETE STOPPED FAILED        the trial's own record of its end
     CANCELLED TIMED_OUT NODE_FAILED PREEMPTED OOM     SLURM's word, where the trial could not leave one
     LOST                           it ended without a word    UNKNOWN   nobody can say
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from corral.experiments.attempts import AttemptRecord
+from corral.launcher.evidence import AttemptEnd, Evidence, WorkerLife
 from corral.launcher.metrics import headline, last_metrics
-from corral.launcher.slurm import QueuedJob
-from corral.launcher.slurm_states import judge_job
-from corral.launcher.trials import TrialFacts
+from corral.launcher.slurm_states import judge_exit, judge_job
+from corral.launcher.waits import WaitChain, find_waits
+from corral.launcher.worker_rows import (
+    MASTER,
+    TROUBLED,
+    GroupRow,
+    WorkerRow,
+    describe_member,
+    group_rows,
+    is_away,
+    trouble,
+    worker_rows,
+)
+
+__all__ = ["FINAL_STATES", "Evidence", "TrialStatus", "WorkerLife", "WorkerRow", "describe", "judge"]
 
 FINAL_STATES = frozenset(
     {"COMPLETE", "STOPPED", "FAILED", "CANCELLED", "TIMED_OUT", "NODE_FAILED", "PREEMPTED", "OOM", "LOST"}
 )
-MASTER = "master_worker/0"
-_SETTING_UP = ("starting", "setup")
+NOT_STARTED = ("QUEUED", "BLOCKED", "HELD", "REQUEUED")
 _FIRST_START_S = 15.0  # between rl-submit's record and the supervisor's lock
-_MASTER_START_S = 60.0
-_SILENT_TTLS = 3.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLife:
-    """What the journal knows about one worker in the last attempt."""
-
-    pid: int | None = None
-    node: str = ""
-    started_at: float | None = None
-    restarts: int = 0
-    exit: str = ""
-    """How its last process ended, while no newer one was started."""
-    ended_at: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """Everything that is known about a trial at one moment."""
-
-    facts: TrialFacts
-    now: float
-    attempt: AttemptRecord | None
-    lives: Mapping[str, WorkerLife]
-    ended: Mapping[str, Any] | None
-    """The last attempt's own record of its end."""
-    redis_started: bool
-    is_done: bool
-    is_stopped: bool
-    stop_requested_by: str | None
-    is_supervised: bool | None
-    """Whether the supervisor runs; None if that cannot be seen from here."""
-    job: QueuedJob | None
-    job_id: str
-    slurm_error: str
-    records: Mapping[str, Mapping[str, Any]] | None
-    """Worker records by worker; None if Redis cannot be asked."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerRow:
-    """One worker, as rl-status shows it."""
-
-    worker: str
-    state: str
-    pid: int | None
-    node: str
-    phase: str
-    phase_s: float | None
-    version: str
-    restarts: int
-    last_seen_s: float | None
-    waiting_for: str
+_FRESH_BEAT_S = 30.0
+_MEMORY_WORDS = ("memory limit", "oom-kill", "oom_kill", "out of memory: killed", "out-of-memory")
+_MEMORY_EXITS = (-9, 137, 253)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +65,13 @@ class TrialStatus:
     note: str
     metrics: Mapping[str, Any] = field(default_factory=dict)
     workers: Sequence[WorkerRow] = ()
+    groups: Sequence[GroupRow] = ()
+    waits: Sequence[WaitChain] = ()
+    history: Sequence[AttemptEnd] = ()
+    node_list: str = ""
+    """The head's nodes, in SLURM's words."""
+    time_left: str = ""
+    ended_at: float | None = None
 
     @property
     def is_final(self) -> bool:
@@ -112,13 +80,15 @@ class TrialStatus:
 
 
 def describe(evidence: Evidence) -> TrialStatus:
-    """The status that the evidence supports. Pure."""
+    """The status that the evidence supports. Reads no more than the end of the metrics."""
     facts = evidence.facts
-    state, note = judge(evidence)
+    rows = worker_rows(evidence)
+    state, note = judge(evidence, rows)
     metrics = last_metrics(facts.directory.metrics_path)
     submitted_at = evidence.attempt.submitted_at if evidence.attempt else None
     end = float(evidence.ended["time"]) if evidence.ended else evidence.now
     nodes = {life.node for life in evidence.lives.values() if life.node}
+    job = evidence.job
     return TrialStatus(
         experiment=facts.experiment,
         trial=facts.trial,
@@ -128,41 +98,131 @@ def describe(evidence: Evidence) -> TrialStatus:
         step=metrics.get("step"),
         total_steps=facts.total_steps,
         age_s=max(0.0, end - submitted_at) if submitted_at is not None else None,
-        nodes=len(nodes) or None,
+        nodes=len(nodes) or (int(job.num_nodes) if job and job.num_nodes.isdigit() else None),
         job_id=evidence.job_id,
         attempt=evidence.attempt.attempt if evidence.attempt else None,
-        note=note or (headline(metrics) if state in ("RUNNING", "COMPLETE") else ""),
+        note=_with_zombies(note or (headline(metrics) if state in ("RUNNING", "COMPLETE") else ""), evidence),
         metrics=metrics,
-        workers=[_worker_row(evidence, worker) for worker in facts.workers],
+        workers=rows,
+        groups=group_rows(evidence, rows),
+        waits=find_waits(rows) if evidence.records is not None else (),
+        history=evidence.history,
+        node_list=job.nodes if job else "",
+        time_left=job.time_left if job and job.state == "RUNNING" else "",
+        ended_at=float(evidence.ended["time"]) if evidence.ended else None,
     )
 
 
-def judge(evidence: Evidence) -> tuple[str, str]:
+def judge(evidence: Evidence, rows: Sequence[WorkerRow] | None = None) -> tuple[str, str]:
     """One word for the trial, and what explains it. Pure."""
     if evidence.attempt is None:
         return "UNKNOWN", "it was never started; submit it again under another name"
+    rows = worker_rows(evidence) if rows is None else rows
     if evidence.ended is not None:
-        return str(evidence.ended["state"]), str(evidence.ended.get("cause") or "")
+        return _judge_end(evidence, evidence.ended)
     if evidence.facts.mode == "slurm":
-        return _judge_on_slurm(evidence)
+        return _judge_on_slurm(evidence, rows)
     if evidence.is_supervised:
-        return _judge_running(evidence)
+        return _judge_running(evidence, rows)
     if evidence.now - evidence.attempt.submitted_at < _FIRST_START_S and not evidence.redis_started:
         return "STARTING", "the supervisor is starting"
     return _judge_without_record(evidence, "its supervisor ended without a word")
 
 
-def _judge_on_slurm(evidence: Evidence) -> tuple[str, str]:
-    if evidence.slurm_error:
-        return "UNKNOWN", f"SLURM cannot be asked: {evidence.slurm_error}"
-    if evidence.job is None:
-        return _judge_without_record(evidence, "SLURM does not know its job any more")
-    verdict = judge_job(evidence.job.state, evidence.job.reason, start=evidence.job.start)
+def _judge_end(evidence: Evidence, ended: Mapping[str, Any]) -> tuple[str, str]:
+    state, cause = str(ended["state"]), str(ended.get("cause") or "")
+    if state == "FAILED" and evidence.failure is not None and is_out_of_memory(evidence.failure):
+        worker = str(evidence.failure["worker"])
+        kind = worker.partition("/")[0]
+        return "OOM", f"{worker} needed more memory than its group asks for; raise groups.{kind}.scheduling.mem"
+    return state, cause
+
+
+def is_out_of_memory(record: Mapping[str, Any]) -> bool:
+    """Whether an exit record is that of a worker that the memory limit ended."""
+    said = " ".join(str(line) for line in record.get("last_lines") or ()).lower()
+    return record.get("returncode") in _MEMORY_EXITS and any(words in said for words in _MEMORY_WORDS)
+
+
+def _judge_on_slurm(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str, str]:
+    if evidence.job is not None:
+        state, note = _judge_by_job(evidence, rows)
+    elif evidence.slurm_error and evidence.jobs_known_at is None:
+        if not _has_fresh_beat(rows):
+            return "UNKNOWN", f"SLURM cannot be asked: {evidence.slurm_error}"
+        state, note = _judge_running(evidence, rows)
+    else:
+        state, note = _judge_without_job(evidence, rows)
+    if evidence.slurm_error and evidence.unreachable_since is not None:
+        since = time.strftime("%H:%M:%S", time.localtime(evidence.unreachable_since))
+        note = _join(note, f"cluster unreachable since {since}, this is the last that is known")
+    return state, note
+
+
+def _judge_by_job(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str, str]:
+    job = evidence.job
+    assert job is not None and evidence.attempt is not None
+    verdict = judge_job(
+        job.state,
+        job.reason,
+        start=job.start,
+        has_run=evidence.has_run,
+        nodes_are_down=evidence.nodes_are_down,
+        job_id=job.job_id,
+    )
+    follows = evidence.attempt_ended is not None or (evidence.has_run and verdict.state in NOT_STARTED)
     if verdict.state == "RUNNING":
-        return _judge_running(evidence)
-    if verdict.state in FINAL_STATES and (evidence.is_done or (evidence.is_stopped and verdict.state != "CANCELLED")):
-        return _judge_without_record(evidence, verdict.note)
+        if evidence.attempt_ended is not None:
+            return "STARTING", f"attempt {evidence.attempt.attempt + 1} starts in job {job.job_id}"
+        return _judge_running(evidence, rows)
+    if verdict.state in FINAL_STATES:
+        return _judge_ended_job(evidence, verdict.state, verdict.note)
+    if follows and verdict.state in NOT_STARTED:
+        waits = f"attempt {evidence.attempt.attempt + 1} waits in job {job.job_id}"
+        before = f"attempt {evidence.attempt.attempt} {_how_attempt_ended(evidence)}"
+        return verdict.state, _join(f"{waits}, {verdict.note}" if verdict.note else waits, before)
     return verdict.state, verdict.note
+
+
+def _judge_ended_job(evidence: Evidence, state: str, note: str) -> tuple[str, str]:
+    """SLURM says that the job is over, and the supervisor wrote no end."""
+    if evidence.is_done:
+        return "COMPLETE", ""
+    is_asked = bool(evidence.stop_requested_by) and not str(evidence.stop_requested_by).startswith("SIG")
+    if evidence.is_stopped and (state != "CANCELLED" or is_asked):
+        return "STOPPED", ""
+    job = evidence.job
+    if state == "FAILED":
+        note = judge_exit(job.state if job else "", evidence.exit_code) or note
+        if evidence.failure is not None:
+            failed = evidence.failure
+            where = f" on {failed['node']}" if failed.get("node") else ""
+            if is_out_of_memory(failed):
+                return _judge_end(evidence, {"state": "FAILED"})
+            note = _join(f"{failed['worker']} exit {failed['returncode']}{where}", note)
+    if state == "NODE_FAILED":
+        failed_nodes = ",".join(node for end in evidence.history for node in end.nodes)
+        note = f"{failed_nodes or (job.nodes if job else '') or 'a node'}: {note}"
+    return state, note
+
+
+def _judge_without_job(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str, str]:
+    """SLURM has forgotten the job: our records, then accounting, then heartbeats."""
+    attempt_ended = evidence.attempt_ended
+    if evidence.is_done or evidence.is_stopped:
+        return _judge_without_record(evidence, "")
+    if attempt_ended is not None:
+        state = str(attempt_ended.get("state"))
+        why = f"attempt {attempt_ended.get('attempt')} {_how_attempt_ended(evidence)}, and no job is there to go on"
+        return (state if state in FINAL_STATES else "LOST"), f"{why}; continue with rl-submit --resume"
+    if evidence.accounted_state:
+        verdict = judge_job(evidence.accounted_state, "None")
+        if verdict.state in FINAL_STATES:
+            return verdict.state, verdict.note
+    if _has_fresh_beat(rows):
+        state, note = _judge_running(evidence, rows)
+        return state, _join(note, "SLURM does not know its job any more, but its workers speak")
+    return _judge_without_record(evidence, "SLURM does not know its job any more")
 
 
 def _judge_without_record(evidence: Evidence, why: str) -> tuple[str, str]:
@@ -174,7 +234,7 @@ def _judge_without_record(evidence: Evidence, why: str) -> tuple[str, str]:
     return "LOST", f"{why}; continue with rl-submit --resume"
 
 
-def _judge_running(evidence: Evidence) -> tuple[str, str]:
+def _judge_running(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str, str]:
     if evidence.is_done:
         return "STOPPING", "done; the workers are ending"
     if evidence.is_stopped or evidence.stop_requested_by:
@@ -183,72 +243,58 @@ def _judge_running(evidence: Evidence) -> tuple[str, str]:
         if not evidence.redis_started:
             return "STARTING", "Redis is starting"
         return "DEGRADED", "Redis does not answer; workers cannot be seen"
-    rows = [_worker_row(evidence, worker) for worker in evidence.facts.workers]
-    troubled = [row for row in rows if row.state in ("SILENT", "RESTARTING", "DOWN", "MISSING")]
+    troubled = sorted((row for row in rows if row.state in TROUBLED), key=lambda row: TROUBLED.index(row.state))
     master = next((row for row in troubled if row.worker == MASTER), None)
     if master is not None and master.state in ("SILENT", "MISSING"):
-        return "UNRESPONSIVE", _trouble(evidence, master)
+        return "UNRESPONSIVE", trouble(evidence, master)
     if troubled:
         more = f" (and {len(troubled) - 1} more)" if len(troubled) > 1 else ""
-        return "DEGRADED", _trouble(evidence, troubled[0]) + more
-    ready = sum(row.state == "UP" for row in rows)
-    if ready < len(rows):
-        return "STARTING", f"{ready} of {len(rows)} workers are ready"
+        return "DEGRADED", trouble(evidence, troubled[0]) + more
+    return _judge_readiness(evidence, rows)
+
+
+def _judge_readiness(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str, str]:
+    needed = [row for row in rows if not is_away(row) or not _may_be_absent(evidence, row)]
+    ready = sum(row.state == "UP" for row in needed)
+    if ready < len(needed):
+        text = f"{ready} of {len(needed)} workers are ready"
+        waiting = next((member for member in evidence.members if _holds_up(evidence, member.allocation, needed)), None)
+        if waiting is not None:
+            text = f"{text}; {waiting.allocation} waits: {describe_member(waiting)}"
+        return "STARTING", text
+    given_up = [row for row in rows if row.state == "GIVEN UP"]
+    if given_up:
+        return "DEGRADED", f"goes on without {given_up[0].worker}: {evidence.given_up[given_up[0].worker]}"
     return "RUNNING", ""
 
 
-def _trouble(evidence: Evidence, row: WorkerRow) -> str:
-    where = f" on {row.node}" if row.node else ""
-    life = evidence.lives[row.worker]
-    if row.state == "SILENT":
-        return f"{row.worker} silent {row.last_seen_s:.0f}s{where}"
-    if row.state == "MISSING":
-        return f"{row.worker} runs{where} but has no record; see rl-logs {evidence.facts.name} {row.worker}"
-    return f"{row.worker} restarting{where}" + (f" after {life.exit}" if life.exit else f" (restart {row.restarts})")
+def _may_be_absent(evidence: Evidence, row: WorkerRow) -> bool:
+    """Elastic workers come and go; what rl-stop holds and what was given up is not waited for."""
+    if row.state != "AWAY":
+        return True
+    member = evidence.member_by_allocation.get(evidence.allocation_by_worker[row.worker])
+    return member is None or member.is_elastic
 
 
-def _worker_row(evidence: Evidence, worker: str) -> WorkerRow:
-    life = evidence.lives[worker]
-    record = (evidence.records or {}).get(worker)
-    beat = _number(record, "beat") or _number(record, "phase_since")
-    last_seen_s = max(0.0, evidence.now - beat) if beat is not None else None
-    if last_seen_s is None and life.ended_at is not None:
-        last_seen_s = max(0.0, evidence.now - life.ended_at)
-    since = _number(record, "phase_since")
-    return WorkerRow(
-        worker=worker,
-        state=_worker_state(evidence, life, record, last_seen_s),
-        pid=int(record["pid"]) if record and isinstance(record.get("pid"), int) else life.pid,
-        node=str((record or {}).get("node") or life.node),
-        phase=str((record or {}).get("phase") or ""),
-        phase_s=max(0.0, evidence.now - since) if since is not None else None,
-        version=str((record or {}).get("version") or ""),
-        restarts=life.restarts,
-        last_seen_s=last_seen_s,
-        waiting_for=str((record or {}).get("waiting_for") or ""),
-    )
+def _holds_up(evidence: Evidence, allocation: str, needed: Sequence[WorkerRow]) -> bool:
+    return any(row.state == "AWAY" and evidence.allocation_by_worker.get(row.worker) == allocation for row in needed)
 
 
-def _worker_state(
-    evidence: Evidence, life: WorkerLife, record: Mapping[str, Any] | None, last_seen_s: float | None
-) -> str:
-    if evidence.records is None:
-        return f"ENDED ({life.exit})" if life.exit else "UNKNOWN" if life.started_at else "-"
-    facts = evidence.facts
-    if record is None:
-        if life.started_at is None or (life.exit and life.restarts == 0 and not life.started_at):
-            return "STARTING"
-        if life.exit or life.restarts:
-            return "RESTARTING"
-        patience_s = _MASTER_START_S if facts.workers and life is evidence.lives.get(MASTER) else facts.setup_timeout_s
-        return "STARTING" if evidence.now - life.started_at < patience_s else "MISSING"
-    if last_seen_s is not None and last_seen_s > _SILENT_TTLS * facts.lease_ttl_s:
-        return "SILENT"
-    if record.get("phase") in _SETTING_UP:
-        return "RESTARTING" if life.restarts else "STARTING"
-    return "UP"
+def _has_fresh_beat(rows: Sequence[WorkerRow]) -> bool:
+    return any(row.state == "UP" and row.last_seen_s is not None and row.last_seen_s < _FRESH_BEAT_S for row in rows)
 
 
-def _number(record: Mapping[str, Any] | None, name: str) -> float | None:
-    value = record.get(name) if record else None
-    return float(value) if isinstance(value, int | float) else None
+def _how_attempt_ended(evidence: Evidence) -> str:
+    ended = evidence.attempt_ended
+    if ended is None:
+        return "ended without a word"
+    cause = f" ({ended['cause']})" if ended.get("cause") else ""
+    return f"ended {ended.get('state')}{cause}"
+
+
+def _with_zombies(note: str, evidence: Evidence) -> str:
+    return _join(note, *evidence.zombies)
+
+
+def _join(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)

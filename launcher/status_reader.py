@@ -1,141 +1,351 @@
 """Where the evidence about trials comes from: their directories, one squeue call for all, and Redis of those that run.
 
 trial directory, squeue, Redis --StatusReader--> Evidence --describe (pure)--> TrialStatus
+
+A trial that has recorded its end costs a few small files; only those that may run are asked after in SLURM and Redis,
+several at a time.
 """
 
 import json
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-from corral.experiments.attempts import AttemptRecord, last_attempt
+from corral.experiments.attempts import AttemptRecord, last_attempt, read_claim
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import LogState, TrialLog, TrialLogError
+from corral.launcher.evidence import Evidence
+from corral.launcher.exits import first_cause, read_exits
+from corral.launcher.journal_view import JournalView, read_end
 from corral.launcher.lock import is_locked
+from corral.launcher.queue_cache import DirectQueue, Queue, QueueAnswer
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
-from corral.launcher.status import Evidence, TrialStatus, WorkerLife, describe
+from corral.launcher.slurm_states import needs_nodes
+from corral.launcher.status import TrialStatus, describe
+from corral.launcher.trial_jobs import TrialJobs, find_jobs, make_members
 from corral.launcher.trials import TrialFacts
+
+_MAX_TRIALS_AT_ONCE = 8
+_RECENT_S = 86400.0  # whose end nobody recorded a day ago is not asked after again and again
 
 
 class StatusReader:
-    """Reads the status of trials; one squeue call serves all trials of one look."""
+    """Reads the status of trials; one look at the queue serves all trials of one read.
 
-    def __init__(self, client: SlurmClient | None = None, *, redis_timeout_s: float = 1.0) -> None:
+    Args:
+        queue: where SLURM's jobs come from; None asks SLURM each time.
+    """
+
+    def __init__(
+        self, client: SlurmClient | None = None, *, queue: Queue | None = None, redis_timeout_s: float = 1.0
+    ) -> None:
         self._client = client or SlurmClient(timeout_s=10.0)
+        self._queue = queue or DirectQueue(self._client)
         self._redis_timeout_s = redis_timeout_s
 
     def read(self, trials: Sequence[TrialFacts]) -> list[TrialStatus]:
         """Status of each trial."""
-        jobs: list[QueuedJob] = []
-        slurm_error = ""
-        open_trials = [facts for facts in trials if facts.mode == "slurm" and not _has_ended(facts.directory)]
-        if open_trials:
-            try:
-                jobs = self._client.queue()
-            except SlurmError as error:
-                slurm_error = str(error).partition("\n")[0]
-        return [describe(self._gather(facts, jobs, slurm_error)) for facts in trials]
+        return [describe(evidence) for evidence in self.gather(trials)]
 
-    def _gather(self, facts: TrialFacts, jobs: Sequence[QueuedJob], slurm_error: str) -> Evidence:
-        directory = facts.directory
-        attempt = last_attempt(directory)
-        number = attempt.attempt if attempt else 0
-        events = [event for event in read_journal(directory.journal_path) if event.get("attempt", number) == number]
-        ended = next((event for event in reversed(events) if event["event"] == "trial_ended"), None)
-        job_id = next((str(event.get("job_id", "")) for event in reversed(events) if event["event"] == "submitted"), "")
-        job = _find_job(jobs, facts.uuid, number, job_id)
-        is_supervised = None if facts.mode == "slurm" else is_locked(directory)
-        may_run = ended is None and (is_supervised or (job is not None and job.state == "RUNNING"))
-        records = self._read_records(facts) if may_run else None
+    def gather(self, trials: Sequence[TrialFacts], answer: QueueAnswer | None = None) -> list[Evidence]:
+        """Evidence about each trial.
+
+        Args:
+            answer: what SLURM said, if it was asked already.
+        """
+        open_trials = [_open(facts) for facts in trials if not _has_ended(facts.directory)]
+        answer = answer or self._look(open_trials)
+        with ThreadPoolExecutor(max_workers=_MAX_TRIALS_AT_ONCE) as pool:
+            found = pool.map(lambda one: (one.facts.directory.path, self._gather(one, answer)), open_trials)
+            by_path = dict(found)
+        return [by_path.get(facts.directory.path) or _gather_ended(_open(facts), answer) for facts in trials]
+
+    def _look(self, trials: Sequence["_OpenTrial"]) -> QueueAnswer:
+        """The queue, if one of these trials may be in it; not older than the last submission."""
+        on_slurm = [trial for trial in trials if trial.facts.mode == "slurm"]
+        if not on_slurm:
+            return QueueAnswer()
+        return self._queue.look(newer_than=max(trial.submitted_at for trial in on_slurm))
+
+    def _gather(self, trial: "_OpenTrial", answer: QueueAnswer) -> Evidence:
+        facts, attempt, view = trial.facts, trial.attempt, trial.view
+        directory, now = facts.directory, time.time()
+        ended, attempt_ended = view.last("trial_ended"), view.last("attempt_ended")
+        own_job_id = _job_id(directory, view)
+        is_on_slurm = facts.mode == "slurm"
+        jobs = find_jobs(
+            answer.jobs,
+            trial_uuid=facts.uuid,
+            job_id=own_job_id,
+            is_over=attempt_ended is not None,
+        )
+        is_recent = attempt is not None and now - _last_sign(directory, attempt) < _RECENT_S
+        job = jobs.head
+        if is_on_slurm and job is None and own_job_id and is_recent and answer.unreachable_since is None:
+            job = self._ask_for(own_job_id)
+        is_supervised = None if is_on_slurm else is_locked(directory)
+        may_run = ended is None and (is_supervised or (is_on_slurm and _may_run(job, answer, is_recent=is_recent)))
+        records, last_seen = self._read_records(facts) if may_run else (None, {})
         # After Redis, which is taken down last: if it has just gone, the log already says why.
         log_state = _read_log(directory, attempt)
-        try:
-            request = directory.read_stop_request()
-        except ValueError:
-            request = None
+        nodes_are_down, exit_code = self._ask_details(job) if ended is None else (False, "")
+        names, allocation_by_worker = _read_members(directory) if is_on_slurm else ({}, {})
         return Evidence(
             facts=facts,
-            now=time.time(),
+            now=now,
             attempt=attempt,
-            lives={worker: _life(worker, events) for worker in facts.workers},
+            lives=view.lives(facts.workers),
             ended=ended,
-            redis_started=any(event["event"] == "redis_started" for event in events),
+            redis_started=view.last("redis_started") is not None,
             is_done=log_state.is_done,
-            is_stopped=log_state.is_stopped and (attempt is None or log_state.next_slot > attempt.start_slot),
-            stop_requested_by=request.by if request else None,
+            is_stopped=log_state.is_stopped and not log_state.is_handed_over,
+            stop_requested_by=_stop_requested_by(directory),
             is_supervised=is_supervised,
             job=job,
-            job_id=job.job_id if job else job_id,
-            slurm_error=slurm_error if facts.mode == "slurm" else "",
+            job_id=job.job_id if job else own_job_id,
+            slurm_error=answer.error if is_on_slurm else "",
             records=records,
+            last_seen=last_seen,
+            attempt_ended=attempt_ended if ended is None else None,
+            has_run=job is not None and _has_run(view, job, own_job_id),
+            nodes_are_down=nodes_are_down,
+            exit_code=exit_code,
+            accounted_state=self._ask_accounting(own_job_id) if is_on_slurm and job is None and is_recent else "",
+            unreachable_since=answer.unreachable_since if is_on_slurm else None,
+            jobs_known_at=answer.asked_at,
+            members=make_members(names, jobs),
+            allocation_by_worker=allocation_by_worker,
+            held_groups=directory.read_held_groups(),
+            given_up=view.given_up(facts.workers),
+            zombies=_zombies(jobs, records, view.attempt),
+            failure=_read_failure(directory, view, job),
+            history=view.history(),
         )
 
-    def _read_records(self, facts: TrialFacts) -> dict[str, dict[str, Any]] | None:
+    def _ask_for(self, job_id: str) -> QueuedJob | None:
+        """What scontrol still knows of a job that squeue does not show."""
+        try:
+            values = self._client.job(job_id)
+        except SlurmError:
+            return None
+        return job_of_scontrol(values) if values else None
+
+    def _ask_accounting(self, job_id: str) -> str:
+        try:
+            return self._client.accounted_state(job_id) if job_id and self._queue.has_accounting() else ""
+        except SlurmError:
+            return ""
+
+    def _ask_details(self, job: QueuedJob | None) -> tuple[bool, str]:
+        """Whether all nodes that could run a pending job are down; the exit code of a failed one."""
+        if job is None:
+            return False, ""
+        try:
+            if job.state == "FAILED":
+                return False, (self._client.job(job.job_id) or {}).get("ExitCode", "")
+            if job.state == "PENDING" and needs_nodes(job.reason):
+                wanted = (self._client.job(job.job_id) or {}).get("ReqNodeList", "(null)")
+                names = set(self._client.hostnames(wanted)) if wanted not in ("", "(null)") else None
+                nodes = [node for node in self._client.nodes() if node.partition in job.partition.split(",")]
+                able = [node for node in nodes if names is None or node.name in names]
+                return bool(able) and not any(node.is_up for node in able), ""
+        except SlurmError:
+            return False, ""
+        return False, ""
+
+    def _read_records(self, facts: TrialFacts) -> tuple[dict[str, dict[str, Any]] | None, dict[str, dict[str, Any]]]:
+        """Leased records, and last records, by worker."""
         # Not at the top: redis takes longer to import than most answers take to give.
         from corral.launcher.trial_redis import connect_name_service
         from corral.name_resolve.errors import NameServiceError
-        from corral.name_resolve.keys import TrialKeys
+        from corral.name_resolve.keys import LAST_SEEN_ROOT, TrialKeys
 
         root = TrialKeys(facts.uuid).workers_root()
         try:
             with connect_name_service(facts.directory, facts.uuid, timeout_s=self._redis_timeout_s) as names:
-                texts = names.get_subtree(root)
+                return _parse_records(names.get_subtree(root), root), _parse_records(
+                    names.get_subtree(LAST_SEEN_ROOT), LAST_SEEN_ROOT
+                )
         except (NameServiceError, OSError, ValueError):
-            return None
-        records = {}
-        for name, text in texts.items():
-            try:
-                record = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                records[name.removeprefix(f"{root}/")] = record
-        return records
+            return None, {}
 
 
-def _life(worker: str, events: Sequence[Mapping[str, Any]]) -> WorkerLife:
-    starts = [event for event in events if event["event"] == "worker_started" and event.get("worker") == worker]
-    exits = [event for event in events if event["event"] == "worker_exited" and event.get("worker") == worker]
-    if not starts:
-        return WorkerLife()
-    started, ended = starts[-1], exits[-1] if exits else None
-    is_over = ended is not None and len(exits) >= len(starts)
-    return WorkerLife(
-        pid=None if is_over else started.get("pid"),
-        node=str(started.get("node") or ""),
-        started_at=float(started["time"]),
-        restarts=len(starts) - 1,
-        exit=_exit_text(int(ended["returncode"])) if ended is not None and is_over else "",
-        ended_at=float(ended["time"]) if ended is not None and is_over else None,
+def job_of_scontrol(values: Mapping[str, str]) -> QueuedJob:
+    """A line of `scontrol show job` as a line of squeue."""
+    return QueuedJob(
+        job_id=values.get("JobId", ""),
+        state=values.get("JobState", ""),
+        reason=values.get("Reason", "").replace("_", " "),
+        start=values.get("StartTime", "N/A"),
+        end=values.get("EndTime", "N/A"),
+        elapsed=values.get("RunTime", ""),
+        num_nodes=values.get("NumNodes", ""),
+        nodes=values.get("NodeList", "").replace("(null)", ""),
+        submitted=values.get("SubmitTime", ""),
+        name=values.get("JobName", ""),
+        comment=values.get("Comment", ""),
+        partition=values.get("Partition", ""),
     )
 
 
-def _exit_text(returncode: int) -> str:
-    return f"signal {-returncode}" if returncode < 0 else f"exit {returncode}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OpenTrial:
+    """What is read of a trial before SLURM is asked."""
+
+    facts: TrialFacts
+    attempt: AttemptRecord | None
+    view: JournalView
+
+    @property
+    def submitted_at(self) -> float:
+        """When its last job was submitted: what SLURM said before does not count."""
+        submissions = [
+            float(event["time"])
+            for event in self.view.events
+            if event["event"] in ("submitted", "successor_submitted", "member_submitted")
+        ]
+        return max([*submissions[-1:], self.attempt.submitted_at if self.attempt else 0.0])
 
 
-def _find_job(jobs: Sequence[QueuedJob], uuid: str, attempt: int, job_id: str) -> QueuedJob | None:
-    by_id = [job for job in jobs if job.job_id == job_id]
-    tagged = [job for job in jobs if job.tag.get("trial_uuid") == uuid and job.tag.get("allocation") == "head"]
-    # Every attempt's job carries the same tag: the newest one is this attempt's.
-    return max(by_id or tagged, key=lambda job: int(job.job_id), default=None)
+def _open(facts: TrialFacts) -> _OpenTrial:
+    attempt = last_attempt(facts.directory)
+    events = read_journal(facts.directory.journal_path)
+    return _OpenTrial(facts=facts, attempt=attempt, view=JournalView(events, attempt.attempt if attempt else 0))
+
+
+def _gather_ended(trial: _OpenTrial, answer: QueueAnswer) -> Evidence:
+    """A trial that has recorded its end."""
+    facts, attempt, view = trial.facts, trial.attempt, trial.view
+    directory = facts.directory
+    ended = view.last("trial_ended")
+    own_job_id = _job_id(directory, view)
+    jobs = find_jobs(answer.jobs, trial_uuid=facts.uuid, job_id=own_job_id, is_over=False)
+    zombies = (*jobs.zombies, *((jobs.head,) if jobs.head and jobs.head.state == "PENDING" else ()))
+    return Evidence(
+        facts=facts,
+        now=time.time(),
+        attempt=attempt,
+        lives=view.lives(facts.workers),
+        ended=ended,
+        redis_started=True,
+        is_done=False,
+        is_stopped=False,
+        stop_requested_by=None,
+        is_supervised=None,
+        job=None,
+        job_id=own_job_id,
+        slurm_error="",
+        records=None,
+        zombies=tuple(f"job {job.job_id} is still {job.state}; scancel {job.job_id}" for job in zombies),
+        failure=_read_failure(directory, view, None),
+        history=view.history(),
+    )
 
 
 def _has_ended(directory: TrialDirectory) -> bool:
+    ended = read_end(directory.journal_path)
     attempt = last_attempt(directory)
-    events = read_journal(directory.journal_path)
-    return attempt is not None and any(
-        event["event"] == "trial_ended" and event.get("attempt") == attempt.attempt for event in events
-    )
+    return ended is not None and attempt is not None and ended.get("attempt") == attempt.attempt
+
+
+def _job_id(directory: TrialDirectory, view: JournalView) -> str:
+    """The job that runs the last attempt, or is to run it."""
+    try:
+        claim = read_claim(directory, view.attempt)
+    except ValueError:
+        claim = None
+    if claim is not None and claim.job_id.isdigit():
+        return claim.job_id
+    submitted = view.last("submitted")
+    return str(submitted.get("job_id", "")) if submitted else ""
+
+
+def _has_run(view: JournalView, job: QueuedJob, own_job_id: str) -> bool:
+    """Whether the attempt has started and its job, or the one that follows, waits."""
+    return job.job_id != own_job_id or view.last("supervisor_started") is not None
+
+
+def _last_sign(directory: TrialDirectory, attempt: AttemptRecord) -> float:
+    try:
+        return max(directory.journal_path.stat().st_mtime, attempt.submitted_at)
+    except FileNotFoundError:
+        return attempt.submitted_at
+
+
+def _may_run(job: QueuedJob | None, answer: QueueAnswer, *, is_recent: bool) -> bool:
+    """Whether Redis is worth asking: the job runs, or nobody can say whether it does."""
+    if job is not None:
+        return job.state in ("RUNNING", "SUSPENDED")
+    return is_recent
+
+
+def _stop_requested_by(directory: TrialDirectory) -> str | None:
+    try:
+        request = directory.read_stop_request()
+    except ValueError:
+        return None
+    return request.by if request else None
+
+
+def _read_members(directory: TrialDirectory) -> tuple[dict[str, bool], dict[str, str]]:
+    """Whether each allocation beside the head is elastic, and which workers run in it."""
+    try:
+        content = json.loads(directory.layout_path.read_bytes())
+        allocations = [(str(one["name"]), str(one["role"])) for one in content["allocations"]]
+        index_by_worker = {worker: int(step["allocation"]) for worker, step in content["steps"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}, {}
+    names = {name: role == "elastic" for name, role in allocations if role in ("group", "elastic")}
+    by_worker = {
+        worker: allocations[index][0]
+        for worker, index in index_by_worker.items()
+        if index < len(allocations) and allocations[index][0] in names
+    }
+    return names, by_worker
+
+
+def _zombies(jobs: TrialJobs, records: Mapping[str, Mapping[str, Any]] | None, attempt: int) -> tuple[str, ...]:
+    notes = [
+        f"job {job.job_id} of an earlier attempt is still {job.state}; scancel {job.job_id}" for job in jobs.zombies
+    ]
+    for worker, record in (records or {}).items():
+        other = record.get("attempt")
+        if isinstance(other, int) and other != attempt:
+            notes.append(f"{worker} of attempt {other} still speaks, from {record.get('node') or 'somewhere'}")
+    return tuple(notes)
+
+
+def _read_failure(directory: TrialDirectory, view: JournalView, job: QueuedJob | None) -> dict[str, Any] | None:
+    ended = view.last("trial_ended")
+    has_failed = ended["state"] == "FAILED" if ended is not None else job is not None and job.state == "FAILED"
+    if not has_failed:
+        return None
+    failures = [
+        record for record in read_exits(directory) if record.get("attempt") == view.attempt and record["returncode"]
+    ]
+    return first_cause(failures) if failures else None
 
 
 def _read_log(directory: TrialDirectory, attempt: AttemptRecord | None) -> LogState:
-    log = TrialLog(directory.log_path)
     try:
-        state = log.read()
+        state = TrialLog(directory.log_path).read()
     except TrialLogError:
         return LogState()
     if attempt is not None and state.is_stopped and state.next_slot <= attempt.start_slot:
         return LogState(next_slot=state.next_slot)  # that Stop ended the attempt before this one
     return state
+
+
+def _parse_records(texts: Mapping[str, str], root: str) -> dict[str, dict[str, Any]]:
+    records = {}
+    for name, text in texts.items():
+        try:
+            record = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records[name.removeprefix(f"{root}/")] = record
+    return records

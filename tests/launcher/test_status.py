@@ -90,6 +90,9 @@ def job(state: str, reason: str = "None") -> QueuedJob:
     )
 
 
+DOWN: dict[str, Any] = {"slurm_error": "squeue timed out", "unreachable_since": NOW - 30.0}
+
+
 @pytest.mark.parametrize(
     ("changes", "state", "words"),
     [
@@ -117,8 +120,11 @@ def job(state: str, reason: str = "None") -> QueuedJob:
         ({"records": with_record("rollout_worker/0", record(beat=NOW - 52))}, "DEGRADED", "0 silent 52s on n1"),
         ({"records": with_record("master_worker/0", record(beat=NOW - 52))}, "UNRESPONSIVE", "master_worker/0 silent"),
         ({"records": with_record("master_worker/0", None)}, "UNRESPONSIVE", "no record"),
-        ({"facts": ON_SLURM, "slurm_error": "squeue timed out"}, "UNKNOWN", "squeue timed out"),
-        ({"facts": ON_SLURM, "job": None}, "LOST", "SLURM does not know"),
+        ({"facts": ON_SLURM, "records": None, **DOWN}, "UNKNOWN", "squeue timed out"),
+        ({"facts": ON_SLURM, **DOWN}, "RUNNING", "unreachable since"),
+        ({"facts": ON_SLURM, "job": job("PENDING", "Priority"), "jobs_known_at": NOW, **DOWN}, "QUEUED", "unreach"),
+        ({"facts": ON_SLURM, "job": None, "records": None, "jobs_known_at": NOW}, "LOST", "SLURM does not know"),
+        ({"facts": ON_SLURM, "job": None, "jobs_known_at": NOW}, "RUNNING", "its workers speak"),
         ({"facts": ON_SLURM, "job": job("RUNNING")}, "RUNNING", ""),
         ({"facts": ON_SLURM, "job": job("PENDING", "Priority")}, "QUEUED", "Priority"),
         ({"facts": ON_SLURM, "job": job("TIMEOUT")}, "TIMED_OUT", "--resume"),

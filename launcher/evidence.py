@@ -1,0 +1,105 @@
+"""What can be known about a trial at one moment, as plain data: the reader fills it in, the judges only look at it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from corral.experiments.attempts import AttemptRecord
+from corral.launcher.slurm import QueuedJob
+from corral.launcher.trials import TrialFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLife:
+    """What the journal knows about one worker in the last attempt."""
+
+    pid: int | None = None
+    node: str = ""
+    incarnation: str = ""
+    started_at: float | None = None
+    restarts: int = 0
+    exit: str = ""
+    """How its last process ended, while no newer one was started."""
+    ended_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A job of the trial beside its head: that of a group, or of one elastic worker."""
+
+    allocation: str
+    """Name in the layout: a kind of worker, or a worker."""
+    is_elastic: bool
+    job: QueuedJob | None
+    """None while it is in no queue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEnd:
+    """One attempt that is over, for the history."""
+
+    attempt: int
+    state: str
+    cause: str
+    nodes: tuple[str, ...]
+    """Nodes that failed."""
+    started_at: float
+    ended_at: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Everything that is known about a trial at one moment."""
+
+    facts: TrialFacts
+    now: float
+    attempt: AttemptRecord | None
+    lives: Mapping[str, WorkerLife]
+    ended: Mapping[str, Any] | None
+    """The trial's own record of its end."""
+    redis_started: bool
+    is_done: bool
+    is_stopped: bool
+    stop_requested_by: str | None
+    is_supervised: bool | None
+    """Whether the supervisor runs; None if that cannot be seen from here."""
+    job: QueuedJob | None
+    """The head's job: that of the last attempt, or of the one that is to follow it."""
+    job_id: str
+    slurm_error: str
+    """Why SLURM does not answer now."""
+    records: Mapping[str, Mapping[str, Any]] | None
+    """Worker records by worker; None if Redis cannot be asked."""
+
+    last_seen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The last record of each worker, which outlives its lease."""
+    attempt_ended: Mapping[str, Any] | None = None
+    """The last attempt's record of its end, where another one is to follow."""
+    has_run: bool = False
+    """Whether the job has run before: SLURM, or the supervisor, has put the trial back into the queue."""
+    nodes_are_down: bool = False
+    """Whether all nodes that could run the job are down."""
+    exit_code: str = ""
+    """Of a failed job, as scontrol prints it."""
+    accounted_state: str = ""
+    """What sacct says about a job that SLURM has forgotten."""
+    unreachable_since: float | None = None
+    jobs_known_at: float | None = None
+    """When SLURM last told about the jobs."""
+    members: tuple[Member, ...] = ()
+    allocation_by_worker: Mapping[str, str] = field(default_factory=dict)
+    """Of the workers that run in the job of a member."""
+    held_groups: frozenset[str] = frozenset()
+    """Kinds of worker that rl-stop keeps down."""
+    given_up: Mapping[str, str] = field(default_factory=dict)
+    """Workers that the trial goes on without, and why."""
+    zombies: tuple[str, ...] = ()
+    """What still lives of another attempt."""
+    failure: Mapping[str, Any] | None = None
+    """The exit record of the worker that failed first, of a trial that failed."""
+    history: tuple[AttemptEnd, ...] = ()
+
+    @property
+    def member_by_allocation(self) -> dict[str, Member]:
+        """Members by the name of their allocation."""
+        return {member.allocation: member for member in self.members}

@@ -1,0 +1,114 @@
+"""What the journal of a trial says about its last attempt and about those before it. Pure, but for reading its end."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corral.launcher.evidence import AttemptEnd, WorkerLife
+
+Event = Mapping[str, Any]
+_TAIL_BYTES = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class JournalView:
+    """The journal, seen from one attempt."""
+
+    events: Sequence[Event]
+    attempt: int
+
+    @property
+    def of_attempt(self) -> list[Event]:
+        """Events of the attempt; those without a number belong to the last one."""
+        return [event for event in self.events if event.get("attempt", self.attempt) == self.attempt]
+
+    def last(self, name: str) -> Event | None:
+        """The attempt's newest event of this name."""
+        return next((event for event in reversed(self.of_attempt) if event["event"] == name), None)
+
+    def lives(self, workers: Sequence[str]) -> dict[str, WorkerLife]:
+        """What became of each worker in the attempt."""
+        starts: dict[str, list[Event]] = {}
+        exits: dict[str, list[Event]] = {}
+        for event in self.of_attempt:
+            if event["event"] == "worker_started":
+                starts.setdefault(str(event.get("worker")), []).append(event)
+            elif event["event"] == "worker_exited":
+                exits.setdefault(str(event.get("worker")), []).append(event)
+        return {worker: _life(starts.get(worker, []), exits.get(worker, [])) for worker in workers}
+
+    def given_up(self, workers: Sequence[str]) -> dict[str, str]:
+        """Workers that the attempt goes on without, and why."""
+        causes = {
+            str(event.get("unit") or event.get("worker")): str(event.get("cause") or "out of restarts")
+            for event in self.of_attempt
+            if event["event"] == "unit_given_up"
+        }
+        return {worker: causes[worker] for worker in workers if worker in causes}
+
+    def history(self) -> tuple[AttemptEnd, ...]:
+        """Every attempt that is over, the oldest first."""
+        numbers = sorted({int(event["attempt"]) for event in self.events if isinstance(event.get("attempt"), int)})
+        ends = [self._end_of(number) for number in numbers]
+        return tuple(end for end in ends if end.attempt < self.attempt or end.ended_at is not None)
+
+    def _end_of(self, number: int) -> AttemptEnd:
+        events = [event for event in self.events if event.get("attempt") == number]
+        ended = next((event for event in reversed(events) if event["event"] in ("trial_ended", "attempt_ended")), None)
+        started = next((event for event in events if event["event"] == "supervisor_started"), events[0])
+        nodes = (str(event.get("node")) for event in events if event["event"] == "node_failed")
+        return AttemptEnd(
+            attempt=number,
+            state=str(ended.get("state")) if ended else "",
+            cause=str(ended.get("cause") or "") if ended else "",
+            nodes=tuple(dict.fromkeys(nodes)),
+            started_at=float(started["time"]),
+            ended_at=float(ended["time"]) if ended else None,
+        )
+
+
+def read_end(path: Path) -> Event | None:
+    """The last `trial_ended` of a journal, if nothing of a later attempt follows it; reads no more than the end."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return None
+    attempt: object = None
+    for line in reversed(lines):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(event, dict) or "attempt" not in event:
+            continue
+        attempt = event.get("attempt") if attempt is None else attempt
+        if event.get("attempt") != attempt:
+            return None
+        if event.get("event") == "trial_ended":
+            return event
+    return None
+
+
+def _life(starts: Sequence[Event], exits: Sequence[Event]) -> WorkerLife:
+    if not starts:
+        return WorkerLife()
+    started, ended = starts[-1], exits[-1] if exits else None
+    is_over = ended is not None and len(exits) >= len(starts)
+    return WorkerLife(
+        pid=None if is_over else started.get("pid"),
+        node=str(started.get("node") or ""),
+        incarnation=str(started.get("incarnation") or ""),
+        started_at=float(started["time"]),
+        restarts=len(starts) - 1,
+        exit=_exit_text(int(ended["returncode"])) if ended is not None and is_over else "",
+        ended_at=float(ended["time"]) if ended is not None and is_over else None,
+    )
+
+
+def _exit_text(returncode: int) -> str:
+    return f"signal {-returncode}" if returncode < 0 else f"exit {returncode}"

@@ -1,0 +1,104 @@
+"""Which of a user's jobs belong to a trial, and as what. Pure: the comment of a job says, never its name.
+
+jobs with our uuid --+-- allocation head: this attempt's job, its successor, or a zombie of an earlier one
+                     +-- another allocation: a member's job
+jobs whose trial directory is gone: nobody's, but still ours
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from corral.launcher.evidence import Member
+from corral.launcher.slurm import QueuedJob
+from corral.launcher.slurm_states import is_active
+
+_HEADS = (None, "", "head")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialJobs:
+    """The jobs of one trial."""
+
+    head: QueuedJob | None
+    """The job of the last attempt, or of the one that is to follow it."""
+    members: Mapping[str, QueuedJob]
+    """By allocation; the newest."""
+    zombies: tuple[QueuedJob, ...]
+    """Jobs of earlier attempts that SLURM still runs, or is going to."""
+
+
+def find_jobs(jobs: Iterable[QueuedJob], *, trial_uuid: str, job_id: str, is_over: bool) -> TrialJobs:
+    """Sorts a trial's jobs out.
+
+    Args:
+        job_id: of the last attempt; "" if it is not known.
+        is_over: whether that attempt has ended, so that another job may be waiting to go on.
+    """
+    ours = [job for job in jobs if job.tag.get("trial_uuid") == trial_uuid or (job_id and job.job_id == job_id)]
+    ours = [job for job in ours if not job.het_component]  # the first component stands for all
+    heads = sorted((job for job in ours if job.tag.get("allocation") in _HEADS), key=_number)
+    head = _choose_head(heads, job_id, is_over=is_over)
+    members: dict[str, QueuedJob] = {}
+    zombies = [
+        job for job in heads if job is not head and job.job_id != job_id and _is_alive(job) and _is_older(job, head)
+    ]
+    for job in sorted((job for job in ours if job not in heads), key=lambda job: (_is_alive(job), _number(job))):
+        name = str(job.tag.get("allocation"))
+        if name in members and _is_alive(members[name]):
+            zombies.append(members[name])
+        members[name] = job
+    return TrialJobs(head=head, members=members, zombies=tuple(zombies))
+
+
+def make_members(names: Mapping[str, bool], jobs: TrialJobs) -> tuple[Member, ...]:
+    """A member for each allocation beside the head.
+
+    Args:
+        names: whether it is elastic, by allocation.
+    """
+    return tuple(
+        Member(allocation=name, is_elastic=is_elastic, job=jobs.members.get(name)) for name, is_elastic in names.items()
+    )
+
+
+def find_orphans(jobs: Iterable[QueuedJob], known: Iterable[str], is_directory: Mapping[str, bool]) -> list[QueuedJob]:
+    """Living head jobs whose trial directory is gone.
+
+    Args:
+        known: uuids of the trials that are there.
+        is_directory: for the directories that the comments name, whether they exist.
+    """
+    uuids = set(known)
+    return [
+        job
+        for job in jobs
+        if job.tag.get("trial_uuid")
+        and job.tag["trial_uuid"] not in uuids
+        and job.tag.get("allocation") in _HEADS
+        and not job.het_component
+        and is_active(job.state)
+        and not is_directory.get(str(job.tag.get("directory")), True)
+    ]
+
+
+def _choose_head(heads: Sequence[QueuedJob], job_id: str, *, is_over: bool) -> QueuedJob | None:
+    own = next((job for job in heads if job.job_id == job_id), None)
+    if own is not None and is_active(own.state) and (not is_over or own.state == "PENDING"):
+        return own
+    living = [job for job in heads if is_active(job.state) and job is not own]
+    newer = [job for job in living if own is None or _number(job) > _number(own)]
+    if newer:
+        return newer[-1]
+    return own if own is not None or job_id else (heads[-1] if heads else None)
+
+
+def _is_alive(job: QueuedJob) -> bool:
+    return is_active(job.state) and job.state != "COMPLETING"
+
+
+def _is_older(job: QueuedJob, head: QueuedJob | None) -> bool:
+    return head is None or _number(job) < _number(head) or not is_active(head.state)
+
+
+def _number(job: QueuedJob) -> int:
+    return int(job.job_id) if job.job_id.isdigit() else 0

@@ -1,0 +1,160 @@
+"""Who waits for whom, and since when: what workers say they wait for is followed to the one that everything hangs on.
+
+    master_worker/0 in `wait for a batch` 40s, 3 of 8 trajectories from the rollout workers
+      -> rollout_worker/1 in `generate` 38s
+        -> generation_server/0, silent 37s                                                    the root
+
+The root is silent, is not there, works, or waits for nobody. Pure; the words are those of the workers' records.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from corral.launcher.worker_rows import WorkerRow
+
+_WORKER = re.compile(r"\b([a-z]+(?:_[a-z]+)*/\d+)\b")
+_KIND_BY_WORDS = (
+    ("model worker", "model_worker"),
+    ("model_worker", "model_worker"),
+    ("generation server", "generation_server"),
+    ("rollout worker", "rollout_worker"),
+    ("trajector", "rollout_worker"),
+    ("manager", "gserver_manager"),
+    # The gate: it opens when the trainer has consumed more, or when other rollouts end.
+    ("closed: accepted", "master_worker"),
+    ("the trainer", "master_worker"),
+    ("max_concurrent", "rollout_worker"),
+    ("master", "master_worker"),
+)
+_IDLE = "requests of "
+# The first that fits is the one that holds the others up.
+_CULPRIT_ORDER = ("SILENT", "MISSING", "AWAY", "HELD", "GIVEN UP", "RESTARTING", "STARTING")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitStep:
+    """One worker of a chain, and what it does."""
+
+    worker: str
+    state: str
+    phase: str
+    since_s: float | None
+    waiting_for: str
+    """In the worker's own words; empty if it works."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitChain:
+    """From a worker that waits to the root."""
+
+    steps: tuple[WaitStep, ...]
+    others: tuple[str, ...] = ()
+    """Workers that wait in the same way as the first one."""
+    is_circle: bool = False
+    """Whether the last one waits for one before it: nobody goes on."""
+
+    @property
+    def root(self) -> str:
+        """The worker that the first one hangs on."""
+        return self.steps[-1].worker
+
+
+def find_waits(rows: Sequence[WorkerRow]) -> list[WaitChain]:
+    """The chain of every worker that waits; those that hang on the same next worker in the same phase share one."""
+    chains: dict[tuple[str, ...], WaitChain] = {}
+    for row in rows:
+        if row.state not in ("UP", "STARTING") or not _waits(row):
+            continue
+        steps, is_circle = _follow(row, rows)
+        key = (row.kind, row.phase, *(step.worker for step in steps[1:]))
+        if key in chains:
+            before = chains[key]
+            chains[key] = WaitChain(steps=before.steps, others=(*before.others, row.worker), is_circle=before.is_circle)
+        else:
+            chains[key] = WaitChain(steps=tuple(steps), is_circle=is_circle)
+    return _without_parts(list(chains.values()))
+
+
+def render_chain(chain: WaitChain) -> str:
+    """`master_worker/0: train step 12s -> model_worker/1: silent 11s`."""
+    first, *rest = (_render_step(step, is_last=step is chain.steps[-1]) for step in chain.steps)
+    if chain.others:
+        first = first.replace(":", f" and {len(chain.others)} more:", 1)
+    end = "  (they wait for each other)" if chain.is_circle else ""
+    return " -> ".join([first, *rest]) + end
+
+
+def targets_of(text: str, rows: Sequence[WorkerRow]) -> list[WorkerRow]:
+    """The workers that a text names, one by one or by their kind."""
+    named = set(_WORKER.findall(text))
+    if found := [row for row in rows if row.worker in named]:
+        return found
+    kind = next((kind for words, kind in _KIND_BY_WORDS if words in text), None)
+    return [row for row in rows if row.kind == kind]
+
+
+def _waits(row: WorkerRow) -> bool:
+    return bool(row.waiting_for) and not row.waiting_for.startswith(_IDLE)
+
+
+def _follow(start: WorkerRow, rows: Sequence[WorkerRow]) -> tuple[list[WaitStep], bool]:
+    chain = [start]
+    while True:
+        targets = [row for row in _next_rows(chain[-1], rows) if row.worker != chain[-1].worker]
+        if not targets:
+            return [_step(row) for row in chain], False
+        fresh = [row for row in targets if row not in chain]
+        if not fresh:
+            return [_step(row) for row in chain], True
+        chain.append(min(fresh, key=_order))
+
+
+def _next_rows(row: WorkerRow, rows: Sequence[WorkerRow]) -> list[WorkerRow]:
+    if row.state not in ("UP", "STARTING"):
+        return []
+    if _waits(row):
+        return targets_of(row.waiting_for, rows)
+    if row.kind == "rollout_worker" and row.phase == "generate":
+        # It works as long as its servers do.
+        return [other for other in rows if other.kind == "generation_server" and other.state in _CULPRIT_ORDER]
+    return []
+
+
+def _order(row: WorkerRow) -> tuple[int, int, float]:
+    """The one that holds others up comes first: who is not there, then who works, then who waits, then the idle."""
+    if row.state in _CULPRIT_ORDER:
+        return 0, _CULPRIT_ORDER.index(row.state), -(row.last_seen_s or 0.0)
+    rank = 1 if not row.waiting_for else 2 if _waits(row) else 3
+    return rank, 0, -(row.phase_s or 0.0)
+
+
+def _step(row: WorkerRow) -> WaitStep:
+    is_silent = row.state not in ("UP", "STARTING")
+    return WaitStep(
+        worker=row.worker,
+        state=row.state,
+        phase=row.phase,
+        since_s=row.last_seen_s if is_silent else row.phase_s,
+        waiting_for=row.waiting_for,
+    )
+
+
+def _render_step(step: WaitStep, *, is_last: bool) -> str:
+    since = f" {step.since_s:.0f}s" if step.since_s is not None else ""
+    if step.state not in ("UP", "STARTING"):
+        return f"{step.worker}: {step.state.lower()}{since}"
+    text = f"{step.worker}: {step.phase or step.state.lower()}{since}"
+    if step.waiting_for and (is_last or ":" in step.waiting_for or step.waiting_for[:1].isdigit()):
+        return f"{text} ({step.waiting_for})"
+    return text
+
+
+def _without_parts(chains: list[WaitChain]) -> list[WaitChain]:
+    """Without the chains that are the end of another one."""
+    ends = [[step.worker for step in chain.steps] for chain in chains]
+    return [
+        chain
+        for chain, workers in zip(chains, ends, strict=True)
+        if chain.others or not any(len(other) > len(workers) and other[-len(workers) :] == workers for other in ends)
+    ]

@@ -1,0 +1,230 @@
+"""How workers stand: the journal, leases and last records of a trial become a row per worker and a row per group. Pure.
+
+no lease, no exit, a last record --> SILENT since that record: the process is there and does not speak
+lease, its beat older than three beats --> SILENT
+no lease, an exit or a restart --> RESTARTING       its job is in the queue --> AWAY
+lease, not in setup --> UP                          rl-stop --group --> HELD
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from corral.launcher.evidence import Evidence, Member, WorkerLife
+from corral.launcher.slurm_states import judge_job
+
+MASTER = "master_worker/0"
+TROUBLED = ("SILENT", "RESTARTING", "MISSING")
+ABSENT = ("AWAY", "HELD", "GIVEN UP")
+_SETTING_UP = ("starting", "setup")
+_MASTER_START_S = 60.0
+_SILENT_S = 6.5  # a beat moves every two seconds, so three of them are missing
+_SILENT_TTLS = 3.0  # while it sets up: an import may hold the interpreter for long
+_MANY_NODES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRow:
+    """One worker, as rl-status shows it."""
+
+    worker: str
+    state: str
+    pid: int | None
+    node: str
+    phase: str
+    phase_s: float | None
+    version: str
+    restarts: int
+    last_seen_s: float | None
+    waiting_for: str
+
+    @property
+    def kind(self) -> str:
+        """The part before the slash."""
+        return self.worker.partition("/")[0]
+
+    @property
+    def index(self) -> str:
+        """The part after it."""
+        return self.worker.partition("/")[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRow:
+    """All workers of one kind, as rl-status shows them."""
+
+    group: str
+    ready: int
+    total: int
+    restarts: int
+    nodes: tuple[str, ...]
+    last_seen_s: float | None
+    """Of the worker that was seen last."""
+    note: str
+
+
+def worker_rows(evidence: Evidence) -> list[WorkerRow]:
+    """A row for every worker of the plan."""
+    return [_worker_row(evidence, worker) for worker in evidence.facts.workers]
+
+
+def group_rows(evidence: Evidence, rows: Sequence[WorkerRow]) -> list[GroupRow]:
+    """A row for every kind of worker, in the order of the plan."""
+    kinds = dict.fromkeys(row.kind for row in rows)
+    return [_group_row(evidence, kind, [row for row in rows if row.kind == kind]) for kind in kinds]
+
+
+def is_away(row: WorkerRow) -> bool:
+    """Whether the trial does, or has to do, without this worker for now."""
+    return row.state in ABSENT
+
+
+def trouble(evidence: Evidence, row: WorkerRow) -> str:
+    """What is wrong with a worker, in a few words."""
+    where = f" on {row.node}" if row.node else ""
+    if row.state == "SILENT":
+        return f"{row.worker} silent {row.last_seen_s or 0.0:.0f}s{where}"
+    if row.state == "MISSING":
+        return f"{row.worker} runs{where} but has no record; see rl-logs {evidence.facts.name} {row.worker}"
+    life = evidence.lives[row.worker]
+    return f"{row.worker} restarting{where}" + (f" after {life.exit}" if life.exit else f" (restart {row.restarts})")
+
+
+def describe_member(member: Member) -> str:
+    """What a member's job does: `job 12 QUEUED: Resources: ...`."""
+    if member.job is None:
+        return "its job is to be submitted again"
+    verdict = judge_job(member.job.state, member.job.reason, start=member.job.start, job_id=member.job.job_id)
+    return f"job {member.job.job_id} {verdict.state}" + (f": {verdict.note}" if verdict.note else "")
+
+
+def _worker_row(evidence: Evidence, worker: str) -> WorkerRow:
+    life = evidence.lives[worker]
+    record = _own((evidence.records or {}).get(worker), evidence, life)
+    memory = record or (_own(evidence.last_seen.get(worker), evidence, life) if not life.exit else None)
+    beat = _number(memory, "beat") or _number(memory, "phase_since")
+    last_seen_s = max(0.0, evidence.now - beat) if beat is not None else None
+    if last_seen_s is None and life.ended_at is not None:
+        last_seen_s = max(0.0, evidence.now - life.ended_at)
+    since = _number(memory, "phase_since")
+    shown: Mapping[str, Any] = memory or {}
+    return WorkerRow(
+        worker=worker,
+        state=_worker_state(evidence, worker, record=record, memory=memory, last_seen_s=last_seen_s),
+        pid=int(shown["pid"]) if isinstance(shown.get("pid"), int) else life.pid,
+        node=str(shown.get("node") or life.node),
+        phase=str(shown.get("phase") or ""),
+        phase_s=max(0.0, evidence.now - since) if since is not None else None,
+        version=str(shown.get("version") or ""),
+        restarts=life.restarts,
+        last_seen_s=last_seen_s,
+        waiting_for=str(shown.get("waiting_for") or ""),
+    )
+
+
+def _own(record: Mapping[str, Any] | None, evidence: Evidence, life: WorkerLife) -> Mapping[str, Any] | None:
+    """The record, if it is of this attempt and of the process that was started last."""
+    if record is None or evidence.attempt is None:
+        return record
+    if isinstance(attempt := record.get("attempt"), int) and attempt != evidence.attempt.attempt:
+        return None
+    incarnation = record.get("incarnation")
+    is_other = bool(life.incarnation) and bool(incarnation) and incarnation != life.incarnation
+    return None if is_other else record
+
+
+def _worker_state(
+    evidence: Evidence,
+    worker: str,
+    *,
+    record: Mapping[str, Any] | None,
+    memory: Mapping[str, Any] | None,
+    last_seen_s: float | None,
+) -> str:
+    life = evidence.lives[worker]
+    if evidence.records is None:
+        return f"ENDED ({life.exit})" if life.exit else "UNKNOWN" if life.started_at else "-"
+    if worker in evidence.given_up:
+        return "GIVEN UP"
+    if record is None and worker.partition("/")[0] in evidence.held_groups:
+        return "HELD"
+    if memory is not None:
+        is_setting_up = memory.get("phase") in _SETTING_UP
+        patience_s = _SILENT_TTLS * evidence.facts.lease_ttl_s if is_setting_up else _SILENT_S
+        if last_seen_s is not None and last_seen_s > patience_s:
+            return "AWAY" if record is None and _is_place_gone(evidence, worker) else "SILENT"
+        if is_setting_up or record is None:
+            return "RESTARTING" if life.restarts else "STARTING"
+        return "UP"
+    if _is_place_gone(evidence, worker):
+        return "AWAY"
+    if life.started_at is None:
+        return "STARTING"
+    if life.exit or life.restarts:
+        return "RESTARTING"
+    patience_s = _MASTER_START_S if worker == MASTER else evidence.facts.setup_timeout_s
+    return "STARTING" if evidence.now - life.started_at < patience_s else "MISSING"
+
+
+def _is_place_gone(evidence: Evidence, worker: str) -> bool:
+    """Whether the worker's place is in a job that does not run now."""
+    allocation = evidence.allocation_by_worker.get(worker)
+    if allocation is None:
+        return False
+    member = evidence.member_by_allocation.get(allocation)
+    return member is None or member.job is None or member.job.state != "RUNNING"
+
+
+def _group_row(evidence: Evidence, kind: str, rows: Sequence[WorkerRow]) -> GroupRow:
+    seen = [row.last_seen_s for row in rows if row.last_seen_s is not None]
+    return GroupRow(
+        group=kind,
+        ready=sum(row.state == "UP" for row in rows),
+        total=len(rows),
+        restarts=sum(row.restarts for row in rows),
+        nodes=tuple(dict.fromkeys(row.node for row in rows if row.node)),
+        last_seen_s=min(seen, default=None),
+        note=_group_note(evidence, kind, rows),
+    )
+
+
+def _group_note(evidence: Evidence, kind: str, rows: Sequence[WorkerRow]) -> str:
+    parts = []
+    for state in TROUBLED:
+        chosen = [row for row in rows if row.state == state]
+        if not chosen:
+            continue
+        detail = f" {chosen[0].last_seen_s or 0.0:.0f}s" if state == "SILENT" else ""
+        if state == "RESTARTING" and (ended := evidence.lives[chosen[0].worker].exit):
+            detail = f" after {ended}"
+        parts.append(f"{_indices(chosen)}: {state.lower()}{detail}")
+    if kind in evidence.held_groups:
+        parts.append(f"kept down; rl-stop {evidence.facts.name} --group {kind} --undo brings it back")
+    if given_up := [row for row in rows if row.state == "GIVEN UP"]:
+        parts.append(f"{_indices(given_up)}: given up, {evidence.given_up[given_up[0].worker]}")
+    parts += _member_notes(evidence, kind)
+    return "; ".join(parts)
+
+
+def _member_notes(evidence: Evidence, kind: str) -> list[str]:
+    """What the jobs of a group do; members in the same state share a note."""
+    indices_by_text: dict[str, list[str]] = {}
+    for member in evidence.members:
+        name, _, index = member.allocation.partition("/")
+        if name == kind:
+            is_running = member.job is not None and member.job.state == "RUNNING"
+            text = "" if is_running and index else describe_member(member)
+            indices_by_text.setdefault(text, []).append(index)
+    return [
+        (f"{','.join(indices)}: {text}" if indices[0] else text) for text, indices in indices_by_text.items() if text
+    ]
+
+
+def _indices(rows: Sequence[WorkerRow]) -> str:
+    shown = ",".join(row.index for row in rows[:_MANY_NODES])
+    return shown if len(rows) <= _MANY_NODES else f"{shown} and {len(rows) - _MANY_NODES} more"
+
+
+def _number(record: Mapping[str, Any] | None, name: str) -> float | None:
+    value = record.get(name) if record else None
+    return float(value) if isinstance(value, int | float) else None
