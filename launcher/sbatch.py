@@ -271,7 +271,7 @@ def _render(source: str, variables: dict[str, Any]) -> str:
 
 def _render_own_template(template: Path, variables: dict[str, Any]) -> str:
     """The user's own template, rendered and looked at as far as one can without running it."""
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, TemplateSyntaxError
 
     def refuse(why: str, hint: str) -> ConfigError:
         return ConfigError.of(
@@ -285,7 +285,7 @@ def _render_own_template(template: Path, variables: dict[str, Any]) -> str:
     try:
         script = _render(source, variables)
     except TemplateError as error:
-        line = f" in line {error.lineno}" if getattr(error, "lineno", None) else ""
+        line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         known = ", ".join(variables)
         raise refuse(
             f"{error.message}{line}", f"variables are {known}; write them as <% {next(iter(variables))} %>"

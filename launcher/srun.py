@@ -255,9 +255,9 @@ class SrunRunner:
 
     def start(self, spec: TaskSpec) -> SrunTask:
         place = self.place_of(spec.worker)
-        command = srun_command(
-            spec.worker, self._contain(spec), place, counts_gpus=self._plan.cluster.gpu_request != "none"
-        )
+        contained = self._contain(spec)
+        counts_gpus = self._plan.cluster.gpu_request != "none"
+        command = srun_command(spec.worker, contained, place, counts_gpus=counts_gpus)
         with spec.log_path.open("ab") as log:
             log_start = log.tell()
             process = subprocess.Popen(
@@ -265,7 +265,7 @@ class SrunRunner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=clean_environment() | self._contain(spec).environment,
+                env={**clean_environment(), **contained.environment},
                 start_new_session=True,
             )
         return SrunTask(
