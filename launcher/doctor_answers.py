@@ -10,6 +10,7 @@ from typing import Any
 from corral.launcher.doctor import Finding, fail, ok, warn
 from corral.launcher.doctor_node import DISTRIBUTION
 from corral.launcher.doctor_probe import EXIT_NO_CANARY, EXIT_NO_PYTHON, NODE_WAIT_S, ProbeOutcome
+from corral.launcher.slurm_states import judge_job
 
 _SLOW_S = 5.0
 _CLOCK_TOLERANCE_S = 2.0
@@ -46,7 +47,10 @@ def _why_no_answer(outcome: ProbeOutcome, fileroot: Path) -> Finding:
         said = f"{sys.executable} -m corral... does not run on the node: {log or 'it left no log'}"
         return fail("nodes.python", said, "install corral into an environment on a shared file system")
     if outcome.state in ("", "PENDING", "CONFIGURING"):
-        said = f"the probe has not started within {outcome.waited_s:.0f} s ({outcome.reason or 'no reason given'})"
+        reason = outcome.reason or "no reason given"
+        if judge_job("PENDING", reason).state == "BLOCKED":
+            return warn("nodes", f"the probe can never start ({reason})", "name another partition with --partition")
+        said = f"the probe has not started within {outcome.waited_s:.0f} s ({reason})"
         return warn("nodes", said, "run rl-doctor again with --partition, or when nodes are free; --quick skips this")
     said = f"the probe ended as {outcome.state} with exit {outcome.exit_code} and no answer"
     return fail("nodes", said, f"see whether {fileroot} is on a file system that every node sees")

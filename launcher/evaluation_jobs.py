@@ -320,7 +320,8 @@ def _cause(job: "submitit.Job[Any]") -> str:
     """The last thing that the job said, and where the rest is."""
     for path in (job.paths.stderr, job.paths.stdout):
         said = [line.strip() for line in tail_lines(path, 40) if line.strip()] if path.exists() else []
-        wanted = [line for line in said if "Error" in line or "error:" in line] or said
+        own = [line for line in said if not line.startswith(("srun:", "slurmstepd:"))] or said
+        wanted = [line for line in own if "Error" in line or "error:" in line] or own
         if wanted:
             return f"{wanted[-1]} (see {path})"
     return f"it left no log in {job.paths.folder}; the job's folder must be visible from the nodes (rl-doctor)"

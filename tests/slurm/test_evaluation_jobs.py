@@ -1,0 +1,158 @@
+"""Evaluations as jobs of a real SLURM without accounting: done, crashed, cancelled, taken away and given back."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import submitit
+from submitit.slurm.slurm import SlurmJob
+
+from corral.experiments.evaluation import progress_path, read_result, result_path
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.evaluation_jobs import (
+    EvaluationReader,
+    EvaluationResources,
+    EvaluationStatus,
+    submit_to_slurm,
+    wait_for,
+)
+from corral.launcher.evaluation_plan import choose, find_weights, make_evaluation_config, make_requests, read_plan
+from corral.launcher.queue_watcher import QueueWatcher
+from corral.launcher.slurm import SlurmClient, SlurmError
+from corral.workers.data.arithmetic import write_model
+from tests.integration.trial_helpers import run_program
+from tests.launcher.evaluable import NUM_PROBLEMS, make_evaluable_trial
+from tests.launcher.trials import wait_until
+from tests.slurm.cluster import Cluster
+
+pytestmark = pytest.mark.slurm
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    write_model(path, seed=1, hidden_size=32, num_layers=2)
+    return path
+
+
+@pytest.fixture
+def site(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """The cluster, with what an evaluation inherits from whoever asks for it; no job is left behind."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # where the rewards of tests are
+    monkeypatch.setenv("CORRAL_TEST_GATE", str(tmp_path / "gate"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = set(SlurmClient().states())
+    yield cluster
+    for job_id in set(SlurmClient().states()) - before:
+        cluster.run("scancel", job_id)
+
+
+def submit(directory: TrialDirectory, step: str = "latest", *, batch_size: int = 256) -> dict[int, str]:
+    plan = read_plan(directory)
+    evaluation = make_evaluation_config(plan, None, max_new_tokens=None)
+    chosen = choose(find_weights(directory), step)
+    requests = [
+        request.model_copy(update={"batch_size": batch_size})
+        for request in make_requests(directory, plan, chosen, evaluation, directory.evaluations_path)
+    ]
+    scheduling = plan.scheduling["model_worker"].scheduling
+    resources = EvaluationResources.of("t", scheduling, launch=plan.launch, cluster=plan.cluster, minutes=5)
+    return submit_to_slurm(directory, requests, resources)
+
+
+def watched(directory: TrialDirectory) -> EvaluationReader:
+    return EvaluationReader(directory.evaluations_path, watcher=QueueWatcher(delay_s=2))
+
+
+def wait_for_state(reader: EvaluationReader, step: int, state: str) -> EvaluationStatus:
+    def look() -> EvaluationStatus | None:
+        (status,) = reader.read([step])
+        return status if status.state == state else None
+
+    return wait_until(look, f"{state} of step {step}: {reader.read([step])}", timeout_s=WAIT_S)
+
+
+@pytest.mark.slow
+def test_versions_are_evaluated_as_an_array_by_the_command(site: Cluster, tmp_path: Path, model: Path) -> None:
+    directory = make_evaluable_trial(tmp_path / "a root", model, commits=(1, 2))
+    arguments = [str(directory.path), "--step", "all", "--wait", "-o", "json", "--minutes", "5"]
+    shown = json.loads(run_program(["rl-eval", *arguments], environment=os.environ | site.environment))
+    assert [(one["step"], one["state"], one["result"]["num_prompts"]) for one in shown] == [
+        (1, "DONE", NUM_PROBLEMS),
+        (2, "DONE", NUM_PROBLEMS),
+    ]
+    first, second = (one["job_id"] for one in shown)
+    assert first.partition("_")[0] == second.partition("_")[0] and first.endswith("_0") and second.endswith("_1")
+    assert not (directory.evaluations_path / "weights" / "step-00000001").exists()
+
+
+@pytest.mark.slow
+def test_crashed_cancelled_and_interrupted_evaluations_end_as_what_they_are(
+    site: Cluster, tmp_path: Path, model: Path
+) -> None:
+    crashing = make_evaluable_trial(tmp_path / "1", model, reward="tests.launcher.evaluation_rewards:crash")
+    gated = [
+        make_evaluable_trial(tmp_path / name, model, reward="tests.launcher.evaluation_rewards:gated")
+        for name in ("2", "3")
+    ]
+    gate, judged = tmp_path / "gate", tmp_path / "gate.judged"
+    gate.write_text("9")
+    submit(crashing)
+    (resumed_job,) = submit(gated[0], batch_size=4).values()
+    failed = wait_for_state(watched(crashing), 2, "FAILED")
+    assert "the evaluation ended with -9" in failed.note
+
+    # Its time is up in the middle of its third batch; submitit puts it back into the queue.
+    wait_until(lambda: judged.exists() and len(judged.read_text().split()) == 10, "the tenth problem", timeout_s=WAIT_S)
+    assert json.loads(progress_path(result_path(gated[0].evaluations_path, 2)).read_text())["num_done"] == 8
+    assert site.run("scancel", "--signal=USR2", resumed_job).returncode == 0
+    (cancelled_job,) = submit(gated[1]).values()
+    reader = watched(gated[1])
+    wait_for_state(reader, 2, "RUNNING")
+    assert site.run("scancel", cancelled_job).returncode == 0
+    wait_for_state(reader, 2, "CANCELLED")
+
+    gate.write_text("1000")
+    (status,) = wait_for(watched(gated[0]), [2], timeout_s=WAIT_S)
+    assert (status.state, status.job_id) == ("DONE", resumed_job)
+    result = read_result(result_path(gated[0].evaluations_path, 2))
+    assert result is not None and (result.num_starts, result.num_prompts) == (2, NUM_PROBLEMS)
+
+
+def test_submitit_itself_learns_of_a_crash_without_accounting(site: Cluster, tmp_path: Path) -> None:
+    executor = submitit.AutoExecutor(folder=tmp_path / "jobs", cluster="slurm")
+    executor.update_parameters(timeout_min=2, slurm_mem="100MB", cpus_per_task=1)
+    job: submitit.Job[None] = executor.submit(signal.raise_signal, signal.SIGKILL)
+    watcher = QueueWatcher(delay_s=2)
+    job.watcher = watcher
+    watcher.register_job(job.job_id)
+    wait_until(job.done, f"the end of job {job.job_id}", timeout_s=30.0)
+    assert isinstance(job, SlurmJob) and job.state == "FAILED"
+
+
+def test_an_evaluation_asked_for_from_inside_a_job_is_a_job_of_its_own(
+    site: Cluster, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "64", "SLURM_GPUS_PER_NODE": "99", "RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    before: Mapping[str, Any] = dict(os.environ)
+    directory = make_evaluable_trial(tmp_path, model, commits=(1,), final=1)
+    (job_id,) = submit(directory).values()
+    assert dict(os.environ) == before
+    facts = SlurmClient().job(job_id)
+    assert facts is not None and (facts["NumTasks"], facts["JobName"]) == ("1", "eval.t")
+    site.run("scancel", job_id)
+
+
+def test_what_slurm_refuses_is_said(site: Cluster, tmp_path: Path, model: Path) -> None:
+    directory = make_evaluable_trial(tmp_path, model, launch={"partition": "nosuch"})
+    with pytest.raises(SlurmError, match="invalid partition"):
+        submit(directory)
+    assert watched(directory).read([2])[0].is_final
