@@ -49,7 +49,11 @@ def load_experiment(path: Path | str, overrides: Sequence[str] = (), *, profiles
 
 
 def load_with_source(
-    path: Path | str, overrides: Sequence[str] = (), *, profiles: Sequence[Path] = ()
+    path: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    profiles: Sequence[Path] = (),
+    sbatch_arguments: Sequence[str] = (),
 ) -> LoadedExperiment:
     """Read an experiment file and check everything that can be checked without starting anything.
 
@@ -57,6 +61,7 @@ def load_with_source(
         path: the YAML file; relative paths in it are relative to its folder.
         overrides: `key.path=value`, applied in order; relative paths in them are relative to the current directory.
         profiles: files with values for what the experiment file leaves open, the weakest first.
+        sbatch_arguments: what is added to `launch.extra_sbatch_arguments`.
 
     Raises:
         ConfigError: listing all mistakes of the first stage that found any.
@@ -81,6 +86,7 @@ def load_with_source(
     )
     changes = [as_text_where_asked(change, experiment_class) for change in changes]
     data = _with_group_defaults(apply_overrides(merged.data, changes))
+    data = _with_sbatch_arguments(data, sbatch_arguments)
     data = _with_absolute_paths(data, experiment_class, source)
     experiment = validate(experiment_class, data, source)
     check_experiment(experiment, source)
@@ -158,6 +164,14 @@ def _with_defaults(group: dict[str, Any], default: dict[str, Any]) -> dict[str, 
     if isinstance(elastic, dict) and isinstance(elastic.get("scheduling"), dict):
         filled["elastic"] = {**elastic, "scheduling": default | elastic["scheduling"]}
     return filled
+
+
+def _with_sbatch_arguments(data: dict[str, Any], added: Sequence[str]) -> dict[str, Any]:
+    launch = data.get("launch") or {}
+    given = launch.get("extra_sbatch_arguments") or [] if isinstance(launch, dict) else None
+    if not added or not isinstance(given, list):
+        return data
+    return {**data, "launch": {**launch, "extra_sbatch_arguments": [*given, *added]}}
 
 
 def _with_absolute_paths(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from corral.experiments.attempts import last_attempt, record_attempt
-from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource
+from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, shorten
 from corral.experiments.experiment import Experiment
 from corral.experiments.journal import Journal, read_journal
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
@@ -37,6 +37,7 @@ from corral.launcher.preflight import check_on_slurm
 from corral.launcher.sbatch import holder_path, render_holder, render_script
 from corral.launcher.slurm import SlurmClient, SlurmError, clean_environment
 from corral.launcher.trials import TrialFacts, default_fileroot
+from corral.scheduling.slurm_formats import check_plain_text
 
 Mode = Literal["local", "slurm"]
 SUPERVISOR_COMMAND = (sys.executable, "-m", "corral.launcher.supervisor")
@@ -70,6 +71,7 @@ def prepare(
     trial_name: str | None,
     mode: Mode,
     profile: str | None = None,
+    sbatch_arguments: Sequence[str] = (),
     client: SlurmClient | None = None,
 ) -> Submission:
     """Reads and checks everything; writes nothing.
@@ -80,13 +82,16 @@ def prepare(
         trial_name: None is the file's, else the next free one.
         mode: where the trial is to run.
         profile: name or path of a profile beneath the file, over those of the site and the user.
+        sbatch_arguments: added to `launch.extra_sbatch_arguments`.
         client: the cluster.
 
     Raises:
         ConfigError: with every mistake that was found.
         SlurmError: if the cluster cannot be asked.
     """
-    loaded = load_with_source(experiment_file, overrides, profiles=find_profiles(profile))
+    loaded = load_with_source(
+        experiment_file, overrides, profiles=find_profiles(profile), sbatch_arguments=sbatch_arguments
+    )
     experiment = loaded.experiment
     fileroot = (experiment.cluster.fileroot or default_fileroot()).absolute()
     trial = _trial_name(experiment.trial if trial_name is None else trial_name, fileroot / experiment.name)
@@ -100,7 +105,7 @@ def prepare(
             hint=f"choose another name with -n, or continue it with rl-submit --resume {experiment.name}/{trial}",
         )
     try:
-        _check_fileroot(fileroot)
+        _check_fileroot(fileroot, directory)
     except ConfigError as error:
         raise error.located(loaded.source) from error
     plan = make_run_plan(experiment, _identity(experiment, directory, trial=trial), mode)
@@ -228,6 +233,15 @@ def _start_on_slurm(submission: Submission, layout: Layout, attempt: int, client
     return job_id
 
 
+def script_of(submission: Submission) -> bytes | None:
+    """What the next submission would hand to sbatch, to the byte; None for a local trial."""
+    if submission.layout is None:
+        return None
+    previous = last_attempt(submission.directory)
+    attempt = previous.attempt + 1 if previous else 0
+    return os.fsencode(render_script(submission.plan, submission.layout, submission.directory, attempt=attempt))
+
+
 def write_launch_files(plan: RunPlan, layout: Layout, directory: TrialDirectory, *, attempt: int | None = None) -> None:
     """What the job and its supervisor read: layout.json, trial.sbatch, holder.sbatch."""
     script = render_script(plan, layout, directory, attempt=attempt)
@@ -258,14 +272,20 @@ def _trial_name(wanted: str | None, experiment_directory: Path) -> str:
         raise ConfigError.of(str(error), shown=f"-n {wanted!r}") from error
 
 
-def _check_fileroot(fileroot: Path) -> None:
+def _check_fileroot(fileroot: Path, directory: TrialDirectory) -> None:
+    path, shown = ("cluster", "fileroot"), shorten(str(fileroot))
+    try:
+        check_plain_text(str(directory.path), what="the trial's folder")
+        str(directory.path).encode()
+    except ValueError as error:
+        raise ConfigError.of(str(error), hint="use a folder with a plain name", path=path, shown=shown) from error
     existing = next(parent for parent in (fileroot, *fileroot.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError.of(
             f"trials cannot be written below {fileroot}: {existing} is not a writable folder",
             hint="set cluster.fileroot or $CORRAL_FILEROOT to a folder of yours that every node sees",
-            path=("cluster", "fileroot"),
-            shown=str(fileroot),
+            path=path,
+            shown=shown,
         )
 
 

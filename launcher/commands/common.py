@@ -7,7 +7,7 @@ unreachable, 5 this cluster can never run it, 6 the trial failed (--wait), 7 it 
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -28,11 +28,11 @@ TRIAL_HELP = "A trial's name, experiment/trial, or the path of its directory."
 Fileroot = Annotated[Path | None, typer.Option("--fileroot", help=FILEROOT_HELP)]
 
 
-def run(command: Callable[..., None]) -> None:
-    """A program that is one command."""
+def run(command: Callable[..., None], arguments: Sequence[str] | None = None) -> None:
+    """A program that is one command; `arguments` are those of the process unless given."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
-    app()
+    app(args=list(arguments) if arguments is not None else None)
 
 
 @contextmanager

@@ -1,88 +1,232 @@
 """rl-submit: an experiment file becomes a trial, on SLURM or on this machine."""
 
+import sys
+import time
+from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from corral.launcher.commands.common import EXIT_ERROR, Fileroot, fail, run, user_errors, wait_for_trial
 
 if TYPE_CHECKING:
+    from corral.launcher.logs import LogFile
     from corral.launcher.submit import Submission
+    from corral.launcher.trials import TrialFacts
+
+_END_LOOK_INTERVAL_S = 5.0  # squeue is shared by everyone on the cluster
+
+
+class DryRun(StrEnum):
+    """What a dry run prints on stdout."""
+
+    PLAN = "plan"
+    SCRIPT = "script"
+
+
+class LayoutName(StrEnum):
+    """As `launch.layout`."""
+
+    AUTO = "auto"
+    PACKED = "packed"
+    HETJOB = "hetjob"
+    JOBS = "jobs"
 
 
 def submit(
     experiment: Annotated[Path | None, typer.Argument(help="The experiment file (YAML).")] = None,
     trial: Annotated[str | None, typer.Option("-n", "--trial", help="Name of the trial; default trial-N.")] = None,
     override: Annotated[list[str] | None, typer.Option("-s", "--set", help="key.path=value, over the file's.")] = None,
+    profile: Annotated[
+        str | None, typer.Option("--profile", help="Name or path of a profile beneath the experiment file.")
+    ] = None,
+    layout: Annotated[LayoutName | None, typer.Option("--layout", help="As launch.layout.")] = None,
+    max_attempts: Annotated[
+        int | None, typer.Option("--max-attempts", min=1, help="As launch.max_attempts: attempts without a human.")
+    ] = None,
+    sbatch_arg: Annotated[
+        list[str] | None, typer.Option("--sbatch-arg", help="Further option of sbatch, as --licenses=a:1; repeatable.")
+    ] = None,
     local: Annotated[bool, typer.Option("--local", help="Run on this machine, without SLURM.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and show the plan; write nothing.")] = False,
+    dry_run: Annotated[
+        DryRun | None,
+        typer.Option("--dry-run", help="Check and show the plan, or (=script) print the batch script; write nothing."),
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Show progress until the trial has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Print what the workers print until it has ended.")] = False,
     resume: Annotated[str | None, typer.Option("--resume", help="Continue this trial from its last commit.")] = None,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the call of sbatch.")] = False,
     fileroot: Fileroot = None,
 ) -> None:
     """Start a trial of an experiment, on SLURM or on this machine."""
     with user_errors():
+        if wait and follow:
+            raise typer.BadParameter("--follow waits too; choose one of --wait and --follow")
         if resume is not None:
-            _resume(resume, fileroot, dry_run=dry_run, wait=wait, other_options=bool(experiment or trial or override))
-            return
-        if experiment is None:
+            options = (experiment, trial, override, profile, layout, max_attempts, sbatch_arg, local or None)
+            submission = _prepared_resume(resume, fileroot, has_other_options=any(option for option in options))
+        elif experiment is None:
             raise typer.BadParameter("name an experiment file, or a trial to --resume")
-        from corral.launcher.submit import create, prepare, start
+        else:
+            from corral.launcher.submit import prepare
 
-        overrides = list(override or [])
-        if fileroot is not None:
-            overrides.append(f"cluster.fileroot={fileroot.absolute()}")
-        submission = prepare(experiment, overrides, trial_name=trial, mode="local" if local else "slurm")
-        _print_plan(submission)
-        if dry_run:
+            changes = _changes(override, fileroot=fileroot, layout=layout, max_attempts=max_attempts)
+            arguments = _checked_arguments(sbatch_arg or [])
+            mode = "local" if local else "slurm"
+            submission = prepare(
+                experiment, changes, trial_name=trial, mode=mode, profile=profile, sbatch_arguments=arguments
+            )
+        if dry_run is DryRun.SCRIPT:
+            _print_script(submission)
             return
-        create(submission)
-        identifier = start(submission)
-        _after_start(submission, identifier, wait=wait)
+        _print_plan(submission, sys.stdout)
+        if dry_run is None:
+            _start(submission, is_resumed=resume is not None, wait=wait, follow=follow, verbose=verbose)
 
 
-def _resume(name: str, fileroot: Path | None, *, dry_run: bool, wait: bool, other_options: bool) -> None:
-    from corral.launcher.submit import prepare_resume, start
+def _changes(
+    overrides: Sequence[str] | None, *, fileroot: Path | None, layout: LayoutName | None, max_attempts: int | None
+) -> list[str]:
+    """Options that stand for a key of the experiment file, after the overrides."""
+    from corral.experiments.errors import ConfigError
+    from corral.scheduling.slurm_formats import check_plain_text
+
+    changes = list(overrides or [])
+    if fileroot is not None:
+        try:
+            check_plain_text(str(fileroot), what="--fileroot")
+        except ValueError as error:
+            raise ConfigError.of(str(error), hint="use a folder with a plain name") from error
+        changes.append(f"cluster.fileroot={_quoted(str(fileroot.absolute()))}")
+    if layout is not None:
+        changes.append(f"launch.layout={layout}")
+    if max_attempts is not None:
+        changes.append(f"launch.max_attempts={max_attempts}")
+    return changes
+
+
+def _quoted(text: str) -> str:
+    """A value of an override that is text whatever it looks like."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _checked_arguments(arguments: Sequence[str]) -> Sequence[str]:
+    from corral.experiments.errors import ConfigError, shorten, split_remedy
+    from corral.scheduling.slurm_formats import check_plain_text, check_sbatch_arguments
+
+    for argument in arguments:
+        try:
+            check_plain_text(argument, what="--sbatch-arg")
+            check_sbatch_arguments([argument])
+        except ValueError as error:
+            rule, remedy = split_remedy(str(error))
+            place = f"--sbatch-arg={shorten(argument)}"
+            raise ConfigError.of(rule, hint=remedy or "give it as --sbatch-arg=--name=value", place=place) from error
+    return arguments
+
+
+def _prepared_resume(name: str, fileroot: Path | None, *, has_other_options: bool) -> "Submission":
+    from corral.launcher.submit import prepare_resume
     from corral.launcher.trials import default_fileroot, find_trial
 
-    if other_options:
+    if has_other_options:
         raise typer.BadParameter("--resume continues a trial as it was planned; it takes no experiment, name or -s")
-    submission = prepare_resume(find_trial(name, fileroot or default_fileroot()))
-    _print_plan(submission)
-    if not dry_run:
-        _after_start(submission, start(submission, resume=True), wait=wait)
+    return prepare_resume(find_trial(name, fileroot or default_fileroot()))
 
 
-def _print_plan(submission: "Submission") -> None:
+def _print_plan(submission: "Submission", out: TextIO) -> None:
+    from corral.experiments.errors import display_path
     from corral.experiments.render import THIS_MACHINE, render_plan
     from corral.launcher.layout_view import render_layout
 
     nodes = render_layout(submission.layout) if submission.layout else THIS_MACHINE
-    print(render_plan(submission.plan, nodes=nodes, warnings=submission.warnings))
-    print(f"\nchecks     {' - '.join(submission.checks)}", flush=True)
+    print(render_plan(submission.plan, nodes=nodes, warnings=submission.warnings), file=out)
+    print(f"\nchecks     {' - '.join(submission.checks)}", file=out, flush=True)
+    for number, file in enumerate(submission.profiles):
+        print(f"{'' if number else 'profiles':<9}  {display_path(file)}", file=out, flush=True)
 
 
-def _after_start(submission: "Submission", identifier: str, *, wait: bool) -> None:
-    from corral.launcher.trials import default_fileroot
+def _print_script(submission: "Submission") -> None:
+    """The bytes that sbatch would get, and nothing else, on stdout."""
+    from corral.launcher.submit import script_of
 
+    script = script_of(submission)
+    if script is None:
+        raise typer.BadParameter("--dry-run=script shows what SLURM gets; with --local there is no script")
+    _print_plan(submission, sys.stderr)
+    sys.stdout.flush()
+    sys.stdout.buffer.write(script)
+    sys.stdout.buffer.flush()
+
+
+def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bool, verbose: bool) -> None:
+    from corral.launcher.submit import create, start
+    from corral.launcher.trials import default_fileroot, read_facts
+
+    if not is_resumed:
+        create(submission)
+    identifier = start(submission, resume=is_resumed)
     plan = submission.plan
     if plan.mode == "local":
         print(f"started    supervisor {identifier} on this machine; it goes on when this terminal closes")
     else:
         print(f"job        {identifier}   {submission.directory.sbatch_path}")
+    if verbose and submission.layout is not None:
+        from corral.launcher.sbatch import render_submission
+
+        print(f"command    {render_submission(plan, submission.layout, submission.directory).command}")
     is_default = submission.directory.path.parent.parent == default_fileroot().absolute()
     name = f"{plan.trial.experiment}/{plan.trial.trial}" if is_default else str(submission.directory.path)
     print(f"next       rl-status {name}\n           rl-logs {name} -f\n           rl-stop {name}", flush=True)
-    if wait:
-        from corral.launcher.trials import read_facts
+    if not wait and not follow:
+        return
+    facts = read_facts(submission.directory)
+    if facts is None:
+        fail(f"{submission.directory.plan_path} cannot be read any more", EXIT_ERROR)
+    if follow:
+        _follow(facts, name)
+    wait_for_trial(facts, name)
 
-        facts = read_facts(submission.directory)
-        if facts is None:
-            fail(f"{submission.directory.plan_path} cannot be read any more", EXIT_ERROR)
-        wait_for_trial(facts, name)
+
+def _follow(facts: "TrialFacts", name: str) -> None:
+    """Prints the workers' lines from the first one on, until the trial has ended."""
+    from corral.launcher.logs import NoLogsError, find_logs, follow
+    from corral.launcher.status_reader import StatusReader
+
+    reader = StatusReader()
+    looked_at, is_over, is_first = float("-inf"), False, True
+
+    def has_ended() -> bool:
+        nonlocal looked_at, is_over
+        if time.monotonic() - looked_at > (1.0 if facts.mode == "local" else _END_LOOK_INTERVAL_S):
+            looked_at, is_over = time.monotonic(), reader.read([facts])[0].is_final
+        return is_over
+
+    def find() -> "Sequence[LogFile]":
+        nonlocal is_first
+        # What is there at the first look counts as read; here nothing has been.
+        was_first, is_first = is_first, False
+        try:
+            return [] if was_first else find_logs(facts.directory, [])
+        except NoLogsError:
+            return []
+
+    try:
+        follow(find, lambda line: print(line, flush=True), has_ended=has_ended)
+    except KeyboardInterrupt:
+        print(f"\nthe trial keeps running; rl-stop {name} ends it, rl-logs {name} -f shows it")
+        raise typer.Exit(0) from None
+
+
+def normalise(arguments: Sequence[str]) -> list[str]:
+    """`--dry-run` alone means `--dry-run=plan`: the parser knows no option whose value may be left out."""
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    options = [f"--dry-run={DryRun.PLAN}" if argument == "--dry-run" else argument for argument in arguments[:end]]
+    return [*options, *arguments[end:]]
 
 
 def main() -> None:
     """rl-submit"""
-    run(submit)
+    run(submit, normalise(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""rl-submit's options against a real SLURM: what a dry run prints is what a submission hands over, to the byte."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from corral.experiments.plan import RunPlan
+from tests.experiments.broken_yaml import write_inputs
+from tests.slurm.cluster import Cluster
+from tests.slurm.wrong_configurations import VALID_SLURM
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def folder(cluster: Cluster, tmp_path: Path) -> Path:
+    """A folder whose name needs quotes everywhere."""
+    folder = tmp_path / 'it\'s a "folder" of $HOME; 100%'
+    write_inputs(folder)
+    (folder / "experiment.yaml").write_text(VALID_SLURM)
+    return folder
+
+
+def _submit(folder: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[bytes]":
+    command = [str(Path(sys.executable).parent / "rl-submit"), *arguments, "--fileroot", str(folder / "trials")]
+    environment = os.environ | {"NO_COLOR": "1", "HOME": str(folder)} | variables
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, timeout=30)
+
+
+@pytest.mark.parametrize("layout", ["packed", "hetjob", "jobs"])
+def test_a_dry_run_prints_the_script_that_a_submission_hands_over(folder: Path, cluster: Cluster, layout: str) -> None:
+    later = ["experiment.yaml", "-n", "a", "-s", "launch.begin=now+1hour", "--layout", layout]
+    if layout == "hetjob":
+        later += ["-s", "groups.rollout_worker.scheduling.partition=spot"]
+    dry = _submit(folder, *later, "--dry-run=script")
+    assert dry.returncode == 0, dry.stderr
+    assert dry.stdout.startswith(b"#!/bin/bash\n") and b"checks     partition" in dry.stderr
+    assert not (folder / "trials").exists()
+    real = _submit(folder, *later, "-v")
+    assert real.returncode == 0, real.stderr
+    try:
+        directory = folder / "trials" / "small-grpo" / "a"
+        assert (directory / "trial.sbatch").read_bytes() == dry.stdout
+        assert RunPlan.from_json((directory / "plan.json").read_bytes()).trial.uuid.encode() in dry.stdout
+        command = re.search(r"^command +(.*)$", real.stdout.decode(), re.MULTILINE)
+        assert command is not None, real.stdout
+        assert shlex.split(command[1]) == ["sbatch", "--parsable", str(directory / "trial.sbatch")]
+        listed = subprocess.run(["bash", "-n"], input=dry.stdout, capture_output=True, timeout=10)
+        assert listed.returncode == 0, listed.stderr
+    finally:
+        job = re.search(r"^job +(\d+)", real.stdout.decode(), re.MULTILINE)
+        assert job is not None, real.stdout
+        cluster.run("scancel", job[1])
+
+
+def test_a_name_that_is_used_again_is_another_trial(folder: Path) -> None:
+    def uuid() -> bytes:
+        script = _submit(folder, "experiment.yaml", "-n", "a", "--dry-run=script").stdout
+        found = re.search(rb"[0-9a-f]{32}", script)
+        assert found is not None, script
+        return found[0]
+
+    first = uuid()
+    assert uuid() == first
+    (folder / "trials" / "small-grpo" / "a").mkdir(parents=True)
+    (folder / "trials" / "small-grpo" / "a").rmdir()
+    assert uuid() != first
+
+
+def test_a_dry_run_shows_plan_checks_and_profiles(folder: Path) -> None:
+    profile = folder / ".config" / "corral" / "profiles" / "site.yaml"
+    profile.parent.mkdir(parents=True)
+    profile.write_text("launch: {partition: spot, extra_sbatch_arguments: [--nice=5]}\n")
+    shown = _submit(
+        folder, "experiment.yaml", "--dry-run", "--profile", "site", "--sbatch-arg=--mail-type=END", "--max-attempts=3"
+    )
+    assert shown.returncode == 0, shown.stderr
+    text = shown.stdout.decode()
+    assert "partition spot ok" in text and "site.yaml" in text and "profiles " in text
+    assert not (folder / "trials").exists()
+    script = _submit(
+        folder, "experiment.yaml", "--dry-run=script", "--profile", "site", "--sbatch-arg=--mail-type=END"
+    ).stdout
+    assert b"--nice" in script and b"--mail-type" in script
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--sbatch-arg=--nodes=3"], "--sbatch-arg=--nodes=3"),
+        (["--sbatch-arg=a\nb"], "control character"),
+        (["--layout", "heap"], "heap"),
+        (["--dry-run=everything"], "everything"),
+        (["--local", "--dry-run=script"], "there is no script"),
+        (["--wait", "--follow"], "choose one"),
+        (["--resume", "x"], "takes no experiment"),
+        (["--profile", "nowhere"], "no profile named"),
+        (["--max-attempts", "0"], "max-attempts"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(folder: Path, arguments: list[str], words: str) -> None:
+    refused = _submit(folder, "experiment.yaml", *arguments, COLUMNS="200")
+    assert refused.returncode == 2, refused
+    assert words in refused.stderr.decode() and b"Traceback" not in refused.stderr
+    assert not (folder / "trials").exists()
