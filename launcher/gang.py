@@ -1,0 +1,76 @@
+"""The gang guard of layout `jobs`: a trial never holds half of its nodes for long while it waits for the other half.
+
+    EMPTY --first job runs--> FORMING --all run--> ASSEMBLED --one was lost--> FORMING
+      ^                          |
+      +-- gang_timeout_s over: all are given back, and asked for again after a random pause
+
+Two trials that each hold what the other one needs would wait for ever. Both give back, and as their pauses differ, one
+of them finds everything free. Each failure in a row doubles the pause. Pure: who runs, and the clock, come in.
+"""
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+_MIN_BACKOFF_S = 2.0  # several times what SLURM takes to start the jobs of the trial that comes first
+_MAX_BACKOFF_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveBack:
+    """All jobs of the gang have to go."""
+
+    waited_s: float
+    """Time since the first of them ran."""
+    pause_s: float
+    """Before they are asked for again."""
+    missing: tuple[str, ...]
+    """Those that did not run."""
+
+
+class GangGuard:
+    """Watches the jobs that a trial needs all of.
+
+    Args:
+        names: of these jobs.
+        timeout_s: the longest time from the first to the last of them.
+        chance: of the pauses; each trial needs its own.
+    """
+
+    def __init__(self, names: Sequence[str], *, timeout_s: float, chance: random.Random) -> None:
+        self._names = tuple(names)
+        self._timeout_s = timeout_s
+        self._chance = chance
+        self._forming_since: float | None = None
+        self._failures = 0
+        self.is_assembled = False
+        """Whether all have been there since they were last given back: steps may be started."""
+
+    @property
+    def is_forming(self) -> bool:
+        """Whether some nodes are held, and others waited for."""
+        return self._forming_since is not None
+
+    def look(self, running: Collection[str], now: float) -> GiveBack | None:
+        """What to do about it that just these run."""
+        missing = tuple(name for name in self._names if name not in running)
+        if not missing:
+            self.is_assembled = True
+            self._failures = 0
+        if not missing or len(missing) == len(self._names):
+            self._forming_since = None
+            return None
+        if self._forming_since is None:
+            self._forming_since = now
+        waited_s = now - self._forming_since
+        if waited_s < self._timeout_s:
+            return None
+        self._forming_since = None
+        self.is_assembled = False
+        self._failures += 1
+        return GiveBack(waited_s=waited_s, pause_s=self._pause_s(), missing=missing)
+
+    def _pause_s(self) -> float:
+        first = max(_MIN_BACKOFF_S, self._timeout_s / 10.0)
+        backoff_s = min(_MAX_BACKOFF_S, first * 2.0 ** min(self._failures - 1, 30))
+        return backoff_s * self._chance.uniform(0.5, 1.5)

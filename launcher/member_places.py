@@ -1,0 +1,125 @@
+"""What runs in the jobs of members: from the layout to the jobs, the restart units, and where these run meanwhile."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from corral.launcher.layout import Layout, RunningAllocations, Step
+from corral.launcher.member_actions import MemberSpec
+from corral.launcher.runner import Task, TaskRunner, TaskSpec
+from corral.launcher.unit_actions import UnitSpec
+
+MEMBER_ROLES = ("group", "elastic")
+_COMMENT = "--comment="
+
+
+class MovingRunner(TaskRunner, Protocol):
+    """A runner whose workers can be told to run elsewhere."""
+
+    def move(self, worker: str, step: Step, *, overlaps: bool = False) -> None:
+        """Run elsewhere from the next start on."""
+
+    def move_back(self, worker: str) -> None:
+        """Run where the layout says."""
+
+
+class FallbackRunner:
+    """Runs elastic workers that have a fallback in the supervisor's own job while their own is away."""
+
+    def __init__(self, runner: MovingRunner, layout: Layout, allocations: Callable[[], RunningAllocations]) -> None:
+        self._runner = runner
+        self._allocations = allocations
+        self._fallback_by_worker = fallback_steps(layout)
+        self._allocation_by_worker = {worker: layout.steps[worker].allocation for worker in self._fallback_by_worker}
+
+    def start(self, spec: TaskSpec) -> Task:
+        self._aim(spec.worker)
+        return self._runner.start(spec)
+
+    def bind_address(self, worker: str) -> str:
+        self._aim(worker)
+        return self._runner.bind_address(worker)
+
+    def clean_up(self) -> None:
+        self._runner.clean_up()
+
+    def _aim(self, worker: str) -> None:
+        fallback = self._fallback_by_worker.get(worker)
+        if fallback is None:
+            return
+        if self._allocation_by_worker[worker] in self._allocations():
+            self._runner.move_back(worker)
+        else:
+            # It was not planned for, so it shares: rollout workers wait for servers most of their time.
+            self._runner.move(worker, fallback, overlaps=True)
+
+
+def member_specs(layout: Layout) -> list[MemberSpec]:
+    """The jobs that the supervisor asks for."""
+    return [
+        MemberSpec(
+            name=allocation.name,
+            num_nodes=allocation.num_nodes,
+            size=allocation.num_nodes * (allocation.cpus_per_node + 100 * allocation.gpus_per_node),
+            is_required=allocation.role == "group",
+        )
+        for allocation in layout.allocations
+        if allocation.role in MEMBER_ROLES
+    ]
+
+
+def fallback_steps(layout: Layout) -> dict[str, Step]:
+    """Where elastic workers without GPUs run while their own job is away: on the supervisor's node."""
+    mem_mb = layout.head.mem_mb_per_node
+    return {
+        worker: Step(allocation=0, node_index=0, cpus=1, mem_mb=min(step.mem_mb, mem_mb), gpu_binding="none")
+        for worker, step in layout.steps.items()
+        if layout.allocations[step.allocation].role == "elastic" and worker.startswith("rollout_worker/")
+    }
+
+
+def units_of_allocation(layout: Layout, allocation: int) -> list[str]:
+    """The restart units whose workers run in an allocation."""
+    workers = layout.workers_of(allocation)
+    return list(dict.fromkeys("model_worker" if worker.startswith("model_worker/") else worker for worker in workers))
+
+
+def units_with_places(units: Sequence[UnitSpec], layout: Layout) -> list[UnitSpec]:
+    """The restart units, told which of them run in jobs of their own."""
+    role_by_unit: dict[str, str] = {}
+    for index, allocation in enumerate(layout.allocations):
+        role_by_unit |= dict.fromkeys(units_of_allocation(layout, index), allocation.role)
+    fallbacks = fallback_steps(layout)
+    return [
+        UnitSpec(
+            name=unit.name,
+            tasks=unit.tasks,
+            is_service=unit.is_service,
+            needs_place=role_by_unit.get(unit.name) in MEMBER_ROLES,
+            has_fallback=unit.name in fallbacks,
+            is_optional=role_by_unit.get(unit.name) == "elastic" and unit.name not in fallbacks,
+        )
+        for unit in units
+    ]
+
+
+def with_attempt(options: Sequence[str], attempt: int) -> list[str]:
+    """The options of a member's job; its comment also says which attempt asked for it."""
+
+    def tagged(option: str) -> str:
+        if not option.startswith(_COMMENT):
+            return option
+        tag = json.loads(option.removeprefix(_COMMENT)) | {"attempt": attempt}
+        return _COMMENT + json.dumps(tag, separators=(",", ":"))
+
+    return [tagged(option) for option in options]
+
+
+def why_leaving(job: dict[str, str] | None) -> str:
+    """Why a job that runs, or ran, will not be there much longer; "" if it stays."""
+    if job is None:
+        return "SLURM does not know its job any more"
+    state = job.get("JobState", "")
+    if job.get("PreemptTime", "None") not in ("None", "") and state == "RUNNING":
+        return "its job is being preempted"
+    return "" if state in ("RUNNING", "SUSPENDED") else f"its job is {state}"

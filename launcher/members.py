@@ -1,0 +1,293 @@
+"""The supervisor's hands for its members' jobs: sbatch, squeue and scancel in a thread, so that nobody waits for them.
+
+    Supervisor --drive()--> MemberJobs (pure) --AskForJob, CancelJob, ...--> one thread: sbatch, squeue, scancel
+        ^                       ^                                                |
+        |                       +--------------- answers, in order --------------+
+        +-- place_given, place_taken, place_holds of Supervision
+
+While it lives the supervisor touches control/holders-alive; the members' jobs end by themselves when it stops.
+"""
+
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial_directory import TrialDirectory, atomic_write
+from corral.launcher.gang import GangGuard
+from corral.launcher.layout import Layout, RunningAllocation, RunningAllocations
+from corral.launcher.member_actions import (
+    AskForJob,
+    CancelJob,
+    ClearJob,
+    GivePlace,
+    HoldPlace,
+    JobSighting,
+    MemberAction,
+    News,
+    TakePlace,
+)
+from corral.launcher.member_jobs import MemberJobs
+from corral.launcher.member_places import MEMBER_ROLES, member_specs, units_of_allocation, why_leaving, with_attempt
+from corral.launcher.sbatch import holder_path, holders_alive_path, member_options, render_holder
+from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
+from corral.launcher.unit_actions import Action
+from corral.launcher.units import Supervision
+
+logger = logging.getLogger(__name__)
+
+_ALIVE_INTERVAL_S = 10.0
+_CLEAR_TIMEOUT_S = 15.0
+_CLOSE_TIMEOUT_S = 15.0
+
+Answer = Callable[[float], list[MemberAction]]
+"""What the state machine makes of a finished request; takes the time."""
+
+
+class Members:
+    """The jobs of one attempt's groups and elastic workers.
+
+    Args:
+        client: SLURM's commands.
+        plan: the trial.
+        layout: its allocations.
+        directory: its folder.
+        attempt: number of the attempt.
+        own: what the supervisor's own job has.
+        record: adds a line to the journal.
+        exclude_nodes: nodes that failed under this trial.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: SlurmClient,
+        plan: RunPlan,
+        layout: Layout,
+        directory: TrialDirectory,
+        attempt: int,
+        own: RunningAllocations,
+        record: Callable[..., None],
+        exclude_nodes: Sequence[str] = (),
+    ) -> None:
+        self._client = client
+        self._plan = plan
+        self._layout = layout
+        self._directory = directory
+        self._attempt = attempt
+        self._own = dict(own)
+        self._record = record
+        self._exclude_nodes = tuple(exclude_nodes)
+        self._index_by_name = {
+            allocation.name: index
+            for index, allocation in enumerate(layout.allocations)
+            if allocation.role in MEMBER_ROLES
+        }
+        specs = member_specs(layout)
+        chance = random.Random(f"{plan.seed} {plan.trial.uuid}")  # noqa: S311 - spreads load, protects nothing
+        gang = GangGuard(
+            [spec.name for spec in specs if spec.is_required], timeout_s=plan.launch.gang_timeout_s, chance=chance
+        )
+        self._jobs = MemberJobs(specs=specs, attempt=attempt, gang=gang)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="members")
+        self._requests: list[Future[Answer]] = []
+        self._look: Future[Answer] | None = None
+        self._looked_at = self._touched_at = float("-inf")
+        self._trouble = ""
+
+    def drive(self, supervision: Supervision, now: float) -> list[Action]:
+        """One turn of the loop: takes in what SLURM has answered, asks for more; returns what follows for the units."""
+        self._touch(now)
+        actions: list[Action] = []
+        while self._requests and self._requests[0].done():
+            actions += self._apply(self._requests.pop(0).result()(now), supervision, now)
+        actions += self._apply(self._jobs.tick(now), supervision, now)
+        if (self._look is None or self._look.done()) and now - self._looked_at >= self._jobs.look_interval_s(now):
+            self._looked_at = now
+            self._look = self._request(self._ask_queue)
+        return actions
+
+    def ask(self, unit: str) -> None:
+        """Find out whether the place of a unit is still there."""
+        name = self._name_of(unit)
+        place = self._jobs.place(name)
+        if place is not None:
+            self._request(lambda: self._check(name, place[0]))
+
+    def give_up(self, unit: str) -> None:
+        """A unit will not be started any more: its nodes are not needed."""
+        for action in self._jobs.release(self._name_of(unit)):
+            self._carry_out(action)
+
+    def allocations(self) -> RunningAllocations:
+        """What runs at the moment, as srun names it."""
+        running = dict(self._own)
+        for name, index in self._index_by_name.items():
+            place = self._jobs.place(name)
+            if place is not None:
+                running[index] = RunningAllocation(job_id=place[0], het_group=None, hosts=place[1])
+        return running
+
+    def why_away(self, allocation: int) -> str:
+        """Why an allocation is not there, for an error's text."""
+        name = self._layout.allocations[allocation].name
+        return self._jobs.why_away(name) if name in self._index_by_name else "it is no job of its own"
+
+    def close(self) -> None:
+        """Cancels every job of the members, in bounded time; what is left then ends by itself."""
+        for request in self._requests:
+            request.cancel()  # whatever has not begun
+        known = set(self._jobs.jobs())
+        last = self._thread.submit(lambda: self._cancel_all(known))
+        done, _ = wait([last], timeout=_CLOSE_TIMEOUT_S)
+        left = f"SLURM did not answer within {_CLOSE_TIMEOUT_S:.0f} s" if not done else last.result()
+        if left:
+            self._record("members_left", jobs=sorted(known), cause=left)
+        holders_alive_path(self._directory).unlink(missing_ok=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _name_of(self, unit: str) -> str:
+        worker = next(worker for worker in self._layout.steps if worker == unit or worker.startswith(f"{unit}/"))
+        return self._layout.allocations[self._layout.steps[worker].allocation].name
+
+    def _units_of(self, name: str) -> list[str]:
+        return units_of_allocation(self._layout, self._index_by_name[name])
+
+    def _apply(self, wanted: Sequence[MemberAction], supervision: Supervision, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for action in wanted:
+            match action:
+                case GivePlace(name):
+                    for unit in self._units_of(name):
+                        actions += supervision.place_given(unit, now)
+                case TakePlace(name, cause):
+                    for unit in self._units_of(name):
+                        actions += supervision.place_taken(unit, cause, now)
+                case HoldPlace(name):
+                    for unit in self._units_of(name):
+                        actions += supervision.place_holds(unit, now)
+                case _:
+                    self._carry_out(action)
+        return actions
+
+    def _carry_out(self, action: MemberAction) -> None:
+        match action:
+            case News(event, fields):
+                self._record(event, **fields)
+            case AskForJob(name):
+                self._request(lambda: self._submit(name))
+            case CancelJob(job_id):
+                self._request(lambda: self._cancel(job_id))
+            case ClearJob(name, job_id):
+                self._request(lambda: self._clear(name, job_id))
+
+    def _request(self, ask: Callable[[], Answer]) -> "Future[Answer]":
+        future = self._thread.submit(ask)
+        self._requests.append(future)
+        return future
+
+    def _touch(self, now: float) -> None:
+        if now - self._touched_at < _ALIVE_INTERVAL_S:
+            return
+        self._touched_at = now
+        try:
+            atomic_write(holders_alive_path(self._directory), f"{time.time()}\n".encode())
+        except OSError as error:
+            logger.warning("cannot touch %s: %s", holders_alive_path(self._directory), error)
+
+    # In the thread: nothing here touches the state machine; what is returned does, in the supervisor's thread.
+
+    def _ask_queue(self) -> Answer:
+        try:
+            sightings = [self._sighting(job) for job in self._client.queue() if self._is_ours(job)]
+        except SlurmError as error:
+            trouble = str(error)
+            return lambda now: self._unanswered(trouble)
+        return lambda now: self._answered(sightings, now)
+
+    def _submit(self, name: str) -> Answer:
+        try:
+            options = member_options(
+                self._plan,
+                self._layout,
+                self._index_by_name[name],
+                self._directory,
+                exclude_nodes=self._exclude_nodes,
+            )
+            script = holder_path(self._directory)
+            if not script.exists():
+                atomic_write(script, render_holder(self._directory).encode())
+            job_id = self._client.submit(with_attempt(options, self._attempt), script)
+        except (SlurmError, OSError, ValueError) as error:
+            why = str(error)
+            return lambda now: self._jobs.refused(name, why, now)
+        return lambda now: self._jobs.submitted(name, job_id, now)
+
+    def _cancel(self, job_id: str) -> Answer:
+        try:
+            self._client.cancel(job_id)
+        except SlurmError as error:
+            logger.warning("job %s could not be cancelled: %s", job_id, error)
+        return lambda now: []
+
+    def _clear(self, name: str, job_id: str) -> Answer:
+        """Ends what a predecessor left in an adopted job."""
+        deadline = time.monotonic() + _CLEAR_TIMEOUT_S
+        try:
+            while (steps := self._client.steps(job_id)) and time.monotonic() < deadline:
+                for step in [step for ids in steps.values() for step in ids]:
+                    self._client.cancel(step, signal_name="KILL")
+                time.sleep(0.2)
+        except SlurmError as error:
+            logger.warning("steps of job %s could not be ended: %s", job_id, error)
+        return lambda now: self._jobs.cleared(name, job_id, now)
+
+    def _check(self, name: str, job_id: str) -> Answer:
+        try:
+            job = self._client.job(job_id)
+        except SlurmError as error:
+            logger.warning("job %s could not be asked for: %s", job_id, error)
+            return lambda now: []  # the supervision waits no longer than its own deadline
+        cause = why_leaving(job)
+        return lambda now: self._jobs.checked(name, job_id, is_leaving=bool(cause), cause=cause)
+
+    def _cancel_all(self, known: set[str]) -> str:
+        """Why some may be left, or "" if none is."""
+        try:
+            alive = {job.job_id for job in self._client.queue() if self._is_ours(job)}
+            for job_id in sorted(known | alive):
+                self._client.cancel(job_id)
+        except SlurmError as error:
+            return str(error)
+        return ""
+
+    def _is_ours(self, job: QueuedJob) -> bool:
+        tag = job.tag
+        return tag.get("trial_uuid") == self._plan.trial.uuid and tag.get("allocation") in self._index_by_name
+
+    def _sighting(self, job: QueuedJob) -> JobSighting:
+        is_there = job.state.startswith(("RUNNING", "SUSPENDED"))
+        return JobSighting(
+            job_id=job.job_id,
+            name=job.tag["allocation"],
+            attempt=int(job.tag.get("attempt", -1)),
+            word=job.state,
+            reason=job.reason,
+            start=job.start,
+            hosts=tuple(self._client.hostnames(job.nodes)) if is_there and job.nodes else (),
+        )
+
+    # Back in the supervisor's thread.
+
+    def _answered(self, sightings: Sequence[JobSighting], now: float) -> list[MemberAction]:
+        news: list[MemberAction] = [News("members_seen_again", {})] if self._trouble else []
+        self._trouble = ""
+        return news + self._jobs.seen(sightings, now)
+
+    def _unanswered(self, trouble: str) -> list[MemberAction]:
+        if self._trouble:
+            return []
+        self._trouble = trouble
+        return [News("members_unseen", {"cause": trouble})]
