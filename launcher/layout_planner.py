@@ -34,16 +34,18 @@ NodeShapes = Mapping[str | None, NodeShape]
 """What most usable nodes of a partition have, by its name; None is the default partition."""
 
 
-def plan_layout(plan: RunPlan, shapes: NodeShapes | None = None) -> Layout:
+def plan_layout(plan: RunPlan, shapes: NodeShapes | None = None, *, default_partition: str | None = None) -> Layout:
     """The allocations of a trial and the place of every worker.
 
     Args:
         plan: the trial.
         shapes: nodes of the cluster; where it says nothing, `cluster.*_per_node` or an assumption counts.
+        default_partition: its name, if known: who names it and who leaves the partition out ask for the same.
 
     Raises:
         ConfigError: if a group fits no node, or groups that must share an allocation ask for different ones.
     """
+    plan = _with_default_partition(plan, default_partition)
     pools = _pools(plan)
     kind, reason = _choose(plan, pools)
     if kind == "hetjob":
@@ -74,6 +76,14 @@ class _Pool:
     needs: AllocationNeeds
     gpu_type: str | None
     groups: dict[WorkerKind, TasksGroup] = field(default_factory=dict)
+
+
+def _with_default_partition(plan: RunPlan, default: str | None) -> RunPlan:
+    """The plan with the default partition by its name for all, if somebody calls it so."""
+    named = {group.scheduling.partition for _, group in plan.scheduling.items()}
+    if default is None or default not in named or plan.launch.partition is not None:
+        return plan
+    return plan.model_copy(update={"launch": plan.launch.model_copy(update={"partition": default})})
 
 
 def _asked(plan: RunPlan, scheduling: Scheduling, name: str) -> Any:

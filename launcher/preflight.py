@@ -99,7 +99,8 @@ def _plan(plan: RunPlan, facts: ClusterFacts | None) -> Layout:
     if facts is None:
         return plan_layout(plan)
     try:
-        return plan_layout(plan, node_shapes(facts.nodes, facts.partitions))
+        shapes = node_shapes(facts.nodes, facts.partitions)
+        return plan_layout(plan, shapes, default_partition=facts.default_partition)
     except ConfigError as error:
         if all(problem.message.startswith("trial can never start") for problem in error.problems):
             raise UnsatisfiableError(map(_with_key, error.problems)) from error

@@ -32,16 +32,15 @@ _NODE_FAILURE = re.compile(rb"^srun: error: .*node fail", re.IGNORECASE | re.MUL
 
 # Cuts a worker's devices out of the list that its step has: the step's GPUs need not start at 0.
 _CUT_GPUS = """\
-wanted=$1 number=0 cut= inherited=$CUDA_VISIBLE_DEVICES
-shift
+wanted=$1 missing=$2 number=0 cut= inherited=$CUDA_VISIBLE_DEVICES
+shift 2
 rest=$inherited,
 while [ -n "$rest" ] && [ "$rest" != , ]; do
   device=${rest%%,*} rest=${rest#*,}
-  case ,$wanted, in *,$number,*) cut=${cut:+$cut,}$device ;; esac
+  case ,$wanted, in *,$number,*) cut=${cut:+$cut,}$device missing=$((missing - 1)) ;; esac
   number=$((number + 1))
 done
-commas() { printf %s "$1" | tr -dc , | wc -c; }
-if [ -z "$cut" ] || [ "$(commas "$cut")" -ne "$(commas "$wanted")" ]; then
+if [ "$missing" -ne 0 ]; then
   echo "GPUs $wanted were planned for this worker, but its step has CUDA_VISIBLE_DEVICES=$inherited" >&2
   exit 1
 fi
@@ -142,7 +141,7 @@ def _gpu_part(step: Step, node_gpus: int, *, counts_gpus: bool) -> tuple[list[st
         return ["--gres=none"], ["env", "CUDA_VISIBLE_DEVICES="]
     match step.gpu_binding:
         case "slice":
-            return [f"--gres=gpu:{node_gpus}"], ["sh", "-c", _CUT_GPUS, "cut-gpus", planned]
+            return [f"--gres=gpu:{node_gpus}"], ["sh", "-c", _CUT_GPUS, "cut-gpus", planned, str(step.gpus)]
         case "none":
             return [f"--gres=gpu:{step.gpus}"], []
         case "per_task":

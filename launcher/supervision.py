@@ -29,13 +29,17 @@ from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import StopRequest, TrialDirectory, atomic_write
 from corral.experiments.trial_log import Done, Stop, StoppedError, TrialLog
 from corral.launcher.exits import ExitRecorder
+from corral.launcher.members import Members
 from corral.launcher.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
 from corral.launcher.runner import Task, TaskRunner, TaskSpec
 from corral.launcher.units import (
     TRAINER_UNIT,
     Action,
     AppendStop,
+    AskPlace,
     EndTrial,
+    GiveUpUnit,
+    LeaveUnit,
     Outcome,
     RestartPolicy,
     RestartUnit,
@@ -45,6 +49,7 @@ from corral.launcher.units import (
     TrialPhase,
     UnitSpec,
 )
+from corral.scheduling.worker_information import parse_worker_id
 
 REDIS_UNIT = "redis"
 _POLL_INTERVAL_S = 0.1
@@ -129,6 +134,7 @@ class Supervisor:
         runner: TaskRunner,
         name_server: NameServer,
         worker_command: WorkerCommand = worker_command,
+        members: Members | None = None,
     ) -> None:
         self._directory = directory
         self._plan = plan
@@ -139,7 +145,10 @@ class Supervisor:
         self._journal = Journal(directory.journal_path)
         self._exits = ExitRecorder(directory, attempt.attempt)
         self._log = TrialLog(directory.log_path)
+        self._members = members
         units = units_of_plan(plan)
+        if members is not None:
+            units = members.with_places(units)
         self._tasks_by_unit = {unit.name: unit.tasks for unit in units}
         self._supervision = Supervision(
             units,
@@ -175,6 +184,9 @@ class Supervisor:
         # After the exits were collected, before they are judged: a worker that ended because of Done is no crash.
         self._read_trial_log()
         self._read_requests()
+        if self._members is not None:
+            # Before the exits are judged: those whose nodes were taken are no crashes.
+            self._apply(self._members.drive(self._supervision, time.monotonic()))
         for task, returncode in exits:
             self._apply(self._supervision.exited(task, returncode, time.monotonic()))
         self._apply(self._supervision.tick(time.monotonic()))
@@ -246,6 +258,14 @@ class Supervisor:
                     self._signal_task(task, kill=kill)
                 case RestartUnit(unit, cause, pause_s, restarts):
                     self._record("unit_restarting", unit=unit, cause=cause, pause_s=pause_s, restarts=restarts)
+                case LeaveUnit(unit, cause):
+                    self._record("unit_left", unit=unit, cause=cause)
+                case AskPlace(unit) if self._members is not None:
+                    self._members.ask(unit)
+                case GiveUpUnit(unit, cause):
+                    self._record("unit_given_up", unit=unit, cause=cause)
+                    if self._members is not None:
+                        self._members.give_up(unit)
                 case AppendStop(reason):
                     self._append_stop(reason)
                 case EndTrial():
@@ -264,7 +284,7 @@ class Supervisor:
         spec = TaskSpec(
             worker=worker,
             command=tuple(self._worker_command(self._directory, kind, int(index), self._attempt, incarnation)),
-            environment=self._worker_environment(worker, kind),
+            environment=self._worker_environment(worker),
             log_path=self._directory.worker_log(self._attempt.attempt, kind, int(index)),
         )
         try:
@@ -276,10 +296,10 @@ class Supervisor:
         self._tasks[worker] = task
         self._record("worker_started", worker=worker, pid=task.pid, node=task.node, incarnation=incarnation)
 
-    def _worker_environment(self, worker: str, kind: str) -> dict[str, str]:
-        group = next((group for name, group in self._plan.scheduling.items() if name == kind), None)
+    def _worker_environment(self, worker: str) -> dict[str, str]:
+        kind, index = parse_worker_id(worker)
         return {
-            **(group.scheduling.env_vars if group else {}),
+            **self._plan.scheduling[kind].scheduling_of(index).env_vars,
             "CORRAL_BIND_ADDRESS": self._runner.bind_address(worker),
             "PYTHONUNBUFFERED": "1",
         }
@@ -324,6 +344,8 @@ class Supervisor:
         left = kill_trial_processes(self._plan.trial.uuid, spare=(os.getpid(), os.getppid()))
         if left:
             self._record("leftovers_killed", pids=left)
+        if self._members is not None:
+            self._members.close()
         TrialSecrets.destroy(self._directory.secrets_path)
         self._draw_report()
         # SLURM ends a job by SIGTERM; somebody else's scancel is not the same as rl-stop.

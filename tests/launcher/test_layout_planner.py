@@ -108,6 +108,13 @@ def test_a_groups_own_value_counts_before_that_of_launch() -> None:
     assert layout_of(same, partition="cpu").head.options["partition"] == "gpu"
 
 
+def test_naming_the_default_partition_is_no_difference() -> None:
+    plan = planned({"model_worker": group(2, partition="gpu"), "rollout_worker": group(1)})
+    assert plan_layout(plan, {None: NODE, "gpu": NODE}).kind == "hetjob"
+    layout = plan_layout(plan, {None: NODE, "gpu": NODE}, default_partition="gpu")
+    assert (layout.kind, layout.head.options) == ("packed", {"partition": "gpu"})
+
+
 def test_gpu_types_are_components_and_groups_without_gpus_join_one() -> None:
     layout = layout_of(
         {

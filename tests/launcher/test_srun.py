@@ -52,7 +52,7 @@ def test_a_sliced_worker_shares_the_nodes_gpus_and_the_cores_of_those_who_do() -
     command = srun_command("model_worker/2", WORK, StepPlace(step=sliced, running=HEAD, node_gpus=8, sliced_cpus=6))
     assert {"--exact", "--overlap", "--gres=gpu:8", "--cpus-per-task=6", "--mem=500M"} <= set(command)
     inside = command[command.index("sh") :]
-    assert (inside[:2], inside[3:]) == (["sh", "-c"], ["cut-gpus", "4,5", "python", "-m", "work"])
+    assert (inside[:2], inside[3:]) == (["sh", "-c"], ["cut-gpus", "4,5", "2", "python", "-m", "work"])
 
 
 def test_a_worker_beside_the_plan_overlaps() -> None:
