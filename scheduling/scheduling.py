@@ -127,6 +127,10 @@ class Scheduling(FrozenModel):
             check_plain_text(value, what="container_image")
             if not value.strip():
                 raise ValueError("container_image must not be empty; leave it out to run on the host")
+            if value.startswith("-"):
+                raise ValueError(
+                    f"container_image {value!r} would be read as an option; write ./{value} if it is a file"
+                )
         return value
 
     @field_validator("container_mounts")
