@@ -258,9 +258,7 @@ class TrialLog:
             if occupant.nonce == entry.nonce:
                 return slot
 
-    def _outside_stop(
-        self, state: LogState, *, by: str, reason: str, then: Literal["", "requeue"], nonce: str
-    ) -> Stop:
+    def _outside_stop(self, state: LogState, *, by: str, reason: str, then: Literal["", "requeue"], nonce: str) -> Stop:
         if state.done:
             raise DoneError(f"trial log {self._path}: epoch {state.done.epoch} finished this trial; nothing to stop")
         if state.stop and (then or not state.is_handed_over):
