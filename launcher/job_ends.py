@@ -1,0 +1,105 @@
+"""Why SLURM ends a job, and whether it will start it again. Pure; the words were observed on a real cluster.
+
+While the batch script is being ended its job is COMPLETING whatever the cause, so the state alone tells nothing:
+
+                        Restarts    Reason       PreemptTime    slurmstepd: JOB n CANCELLED AT ... DUE TO
+    scancel             as before   None                        (nothing)
+    time limit          as before   TimeLimit                   TIME LIMIT
+    preempted, CANCEL   as before   None         set            PREEMPTION
+    preempted, REQUEUE  + 1         None         set, then gone PREEMPTION
+    node failure        + 1         None                        NODE FAILURE
+    scontrol requeue    + 1         None                        JOB REQUEUE
+
+In the grace period of a preemption the job is RUNNING with a PreemptTime: its steps got SIGTERM, its script did not.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_DAEMON_LINE = re.compile(r"\*\*\* JOB (\d+) ON \S+ CANCELLED AT \S+ *(?:DUE TO ([A-Z ]+?))?(?:,[^*]*)? *\*\*\*")
+_STATE_BY_DAEMON_WORD = {
+    "TIME LIMIT": "TIMED_OUT",
+    "PREEMPTION": "PREEMPTED",
+    "NODE FAILURE": "NODE_FAILED",
+    "JOB REQUEUE": "REQUEUED",
+}
+_STATE_BY_WORD = {
+    "TIMEOUT": "TIMED_OUT",
+    "DEADLINE": "TIMED_OUT",
+    "PREEMPTED": "PREEMPTED",
+    "REVOKED": "PREEMPTED",
+    "NODE_FAIL": "NODE_FAILED",
+    "BOOT_FAIL": "NODE_FAILED",
+    "CANCELLED": "CANCELLED",
+    "REQUEUED": "REQUEUED",
+}
+_CAUSE_BY_STATE = {
+    "CANCELLED": "cancelled outside of corral (scancel)",
+    "TIMED_OUT": "the time limit was reached",
+    "PREEMPTED": "preempted",
+    "NODE_FAILED": "a node failed",
+    "REQUEUED": "requeued (scontrol requeue)",
+    "UNKNOWN": "SLURM ended the job, and could not be asked why",
+    "STOPPED": "SIGTERM to the supervisor",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnd:
+    """What SLURM does with our job."""
+
+    state: str
+    """Word of rl-status; STOPPED if the job itself goes on, so that only this script was asked to end."""
+    is_requeued: bool
+    """Whether SLURM will start the job again by itself."""
+
+    @property
+    def cause(self) -> str:
+        """For people."""
+        return _CAUSE_BY_STATE[self.state]
+
+    @property
+    def needs_successor(self) -> bool:
+        """Whether the trial should go on, and SLURM will not see to it."""
+        return self.state in ("TIMED_OUT", "PREEMPTED", "NODE_FAILED") and not self.is_requeued
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a next attempt may follow without a human; if nothing is known, SLURM's requeue says so."""
+        return self.state in ("TIMED_OUT", "PREEMPTED", "NODE_FAILED", "REQUEUED", "UNKNOWN")
+
+
+def explain_end(job: Mapping[str, str] | None, job_output: str, *, job_id: str, restart_count: int) -> JobEnd:
+    """Why this job is being ended.
+
+    Args:
+        job: fields of `scontrol show job`, or None if SLURM could not be asked.
+        job_output: what the batch script's output file holds; slurmstepd writes its line there before it signals.
+        job_id: our job.
+        restart_count: how often it had been requeued when it started.
+    """
+    said = [match[2] for match in _DAEMON_LINE.finditer(job_output) if match[1] == job_id]
+    # A line that an earlier start of this job got stays in the file: one for each requeue.
+    own_words = said[restart_count:]
+    by_daemon = _STATE_BY_DAEMON_WORD.get(own_words[-1] or "", "CANCELLED") if own_words else ""
+    if job is None:
+        return JobEnd(state=by_daemon or "UNKNOWN", is_requeued=by_daemon == "REQUEUED")
+    is_requeued = _number(job.get("Restarts", "")) > restart_count
+    word = job.get("JobState", "").partition("+")[0]
+    if word == "RUNNING" and not by_daemon:
+        is_preempted = job.get("PreemptTime", "None") not in ("None", "N/A", "Unknown", "")
+        return JobEnd(state="PREEMPTED" if is_preempted else "STOPPED", is_requeued=False)
+    if by_daemon and by_daemon != "CANCELLED":
+        return JobEnd(state=by_daemon, is_requeued=is_requeued)
+    if is_requeued:
+        return JobEnd(state="REQUEUED", is_requeued=True)
+    if job.get("Reason") == "TimeLimit":
+        return JobEnd(state="TIMED_OUT", is_requeued=False)
+    if job.get("PreemptTime", "None") not in ("None", "N/A", "Unknown", ""):
+        return JobEnd(state="PREEMPTED", is_requeued=False)
+    return JobEnd(state=_STATE_BY_WORD.get(word, "CANCELLED"), is_requeued=False)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0
