@@ -97,7 +97,7 @@ def _read_progress(request: EvaluationRequest) -> EvaluationProgress:
             f"{reader.sha256}, then {request.dataset_sha256}); run rl-eval again"
         )
     path = progress_path(request.result)
-    progress = EvaluationProgress(num_done=0, sums=_NOTHING, seconds=0.0, num_starts=0)
+    progress = EvaluationProgress(num_done=0, sums=dict(_NOTHING), seconds=0.0, num_starts=0)
     if path.exists():
         progress = EvaluationProgress.model_validate_json(path.read_bytes())
     progress = progress.model_copy(update={"num_starts": progress.num_starts + 1})

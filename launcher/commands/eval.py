@@ -11,7 +11,7 @@ import typer
 from corral.launcher.commands.common import TRIAL_HELP, Fileroot, run, user_errors
 
 if TYPE_CHECKING:
-    from corral.launcher.evaluation_jobs import EvaluationReader, EvaluationStatus
+    from corral.launcher.evaluation_status import EvaluationReader, EvaluationStatus
 
 EXIT_FAILED = 6
 _WAIT_TIMEOUT_S = 7 * 24 * 3600.0
@@ -33,13 +33,7 @@ def evaluate(
 ) -> None:
     """Evaluate versions of a trial's weights, on the cluster or on this machine."""
     with user_errors():
-        from corral.launcher.evaluation_jobs import (
-            EvaluationReader,
-            EvaluationResources,
-            is_wanted,
-            run_here,
-            submit_to_slurm,
-        )
+        from corral.launcher.evaluation_jobs import EvaluationResources, run_here, submit_to_slurm
         from corral.launcher.evaluation_plan import (
             choose,
             evaluation_folder,
@@ -48,6 +42,7 @@ def evaluate(
             make_requests,
             read_plan,
         )
+        from corral.launcher.evaluation_status import EvaluationReader, is_wanted
         from corral.launcher.trials import default_fileroot, find_trial
 
         if output not in ("table", "json"):
@@ -87,15 +82,19 @@ def evaluate(
 
 
 def _read(reader: "EvaluationReader", steps: Sequence[int], *, wait: bool, name: str) -> "list[EvaluationStatus]":
-    from corral.launcher.evaluation_jobs import wait_for
+    from corral.launcher.evaluation_status import wait_for
 
     if not wait:
         return reader.read(steps)
     try:
-        return wait_for(reader, steps, timeout_s=_WAIT_TIMEOUT_S)
+        return wait_for(reader, steps, timeout_s=_WAIT_TIMEOUT_S, on_change=_print_change)
     except KeyboardInterrupt:
         print(f"\nthe evaluations keep running; rl-eval {name} --show shows them", file=sys.stderr)
         raise typer.Exit(0) from None
+
+
+def _print_change(status: "EvaluationStatus") -> None:
+    print(f"step {status.step}  {status.state}  {status.note}".rstrip(), file=sys.stderr, flush=True)
 
 
 def _print(statuses: "Sequence[EvaluationStatus]", output: str) -> None:
@@ -107,7 +106,7 @@ def _print(statuses: "Sequence[EvaluationStatus]", output: str) -> None:
     header = ("STEP", "STATE", "ACCURACY", "REWARD", "TOKENS", "PROMPTS", "TIME", "JOB", "NOTE")
     rows = []
     for status in statuses:
-        numbers = ("-",) * 5
+        numbers: tuple[str, ...] = ("-",) * 5
         if (result := status.result) is not None:
             means = (result.accuracy, result.mean_reward, result.mean_response_tokens)
             numbers = (*(f"{mean:.4g}" for mean in means), str(result.num_prompts), format_duration(result.seconds))

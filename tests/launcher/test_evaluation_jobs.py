@@ -7,12 +7,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from corral.experiments.config import ClusterConfig, LaunchConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.evaluation import progress_path, read_result, result_path
 from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.evaluation_jobs import EvaluationResources, evaluation_command
 from corral.launcher.evaluation_plan import (
     choose,
     find_weights,
@@ -23,6 +26,7 @@ from corral.launcher.evaluation_plan import (
 )
 from corral.launcher.queue_watcher import GONE, QueueWatcher
 from corral.launcher.slurm import SlurmClient, SlurmUnreachableError
+from corral.scheduling.scheduling import Scheduling
 from corral.workers.data.arithmetic import write_model
 from tests.launcher.evaluable import NUM_PROBLEMS, make_evaluable_trial, write_problems
 from tests.launcher.trials import wait_until
@@ -127,7 +131,9 @@ def test_an_evaluation_that_crashes_says_so(tmp_path: Path, model: Path) -> None
 
 
 def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path, model: Path) -> None:
-    directory = make_evaluable_trial(tmp_path, model, commits=(1,), exports=(1,), reward="tests.launcher.evaluation_rewards:gated")
+    directory = make_evaluable_trial(
+        tmp_path, model, commits=(1,), exports=(1,), reward="tests.launcher.evaluation_rewards:gated"
+    )
     request = request_in_batches(directory, batch_size=4)
     command = [sys.executable, "-m", "corral.workers.evaluate", str(request)]
     gate, judged = tmp_path / "gate", tmp_path / "gate.judged"
@@ -197,3 +203,41 @@ def test_no_answer_is_no_end() -> None:
 
 def test_a_word_that_nobody_knows_is_no_end() -> None:
     assert watch(FakeQueue(), {"7": ("RESIZING+NEW", "None")}) == [("RESIZING", False)]
+
+
+def test_an_evaluation_asks_for_what_a_training_rank_gets() -> None:
+    scheduling = Scheduling(cpu=3, mem="2G", gpu=4, gpu_type="a100", account="lab", extra_sbatch_arguments=("--hold",))
+    launch = LaunchConfig(partition="gpu", account="mine", extra_sbatch_arguments=["--licenses=x:1"])
+    asked = EvaluationResources.of("t", scheduling, launch=launch, cluster=ClusterConfig(), minutes=7)
+    assert (asked.cpus, asked.mem_mb, asked.gpus, asked.minutes, asked.job_name) == (3, 2048, 1, 7, "eval.t")
+    assert asked.slurm == {
+        "partition": "gpu",
+        "account": "lab",  # the group's own value goes before that of the whole trial
+        "gres": "gpu:a100:1",
+        "additional_parameters": {"requeue": True, "licenses": "x:1", "hold": True},
+    }
+    elsewhere = EvaluationResources.of(
+        "t", scheduling, launch=launch, cluster=ClusterConfig(gpu_request="gpus"), minutes=7, partition="spot"
+    )
+    assert (elsewhere.slurm["partition"], elsewhere.slurm["gpus_per_node"]) == ("spot", 1)
+
+
+def test_an_evaluation_runs_in_the_image_of_the_training_ranks(tmp_path: Path) -> None:
+    directory = TrialDirectory(tmp_path / "trial")
+    scheduling = Scheduling(cpu=1, mem=1, container_image="/images/a.sif")
+
+    def contained(runtime: Literal["apptainer", "pyxis"]) -> Sequence[str]:
+        cluster = ClusterConfig(container_runtime=runtime, container_python="python3.11")
+        asked = EvaluationResources.of("t", scheduling, launch=LaunchConfig(), cluster=cluster, minutes=7)
+        return evaluation_command(tmp_path / "r.json", asked, directory)
+
+    assert contained("apptainer")[:2] == ("apptainer", "exec")
+    assert contained("apptainer")[-5:] == (
+        "python3.11",
+        "-u",
+        "-m",
+        "corral.workers.evaluate",
+        str(tmp_path / "r.json"),
+    )
+    with pytest.raises(ConfigError, match="pyxis"):
+        contained("pyxis")

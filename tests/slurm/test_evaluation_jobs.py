@@ -13,14 +13,9 @@ from submitit.slurm.slurm import SlurmJob
 
 from corral.experiments.evaluation import progress_path, read_result, result_path
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.evaluation_jobs import (
-    EvaluationReader,
-    EvaluationResources,
-    EvaluationStatus,
-    submit_to_slurm,
-    wait_for,
-)
+from corral.launcher.evaluation_jobs import EvaluationResources, submit_to_slurm
 from corral.launcher.evaluation_plan import choose, find_weights, make_evaluation_config, make_requests, read_plan
+from corral.launcher.evaluation_status import EvaluationReader, EvaluationStatus, wait_for
 from corral.launcher.queue_watcher import QueueWatcher
 from corral.launcher.slurm import SlurmClient, SlurmError
 from corral.workers.data.arithmetic import write_model
@@ -83,7 +78,9 @@ def wait_for_state(reader: EvaluationReader, step: int, state: str) -> Evaluatio
 def test_versions_are_evaluated_as_an_array_by_the_command(site: Cluster, tmp_path: Path, model: Path) -> None:
     directory = make_evaluable_trial(tmp_path / "a root", model, commits=(1, 2))
     arguments = [str(directory.path), "--step", "all", "--wait", "-o", "json", "--minutes", "5"]
-    shown = json.loads(run_program(["rl-eval", *arguments], environment=os.environ | site.environment))
+    printed = run_program(["rl-eval", *arguments], environment=os.environ | site.environment)
+    shown, end = json.JSONDecoder().raw_decode(printed)
+    assert printed[end:].splitlines()[-1].startswith("step ")  # what happened meanwhile, on the error stream
     assert [(one["step"], one["state"], one["result"]["num_prompts"]) for one in shown] == [
         (1, "DONE", NUM_PROBLEMS),
         (2, "DONE", NUM_PROBLEMS),
