@@ -30,10 +30,17 @@ from corral.launcher.member_actions import (
     TakePlace,
 )
 from corral.launcher.member_jobs import MemberJobs
-from corral.launcher.member_places import MEMBER_ROLES, member_specs, units_of_allocation, why_leaving, with_attempt
+from corral.launcher.member_places import (
+    MEMBER_ROLES,
+    member_specs,
+    units_of_allocation,
+    units_with_places,
+    why_leaving,
+    with_attempt,
+)
 from corral.launcher.sbatch import holder_path, holders_alive_path, member_options, render_holder
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
-from corral.launcher.unit_actions import Action
+from corral.launcher.unit_actions import Action, UnitSpec
 from corral.launcher.units import Supervision
 
 logger = logging.getLogger(__name__)
@@ -97,10 +104,16 @@ class Members:
         self._looked_at = self._touched_at = float("-inf")
         self._trouble = ""
 
+    def with_places(self, units: Sequence[UnitSpec]) -> list[UnitSpec]:
+        """The restart units, told which of them run in these jobs."""
+        return units_with_places(units, self._layout)
+
     def drive(self, supervision: Supervision, now: float) -> list[Action]:
         """One turn of the loop: takes in what SLURM has answered, asks for more; returns what follows for the units."""
-        self._touch(now)
         actions: list[Action] = []
+        if not self._index_by_name:
+            return actions
+        self._touch(now)
         while self._requests and self._requests[0].done():
             actions += self._apply(self._requests.pop(0).result()(now), supervision, now)
         actions += self._apply(self._jobs.tick(now), supervision, now)
@@ -137,6 +150,8 @@ class Members:
 
     def close(self) -> None:
         """Cancels every job of the members, in bounded time; what is left then ends by itself."""
+        if not self._index_by_name:
+            return
         for request in self._requests:
             request.cancel()  # whatever has not begun
         known = set(self._jobs.jobs())

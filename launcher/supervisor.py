@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from corral.experiments.attempts import read_attempt
@@ -19,6 +20,8 @@ from corral.launcher.keeper import keep
 from corral.launcher.layout import Layout
 from corral.launcher.local import LocalRunner, share_gpus, visible_gpus
 from corral.launcher.lock import SupervisorRunsError
+from corral.launcher.member_places import FallbackRunner
+from corral.launcher.members import Members
 from corral.launcher.runner import TaskRunner
 from corral.launcher.slurm import SlurmClient
 from corral.launcher.srun import SrunRunner, batch_allocations
@@ -35,7 +38,7 @@ def make_supervisor(directory: TrialDirectory, attempt: int, worker_command: Wor
     secrets = TrialSecrets.load(directory.secrets_path)
     record = read_attempt(directory, attempt)
     directory.start_attempt_logs(attempt)
-    runner, host = make_runner(plan, directory)
+    runner, host, members = make_runner(plan, directory, attempt)
     name_server = TrialRedis(
         directory=directory, trial_uuid=plan.trial.uuid, secrets=secrets, attempt=attempt, host=host
     )
@@ -46,11 +49,12 @@ def make_supervisor(directory: TrialDirectory, attempt: int, worker_command: Wor
         runner=runner,
         name_server=name_server,
         worker_command=worker_command,
+        members=members,
     )
 
 
-def make_runner(plan: RunPlan, directory: TrialDirectory) -> tuple[TaskRunner, str]:
-    """What starts the workers, and the address that Redis listens on."""
+def make_runner(plan: RunPlan, directory: TrialDirectory, attempt: int) -> tuple[TaskRunner, str, Members | None]:
+    """What starts the workers, the address that Redis listens on, and the jobs of workers that have their own."""
     if plan.mode == "local":
         gpus_wanted = {
             f"{worker.kind}/{worker.index}": plan.scheduling[worker.kind].scheduling.gpu for worker in plan.workers
@@ -58,18 +62,30 @@ def make_runner(plan: RunPlan, directory: TrialDirectory) -> tuple[TaskRunner, s
         local = LocalRunner(
             bind_address=plan.cluster.bind_address, gpus_by_worker=share_gpus(gpus_wanted, visible_gpus())
         )
-        return local, local.bind_address("")
+        return local, local.bind_address(""), None
     client = SlurmClient()
-    allocations = batch_allocations(os.environ, client)
+    layout = Layout.from_json(directory.layout_path.read_bytes())
+    own = batch_allocations(os.environ, client)
+    members = Members(
+        client=client,
+        plan=plan,
+        layout=layout,
+        directory=directory,
+        attempt=attempt,
+        own=own,
+        record=partial(Journal(directory.journal_path).append, attempt=attempt),
+    )
     steps = SrunRunner(
         client=client,
         plan=plan,
-        layout=Layout.from_json(directory.layout_path.read_bytes()),
+        layout=layout,
         directory=directory,
-        allocations=lambda: allocations,
+        allocations=members.allocations,
+        why_away=members.why_away,
     )
-    own_address = steps.address_of(os.environ.get("SLURMD_NODENAME", allocations[0].hosts[0]))
-    return steps, own_address if plan.cluster.bind_address == "auto" else plan.cluster.bind_address
+    own_address = steps.address_of(os.environ.get("SLURMD_NODENAME", own[0].hosts[0]))
+    address = own_address if plan.cluster.bind_address == "auto" else plan.cluster.bind_address
+    return FallbackRunner(steps, layout, members.allocations), address, members
 
 
 def main(
