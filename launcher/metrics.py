@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 _TAIL_BYTES = 65536
+_TAIL_LINES = 100
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -21,7 +22,7 @@ def last_metrics(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL_BYTES))
-            lines = _parse(file.read())
+            lines = _parse(b"\n".join(file.read().split(b"\n")[-_TAIL_LINES:]))
     except FileNotFoundError:
         return {}
     newest: dict[str, Any] = {}

@@ -48,20 +48,17 @@ class StatusReader:
 
     def read(self, trials: Sequence[TrialFacts]) -> list[TrialStatus]:
         """Status of each trial."""
-        return [describe(evidence) for evidence in self.gather(trials)]
+        return [describe(evidence) for evidence in self.gather_with_answer(trials)[0]]
 
-    def gather(self, trials: Sequence[TrialFacts], answer: QueueAnswer | None = None) -> list[Evidence]:
-        """Evidence about each trial.
-
-        Args:
-            answer: what SLURM said, if it was asked already.
-        """
+    def gather_with_answer(self, trials: Sequence[TrialFacts]) -> tuple[list[Evidence], QueueAnswer]:
+        """Evidence about each trial, and what SLURM said; it is not asked if none of them may be in the queue."""
         open_trials = [_open(facts) for facts in trials if not _has_ended(facts.directory)]
-        answer = answer or self._look(open_trials)
+        answer = self._look(open_trials)
         with ThreadPoolExecutor(max_workers=_MAX_TRIALS_AT_ONCE) as pool:
             found = pool.map(lambda one: (one.facts.directory.path, self._gather(one, answer)), open_trials)
             by_path = dict(found)
-        return [by_path.get(facts.directory.path) or _gather_ended(_open(facts), answer) for facts in trials]
+        ended = (by_path.get(facts.directory.path) or _gather_ended(_open(facts), answer) for facts in trials)
+        return list(ended), answer
 
     def _look(self, trials: Sequence["_OpenTrial"]) -> QueueAnswer:
         """The queue, if one of these trials may be in it; not older than the last submission."""

@@ -1,10 +1,15 @@
-"""Status as text: one table of trials, or one trial with a row per worker; `-o json` gives the same as data."""
+"""Status as text: a table of trials, one trial by groups, or by workers; `-o json` gives all of it as data."""
 
 import dataclasses
 import json
+import time
 from collections.abc import Sequence
 
+from corral.launcher.evidence import AttemptEnd
+from corral.launcher.metrics import headline
 from corral.launcher.status import TrialStatus, WorkerRow
+from corral.launcher.waits import render_chain
+from corral.launcher.worker_rows import GroupRow
 
 _COLOUR_BY_STATE = {
     "RUNNING": "green",
@@ -12,11 +17,15 @@ _COLOUR_BY_STATE = {
     "COMPLETE": "green",
     "STARTING": "cyan",
     "QUEUED": "cyan",
+    "REQUEUED": "cyan",
     "STOPPING": "cyan",
+    "AWAY": "cyan",
     "DEGRADED": "yellow",
     "RESTARTING": "yellow",
     "SILENT": "yellow",
+    "SUSPENDED": "yellow",
     "FAILED": "red",
+    "OOM": "red",
     "LOST": "red",
     "UNRESPONSIVE": "red",
     "BLOCKED": "red",
@@ -24,12 +33,15 @@ _COLOUR_BY_STATE = {
 }
 _ANSI = {"green": "\x1b[32m", "cyan": "\x1b[36m", "yellow": "\x1b[33m", "red": "\x1b[31m"}
 _RESET = "\x1b[0m"
+_MAX_NODES = 4
+_MAX_WAITS = 6
 
 
-def render_trials(statuses: Sequence[TrialStatus], *, colour: bool = False) -> str:
+def render_trials(statuses: Sequence[TrialStatus], *, colour: bool = False, num_hidden: int = 0) -> str:
     """One row per trial."""
+    hidden = f"{num_hidden} trials that ended more than a day ago are not shown; rl-status -a shows them"
     if not statuses:
-        return "no trials here; start one with rl-submit EXPERIMENT.yaml"
+        return hidden if num_hidden else "no trials here; start one with rl-submit EXPERIMENT.yaml"
     names = [status.trial for status in statuses]
     header = ("TRIAL", "STATE", "STEP", "AGE", "NODES", "JOB", "ATTEMPT", "NOTE")
     rows = [
@@ -45,24 +57,39 @@ def render_trials(statuses: Sequence[TrialStatus], *, colour: bool = False) -> s
         )
         for status in statuses
     ]
-    return render_table(header, rows, colour=colour)
+    table = render_table(header, rows, colour=colour)
+    return f"{table}\n{hidden}" if num_hidden else table
 
 
-def render_trial(status: TrialStatus, *, colour: bool = False) -> str:
-    """One trial: a headline, then a row per worker."""
-    state = _coloured(status.state, colour=colour)
-    parts = [f"{status.experiment}/{status.trial}", state, f"step {_steps(status)}"]
-    if status.attempt is not None:
-        parts.append(f"attempt {status.attempt}")
-    if status.job_id:
-        parts.append(f"job {status.job_id}")
-    if status.age_s is not None:
-        parts.append(f"age {format_duration(status.age_s)}")
-    lines = ["  ".join(parts)]
-    if status.note:
-        lines.append(f"  {status.note}")
-    lines += ["", render_workers(status.workers, colour=colour), "", f"directory  {status.directory}"]
-    return "\n".join(lines)
+def render_trial(status: TrialStatus, *, wide: bool = False, colour: bool = False) -> str:
+    """One trial: a headline, a row per group or per worker, who waits for whom, and the attempts before."""
+    lines = [_headline(status, colour=colour)]
+    if status.note and status.note != headline(dict(status.metrics)):
+        lines.append(f"  {_printable(status.note)}")
+    lines.append(render_workers(status.workers, colour=colour) if wide else render_groups(status.groups))
+    if status.waits:
+        lines += [f"waits      {_printable(render_chain(chain))}" for chain in status.waits[:_MAX_WAITS]]
+        if len(status.waits) > _MAX_WAITS:
+            lines.append(f"           and {len(status.waits) - _MAX_WAITS} more; -o json shows all")
+    lines += [_printable(_describe_end(end)) for end in status.history if end.attempt != status.attempt]
+    return "\n".join([*lines, f"directory  {status.directory}"])
+
+
+def render_groups(rows: Sequence[GroupRow]) -> str:
+    """One row per kind of worker."""
+    header = ("GROUP", "READY", "RESTARTS", "NODES", "LAST SEEN", "NOTE")
+    texts = [
+        (
+            row.group,
+            f"{row.ready}/{row.total}",
+            str(row.restarts),
+            _nodes(row.nodes),
+            format_duration(row.last_seen_s),
+            row.note,
+        )
+        for row in rows
+    ]
+    return render_table(header, texts, colour=False)
 
 
 def render_workers(rows: Sequence[WorkerRow], *, colour: bool = False) -> str:
@@ -90,6 +117,11 @@ def render_json(statuses: Sequence[TrialStatus]) -> str:
     return json.dumps([dataclasses.asdict(status) for status in statuses], indent=2)
 
 
+def render_names(statuses: Sequence[TrialStatus]) -> str:
+    """One name a line, for a shell's loop."""
+    return "\n".join(f"{status.experiment}/{status.trial}" for status in statuses)
+
+
 def render_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, colour: bool) -> str:
     """Columns as wide as their widest cell; the second one is a state, and carries its colour."""
     cells = [tuple(_printable(cell) for cell in row) for row in (header, *rows)]
@@ -114,6 +146,38 @@ def format_duration(seconds: float | None) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600}h"
+
+
+def _headline(status: TrialStatus, *, colour: bool) -> str:
+    state = _coloured(status.state, colour=colour)
+    parts = [f"{status.experiment}/{status.trial}", state, f"step {_steps(status)}"]
+    if numbers := headline(dict(status.metrics)):
+        parts.append(numbers)
+    if status.attempt is not None:
+        parts.append(f"attempt {status.attempt}")
+    if status.job_id:
+        parts.append(f"job {status.job_id}" + (f" on {status.node_list}" if status.node_list else ""))
+    if status.age_s is not None:
+        parts.append(f"age {format_duration(status.age_s)}")
+    if status.time_left:
+        parts.append(f"time left {status.time_left}")
+    return "  ".join(parts)
+
+
+def _describe_end(end: AttemptEnd) -> str:
+    """`attempt 0  ended NODE_FAILED n15 after 5h02m at 08:11 (cause)`."""
+    if end.ended_at is None:
+        return f"attempt {end.attempt}  ended without a word"
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(end.ended_at))
+    after = format_duration(max(0.0, end.ended_at - end.started_at))
+    what = " ".join(["ended", end.state, ",".join(end.nodes)]).rstrip()
+    return f"attempt {end.attempt}  {what} after {after} at {when}" + (f" ({end.cause})" if end.cause else "")
+
+
+def _nodes(nodes: Sequence[str]) -> str:
+    if len(nodes) <= _MAX_NODES:
+        return ",".join(nodes) or "-"
+    return f"{','.join(nodes[:_MAX_NODES])} and {len(nodes) - _MAX_NODES} more"
 
 
 def _steps(status: TrialStatus) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.errors import closest
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial_directory import TrialDirectory, validate_name
 
 
 class TrialNotFoundError(LookupError):
@@ -63,17 +63,30 @@ def find_trial(argument: str, fileroot: Path) -> TrialFacts:
         if facts is None:
             raise TrialNotFoundError(f"{as_path} is no trial directory (it has no readable plan.json)")
         return facts
-    trials = list_trials(fileroot)
-    exact = [one for one in trials if argument in (one.name, one.trial)]
+    # Names are folder names, so the trial is found without reading the others.
+    exact = [facts for path in _paths_of(argument, fileroot) if (facts := read_facts(TrialDirectory(path)))]
     if len(exact) == 1:
         return exact[0]
     if exact:
         names = ", ".join(one.name for one in exact)
         raise TrialNotFoundError(f"{argument!r} is the name of {len(exact)} trials: {names}; write experiment/trial")
-    known = [one.name for one in trials] + [one.trial for one in trials]
-    near = closest(argument, known)
-    hint = f"did you mean {near!r}?" if near else f"rl-status lists the {len(trials)} trials that are there"
+    there = [plan.parent for plan in fileroot.glob("*/*/plan.json")]
+    near = closest(argument, [f"{path.parent.name}/{path.name}" for path in there] + [path.name for path in there])
+    hint = f"did you mean {near!r}?" if near else f"rl-status lists the {len(there)} trials that are there"
     raise TrialNotFoundError(f"no trial {argument!r} below {fileroot}; {hint}")
+
+
+def _paths_of(argument: str, fileroot: Path) -> list[Path]:
+    parts = argument.split("/")
+    if len(parts) > 2 or not all(is_name(part) for part in parts):
+        return []
+    if len(parts) == 2:
+        return [fileroot / argument]
+    try:
+        experiments = sorted(os.listdir(fileroot))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [path for experiment in experiments if (path := fileroot / experiment / argument).is_dir()]
 
 
 def read_facts(directory: TrialDirectory) -> TrialFacts | None:
@@ -104,3 +117,12 @@ def _total_steps(plan: dict[str, Any]) -> int | None:
     in_all = master["num_prompts"] * control["total_train_epochs"]
     steps = -(-in_all // master["train_batch_size"])
     return int(min(steps, control["max_steps"] or steps))
+
+
+def is_name(text: str) -> bool:
+    """Whether this may be the name of an experiment or a trial."""
+    try:
+        validate_name(text)
+    except ValueError:
+        return False
+    return True

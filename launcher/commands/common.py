@@ -30,7 +30,7 @@ Fileroot = Annotated[Path | None, typer.Option("--fileroot", help=FILEROOT_HELP)
 
 def run(command: Callable[..., None], arguments: Sequence[str] | None = None) -> None:
     """A program that is one command; `arguments` are those of the process unless given."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(command)
     app(args=list(arguments) if arguments is not None else None)
 

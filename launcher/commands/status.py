@@ -8,37 +8,37 @@ from typing import Annotated
 import typer
 
 from corral.launcher.commands.common import TRIAL_HELP, Fileroot, run, user_errors, wait_for_trial
+from corral.launcher.completion import complete_trial
+
+_REDRAW_S = 5.0
+_OUTPUTS = ("table", "wide", "json", "name")
 
 
 def status(
-    trial: Annotated[str | None, typer.Argument(help=TRIAL_HELP)] = None,
-    watch: Annotated[bool, typer.Option("-w", "--watch", help="Draw again every two seconds.")] = False,
-    output: Annotated[str, typer.Option("-o", "--output", help="table or json.")] = "table",
+    trial: Annotated[str | None, typer.Argument(help=TRIAL_HELP, autocompletion=complete_trial)] = None,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Draw again every five seconds.")] = False,
+    show_all: Annotated[bool, typer.Option("-a", "--all", help="Trials that ended long ago, too.")] = False,
+    output: Annotated[str, typer.Option("-o", "--output", help="table, wide, json or name.")] = "table",
+    explain: Annotated[bool, typer.Option("--explain", help="The facts behind each word.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Show the progress of one trial until it has ended.")] = False,
     fileroot: Fileroot = None,
 ) -> None:
-    """Show how trials stand: one row each, or one trial with all its workers."""
+    """Show how trials stand: one row each, or one trial by its groups."""
     with user_errors():
-        from corral.launcher.status_reader import StatusReader
-        from corral.launcher.status_view import render_json, render_trial, render_trials
-        from corral.launcher.trials import default_fileroot, find_trial, list_trials
+        from corral.launcher.trials import default_fileroot, find_trial
 
-        if output not in ("table", "json"):
-            raise typer.BadParameter(f"-o is table or json, not {output!r}")
-        root, reader, colour = fileroot or default_fileroot(), StatusReader(), sys.stdout.isatty()
+        if output not in _OUTPUTS:
+            raise typer.BadParameter(f"-o is {', '.join(_OUTPUTS[:-1])} or {_OUTPUTS[-1]}, not {output!r}")
+        root = fileroot or default_fileroot()
         if wait:
             if trial is None:
                 raise typer.BadParameter("--wait needs the name of one trial")
             wait_for_trial(find_trial(trial, root), trial)
             return
+        from corral.launcher.overview import StatusPage
 
-        def look() -> str:
-            if trial is None:
-                statuses = reader.read(list_trials(root))
-                return render_json(statuses) if output == "json" else render_trials(statuses, colour=colour)
-            statuses = reader.read([find_trial(trial, root)])
-            return render_json(statuses) if output == "json" else render_trial(statuses[0], colour=colour)
-
+        page = StatusPage(root, output=output, show_all=show_all, explain=explain, colour=sys.stdout.isatty())
+        look = page.all_trials if trial is None else lambda: page.one_trial(trial)
         if watch:
             _redraw(look)
         else:
@@ -52,7 +52,7 @@ def _redraw(look: Callable[[], str]) -> None:
     try:
         with Live(Text.from_ansi(look()), auto_refresh=False) as live:
             while True:
-                time.sleep(2.0)
+                time.sleep(_REDRAW_S)
                 live.update(Text.from_ansi(look()), refresh=True)
     except KeyboardInterrupt:
         return

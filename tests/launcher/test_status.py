@@ -5,11 +5,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from corral.experiments.attempts import AttemptRecord
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
+from corral.launcher.evidence import AttemptEnd, Member
+from corral.launcher.explain import explain
+from corral.launcher.queue_cache import QueueAnswer
 from corral.launcher.slurm import QueuedJob
 from corral.launcher.status import Evidence, WorkerLife, describe, judge
 from corral.launcher.status_reader import StatusReader
@@ -144,8 +148,11 @@ def test_tables_show_trials_and_workers_without_obeying_what_they_quote() -> Non
     table = render_trials([status])
     assert table.splitlines()[0].split() == ["TRIAL", "STATE", "STEP", "AGE", "NODES", "JOB", "ATTEMPT", "NOTE"]
     assert "FAILED" in table and "8m20s" in table and len(table.splitlines()) == 2 and "\x1b" not in table
-    shown = render_trial(describe(HEALTHY))
+    shown = render_trial(describe(HEALTHY), wide=True)
     assert "rollout_worker/1" in shown and "train 5s" in shown
+    by_group = render_trial(describe(HEALTHY)).splitlines()
+    assert by_group[1].split() == ["GROUP", "READY", "RESTARTS", "NODES", "LAST", "SEEN", "NOTE"]
+    assert by_group[3].split() == ["rollout_worker", "2/2", "0", "n1", "1s"]
     assert json.loads(render_json([status]))[0]["workers"][0]["worker"] == "master_worker/0"
     assert "\x1b[32mRUNNING" in render_trial(describe(HEALTHY), colour=True)
 
@@ -182,3 +189,113 @@ def test_a_running_trial_is_seen_through_its_leases_and_after_its_end(make_trial
     (status,) = StatusReader().read([facts])
     assert status.state == "STOPPED" and status.is_final
     assert {row.state.split()[0] for row in status.workers} == {"ENDED"}
+
+
+MEMBER_OF = {"rollout_worker/1": "rollout_worker/1"}
+
+
+def member(state: str, reason: str = "None", *, is_elastic: bool = True) -> Member:
+    return Member(allocation="rollout_worker/1", is_elastic=is_elastic, job=job(state, reason))
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "words"),
+    [
+        # A frozen worker has no lease any more, but its last record and no exit.
+        ({"records": with_record("rollout_worker/1", None), "last_seen": {"rollout_worker/1": record(beat=NOW - 14)}},
+         "DEGRADED", "rollout_worker/1 silent 14s on n1"),
+        ({"records": with_record("master_worker/0", None), "last_seen": {"master_worker/0": record(beat=NOW - 14)}},
+         "UNRESPONSIVE", "master_worker/0 silent 14s"),
+        ({"records": with_record("rollout_worker/1", record(beat=NOW - 7))}, "DEGRADED", "silent 7s"),
+        ({"records": with_record("rollout_worker/1", record(beat=NOW - 7, phase="setup"))}, "STARTING", "2 of 3"),
+        # What the process before it said does not count.
+        ({"records": with_record("rollout_worker/1", None),
+          "last_seen": {"rollout_worker/1": record(beat=NOW - 14, incarnation="old")},
+          "lives": lives("rollout_worker/1", dataclasses.replace(JUST_STARTED, incarnation="new", restarts=1))},
+         "DEGRADED", "rollout_worker/1 restarting"),
+        ({"records": with_record("master_worker/0", record(attempt=7))}, "UNRESPONSIVE", "no record"),
+        # An elastic worker holds nobody up; a group's job does.
+        ({"records": with_record("rollout_worker/1", None), "members": (member("PENDING", "Resources"),),
+          "allocation_by_worker": MEMBER_OF}, "RUNNING", ""),
+        ({"records": with_record("rollout_worker/1", None), "allocation_by_worker": MEMBER_OF,
+          "members": (member("PENDING", "Resources", is_elastic=False),)}, "STARTING", "job 7 QUEUED: Resources"),
+        ({"records": with_record("rollout_worker/1", None), "held_groups": frozenset({"rollout_worker"})},
+         "RUNNING", ""),
+        ({"given_up": {"rollout_worker/1": "out of restarts"}}, "DEGRADED", "goes on without rollout_worker/1"),
+        # Between two attempts.
+        ({"facts": ON_SLURM, "job": job("PENDING", "Dependency"), "has_run": True,
+          "attempt_ended": {"attempt": 0, "state": "CONTINUES", "cause": "time limit"}},
+         "REQUEUED", "attempt 1 waits in job 7"),
+        ({"facts": ON_SLURM, "job": job("PENDING", "BeginTime"), "has_run": True}, "REQUEUED", "without a word"),
+        ({"facts": ON_SLURM, "job": job("RUNNING"), "attempt_ended": {"attempt": 0, "state": "PREEMPTED"}},
+         "STARTING", "attempt 1 starts in job 7"),
+        ({"facts": ON_SLURM, "job": None, "records": None, "jobs_known_at": NOW,
+          "attempt_ended": {"attempt": 0, "state": "NODE_FAILED", "cause": "n2"}},
+         "NODE_FAILED", "ended NODE_FAILED (n2)"),
+        ({"facts": ON_SLURM, "job": None, "records": None, "jobs_known_at": NOW,
+          "attempt_ended": {"attempt": 0, "state": "CONTINUES"}}, "LOST", "no job is there to go on"),
+        # What only SLURM knows.
+        ({"facts": ON_SLURM, "job": job("FAILED", "JobLaunchFailure"), "exit_code": "0:53"}, "FAILED", "folder"),
+        ({"facts": ON_SLURM, "job": job("FAILED", "NonZeroExitCode"),
+          "failure": {"worker": "rollout_worker/1", "returncode": 3, "node": "n4"}},
+         "FAILED", "rollout_worker/1 exit 3 on n4"),
+        ({"facts": ON_SLURM, "job": dataclasses.replace(job("NODE_FAIL", "NodeDown"), nodes="n[3-4]")},
+         "NODE_FAILED", "n[3-4]: a node failed"),
+        ({"facts": ON_SLURM, "job": None, "records": None, "jobs_known_at": NOW, "accounted_state": "TIMEOUT"},
+         "TIMED_OUT", "time limit"),
+        ({"facts": ON_SLURM, "job": job("CANCELLED"), "is_stopped": True, "stop_requested_by": "me@here"},
+         "STOPPED", ""),
+        ({"facts": ON_SLURM, "job": job("CANCELLED"), "is_stopped": True, "stop_requested_by": "SIGTERM"},
+         "CANCELLED", ""),
+        ({"ended": {"state": "FAILED", "cause": "x", "time": NOW}, "failure": {"worker": "rollout_worker/1",
+          "returncode": -9, "last_lines": ["slurmstepd: error: Step 7.3 exceeded memory limit (90 > 64)"]}},
+         "OOM", "raise groups.rollout_worker.scheduling.mem"),
+        ({"ended": {"state": "FAILED", "cause": "x", "time": NOW},
+          "failure": {"worker": "rollout_worker/1", "returncode": -9, "last_lines": ["hello"]}}, "FAILED", "x"),
+    ],
+)  # fmt: skip
+def test_what_outlives_leases_jobs_and_attempts_decides(changes: dict[str, Any], state: str, words: str) -> None:
+    found, note = judge(dataclasses.replace(HEALTHY, **changes))
+    assert found == state, note
+    assert words in note
+
+
+def test_zombies_are_a_note_and_never_counted() -> None:
+    evidence = dataclasses.replace(
+        HEALTHY,
+        records=with_record("rollout_worker/1", record(attempt=7)),
+        last_seen={"rollout_worker/1": record(attempt=7)},
+        zombies=("rollout_worker/1 of attempt 7 still speaks, from n1",),
+    )
+    status = describe(evidence)
+    assert "of attempt 7 still speaks" in status.note
+    (group,) = [group for group in status.groups if group.group == "rollout_worker"]
+    assert (group.ready, group.total) == (1, 2)
+
+
+def test_groups_say_what_their_jobs_wait_for_and_what_holds_them() -> None:
+    waiting = dataclasses.replace(
+        HEALTHY,
+        records=with_record("rollout_worker/1", None),
+        members=(member("PENDING", "Resources"),),
+        allocation_by_worker=MEMBER_OF,
+    )
+    (group,) = [group for group in describe(waiting).groups if group.group == "rollout_worker"]
+    assert (group.ready, group.note) == (1, "1: job 7 QUEUED: Resources: waits for resources")
+    held = dataclasses.replace(HEALTHY, records={}, held_groups=frozenset({"rollout_worker"}))
+    (group,) = [group for group in describe(held).groups if group.group == "rollout_worker"]
+    assert "--group rollout_worker --undo" in group.note
+
+
+def test_attempts_before_this_one_are_told_with_their_nodes() -> None:
+    end = AttemptEnd(attempt=0, state="NODE_FAILED", cause="requeued", nodes=("n15",), started_at=0.0, ended_at=18120.0)
+    attempt = msgspec.structs.replace(ATTEMPT, attempt=1)
+    shown = render_trial(describe(dataclasses.replace(HEALTHY, attempt=attempt, history=(end,))))
+    assert "attempt 0  ended NODE_FAILED n15 after 5h02m at 1970-01-01" in shown and "(requeued)" in shown
+
+
+def test_the_facts_behind_a_word_are_shown_with_the_command() -> None:
+    evidence = dataclasses.replace(HEALTHY, facts=ON_SLURM, job=dataclasses.replace(job("RUNNING"), line="7|RUNNING"))
+    text = explain(evidence, describe(evidence), QueueAnswer(asked_at=NOW, jobs=()))
+    assert text.startswith("why RUNNING") and "$ squeue -h -r -t all" in text and "7|RUNNING" in text
+    assert "3 of 3 workers hold a lease" in text

@@ -1,0 +1,86 @@
+"""rl-status --explain: the facts behind each word, and the command that shows them. Pure."""
+
+import shlex
+import time
+from collections.abc import Iterator
+
+from corral.launcher.evidence import Evidence
+from corral.launcher.queue_cache import QueueAnswer
+from corral.launcher.slurm import queue_command
+from corral.launcher.status import TrialStatus
+
+_INDENT = "  "
+
+
+def explain(evidence: Evidence, status: TrialStatus, answer: QueueAnswer) -> str:
+    """Several lines: the word, then what the trial recorded, what SLURM said, and what Redis holds."""
+    lines = [f"why {status.state}" + (f": {status.note}" if status.note else "")]
+    lines += [f"{_INDENT}{line}" for line in _own_records(evidence)]
+    if evidence.facts.mode == "slurm":
+        lines += [f"{_INDENT}{line}" for line in _slurm(evidence, answer)]
+    lines += [f"{_INDENT}{line}" for line in _redis(evidence, status)]
+    return "\n".join("".join(c if c.isprintable() else " " for c in line) for line in lines)
+
+
+def _own_records(evidence: Evidence) -> Iterator[str]:
+    directory = evidence.facts.directory
+    if evidence.ended is not None:
+        yield f"{directory.journal_path}: trial_ended {evidence.ended['state']}, {_at(evidence.ended['time'])}"
+        if evidence.failure is not None:
+            failed = evidence.failure
+            yield f"{directory.exits_path}: {failed['worker']} ended with {failed['returncode']}, the first to fail"
+        return
+    if evidence.attempt is not None:
+        yield f"attempt {evidence.attempt.attempt} was submitted {_at(evidence.attempt.submitted_at)}"
+    if evidence.attempt_ended is not None:
+        ended = evidence.attempt_ended
+        yield f"{directory.journal_path}: attempt_ended {ended.get('state')} {ended.get('cause') or ''}".rstrip()
+    if evidence.is_done or evidence.is_stopped:
+        yield f"{directory.log_path}: the trial log ends with {'Done' if evidence.is_done else 'Stop'}"
+    if evidence.stop_requested_by:
+        yield f"{directory.stop_request_path}: asked to stop by {evidence.stop_requested_by}"
+    if evidence.is_supervised is not None:
+        yield f"the supervisor's lock is {'held: it runs' if evidence.is_supervised else 'free: it does not run'}"
+
+
+def _slurm(evidence: Evidence, answer: QueueAnswer) -> Iterator[str]:
+    yield f"$ {shlex.join(queue_command())}"
+    if answer.error:
+        yield f"{_INDENT}no answer: {answer.error}"
+    if answer.asked_at is not None:
+        yield f"{_INDENT}asked {_at(answer.asked_at)}, {len(answer.jobs)} jobs"
+    elif not answer.error:
+        yield f"{_INDENT}not asked: the trial's own record of its end is enough"
+    job = evidence.job
+    if job is not None:
+        yield f"{_INDENT}{job.line or f'(from scontrol) {job.job_id} {job.state} {job.reason}'}"
+        yield f"{_INDENT}state {job.state}, reason {job.reason}; see: scontrol show job {job.job_id}"
+    elif answer.asked_at is not None and evidence.job_id:
+        yield f"{_INDENT}job {evidence.job_id} is not among them, nor known to scontrol"
+    if evidence.exit_code:
+        yield f"{_INDENT}scontrol says ExitCode={evidence.exit_code}"
+    if evidence.nodes_are_down:
+        yield f"{_INDENT}sinfo says that no node that could run it is up"
+    if evidence.accounted_state:
+        yield f"{_INDENT}sacct says {evidence.accounted_state}"
+    for member in evidence.members:
+        if member.job is not None:
+            yield f"{_INDENT}{member.allocation}: {member.job.line}"
+
+
+def _redis(evidence: Evidence, status: TrialStatus) -> Iterator[str]:
+    if evidence.ended is not None:
+        return
+    if evidence.records is None:
+        yield "Redis: not there, or not asked"
+        return
+    yield f"Redis: {len(evidence.records)} of {len(status.workers)} workers hold a lease"
+    for row in status.workers:
+        beat = "never seen" if row.last_seen_s is None else f"last beat {row.last_seen_s:.1f}s ago"
+        lease = "leased" if row.worker in evidence.records else "no lease"
+        yield f"{_INDENT}{row.worker} {row.state}: {lease}, {beat}, {row.restarts} restarts"
+
+
+def _at(moment: object) -> str:
+    seconds = float(moment) if isinstance(moment, int | float) else 0.0
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,0 +1,108 @@
+"""Who waits for whom: chains end at the one that everything hangs on, whatever the workers say."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corral.launcher.waits import find_waits, render_chain
+from corral.launcher.worker_rows import WorkerRow
+
+KINDS = ("master_worker", "model_worker", "generation_server", "gserver_manager", "rollout_worker")
+
+
+def row(worker: str, phase: str = "", waiting_for: str = "", *, state: str = "UP", since_s: float = 5.0) -> WorkerRow:
+    return WorkerRow(
+        worker=worker,
+        state=state,
+        pid=1,
+        node="n1",
+        phase=phase,
+        phase_s=since_s,
+        version="",
+        restarts=0,
+        last_seen_s=since_s if state == "SILENT" else 0.5,
+        waiting_for=waiting_for,
+    )
+
+
+def shown(*rows: WorkerRow) -> list[str]:
+    return [render_chain(chain) for chain in find_waits(rows)]
+
+
+def test_a_train_step_hangs_on_the_rank_that_is_silent() -> None:
+    assert shown(
+        row("master_worker/0", "train step", "model workers", since_s=12.0),
+        row("model_worker/0", "train_step", since_s=12.0),
+        row("model_worker/1", "train_step", state="SILENT", since_s=11.0),
+    ) == ["master_worker/0: train step 12s -> model_worker/1: silent 11s"]
+
+
+def test_a_batch_hangs_on_a_server_that_is_silent_though_nobody_says_so() -> None:
+    (line,) = shown(
+        row("master_worker/0", "wait for a batch", "3 of 8 trajectories from the rollout workers", since_s=40.0),
+        row("rollout_worker/0", "generate", since_s=38.0),
+        row("rollout_worker/1", "idle", "requests of nobody"),
+        row("generation_server/0", "generate", state="SILENT", since_s=37.0),
+        row("generation_server/1", "idle", "requests of rollout workers"),
+    )
+    assert line == (
+        "master_worker/0: wait for a batch 40s (3 of 8 trajectories from the rollout workers)"
+        " -> rollout_worker/0: generate 38s -> generation_server/0: silent 37s"
+    )
+
+
+def test_a_closed_gate_hangs_on_the_trainer_and_workers_at_it_share_a_line() -> None:
+    gate = "closed: accepted 8 + running 8 >= (eta 0 + version 1 + 1) x 8"
+    (line,) = shown(
+        row("master_worker/0", "train step", "model workers", since_s=9.0),
+        row("model_worker/0", "train_step", since_s=8.0),
+        row("rollout_worker/0", "wait for admission", gate, since_s=30.0),
+        row("rollout_worker/1", "wait for admission", gate, since_s=20.0),
+    )
+    assert line.startswith("rollout_worker/0 and 1 more: wait for admission 30s (closed: accepted 8")
+    assert line.endswith("-> master_worker/0: train step 9s -> model_worker/0: train_step 8s")
+
+
+def test_one_that_should_work_and_is_idle_is_the_root() -> None:
+    (line,) = shown(
+        row("master_worker/0", "train step", "model workers"),
+        row("model_worker/0", "idle", "requests of master_worker/0"),
+    )
+    assert line.endswith("-> model_worker/0: idle 5s (requests of master_worker/0)")
+
+
+def test_a_circle_is_called_one() -> None:
+    (line,) = shown(
+        row("master_worker/0", "wait for a batch", "8 of 8 trajectories from the rollout workers"),
+        row("rollout_worker/0", "wait for admission", "closed: accepted 8 + running 0 >= 8"),
+    )
+    assert line.endswith("(they wait for each other)")
+
+
+def test_nobody_waits_where_all_work_or_idle() -> None:
+    assert shown(row("master_worker/0", "train"), row("model_worker/0", "idle", "requests of master_worker/0")) == []
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(KINDS),
+            st.integers(0, 3),
+            st.sampled_from(["generate", "idle", "", "train step"]),
+            st.one_of(
+                st.text(max_size=20),
+                st.sampled_from(
+                    ["model workers", "rollout_worker/0, rollout_worker/1", "closed: accepted 1", "the manager"]
+                ),
+            ),
+            st.sampled_from(["UP", "SILENT", "STARTING", "AWAY", "MISSING"]),
+        ),
+        max_size=12,
+        unique_by=lambda one: one[:2],
+    )
+)
+def test_chains_end_whatever_the_workers_say(workers: list[tuple[str, int, str, str, str]]) -> None:
+    rows = [row(f"{kind}/{index}", phase, text, state=state) for kind, index, phase, text, state in workers]
+    for chain in find_waits(rows):
+        names = [step.worker for step in chain.steps]
+        assert len(set(names)) == len(names)
+        assert render_chain(chain)
