@@ -12,7 +12,7 @@ import pytest
 from corral.experiments.config import ClusterConfig, DatasetConfig, LaunchConfig, RolloutConfig
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import DatasetSpec, RolloutWorkerSpec
-from corral.launcher.slurm import SlurmClient, parse_key_values
+from corral.launcher.slurm import QueuedJob, SlurmClient, parse_key_values
 from corral.launcher.srun import step_name
 from corral.launcher.stop import stop_trial
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
@@ -61,7 +61,7 @@ def five_groups(trial: SlurmTrial, *, launch: Mapping[str, Any] | None = None, *
 
 @pytest.fixture
 def trial(make_slurm_trial: Any) -> Iterator[SlurmTrial]:
-    made: SlurmTrial = make_slurm_trial({}, model_workers=MODEL_WORKERS, servers=SERVERS)
+    made: SlurmTrial = make_slurm_trial({"master_worker/0": ["master"]}, model_workers=MODEL_WORKERS, servers=SERVERS)
     yield made
     if made.job_id:
         stop_trial(made.facts, now=True)
@@ -76,10 +76,19 @@ def worker_environments(trial: SlurmTrial) -> dict[str, dict[str, str]]:
 
 
 def hosts_by_allocation(trial: SlurmTrial, cluster: Cluster) -> dict[int, list[str]]:
-    """Nodes of every allocation, as scontrol shows them; components follow each other by their job ids."""
+    """Nodes of every allocation, as SLURM shows them."""
+    if trial.layout.kind == "jobs":
+        jobs_by_name = {job.tag.get("allocation"): job for job in jobs_of(trial)}
+        names = [allocation.name for allocation in trial.layout.allocations]
+        return {index: SlurmClient().hostnames(jobs_by_name[name].nodes) for index, name in enumerate(names)}
+    # Components follow each other by their job ids.
     lines = cluster.run("scontrol", "show", "job", "-o", trial.job_id).stdout.splitlines()
     jobs = sorted((parse_key_values(line) for line in lines), key=lambda job: int(job["JobId"]))
     return {index: SlurmClient().hostnames(job["NodeList"]) for index, job in enumerate(jobs)}
+
+
+def jobs_of(trial: SlurmTrial) -> list[QueuedJob]:
+    return [job for job in SlurmClient().queue() if job.tag.get("trial_uuid") == trial.plan.trial.uuid]
 
 
 def check_nodes_and_steps(trial: SlurmTrial, cluster: Cluster, environments: Mapping[str, Mapping[str, str]]) -> None:
@@ -141,12 +150,20 @@ def test_hetjob_puts_every_step_into_its_component(trial: SlurmTrial, cluster: C
     environments = worker_environments(trial)
     check_nodes_and_steps(trial, cluster, environments)
     check_shares_of_every_node(trial, environments)
-    tags = {
-        job.tag["allocation"] for job in SlurmClient().queue() if job.tag.get("trial_uuid") == trial.plan.trial.uuid
-    }
-    assert "head" in tags
+    assert {job.tag["allocation"] for job in jobs_of(trial)} >= {"head"}
     partitions = cluster.run("squeue", "-h", "-n", "exp.trial,exp.trial.model_worker", "-o", "%P").stdout.split()
     assert sorted(partitions) == ["debug", "spot"]
+
+
+def test_jobs_puts_every_step_into_the_job_of_its_group(trial: SlurmTrial, cluster: Cluster) -> None:
+    five_groups(trial, launch={"layout": "jobs"})
+    assert [allocation.role for allocation in trial.layout.allocations] == ["head", "group", "group", "group"]
+    trial.submit()
+    environments = worker_environments(trial)
+    check_nodes_and_steps(trial, cluster, environments)
+    check_shares_of_every_node(trial, environments)
+    assert stop_trial(trial.facts, grace_s=20.0).state == "STOPPED"
+    wait_until(lambda: not cluster.run("squeue", "-h", "-t", "PD,R,CG").stdout.strip(), "the end of all four jobs")
 
 
 def test_a_step_of_a_component_is_restarted_alone_and_the_trial_completes(make_slurm_trial: Any) -> None:
