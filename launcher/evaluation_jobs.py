@@ -97,9 +97,8 @@ class EvaluationResources:
         fields = ("partition", "account", "qos", "constraint", "exclude", "nodelist")
         slurm: dict[str, Any] = {field: getattr(scheduling, field) or getattr(launch, field) for field in fields}
         slurm["partition"] = partition or slurm["partition"]
-        if gpus and cluster.gpu_request != "none":
-            kind = f"{scheduling.gpu_type}:" if scheduling.gpu_type else ""
-            slurm |= {"gres": f"gpu:{kind}1"} if cluster.gpu_request == "gres" else {"gpus_per_node": 1}
+        if gpus:
+            slurm |= _gpu_parameters(cluster.gpu_request, scheduling.gpu_type)
         extra = [*launch.extra_sbatch_arguments, *scheduling.extra_sbatch_arguments]
         pairs = {name: value for name, _, value in (argument.lstrip("-").partition("=") for argument in extra)}
         further: dict[str, Any] = {"requeue": True} | {name: value or True for name, value in pairs.items()}
@@ -116,6 +115,14 @@ class EvaluationResources:
             scheduling=scheduling,
             cluster=cluster,
         )
+
+
+def _gpu_parameters(gpu_request: str, gpu_type: str | None) -> dict[str, Any]:
+    if gpu_request == "none":
+        return {"exclusive": True}  # nobody counts the GPUs there: whoever shares a node would share them too
+    if gpu_request == "gpus":
+        return {"gpus_per_node": f"{gpu_type}:1" if gpu_type else 1}
+    return {"gres": f"gpu:{gpu_type}:1" if gpu_type else "gpu:1"}
 
 
 def submit_to_slurm(

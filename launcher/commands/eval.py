@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from corral.launcher.commands.common import TRIAL_HELP, Fileroot, run, user_errors
+from corral.launcher.completion import complete_trial
 
 if TYPE_CHECKING:
     from corral.launcher.evaluation_status import EvaluationReader, EvaluationStatus
@@ -18,7 +19,7 @@ _WAIT_TIMEOUT_S = 7 * 24 * 3600.0
 
 
 def evaluate(
-    trial: Annotated[str, typer.Argument(help=TRIAL_HELP)],
+    trial: Annotated[str, typer.Argument(help=TRIAL_HELP, autocompletion=complete_trial)],
     step: Annotated[str, typer.Option("--step", help="Train step (several with commas), latest, or all.")] = "latest",
     dataset: Annotated[Path | None, typer.Option("--dataset", help="Other problems than the trial's own.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer.")] = None,

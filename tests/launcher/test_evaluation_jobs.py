@@ -206,7 +206,7 @@ def test_a_word_that_nobody_knows_is_no_end() -> None:
 
 
 def test_an_evaluation_asks_for_what_a_training_rank_gets() -> None:
-    scheduling = Scheduling(cpu=3, mem="2G", gpu=4, gpu_type="a100", account="lab", extra_sbatch_arguments=("--hold",))
+    scheduling = Scheduling(cpu=3, mem=2048, gpu=4, gpu_type="a100", account="lab", extra_sbatch_arguments=("--hold",))
     launch = LaunchConfig(partition="gpu", account="mine", extra_sbatch_arguments=["--licenses=x:1"])
     asked = EvaluationResources.of("t", scheduling, launch=launch, cluster=ClusterConfig(), minutes=7)
     assert (asked.cpus, asked.mem_mb, asked.gpus, asked.minutes, asked.job_name) == (3, 2048, 1, 7, "eval.t")
@@ -216,10 +216,12 @@ def test_an_evaluation_asks_for_what_a_training_rank_gets() -> None:
         "gres": "gpu:a100:1",
         "additional_parameters": {"requeue": True, "licenses": "x:1", "hold": True},
     }
-    elsewhere = EvaluationResources.of(
-        "t", scheduling, launch=launch, cluster=ClusterConfig(gpu_request="gpus"), minutes=7, partition="spot"
-    )
-    assert (elsewhere.slurm["partition"], elsewhere.slurm["gpus_per_node"]) == ("spot", 1)
+    for gpu_request, wanted in (("gpus", {"gpus_per_node": "a100:1"}), ("none", {"exclusive": True})):
+        cluster = ClusterConfig.model_validate({"gpu_request": gpu_request})
+        elsewhere = EvaluationResources.of(
+            "t", scheduling, launch=launch, cluster=cluster, minutes=7, partition="spot"
+        ).slurm
+        assert elsewhere["partition"] == "spot" and wanted.items() <= elsewhere.items() and "gres" not in elsewhere
 
 
 def test_an_evaluation_runs_in_the_image_of_the_training_ranks(tmp_path: Path) -> None:
