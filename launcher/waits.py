@@ -63,10 +63,15 @@ class WaitChain:
 def find_waits(rows: Sequence[WorkerRow]) -> list[WaitChain]:
     """The chain of every worker that waits; those that hang on the same next worker in the same phase share one."""
     chains: dict[tuple[str, ...], WaitChain] = {}
+    circles: set[frozenset[str]] = set()
     for row in rows:
         if row.state not in ("UP", "STARTING") or not _waits(row):
             continue
         steps, is_circle = _follow(row, rows)
+        workers = frozenset(step.worker for step in steps)
+        if is_circle and workers in circles:
+            continue  # the same circle, entered elsewhere
+        circles |= {workers} if is_circle else set()
         key = (row.kind, row.phase, *(step.worker for step in steps[1:]))
         if key in chains:
             before = chains[key]
