@@ -8,6 +8,7 @@ from corral.launcher.layout import Layout, RunningAllocations, Step
 from corral.launcher.member_actions import MemberSpec
 from corral.launcher.runner import Task, TaskRunner, TaskSpec
 from corral.launcher.unit_actions import UnitSpec
+from corral.launcher.units import MASTER_UNIT, TRAINER_UNIT
 
 MEMBER_ROLES = ("group", "elastic")
 _COMMENT = "--comment="
@@ -81,7 +82,8 @@ def fallback_steps(layout: Layout) -> dict[str, Step]:
 def units_of_allocation(layout: Layout, allocation: int) -> list[str]:
     """The restart units whose workers run in an allocation."""
     workers = layout.workers_of(allocation)
-    return list(dict.fromkeys("model_worker" if worker.startswith("model_worker/") else worker for worker in workers))
+    ranks = f"{TRAINER_UNIT}/"
+    return list(dict.fromkeys(TRAINER_UNIT if worker.startswith(ranks) else worker for worker in workers))
 
 
 def units_with_places(units: Sequence[UnitSpec], layout: Layout) -> list[UnitSpec]:
@@ -90,6 +92,7 @@ def units_with_places(units: Sequence[UnitSpec], layout: Layout) -> list[UnitSpe
     for index, allocation in enumerate(layout.allocations):
         role_by_unit |= dict.fromkeys(units_of_allocation(layout, index), allocation.role)
     fallbacks = fallback_steps(layout)
+    gang = tuple(unit.name for unit in units if role_by_unit.get(unit.name) == "group")
     return [
         UnitSpec(
             name=unit.name,
@@ -97,6 +100,7 @@ def units_with_places(units: Sequence[UnitSpec], layout: Layout) -> list[UnitSpe
             is_service=unit.is_service,
             needs_place=role_by_unit.get(unit.name) in MEMBER_ROLES,
             has_fallback=unit.name in fallbacks,
+            waits_for=gang if unit.name == MASTER_UNIT else (),
             is_optional=role_by_unit.get(unit.name) == "elastic" and unit.name not in fallbacks,
         )
         for unit in units

@@ -28,6 +28,8 @@ class UnitSpec:
     """Its place is a job of its own, which may be away."""
     has_fallback: bool = False
     """While its place is away it runs elsewhere."""
+    waits_for: tuple[str, ...] = ()
+    """Units without whose places it is not started: its deadlines must not count the time that jobs are queued."""
     is_optional: bool = False
     """The trial can do without it: out of budget, it is given up alone."""
 

@@ -180,7 +180,13 @@ class Supervision:
             return []
         if unit.phase is UnitPhase.DOUBTED:
             return self._leave(unit, cause, now)
-        return self._excuse(unit, cause, now, kill=True)
+        actions = self._excuse(unit, cause, now, kill=True)
+        if name == TRAINER_UNIT and self.phase is TrialPhase.RUNNING:
+            # Whoever talks to the trainer would give up on it after a while, and starts from the last commit anyway.
+            for other in self._units.values():
+                if name in other.spec.waits_for:
+                    actions += self._excuse(other, f"{name} is away: {cause}", now, kill=False)
+        return actions
 
     def place_holds(self, name: str, now: float) -> list[Action]:
         """The place of a unit that ended is still there: it ended by itself."""
@@ -234,7 +240,8 @@ class Supervision:
             if now >= unit.deadline:
                 actions += self._overdue(unit, now)
             may_start = self.phase is TrialPhase.RUNNING or (self.phase is TrialPhase.STOPPING and unit.spec.is_service)
-            if may_start and unit.may_start and now >= unit.start_at:
+            is_accompanied = all(self._units[name].has_place for name in unit.spec.waits_for)
+            if may_start and unit.may_start and is_accompanied and now >= unit.start_at:
                 unit.phase = UnitPhase.RUNNING
                 unit.running = set(unit.spec.tasks)
                 unit.exits.clear()

@@ -1,0 +1,80 @@
+"""Two trials that together ask for more than the cluster has: neither waits for the other for ever."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from corral.launcher.slurm import QueuedJob, SlurmClient
+from tests.launcher.trials import wait_until
+from tests.slurm.cluster import Cluster
+from tests.slurm.trials import SlurmTrial
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+WORKS = {"master_worker/0": ["finish 1.5"]}
+# A rank and a server fill a node's GPUs: each trial needs two nodes for training, and two for generation.
+HALF_AND_HALF: dict[str, Any] = {"model_workers": 2, "servers": 2, "gpu": 8}
+
+
+def members_of(trial: SlurmTrial) -> dict[str, QueuedJob]:
+    """The jobs of a trial's groups that are not over, by group."""
+    jobs = [job for job in SlurmClient().queue() if job.tag.get("trial_uuid") == trial.plan.trial.uuid]
+    return {job.tag["allocation"]: job for job in jobs if job.state in ("PENDING", "RUNNING")}
+
+
+def wait_for_end(trial: SlurmTrial, *, timeout_s: float) -> None:
+    ended = wait_until(lambda: trial.events("trial_ended"), f"the end of {trial.facts.name}", timeout_s=timeout_s)
+    assert ended[-1]["state"] == "COMPLETE", trial.events()
+
+
+def tell(trials: Sequence[SlurmTrial], names: Sequence[str]) -> None:
+    """What happened, for people."""
+    events = sorted((event["time"], trial.plan.trial.trial, event) for trial in trials for event in trial.events())
+    for moment, trial, event in events:
+        if event["event"] in names:
+            fields = {key: value for key, value in event.items() if key not in ("time", "event", "attempt")}
+            print(f"{moment - events[0][0]:6.1f} s  {trial}  {event['event']}  {fields}")
+
+
+def test_the_second_of_two_packed_trials_waits_for_the_first(make_slurm_trial: Any) -> None:
+    trials = [make_slurm_trial(WORKS, trial=name, launch={"layout": "packed"}, **HALF_AND_HALF) for name in "ab"]
+    for trial in trials:
+        trial.submit()
+    for trial in trials:
+        wait_for_end(trial, timeout_s=40.0)
+    first_end, second_start = trials[0].events("trial_ended")[0], trials[1].events("worker_started")[0]
+    assert first_end["time"] < second_start["time"]
+
+
+def test_two_trials_that_hold_half_of_the_cluster_each_both_complete(make_slurm_trial: Any, cluster: Cluster) -> None:
+    launch = {"layout": "jobs", "gang_timeout_s": 4.0}
+    trials = [make_slurm_trial(WORKS, trial=name, launch=launch, **HALF_AND_HALF) for name in "ab"]
+    blocker = cluster.run("sbatch", "--parsable", "--nodes=4", "--gres=gpu:8", "--wrap=sleep 600").stdout.strip()
+    wait_until(lambda: SlurmClient().job(blocker)["JobState"] == "RUNNING", "the job that holds all GPUs")
+    for trial in trials:
+        trial.submit()
+    for trial in trials:
+        wait_until(lambda trial=trial: len(members_of(trial)) == 3, "the jobs of both groups")
+        cluster.run("scontrol", "hold", members_of(trial)["generation_server"].job_id)
+    cluster.run("scancel", blocker)
+    for trial in trials:
+        wait_until(lambda trial=trial: members_of(trial)["model_worker"].state == "RUNNING", "half of the cluster")
+        assert trial.events("worker_started") == []
+    for trial in trials:
+        cluster.run("scontrol", "release", members_of(trial)["generation_server"].job_id)
+
+    for trial in trials:
+        wait_for_end(trial, timeout_s=90.0)
+    tell(trials, ["member_submitted", "member_running", "gang_given_back", "worker_started", "trial_ended"])
+    given_back = [event for trial in trials for event in trial.events("gang_given_back")]
+    assert given_back and all(set(event["missing"]) == {"generation_server"} for event in given_back[:2]), given_back
+    for trial in trials:
+        assert not trial.events("unit_restarting")
+        starts = trial.events("worker_started")
+        all_there = [
+            trial.events("member_running", allocation=name)[-1]["time"]
+            for name in ("model_worker", "generation_server")
+        ]
+        assert min(start["time"] for start in starts) >= max(all_there)  # no step before the whole gang was there
+        wait_until(lambda trial=trial: not members_of(trial), "the end of every job of the trial", timeout_s=20.0)
