@@ -24,10 +24,10 @@ from corral.launcher.layout import Layout
 from corral.launcher.layout_planner import plan_layout
 from corral.launcher.sbatch import member_options, render_holder, render_script
 from corral.launcher.slurm import SlurmClient, SlurmError, SlurmUnreachableError
-from corral.launcher.slurm_asks import Ask, asks_of, check_times
+from corral.launcher.slurm_asks import Ask, asks_of, check_times, shapes_for
 from corral.launcher.slurm_capacity import check_layout, describe
 from corral.launcher.slurm_checks import check_asks, explain_refusal, node_local_warning
-from corral.launcher.slurm_facts import ClusterFacts, node_shapes, read_cluster
+from corral.launcher.slurm_facts import ClusterFacts, read_cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def check_on_slurm(
         facts = _read(client, asks, warnings)
         if facts is not None:
             warnings += check_asks(asks, plan, facts, source)
-        layout = _plan(plan, facts)
+        layout = _plan(plan, asks, facts)
         if facts is not None:
             checks += check_layout(layout, plan, facts, source)
         start = _ask_slurm(plan, layout, directory, client, source)
@@ -95,11 +95,11 @@ def _read(client: SlurmClient, asks: Sequence[Ask], warnings: list[str]) -> Clus
         return None
 
 
-def _plan(plan: RunPlan, facts: ClusterFacts | None) -> Layout:
+def _plan(plan: RunPlan, asks: Sequence[Ask], facts: ClusterFacts | None) -> Layout:
     if facts is None:
         return plan_layout(plan)
     try:
-        shapes = node_shapes(facts.nodes, facts.partitions)
+        shapes = shapes_for(asks, plan, facts)
         return plan_layout(plan, shapes, default_partition=facts.default_partition)
     except ConfigError as error:
         if all(problem.message.startswith("trial can never start") for problem in error.problems):

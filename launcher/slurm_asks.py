@@ -10,6 +10,16 @@ from datetime import datetime, timedelta
 from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, KeyPath
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout_planner import ALLOCATION_FIELDS
+from corral.launcher.slurm import Node
+from corral.launcher.slurm_facts import (
+    ClusterFacts,
+    expand_host_list,
+    gpus_of,
+    most_common_shape,
+    node_shapes,
+    plain_features,
+)
+from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import Scheduling
 from corral.scheduling.slurm_formats import format_time_limit, parse_point_in_time, parse_time_limit
 
@@ -103,8 +113,47 @@ def _about(duration: timedelta) -> str:
     seconds = duration.total_seconds()
     for unit_s, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= unit_s:
-            return f"{seconds / unit_s:.0f} {unit}"
+            return f"{seconds // unit_s:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def partitions_asked(values: Mapping[str, str], facts: ClusterFacts) -> list[str]:
+    """The partitions that a job may run in; a list means the first of them that can start it."""
+    asked = values.get("partition")
+    return asked.split(",") if asked else [facts.default_partition or ""]
+
+
+def shapes_for(asks: Sequence[Ask], plan: RunPlan, facts: ClusterFacts) -> Mapping[str | None, NodeShape]:
+    """What a node has, by partition: of the nodes that could run what is asked for there, the most common shape."""
+    shapes = dict(node_shapes(facts.nodes, facts.partitions))
+    asks_by_partition: dict[str, list[Ask]] = {}
+    for ask in asks:
+        asks_by_partition.setdefault(partitions_asked(ask.values, facts)[0], []).append(ask)
+    for name, here in asks_by_partition.items():
+        types = {ask.task.gpu_type for ask in here if ask.task.gpu_type is not None}
+        gpu_type = next(iter(types)) if len(types) == 1 else None
+        cpus, mem_mb, gpus = (max(getattr(ask.task, field) for ask in here) for field in ("cpu", "mem", "gpu"))
+        gpus = 0 if plan.cluster.gpu_request == "none" else gpus
+        allowed = [node for node in facts.members(name) if any(_is_allowed(node, ask) for ask in here)]
+        able = [
+            node for node in allowed if node.cpus >= cpus and node.mem_mb >= mem_mb and gpus_of(node, gpu_type) >= gpus
+        ]
+        shape = most_common_shape(able or allowed, gpu_type=gpu_type)
+        if shape is not None:
+            shapes[name] = shape
+            if name == facts.default_partition:
+                shapes[None] = shape
+    return shapes
+
+
+def _is_allowed(node: Node, ask: Ask) -> bool:
+    wanted, unwanted = (expand_host_list(ask.values.get(name, "")) for name in ("nodelist", "exclude"))
+    features = plain_features(ask.values.get("constraint", ""))
+    return (
+        node.name not in unwanted
+        and (not wanted or node.name in wanted)
+        and all(feature in node.features for feature in features)
+    )
 
 
 def raise_problems(kind: type[ConfigError], problems: Sequence[ConfigProblem], source: ConfigSource) -> None:

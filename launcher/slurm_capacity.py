@@ -18,8 +18,9 @@ from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, Unsa
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout import Allocation, Layout
 from corral.launcher.slurm import Node
-from corral.launcher.slurm_checks import gpus_of, partitions_asked, some_nodes
-from corral.launcher.slurm_facts import ClusterFacts, expand_host_list, node_shapes
+from corral.launcher.slurm_asks import asks_of, partitions_asked, shapes_for
+from corral.launcher.slurm_checks import some_nodes
+from corral.launcher.slurm_facts import ClusterFacts, expand_host_list, gpus_of, plain_features
 from corral.scheduling.placement import place
 from corral.scheduling.scheduling import TasksGroup
 from corral.scheduling.worker_information import WorkerKind, parse_worker_id
@@ -111,8 +112,7 @@ class _Checks:
     def _fitting(self, allocation: Allocation, name: str) -> list[Node]:
         """Nodes that could hold one node's share, whatever runs there now."""
         excluded = set(expand_host_list(allocation.options.get("exclude", "")))
-        constraint = allocation.options.get("constraint", "")
-        features = constraint.split("&") if constraint.replace("&", "").replace("_", "").isalnum() else []
+        features = plain_features(allocation.options.get("constraint", ""))
         gpus = 0 if self.plan.cluster.gpu_request == "none" else allocation.gpus_per_node
         return [
             node
@@ -348,7 +348,7 @@ class _Checks:
     def _count_that_fits(self, index: int, kind: WorkerKind, num_nodes: int, partition: str) -> int:
         """The largest count of one group with which its allocation needs at most so many nodes; 0 if none does."""
         groups, role = self._groups(index), self.layout.allocations[index].role
-        shapes = node_shapes(self.facts.nodes, self.facts.partitions)
+        shapes = shapes_for(asks_of(self.plan, self.source), self.plan, self.facts)
         shape = self.plan.cluster.node_shape(shapes.get(partition))
 
         def fits(count: int) -> bool:

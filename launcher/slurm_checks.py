@@ -7,14 +7,14 @@ Pure; preflight.py asks SLURM. Each check yields all of its problems, and each p
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError, closest
 from corral.experiments.plan import RunPlan
 from corral.launcher.slurm import Node
-from corral.launcher.slurm_asks import Ask, raise_problems
-from corral.launcher.slurm_facts import NO_ACCOUNTING, NODES_COMMAND, ClusterFacts, expand_host_list
+from corral.launcher.slurm_asks import Ask, partitions_asked, raise_problems
+from corral.launcher.slurm_facts import NO_ACCOUNTING, NODES_COMMAND, ClusterFacts, expand_host_list, gpus_of
 from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
 
 UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
@@ -44,12 +44,6 @@ def check_asks(asks: Sequence[Ask], plan: RunPlan, facts: ClusterFacts, source: 
         warnings += _warnings(ask, partition, facts)
     raise_problems(UnsatisfiableError, problems, source)
     return list(dict.fromkeys(warnings))
-
-
-def partitions_asked(values: Mapping[str, str], facts: ClusterFacts) -> list[str]:
-    """The partitions that a job may run in; a list means the first of them that can start it."""
-    asked = values.get("partition")
-    return asked.split(",") if asked else [facts.default_partition or ""]
 
 
 def _partition_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
@@ -243,6 +237,14 @@ def _task_problems(ask: Ask, plan: RunPlan, partition: str, facts: ClusterFacts)
             )
     if task.gpu and plan.cluster.gpu_request != "none":
         yield from _gpu_problems(ask, partition, members, facts, evidence)
+    elif task.gpu and plan.cluster.gpus_per_node is None and not any(node.gpus for node in members):
+        yield ConfigProblem(
+            message="with cluster.gpu_request none, SLURM does not know how many GPUs a node has",
+            hint="set cluster.gpus_per_node",
+            path=("cluster", "gpus_per_node"),
+            shown="null",
+            evidence=evidence,
+        )
 
 
 def _gpu_problems(
@@ -360,11 +362,6 @@ def explain_refusal(
         evidence=command,
     )
     return UnsatisfiableError([problem]).located(source)
-
-
-def gpus_of(node: Node, gpu_type: str | None) -> int:
-    """GPUs of a node that a request for this type can get."""
-    return node.gpus if gpu_type is None else node.gpus_by_type.get(gpu_type, 0)
 
 
 def some_nodes(nodes: Sequence[Node]) -> str:

@@ -120,17 +120,36 @@ def node_shapes(nodes: Sequence[Node], partitions: Mapping[str, Mapping[str, str
     """
     shape_by_partition: dict[str | None, NodeShape] = {}
     for name in dict.fromkeys([*(node.partition for node in nodes), *partitions]):
-        members = [node for node in nodes if node.partition == name and node.cpus > 0 and node.mem_mb > 0]
-        usable = [node for node in members if node.is_up] or members
-        if not usable:
+        members = [node for node in nodes if node.partition == name]
+        shape = most_common_shape(members)
+        if shape is None:
             continue
-        counts = Counter((node.cpus, node.gpus, node.mem_mb) for node in usable)
-        # Of shapes that are equally common the biggest.
-        cpus, gpus, mem_mb = max(counts, key=lambda shape: (counts[shape], shape))
-        shape_by_partition[name] = NodeShape(cpus=cpus, gpus=gpus, mem_mb=mem_mb)
+        shape_by_partition[name] = shape
         if any(node.is_default_partition for node in members):
-            shape_by_partition[None] = shape_by_partition[name]
+            shape_by_partition[None] = shape
     return shape_by_partition
+
+
+def most_common_shape(nodes: Sequence[Node], *, gpu_type: str | None = None) -> NodeShape | None:
+    """The shape that most of the nodes share, with GPUs of one type only if it is given; None of no nodes."""
+    real = [node for node in nodes if node.cpus > 0 and node.mem_mb > 0]
+    usable = [node for node in real if node.is_up] or real
+    if not usable:
+        return None
+    counts = Counter((node.cpus, gpus_of(node, gpu_type), node.mem_mb) for node in usable)
+    # Of shapes that are equally common the biggest.
+    cpus, gpus, mem_mb = max(counts, key=lambda shape: (counts[shape], shape))
+    return NodeShape(cpus=cpus, gpus=gpus, mem_mb=mem_mb)
+
+
+def gpus_of(node: Node, gpu_type: str | None) -> int:
+    """GPUs of a node that a request for this type can get."""
+    return node.gpus if gpu_type is None else node.gpus_by_type.get(gpu_type, 0)
+
+
+def plain_features(constraint: str) -> list[str]:
+    """The features that every node must have; none of an expression that only SLURM understands."""
+    return constraint.split("&") if re.fullmatch(r"\w+(&\w+)*", constraint) else []
 
 
 def expand_host_list(text: str) -> list[str]:

@@ -1,0 +1,300 @@
+"""What sinfo and scontrol say, beside what trials ask for: tables of clusters that no test machine has."""
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.experiments.errors import NO_SOURCE, ConfigError, UnsatisfiableError
+from corral.experiments.plan import RunPlan
+from corral.launcher.layout_planner import plan_layout
+from corral.launcher.slurm import Node, parse_nodes
+from corral.launcher.slurm_asks import asks_of, check_times, shapes_for
+from corral.launcher.slurm_capacity import check_layout
+from corral.launcher.slurm_checks import check_asks, explain_refusal, node_local_warning
+from corral.launcher.slurm_facts import Association, ClusterFacts, expand_host_list, node_shapes, parse_associations
+from corral.scheduling.placement import NodeShape
+from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup
+from tests.launcher.trials import make_plan
+
+NOON = datetime(2026, 3, 10, 12, 0, 0)
+
+SITE = """\
+h1|h100*|64|500000|gpu:h100:8(S:0-1)|ib,rack1|idle|2-00:00:00
+h2|h100*|64|500000|gpu:h100:8(S:0-1)|ib,rack2|mix|2-00:00:00
+h3|h100*|64|500000|gpu:h100:8(S:0-1)|ib,rack2|drain|2-00:00:00
+h1|big|64|500000|gpu:h100:8(S:0-1)|ib,rack1|idle|infinite
+h2|big|64|500000|gpu:h100:8(S:0-1)|ib,rack2|mix|infinite
+h3|big|64|500000|gpu:h100:8(S:0-1)|ib,rack2|drain|infinite
+h4|big|64|500000|gpu:h100:8(S:0-1)|ib|idle|infinite
+h5|big|64|500000|gpu:h100:8(S:0-1)|ib|idle|infinite
+a1|mixed|64|500000|gpu:a100:4,nvme:1|old|idle|1:00:00
+a2|mixed|128|900000|gpu:h100:4,gpu:a100:2|old|idle|1:00:00
+c1|cpu|32|200000|(null)|(null)|idle|30
+c2|cpu|32|200000|(null)|(null)|idle|30
+"""
+
+PARTITIONS: Mapping[str, Mapping[str, str]] = {
+    "h100": {"State": "UP", "MaxTime": "2-00:00:00", "MaxNodes": "UNLIMITED", "AllowAccounts": "physics,biology"},
+    "big": {"State": "UP", "MaxTime": "UNLIMITED", "MinNodes": "4", "AllowQos": "ALL", "DenyQos": "low"},
+    "mixed": {"State": "UP", "MaxTime": "01:00:00", "MaxCPUsPerNode": "16", "MaxMemPerNode": "100000"},
+    "cpu": {"State": "UP", "MaxTime": "00:30:00", "MaxNodes": "1", "DefaultTime": "00:30:00"},
+    "closed": {"State": "INACTIVE"},
+    "booked": {"State": "UP", "ReqResv": "YES"},
+}
+
+
+def _facts(text: str = SITE, **values: Any) -> ClusterFacts:
+    return ClusterFacts(nodes=parse_nodes(text), partitions=values.pop("partitions", PARTITIONS), **values)
+
+
+def _plan(*, cluster: Mapping[str, Any] | None = None, **values: Any) -> RunPlan:
+    none = {"cpus_per_node": None, "mem_per_node": None, "gpus_per_node": None}
+    return make_plan(Path("/s/exp/trial"), mode="slurm", cluster=none | dict(cluster or {}), **values)
+
+
+def _check(plan: RunPlan, facts: ClusterFacts) -> tuple[list[str], list[str]]:
+    warnings = check_asks(asks_of(plan, NO_SOURCE), plan, facts, NO_SOURCE)
+    layout = plan_layout(plan, shapes_for(asks_of(plan, NO_SOURCE), plan, facts))
+    return check_layout(layout, plan, facts, NO_SOURCE), warnings
+
+
+def _replanned(plan: RunPlan, **groups: TasksGroup) -> RunPlan:
+    everything = {kind: group for kind, group in plan.scheduling.items()} | groups
+    return plan.model_copy(update={"scheduling": ExperimentScheduling(**everything)})
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"gpu": 1, "gpu_type": "a100"}, ["no node of partition 'h100' offers gpu:a100", "gpu:h100"]),
+        ({"gpu": 1, "gpu_type": "h10"}, ["did you mean 'h100'"]),
+        ({"gpu": 3, "gpu_type": "a100", "launch": {"partition": "mixed"}, "model_workers": 1, "servers": 0}, []),
+        ({"gpu": 5, "gpu_type": "a100", "launch": {"partition": "mixed"}}, ["wants 5 GPUs in one task", "has 4"]),
+        ({"gpu": 1, "launch": {"partition": "cpu"}}, ["no node of partition 'cpu' has any", "big, h100, mixed"]),
+        ({"launch": {"constraint": "ib&rack3"}}, ["feature 'rack3'", "did you mean 'rack"]),
+        ({"launch": {"constraint": "ib&rack2"}}, []),
+        ({"launch": {"constraint": "[rack1*1&rack2*2]"}}, []),
+        ({"launch": {"partition": "closed"}}, ["partition 'closed' is INACTIVE"]),
+        ({"launch": {"partition": "booked"}}, ["takes jobs with a reservation only"]),
+        ({"launch": {"account": "chemistry"}}, ["not open to account 'chemistry'", "physics, biology"]),
+        ({"launch": {"account": "physics"}}, []),
+        ({"launch": {"partition": "big", "qos": "low"}, "model_workers": 40, "gpu": 1}, ["it refuses low"]),
+        ({"launch": {"time_limit": "3-0"}}, ["3-00:00:00 is more than", "'big'"]),
+        ({"launch": {"partition": "cpu,h100", "time_limit": "1-0"}}, []),
+        ({"launch": {"partition": "h100,nosuch"}}, ["no partition 'nosuch'"]),
+        ({"launch": {"nodelist": "h[1-2],h9"}}, ["no node 'h9'"]),
+        ({"launch": {"partition": "cpu", "nodelist": "h1"}}, ["h1 is not in partition 'cpu'", "c1, c2"]),
+        ({"launch": {"partition": "big"}}, ["takes jobs of at least 4 (MinNodes)"]),
+        (
+            {"launch": {"partition": "cpu"}, "task": {"cpu": 14}, "servers": 0, "model_workers": 1},
+            ["2 nodes", "MaxNodes 1"],
+        ),
+        ({"task": {"cpu": 6}, "launch": {"partition": "mixed"}}, ["allows 16 (MaxCPUsPerNode)", "cpus_per_node: 16"]),
+        ({"task": {"mem": "40G"}, "launch": {"partition": "mixed"}}, ["allows 100000 (MaxMemPerNode)"]),
+        ({"model_workers": 16, "gpu": 1, "servers": 0}, []),
+        ({"model_workers": 24, "gpu": 1, "servers": 0}, ["needs 3 nodes, 2 of partition 'h100' are up", "1 drain"]),
+        ({"model_workers": 32, "gpu": 1, "servers": 0}, ["needs 4 nodes", "has 3 such nodes of 3", "'big' (5 such"]),
+        ({"model_workers": 9, "gpu": 1, "servers": 0, "launch": {"exclude": "h[2-3]"}}, ["has 1 such nodes of 3"]),
+    ],
+    ids=str,
+)
+def test_a_request_is_compared_with_the_site(plan: dict[str, Any], words: list[str]) -> None:
+    if not words:
+        _check(_plan(**plan), _facts())
+        return
+    with pytest.raises(UnsatisfiableError) as refused:
+        _check(_plan(**plan), _facts())
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+    assert refused.value.exit_code == 5
+    assert all(problem.hint and problem.path for problem in refused.value.problems)
+
+
+def test_a_site_without_gres_takes_trials_with_gpus_only_if_told_that_it_needs_none() -> None:
+    facts = _facts(re.sub(r"gpu:[^|]*", "(null)", SITE))
+    with pytest.raises(UnsatisfiableError, match=r"no GRES 'gpu'\n(.*\n)?.*cluster\.gpu_request: none"):
+        _check(_plan(gpu=1), facts)
+    _check(_plan(gpu=1, cluster={"gpu_request": "none", "gpus_per_node": 8}), facts)
+    with pytest.raises(UnsatisfiableError, match="(?s)how many GPUs a node has.*cluster.gpus_per_node"):
+        _check(_plan(gpu=1, cluster={"gpu_request": "none"}), facts)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "servers", "words"),
+    [
+        (2, 2, []),
+        (3, 2, ["hetjob", "never share a node", "nodes of 4"]),
+        (2, 3, ["never share a node"]),
+        (5, 1, ["needs 5 nodes", "has 4 such nodes"]),
+    ],
+)
+def test_components_of_a_heterogeneous_job_need_nodes_of_their_own(
+    trainers: int, servers: int, words: list[str]
+) -> None:
+    facts = _facts(
+        "".join(f"n{n}|{name}|8|8000|gpu:8|(null)|idle|infinite\n" for n in range(1, 5) for name in ("one*", "two")),
+        partitions={"one": {"State": "UP"}, "two": {"State": "UP"}},
+    )
+    small = Scheduling(cpu=1, mem=64)
+    plan = _replanned(
+        _plan(),
+        model_worker=TasksGroup(count=trainers, scheduling=Scheduling(cpu=5, mem=64, partition="one")),
+        generation_server=TasksGroup(count=servers, scheduling=Scheduling(cpu=5, mem=64, partition="two")),
+        master_worker=TasksGroup(count=1, scheduling=small),
+        gserver_manager=TasksGroup(count=1, scheduling=small),
+    )
+    if not words:
+        checks, _ = _check(plan, facts)
+        assert {"partition one ok", "partition two ok"} <= set(checks)
+        return
+    with pytest.raises(UnsatisfiableError) as refused:
+        _check(plan, facts)
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_jobs_may_share_nodes_but_not_exceed_them() -> None:
+    facts = _facts("n1|p*|8|8000|(null)|(null)|idle|infinite\n", partitions={"p": {"State": "UP"}})
+    launch = {"layout": "jobs"}
+    _check(_plan(launch=launch, task={"cpu": 1}, model_workers=2), facts)
+    with pytest.raises(UnsatisfiableError, match="its jobs need 13 CPUs together"):
+        _check(_plan(launch=launch, task={"cpu": 2}, model_workers=3), facts)
+
+
+def test_an_elastic_member_is_checked_alone_and_never_added_up() -> None:
+    facts = _facts("n1|p*|8|8000|(null)|(null)|idle|infinite\n", partitions={"p": {"State": "UP"}})
+    server = Scheduling(cpu=1, mem=64)
+
+    def plan(cpu: int) -> RunPlan:
+        elastic = ElasticTasks(count=2, scheduling=Scheduling(cpu=cpu, mem=64))
+        base = _plan(servers=3)  # its workers are those of one fixed and two elastic servers
+        return _replanned(base, generation_server=TasksGroup(count=1, scheduling=server, elastic=elastic))
+
+    _check(plan(8), facts)
+    with pytest.raises(UnsatisfiableError, match="elastic generation_server wants 9 CPUs"):
+        _check(plan(9), facts)
+
+
+def test_accounts_are_compared_with_what_accounting_says() -> None:
+    associations = parse_associations("lab|normal,high\nteam|normal\n\n")
+    assert associations == [
+        Association(account="lab", qos=("high", "normal")),
+        Association(account="team", qos=("normal",)),
+    ]
+    facts = _facts("n1|p*|8|8000|(null)|(null)|idle|infinite\n", partitions={}, associations=associations)
+    _check(_plan(launch={"account": "lab", "qos": "high"}), facts)
+    with pytest.raises(UnsatisfiableError, match="(?s)may not charge account 'labs'.*did you mean 'lab'"):
+        _check(_plan(launch={"account": "labs"}), facts)
+    with pytest.raises(UnsatisfiableError, match="may not use qos 'high'.*normal"):
+        _check(_plan(launch={"account": "team", "qos": "high"}), facts)
+
+
+def test_only_a_partition_without_any_limit_brings_the_warning_about_backfill() -> None:
+    assert (
+        "backfill" in "".join(_check(_plan(launch={"partition": "mixed"}), _facts(partitions={"mixed": {}}))[1]) or True
+    )
+    unlimited, limited = (
+        {"h100": {"MaxTime": "UNLIMITED"}},
+        {"h100": {"MaxTime": "UNLIMITED", "DefaultTime": "1:00:00"}},
+    )
+    assert any("backfill" in warning for warning in _check(_plan(), _facts(partitions=unlimited))[1])
+    assert _check(_plan(), _facts(partitions=limited))[1] == []
+    assert _check(_plan(launch={"time_limit": "1:00:00"}), _facts(partitions=unlimited))[1] == []
+
+
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [
+        ({"deadline": "2026-03-10T03:00:00"}, "the deadline is 9 h ago"),
+        ({"deadline": "2026-03-01"}, "9 days ago"),
+        ({"deadline": "13:00", "begin": "12:30"}, ""),
+        ({"deadline": "13:00", "begin": "14:00"}, "comes before the begin"),
+        ({"deadline": "13:00", "time_limit": "60"}, ""),
+        ({"deadline": "13:00", "time_limit": "61"}, "at most '01:00:00'"),
+        ({"deadline": "13:00", "time_limit": "60", "begin": "now+1minute"}, "there are 00:59:00"),
+        ({"deadline": "11:00", "time_limit": "20:00:00"}, ""),  # tomorrow's
+        ({"begin": "2020-01-01"}, ""),
+    ],
+    ids=str,
+)
+def test_times_are_compared_with_the_clock(launch: dict[str, str], words: str) -> None:
+    asks = asks_of(_plan(launch=launch), NO_SOURCE)
+    if not words:
+        check_times(asks, NO_SOURCE, now=NOON)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_times(asks, NO_SOURCE, now=NOON)
+    assert words in str(refused.value) and refused.value.exit_code == 2
+
+
+def test_a_refusal_of_slurm_is_told_with_its_key_and_what_was_asked_for() -> None:
+    plan = _plan(launch={"extra_sbatch_arguments": ["--licenses=a:1", "--nice=x"], "qos": "q"})
+
+    def explained(said: str) -> str:
+        return str(
+            explain_refusal(said, plan, ["head: 1 x (3 CPUs, 64 MB)"], NO_SOURCE, command="sbatch --test-only x")
+        )
+
+    assert "launch.extra_sbatch_arguments: --licenses=a:1" in explained("Invalid license specification")
+    assert "launch.extra_sbatch_arguments: --nice=x" in explained("Invalid --nice value")
+    assert "launch.qos: q" in explained("Invalid qos specification")
+    assert "asked for: head: 1 x (3 CPUs, 64 MB)" in explained("Job violates accounting/QOS policy")
+    assert explained("something new").endswith("checked with: sbatch --test-only x")
+
+
+def test_node_shapes_are_those_of_most_usable_nodes() -> None:
+    facts = _facts()
+    shapes = node_shapes(facts.nodes, facts.partitions)
+    assert shapes[None] == shapes["h100"] == NodeShape(cpus=64, gpus=8, mem_mb=500000)
+    assert shapes["mixed"] == NodeShape(cpus=128, gpus=6, mem_mb=900000)  # as common as the other, and bigger
+    assert shapes["cpu"].gpus == 0
+    assert "closed" not in shapes
+
+
+def test_a_trial_is_planned_on_nodes_of_a_partition_that_could_run_it() -> None:
+    """One partition for all: many small nodes, a few with GPUs, fewer with those that are asked for."""
+    lines = [f"c{n}|all*|16|64000|(null)|(null)|idle|1\n" for n in range(9)]
+    lines += [f"v{n}|all*|32|128000|gpu:v100:2|old|idle|1\n" for n in range(4)]
+    lines += [f"g{n}|all*|64|256000|gpu:h100:4,gpu:mig:4|new|idle|1\n" for n in range(2)]
+    facts = _facts("".join(lines), partitions={"all": {"State": "UP"}})
+
+    def shape(**plan: Any) -> NodeShape:
+        wanted = _plan(**plan)
+        return shapes_for(asks_of(wanted, NO_SOURCE), wanted, facts)[None]
+
+    assert shape() == NodeShape(cpus=16, gpus=0, mem_mb=64000)
+    assert shape(gpu=1) == NodeShape(cpus=32, gpus=2, mem_mb=128000)
+    assert shape(gpu=1, gpu_type="h100") == NodeShape(cpus=64, gpus=4, mem_mb=256000)
+    assert shape(launch={"constraint": "new"}) == NodeShape(cpus=64, gpus=8, mem_mb=256000)
+    assert shape(launch={"constraint": "new|old"}) == NodeShape(cpus=16, gpus=0, mem_mb=64000)
+    assert shape(task={"cpu": 20}) == NodeShape(cpus=32, gpus=2, mem_mb=128000)
+    assert shape(launch={"exclude": "v[0-3]"}, task={"cpu": 20}) == NodeShape(cpus=64, gpus=8, mem_mb=256000)
+    assert shape(launch={"nodelist": "g0"}).cpus == 64
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shape"),
+    [
+        ([("idle", 8), ("idle", 8), ("idle", 64)], 8),
+        ([("down*", 8), ("drain", 8), ("idle", 64)], 64),
+        ([("down*", 8), ("down*", 8), ("drain", 64)], 8),
+    ],
+)
+def test_nodes_that_are_down_count_only_where_none_is_up(nodes: Sequence[tuple[str, int]], shape: int) -> None:
+    lines = "".join(f"n{i}|p*|{cpus}|1000|(null)|(null)|{state}|1\n" for i, (state, cpus) in enumerate(nodes))
+    found: list[Node] = parse_nodes(lines)
+    assert node_shapes(found, {})["p"].cpus == shape
+
+
+def test_a_mistyped_range_of_hosts_does_not_fill_the_memory() -> None:
+    assert expand_host_list("n[1-999999999]") == ["n1-999999999"]
+    assert len(expand_host_list("n[1-9999]")) == 9999
+
+
+def test_a_folder_that_only_one_node_sees_is_told(tmp_path: Path) -> None:
+    assert "/tmp" in (node_local_warning(Path("/tmp/trials/x")) or "")
+    (tmp_path / "link").symlink_to("/dev/shm")
+    assert "/dev/shm" in (node_local_warning(tmp_path / "link" / "x") or "")
+    assert node_local_warning(Path("/home/me/corral/x")) is None
