@@ -4,6 +4,7 @@ import sys
 from functools import cached_property
 from typing import Any
 
+from corral.experiments.journal import Journal
 from corral.experiments.plan import RunPlan
 from corral.launcher import submit
 from corral.launcher.layout import Layout
@@ -41,6 +42,7 @@ class SlurmTrial(StubTrial):
         assert "-m corral.launcher.supervisor" in product
         script.write_text(product.replace(f"{sys.executable} -m corral.launcher.supervisor", " ".join(COMMAND)))
         self.job_id = SlurmClient().submit([], script)
+        Journal(self.directory.journal_path).append("submitted", attempt=attempt, job_id=self.job_id)
         return self.job_id
 
     @property
