@@ -8,7 +8,7 @@ from corral.launcher.layout import Layout, RunningAllocations, Step
 from corral.launcher.member_actions import MemberSpec
 from corral.launcher.runner import Task, TaskRunner, TaskSpec
 from corral.launcher.unit_actions import UnitSpec
-from corral.launcher.units import MASTER_UNIT, TRAINER_UNIT
+from corral.launcher.units import TRAINER_UNIT
 
 MEMBER_ROLES = ("group", "elastic")
 _COMMENT = "--comment="
@@ -100,7 +100,7 @@ def units_with_places(units: Sequence[UnitSpec], layout: Layout) -> list[UnitSpe
             is_service=unit.is_service,
             needs_place=role_by_unit.get(unit.name) in MEMBER_ROLES,
             has_fallback=unit.name in fallbacks,
-            waits_for=gang if unit.name == MASTER_UNIT else (),
+            waits_for=() if unit.is_service or unit.name in gang else gang,
             is_optional=role_by_unit.get(unit.name) == "elastic" and unit.name not in fallbacks,
         )
         for unit in units

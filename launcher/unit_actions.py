@@ -5,6 +5,7 @@ from enum import StrEnum
 
 EXIT_REFUSED = 2  # the worker refused its configuration: another try gives the same answer
 EXIT_SUPERSEDED = 75  # the worker fenced itself: nothing crashed, so the budget is not charged
+EXIT_NODE_LOST = 74  # set by the supervisor: the node failed, so the budget is not charged
 EXIT_GANG_BROKEN = 76  # a rank saw its peers fail: a consequence, never the cause while another exit explains it
 
 
@@ -71,6 +72,7 @@ class TaskExit:
             0: " before the trial was done",
             EXIT_REFUSED: " (it refused its configuration)",
             EXIT_SUPERSEDED: " (superseded)",
+            EXIT_NODE_LOST: " (its node failed)",
             EXIT_GANG_BROKEN: " (its peers failed)",
         }.get(self.returncode, "")
         return f"{self.task} {how}{meaning}"

@@ -28,6 +28,7 @@ from enum import StrEnum
 
 from corral.launcher.unit_actions import (
     EXIT_GANG_BROKEN,
+    EXIT_NODE_LOST,
     EXIT_REFUSED,
     EXIT_SUPERSEDED,
     Action,
@@ -50,6 +51,7 @@ __all__ = [
     "AppendStop",
     "AskPlace",
     "EXIT_GANG_BROKEN",
+    "EXIT_NODE_LOST",
     "EXIT_REFUSED",
     "EXIT_SUPERSEDED",
     "EndTrial",
@@ -181,11 +183,10 @@ class Supervision:
         if unit.phase is UnitPhase.DOUBTED:
             return self._leave(unit, cause, now)
         actions = self._excuse(unit, cause, now, kill=True)
-        if name == TRAINER_UNIT and self.phase is TrialPhase.RUNNING:
-            # Whoever talks to the trainer would give up on it after a while, and starts from the last commit anyway.
-            for other in self._units.values():
-                if name in other.spec.waits_for:
-                    actions += self._excuse(other, f"{name} is away: {cause}", now, kill=False)
+        master = self._units.get(MASTER_UNIT)
+        if name == TRAINER_UNIT and master is not None and self.phase is TrialPhase.RUNNING:
+            # It would give up on its trainer after a while, and both begin at the last commit anyway.
+            actions += self._excuse(master, f"{name} is away: {cause}", now, kill=False)
         return actions
 
     def place_holds(self, name: str, now: float) -> list[Action]:

@@ -50,7 +50,9 @@ def test_the_second_of_two_packed_trials_waits_for_the_first(make_slurm_trial: A
 def test_two_trials_that_hold_half_of_the_cluster_each_both_complete(make_slurm_trial: Any, cluster: Cluster) -> None:
     launch = {"layout": "jobs", "gang_timeout_s": 4.0}
     trials = [make_slurm_trial(WORKS, trial=name, launch=launch, **HALF_AND_HALF) for name in "ab"]
-    blocker = cluster.run("sbatch", "--parsable", "--nodes=4", "--gres=gpu:8", "--wrap=sleep 600").stdout.strip()
+    blocker = cluster.run(
+        "sbatch", "--parsable", "--nodes=4", "--mem=100", "--gres=gpu:8", "--wrap=sleep 600"
+    ).stdout.strip()
     wait_until(lambda: SlurmClient().job(blocker)["JobState"] == "RUNNING", "the job that holds all GPUs")
     for trial in trials:
         trial.submit()
