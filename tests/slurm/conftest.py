@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,12 @@ def make_slurm_trial(cluster: Cluster, tmp_path: Path) -> Iterator[Any]:
         return trials[-1]
 
     yield make
+
+    def has_ended(job_id: str) -> bool:
+        return not cluster.run("squeue", "-h", "-j", job_id, "-t", "R,CG").stdout.strip()
+
     for trial in trials:
         if trial.job_id:
             cluster.run("scancel", trial.job_id)
-            wait_until(
-                lambda job=trial.job_id: not cluster.run("squeue", "-h", "-j", job, "-t", "R,CG").stdout.strip(),
-                f"the end of job {trial.job_id}",
-            )
+            wait_until(partial(has_ended, trial.job_id), f"the end of job {trial.job_id}")
         trial.close()

@@ -4,6 +4,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def trial(make_slurm_trial: Any) -> Iterator[SlurmTrial]:
 def worker_environments(trial: SlurmTrial) -> dict[str, dict[str, str]]:
     """What each worker was started with, once all of them run."""
     return {
-        worker: _environment(wait_until(lambda worker=worker: trial.starts(worker), f"the start of {worker}")[0][0])
+        worker: _environment(wait_until(partial(trial.starts, worker), f"the start of {worker}")[0][0])
         for worker in trial.layout.steps
     }
 
