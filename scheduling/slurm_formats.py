@@ -207,6 +207,7 @@ _PROTECTED_OPTIONS: dict[str, str] = {
     "export-file": "use the group's env_vars",
     "array": "a trial is one job; submit one trial per point of a sweep",
     "wrap": _OWN,
+    "clusters": "a trial runs on one cluster, that of $SLURM_CONF",
     "nodes": "it follows from the groups' counts, cpu, gpu and mem",
     "use-min-nodes": "it follows from the groups' counts, cpu, gpu and mem",
     "ntasks": "use the group's count",

@@ -74,9 +74,13 @@ def submit(
 
             changes = _changes(override, fileroot=fileroot, layout=layout, max_attempts=max_attempts)
             arguments = _checked_arguments(sbatch_arg or [])
-            mode = "local" if local else "slurm"
             submission = prepare(
-                experiment, changes, trial_name=trial, mode=mode, profile=profile, sbatch_arguments=arguments
+                experiment,
+                changes,
+                trial_name=trial,
+                mode="local" if local else "slurm",
+                profile=profile,
+                sbatch_arguments=arguments,
             )
         if dry_run is DryRun.SCRIPT:
             _print_script(submission)
