@@ -1,6 +1,6 @@
 """The keeper: the supervisor's parent, so small that it has nothing to die of; it starts a killed supervisor again.
 
-keeper --starts--> supervisor --starts--> workers, Redis
+keeper --attempt--> supervisor --starts--> workers, Redis
   ^                    |
   |                    +-- ended by a signal that we did not send: start again; the new one first ends what the old
   |                        one left running, then everything continues from the last commit
@@ -16,49 +16,62 @@ from collections.abc import Sequence
 from types import FrameType
 
 from corral.experiments.journal import Journal
-from corral.experiments.trial_directory import StopRequest, TrialDirectory
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.attempt_start import open_attempt
 from corral.launcher.lock import SupervisorLock
 
 logger = logging.getLogger(__name__)
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _PAUSE_S = 0.2
-_GRACE_S = 120.0  # of a stop that came before the plan was read
+_LEAVING_S = 30.0  # the attempt before, on another node, may still be ending
 
 
-def keep(directory: TrialDirectory, *, attempt: int, command: Sequence[str], max_restarts: int) -> int:
-    """Runs `command` under the trial's lock until it ends by itself; returns its exit code.
+def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int) -> int:
+    """Runs `command --attempt N` under the trial's lock until it ends by itself; returns its exit code.
+
+    Returns 0 at once if the trial is over, so that there is no attempt to run.
 
     Raises:
         SupervisorRunsError: if another supervisor holds the trial.
     """
     lock = SupervisorLock(directory)
-    lock.acquire(attempt=attempt, job_id=os.environ.get("SLURM_JOB_ID", ""))
-    journal = Journal(directory.journal_path)
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    lock.acquire(patience_s=_LEAVING_S if job_id else 0.5, job_id=job_id)
     forwarder = _Forwarder()
     try:
-        for restarts in range(max_restarts + 1):
-            returncode = forwarder.run(command, lock.descriptor)
-            if returncode >= 0:
-                return returncode
-            journal.append("supervisor_died", attempt=attempt, returncode=returncode, restarts=restarts)
-            if -returncode in forwarder.forwarded:
-                # It was asked to stop before it could listen: its successor finds the wish in a file.
-                _leave_stop_request(directory, signal.Signals(-returncode))
-            time.sleep(_PAUSE_S)
-        journal.append(
-            "trial_ended", attempt=attempt, state="FAILED", cause=f"the supervisor was killed {max_restarts + 1} times"
-        )
-        return 1
+        record = open_attempt(directory)
+        if record is None:
+            return 0
+        return _keep(directory, forwarder, lock, record.attempt, command=command, max_restarts=max_restarts)
     finally:
         forwarder.close()
         lock.release()
 
 
-def _leave_stop_request(directory: TrialDirectory, number: signal.Signals) -> None:
-    directory.write_stop_request(
-        StopRequest(requested_at=time.time(), by=f"{number.name} to the supervisor", now=False, grace_s=_GRACE_S)
-    )
+def _keep(
+    directory: TrialDirectory,
+    forwarder: "_Forwarder",
+    lock: SupervisorLock,
+    attempt: int,
+    *,
+    command: Sequence[str],
+    max_restarts: int,
+) -> int:
+    journal = Journal(directory.journal_path)
+    unheard: list[str] = []
+    for restarts in range(max_restarts + 1):
+        returncode = forwarder.run([*command, "--attempt", str(attempt), *unheard], lock.descriptor)
+        if returncode >= 0:
+            return returncode
+        journal.append("supervisor_died", attempt=attempt, returncode=returncode, restarts=restarts)
+        if -returncode in forwarder.forwarded:
+            # It was asked to stop before it could listen: its successor is told.
+            unheard = ["--signalled", signal.Signals(-returncode).name]
+        time.sleep(_PAUSE_S)
+    cause = f"the supervisor was killed {max_restarts + 1} times"
+    journal.append("trial_ended", attempt=attempt, state="FAILED", cause=cause)
+    return 1
 
 
 class _Forwarder:
@@ -66,6 +79,7 @@ class _Forwarder:
 
     def __init__(self) -> None:
         self.forwarded: set[int] = set()
+        self._early: list[int] = []
         self._child: subprocess.Popen[bytes] | None = None
         self._previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -74,6 +88,8 @@ class _Forwarder:
         # The child shares the lock, so that the trial stays locked if only the keeper is killed.
         with subprocess.Popen(command, pass_fds=(lock_descriptor,)) as child:
             self._child = child
+            while self._early:
+                self._forward(self._early.pop(0), None)
             returncode = child.wait()
             self._child = None
         return returncode
@@ -83,6 +99,8 @@ class _Forwarder:
             signal.signal(number, handler)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        if self._child is not None and self._child.poll() is None:
+        if self._child is None:
+            self._early.append(number)
+        elif self._child.poll() is None:
             self.forwarded.add(number)
             self._child.send_signal(number)

@@ -31,15 +31,19 @@ class SupervisorLock:
         self._path = lock_path(directory)
         self._descriptor = -1
 
-    def acquire(self, **details: Any) -> None:
+    def acquire(self, *, patience_s: float = _PATIENCE_S, **details: Any) -> None:
         """Takes the lock and writes who holds it.
+
+        Args:
+            patience_s: how long a holder may take to leave.
+            details: further facts about this holder.
 
         Raises:
             SupervisorRunsError: naming the holder.
         """
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self._lock(descriptor)
+            self._lock(descriptor, patience_s)
         except BaseException:
             os.close(descriptor)
             raise
@@ -61,8 +65,8 @@ class SupervisorLock:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _lock(self, descriptor: int) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
+    def _lock(self, descriptor: int, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
         try:
             while not _try_lock(descriptor):
                 if time.monotonic() > deadline:

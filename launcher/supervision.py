@@ -28,11 +28,15 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import StopRequest, TrialDirectory, atomic_write
 from corral.experiments.trial_log import Done, Stop, StoppedError, TrialLog
+from corral.launcher.attempt_end import AttemptEnd
+from corral.launcher.continuation import Continuation
 from corral.launcher.exits import ExitRecorder
 from corral.launcher.members import Members
+from corral.launcher.node_loss import NodeLoss
 from corral.launcher.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
 from corral.launcher.runner import Task, TaskRunner, TaskSpec
 from corral.launcher.units import (
+    EXIT_NODE_LOST,
     TRAINER_UNIT,
     Action,
     AppendStop,
@@ -55,11 +59,6 @@ REDIS_UNIT = "redis"
 _POLL_INTERVAL_S = 0.1
 _REPORT_TIMEOUT_S = 60.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-_SIGNAL_MEANING = {
-    signal.SIGUSR2: "SIGUSR2: the time limit is near; continue with rl-submit --resume",
-    signal.SIGTERM: "SIGTERM to the supervisor",
-    signal.SIGINT: "SIGINT to the supervisor",
-}
 
 
 class NameServer(Protocol):
@@ -135,6 +134,9 @@ class Supervisor:
         name_server: NameServer,
         worker_command: WorkerCommand = worker_command,
         members: Members | None = None,
+        continuation: Continuation | None = None,
+        node_loss: NodeLoss | None = None,
+        signals: Sequence[signal.Signals] = (),
     ) -> None:
         self._directory = directory
         self._plan = plan
@@ -161,8 +163,10 @@ class Supervisor:
         self._tasks: dict[str, Task] = {}
         self._name_server_runs = False
         self._failed_starts: list[tuple[str, int]] = []
-        self._signals: list[signal.Signals] = []
-        self._was_terminated = False
+        self._signals = [*signals]
+        self._ends = AttemptEnd(directory=directory, plan=plan, continuation=continuation, record=self._record)
+        self._continuation = continuation
+        self._node_loss = node_loss
         self._seen_stop_request: StopRequest | None = None
         self._end: EndTrial | None = None
 
@@ -177,10 +181,12 @@ class Supervisor:
                 if self._end is None:
                     select.select([wake_up], [], [], _POLL_INTERVAL_S)
                     _drain(wake_up)
-        return self._finish(self._end)
+            return self._finish(self._end)  # here, as a signal in between must not kill us
 
     def _step(self) -> None:
         exits = self._collect_exits()
+        if exits:
+            exits = self._after_node_loss(exits)
         # After the exits were collected, before they are judged: a worker that ended because of Done is no crash.
         self._read_trial_log()
         self._read_requests()
@@ -205,6 +211,33 @@ class Supervisor:
             self._record("redis_exited", worker=REDIS_UNIT, pid=self._name_server.pid, returncode=returncode)
         return exits
 
+    def _after_node_loss(self, exits: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        """If the allocation outlives its nodes: moves what ran on a lost one, and says whose exit that explains."""
+        if self._node_loss is None:
+            return list(exits)
+        for node in self._node_loss.look():
+            self._record("node_failed", node=node)
+            self._relocate(node)
+        return [
+            (worker, EXIT_NODE_LOST if self._node_loss.excuse(worker) else returncode) for worker, returncode in exits
+        ]
+
+    def _relocate(self, node: str) -> None:
+        assert self._node_loss is not None
+        cause = f"node {node} failed"
+        relocation = self._node_loss.relocate()
+        for worker, step in {**relocation.moves, **relocation.shares}.items():
+            self._record("worker_moved", worker=worker, cause=cause, node=self._node_loss.host_of(step))
+        if relocation.why_over and self._continuation is not None:
+            self._ends.hand_over("NODE_FAILED", f"{cause}, and {relocation.why_over}")
+            self._apply(
+                self._supervision.stop_requested(reason=cause, grace_s=0.0, immediately=True, now=time.monotonic())
+            )
+            return
+        for worker in relocation.without_room:
+            self._supervision.give_up(worker)
+            self._record("unit_given_up", unit=worker, cause=f"{cause}, and no other has room for it")
+
     def _read_trial_log(self) -> None:
         for slot, entry in self._log.poll():
             if slot < self._attempt.start_slot:
@@ -227,7 +260,8 @@ class Supervisor:
         if request is None or request == self._seen_stop_request:
             return
         self._seen_stop_request = request
-        self._record("stop_requested", by=request.by, now=request.now, grace_s=request.grace_s)
+        self._ends.requested(request)
+        self._record("stop_requested", by=request.by, now=request.now, grace_s=request.grace_s, then=request.then)
         self._apply(
             self._supervision.stop_requested(
                 reason=f"stopped by {request.by}",
@@ -238,16 +272,10 @@ class Supervisor:
         )
 
     def _request_stop_for(self, number: signal.Signals) -> None:
-        self._was_terminated |= number is signal.SIGTERM
-        # A file like rl-stop's, because the master has to see it too. A second signal means now.
-        self._directory.write_stop_request(
-            StopRequest(
-                requested_at=time.time(),
-                by=_SIGNAL_MEANING[number],
-                now=self._supervision.phase is not TrialPhase.RUNNING and number is not signal.SIGUSR2,
-                grace_s=self._plan.supervision.stop_grace_s,
-            )
-        )
+        request = self._ends.signalled(number, was_asked=self._supervision.phase is not TrialPhase.RUNNING)
+        if request is not None:
+            # A file like rl-stop's, because the master has to see it too.
+            self._directory.write_stop_request(request)
 
     def _apply(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -326,7 +354,7 @@ class Supervisor:
 
     def _append_stop(self, reason: str) -> None:
         try:
-            self._log.request_stop("supervisor", reason=reason[:1000])
+            self._log.request_stop("supervisor", reason=reason[:1000], then=self._ends.then)
         except StoppedError:
             pass  # the trial ended by itself in the meantime; the end that is in the log counts
 
@@ -338,20 +366,23 @@ class Supervisor:
             self._record("leftovers_killed", pids=killed)
 
     def _finish(self, end: EndTrial) -> int:
+        self._read_requests()  # the last word of whoever wants the trial to stop
         self._log.poll()
         # Done may have been appended between our last look and the kill: the log, not the signal, says what happened.
-        outcome, cause = (Outcome.COMPLETE, "") if self._log.state.is_done else (end.outcome, end.cause)
+        verdict = self._ends.judge(end, self._log.state)
+        if self._ends.is_job_ending:
+            verdict = self._ends.close(verdict, self._log)  # first of all: SLURM may kill us at any moment
         left = kill_trial_processes(self._plan.trial.uuid, spare=(os.getpid(), os.getppid()))
         if left:
             self._record("leftovers_killed", pids=left)
         if self._members is not None:
             self._members.close()
         TrialSecrets.destroy(self._directory.secrets_path)
-        self._draw_report()
-        # SLURM ends a job by SIGTERM; somebody else's scancel is not the same as rl-stop.
-        is_cancelled = outcome is Outcome.STOPPED and self._was_terminated and self._attempt.mode == "slurm"
-        self._record("trial_ended", state="CANCELLED" if is_cancelled else outcome.value, cause=cause)
-        return 1 if outcome is Outcome.FAILED else 0
+        if not verdict.goes_on:
+            self._draw_report()
+        if not self._ends.is_job_ending:
+            verdict = self._ends.close(verdict, self._log)
+        return 1 if verdict.state == Outcome.FAILED else 0
 
     def _draw_report(self) -> None:
         if not self._directory.metrics_path.exists():

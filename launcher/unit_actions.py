@@ -5,7 +5,7 @@ from enum import StrEnum
 
 EXIT_REFUSED = 2  # the worker refused its configuration: another try gives the same answer
 EXIT_SUPERSEDED = 75  # the worker fenced itself: nothing crashed, so the budget is not charged
-EXIT_NODE_LOST = 74  # set by the supervisor: the node failed, so the budget is not charged
+EXIT_NODE_LOST = 1000  # no process can end so; set by the supervisor: the node failed, so the budget is not charged
 EXIT_GANG_BROKEN = 76  # a rank saw its peers fail: a consequence, never the cause while another exit explains it
 
 
@@ -67,12 +67,13 @@ class TaskExit:
         return self.killed_by_us or self.returncode == EXIT_GANG_BROKEN
 
     def __str__(self) -> str:
+        if self.returncode == EXIT_NODE_LOST:
+            return f"{self.task} lost its node"
         how = f"signal {-self.returncode}" if self.returncode < 0 else f"exit {self.returncode}"
         meaning = {
             0: " before the trial was done",
             EXIT_REFUSED: " (it refused its configuration)",
             EXIT_SUPERSEDED: " (superseded)",
-            EXIT_NODE_LOST: " (its node failed)",
             EXIT_GANG_BROKEN: " (its peers failed)",
         }.get(self.returncode, "")
         return f"{self.task} {how}{meaning}"

@@ -204,6 +204,10 @@ class Supervision:
             return []
         return self._excuse(unit, "its group is held", now, kill=False)
 
+    def give_up(self, name: str) -> None:
+        """There is no room for the unit any more: it is not started again, and the trial goes on without it."""
+        self._units[name].is_given_up = True
+
     def stop_requested(self, *, reason: str, grace_s: float, immediately: bool, now: float) -> list[Action]:
         """Someone asks for the end; the master checkpoints within `grace_s`, unless it is to be `immediately`."""
         if self.phase not in (TrialPhase.RUNNING, TrialPhase.STOPPING):
@@ -286,7 +290,10 @@ class Supervision:
         if now - unit.started_at >= self._policy.healthy_after_s:
             unit.charged = unit.in_a_row = 0
         unit.in_a_row += 1
-        if first.returncode != EXIT_SUPERSEDED:
+        if unit.is_given_up:
+            unit.phase = UnitPhase.WAITING
+            return []
+        if first.returncode not in (EXIT_SUPERSEDED, EXIT_NODE_LOST):
             unit.charged += 1
         if unit.charged > self._policy.max_restarts:
             cause = f"{first}; {unit.spec.name} used up its {self._policy.max_restarts} restarts"

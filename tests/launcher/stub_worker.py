@@ -5,6 +5,7 @@
 wait       ends with 0 on SIGTERM               stubborn   ignores SIGTERM
 exit N     ends with N                          kill       SIGKILLs itself
 finish S   a master that is done after S s      master     a master that runs until a stop request
+steps N D  a master that commits a step every D s, in all attempts together N of them
 die D S    waits S s, then `exit D`             child      starts a process of its own, then waits
 """
 
@@ -54,6 +55,8 @@ def act(directory: TrialDirectory, word: str, arguments: list[str], *, attempt: 
         return int(arguments[0])
     if word == "child":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    if word == "steps":
+        return commit_steps(directory, int(arguments[0]), float(arguments[1]), attempt=attempt)
     if word in ("finish", "master"):
         return be_master(directory, float(arguments[0]) if arguments else 600.0, attempt=attempt)
     while True:
@@ -78,6 +81,31 @@ def be_master(directory: TrialDirectory, seconds: float, *, attempt: int) -> int
         if stopped(directory, writer):
             return 0
         time.sleep(0.05)
+    writer.done()
+    return 0
+
+
+def commit_steps(directory: TrialDirectory, num_steps: int, pause_s: float, *, attempt: int) -> int:
+    log = TrialLog(directory.log_path)
+    writer = log.claim("stub", resume=may_resume(directory, attempt, log))
+    first = writer.base.commit.step + 1 if writer.base else 1
+    for step in range(first, num_steps + 1):
+        end = time.monotonic() + pause_s
+        while time.monotonic() < end:
+            if stopped(directory, writer):
+                return 0
+            time.sleep(0.02)
+        writer.commit(
+            step=step,
+            directory=f"checkpoints/step-{step}",
+            manifest_sha256="0",
+            ledger_file=f"ledger/step-{step}",
+            ledger_sha256="0",
+            trained=1,
+            dropped=0,
+        )
+        with directory.metrics_path.open("a") as file:
+            file.write(json.dumps({"step": step, "time": time.time(), "version": step}) + "\n")
     writer.done()
     return 0
 

@@ -1,0 +1,212 @@
+"""How an attempt ends, and what of it goes into journal and trial log: signals, requests and the last action go in.
+
+    SIGUSR2, stop request with then=requeue --> successor, checkpoint --> the next attempt goes on     then = requeue
+    SIGTERM --SLURM is asked why--> preempted, node failed, time limit, requeued --> the next one      then = requeue
+                               +--> scancel --> CANCELLED                                              then = ""
+    a later stop request without then (rl-stop) wins over all of these --> STOPPED                     then = ""
+
+attempt_ended is recorded for every attempt, trial_ended only when nothing goes on by itself.
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from corral.experiments.attempts import read_attempts, why_not_another
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial_directory import StopRequest, TrialDirectory
+from corral.experiments.trial_log import LogState, StoppedError, TrialLog
+from corral.launcher.continuation import Continuation
+from corral.launcher.job_ends import JobEnd
+from corral.launcher.unit_actions import EndTrial, Outcome
+
+Then = Literal["", "requeue"]
+
+_ADVICE = "continue with rl-submit --resume"
+_TIME_LIMIT_NEAR = "SIGUSR2: the time limit is near"
+_LOCAL_MEANING = {
+    signal.SIGUSR2: f"{_TIME_LIMIT_NEAR}; {_ADVICE}",
+    signal.SIGTERM: "SIGTERM to the supervisor",
+    signal.SIGINT: "SIGINT to the supervisor",
+}
+_NO_ADVICE = ("COMPLETE", "FAILED", "STOPPED", "CANCELLED")
+# SLURM has sent SIGTERM to the steps too, and kills after KillWait: whoever has not ended by then will not checkpoint.
+_ENDING_GRACE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The end of an attempt."""
+
+    state: str
+    cause: str
+    goes_on: bool
+    """Whether the next attempt follows by itself."""
+
+
+class AttemptEnd:
+    """Decides what the end of one attempt means; `continuation` is None where there is no SLURM."""
+
+    def __init__(
+        self,
+        *,
+        directory: TrialDirectory,
+        plan: RunPlan,
+        continuation: Continuation | None,
+        record: Callable[..., None],
+    ) -> None:
+        self._directory = directory
+        self._plan = plan
+        self._continuation = continuation
+        self._record = record
+        self._state = Outcome.STOPPED.value
+        self._cause = ""
+        self._job_end: JobEnd | None = None
+        self._own_request: StopRequest | None = None
+        self._is_recorded = False
+        self.then: Then = "requeue" if continuation is not None and continuation.successor else ""
+        """What follows a stop of the trial log that the supervisor itself appends."""
+
+    @property
+    def is_job_ending(self) -> bool:
+        """Whether SLURM is about to kill us."""
+        return self._job_end is not None and self._job_end.state != "STOPPED"
+
+    def signalled(self, number: signal.Signals, *, was_asked: bool) -> StopRequest | None:
+        """What a signal asks for; None if it says nothing new.
+
+        Args:
+            number: the signal.
+            was_asked: whether the trial is being stopped already; a second signal means now.
+        """
+        grace_s = self._plan.supervision.stop_grace_s
+        if self._continuation is not None and number is signal.SIGUSR2:
+            if was_asked:
+                return None
+            self.hand_over("TIMED_OUT", "the time limit is near")
+            return self._request(_TIME_LIMIT_NEAR, grace_s=grace_s)
+        if self._continuation is not None and number is signal.SIGTERM:
+            if self.is_job_ending:
+                return None  # SLURM says it more than once
+            self._job_end = self._continuation.explain()
+            if self.is_job_ending:
+                self._job_is_ending(self._continuation, self._job_end)
+                return self._request(f"SLURM ({self._job_end.cause})", grace_s=_ENDING_GRACE_S)
+        self.stop_for_good()
+        is_now = was_asked and number is not signal.SIGUSR2
+        return self._request(_LOCAL_MEANING[number], grace_s=grace_s, now=is_now)
+
+    def requested(self, request: StopRequest) -> None:
+        """A stop request was found."""
+        if request == self._own_request:
+            return
+        if request.then == "requeue" and self._continuation is not None:
+            self.hand_over("REQUEUED", f"asked for by {request.by}")
+        elif not self.is_job_ending:
+            self.stop_for_good()
+
+    def hand_over(self, state: str, cause: str) -> None:
+        """The next attempt is to go on: asks for its job.
+
+        Args:
+            state: how this attempt ends, as a word of rl-status.
+            cause: why.
+        """
+        assert self._continuation is not None
+        self._state, self._cause, self.then = state, cause, "requeue"
+        why_not = self._continuation.arrange()
+        if why_not.startswith("launch.max_attempts"):
+            self._cause, self.then = f"{cause}; {why_not}", ""
+
+    def stop_for_good(self) -> None:
+        """Somebody wants the trial to end: nothing follows."""
+        self._state, self._cause, self.then = Outcome.STOPPED.value, "", ""
+        if self._continuation is not None:
+            self._continuation.revoke()
+
+    def judge(self, end: EndTrial, log: LogState) -> Verdict:
+        """What the end means, with what the trial log holds by now."""
+        if log.is_done:
+            return Verdict(state=Outcome.COMPLETE.value, cause="", goes_on=False)
+        is_ending_by_itself = self.is_job_ending and self.then == "requeue"
+        if end.outcome is Outcome.FAILED and not is_ending_by_itself:
+            return Verdict(state=Outcome.FAILED.value, cause=end.cause, goes_on=False)
+        if self.then != "requeue" or self._continuation is None:
+            return Verdict(state=self._state, cause=self._advised(self._cause or end.cause), goes_on=False)
+        why_not = why_not_another(read_attempts(self._directory), log, max_attempts=self._plan.launch.max_attempts)
+        if why_not:
+            return Verdict(state=self._state, cause=self._advised(f"{self._cause}; {why_not}"), goes_on=False)
+        return Verdict(state=self._state, cause=self._cause or end.cause, goes_on=True)
+
+    def close(self, verdict: Verdict, log: TrialLog) -> Verdict:
+        """Sees to what follows, and records the end; returns what it became."""
+        continuation = self._continuation
+        if continuation is None:
+            self._record_end(verdict, "")
+            return verdict
+        if verdict.goes_on:
+            if self._slurm_requeues() or not continuation.arrange():
+                self._record_end(verdict, "requeue" if self._slurm_requeues() else "successor")
+                return verdict
+            if not self.is_job_ending:
+                self._record_end(verdict, "requeue")  # before it is done: it ends us
+                why_not = continuation.requeue()
+                if not why_not:
+                    return verdict
+                self._record("requeue_refused", cause=why_not)
+            cause = f"{verdict.cause}; no further job could be submitted; {_ADVICE}"
+            verdict = Verdict(state=verdict.state if self.is_job_ending else "STOPPED", cause=cause, goes_on=False)
+        self._seal(log)
+        self._record_end(verdict, "")
+        continuation.revoke()
+        if not self.is_job_ending:
+            continuation.sweep()
+        return verdict
+
+    def _job_is_ending(self, continuation: Continuation, end: JobEnd) -> None:
+        self._state, self._cause = end.state, end.cause
+        self.then = "requeue" if end.may_go_on else ""
+        if not end.may_go_on:
+            continuation.revoke()
+            self._record_attempt_end("")
+            return
+        why_not = continuation.arrange() if end.needs_successor else ""
+        if why_not:
+            self._cause, self.then = f"{end.cause}; {why_not}", ""
+        follows = "successor" if continuation.successor and not end.is_requeued else "requeue"
+        # At once: SLURM may kill us before the workers have ended.
+        self._record_attempt_end(follows if self.then else "")
+
+    def _slurm_requeues(self) -> bool:
+        return self._job_end is not None and (self._job_end.is_requeued or self._job_end.state == "UNKNOWN")
+
+    def _request(self, by: str, *, grace_s: float, now: bool = False) -> StopRequest:
+        self._own_request = StopRequest(requested_at=time.time(), by=by, now=now, grace_s=grace_s, then=self.then)
+        return self._own_request
+
+    def _advised(self, cause: str) -> str:
+        return cause if self._state in _NO_ADVICE else f"{cause}; {_ADVICE}"
+
+    def _seal(self, log: TrialLog) -> None:
+        """Nothing follows, so the stop in the log must not say that something does."""
+        log.poll()
+        if log.state.is_handed_over:
+            try:
+                log.request_stop("supervisor", reason="no further attempt follows by itself")
+            except StoppedError:
+                return
+
+    def _record_end(self, verdict: Verdict, then: str) -> None:
+        self._state, self._cause = verdict.state, verdict.cause
+        self._record_attempt_end(then)
+        if not verdict.goes_on:
+            self._record("trial_ended", state=verdict.state, cause=verdict.cause)
+
+    def _record_attempt_end(self, then: str) -> None:
+        if self._is_recorded:
+            return
+        self._is_recorded = True
+        successor = self._continuation.successor if self._continuation is not None else ""
+        self._record("attempt_ended", state=self._state, cause=self._cause, then=then, successor=successor)

@@ -1,0 +1,163 @@
+"""What follows an attempt: SLURM starts its job again, or a successor that waits for its end, or a human.
+
+    time limit near (USR2), rl-stop --requeue --arrange--> successor in the queue --> checkpoint --> the job ends --> it
+    SIGTERM --explain--> preempted, node lost, time limit: SLURM requeues the job, else --arrange--> successor
+                    +--> scancel: --revoke--> nothing follows
+    sbatch does not work --requeue--> SLURM starts our own job again
+
+A successor is `sbatch --dependency=afterany:SELF` of the same script, so it waits however long the checkpoint takes,
+and also if SLURM starts our job again by itself. Whether it may go on is decided when it starts, by the trial log.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from corral.experiments.attempts import chain_of, read_attempts
+from corral.experiments.journal import read_journal
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.job_ends import JobEnd, explain_end
+from corral.launcher.node_loss import failed_nodes, nodes_that_are_down
+from corral.launcher.slurm import SlurmClient, SlurmError
+
+_OUTPUT_TAIL_BYTES = 65536
+_SWEEP_TIMEOUT_S = 15.0
+_SWEEP_INTERVAL_S = 0.5
+_OVER = ("COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY")
+
+
+class Continuation:
+    """SLURM's part in what follows one attempt.
+
+    Args:
+        client: SLURM's commands; a short timeout, as SLURM may be about to kill us.
+        plan: the trial.
+        directory: its folder.
+        attempt: number of the attempt.
+        job_id: the job that it runs in.
+        restart_count: how often SLURM had requeued that job before.
+        hosts: the nodes of the job.
+        record: adds a line to the journal.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: SlurmClient,
+        plan: RunPlan,
+        directory: TrialDirectory,
+        attempt: int,
+        job_id: str,
+        restart_count: int,
+        hosts: Sequence[str],
+        record: Callable[..., None],
+    ) -> None:
+        self._client = client
+        self._plan = plan
+        self._directory = directory
+        self._job_id = job_id
+        self._restart_count = restart_count
+        self._hosts = tuple(hosts)
+        self._record = record
+        self.successor = _successor_of(directory, attempt)
+        """Job id of the successor; "" if there is none."""
+
+    def explain(self) -> JobEnd:
+        """Why SLURM sends SIGTERM; records the nodes that failed, if it is that."""
+        try:
+            job = self._client.job(self._job_id)
+        except SlurmError:
+            job = None
+        output = _tail(self._directory.logs_path / f"slurm-{self._job_id}.log")
+        end = explain_end(job, output, job_id=self._job_id, restart_count=self._restart_count)
+        if end.state == "NODE_FAILED":
+            self.record_failed_nodes()
+        return end
+
+    def record_failed_nodes(self) -> None:
+        """Writes down which of our nodes are down; later attempts avoid them."""
+        for node in nodes_that_are_down(self._client, self._hosts):
+            self._record("node_failed", node=node)
+
+    def arrange(self) -> str:
+        """Puts a successor into the queue, once; returns why there is none, or ""."""
+        if self.successor:
+            return ""
+        limit = self._plan.launch.max_attempts
+        if len(chain_of(read_attempts(self._directory))) >= limit:
+            return f"launch.max_attempts = {limit} attempts have followed each other"
+        options = [f"--dependency=afterany:{self._job_id}"]
+        excluded = failed_nodes(self._directory) if self._plan.launch.exclude_failed_nodes else []
+        if excluded:
+            own = [self._plan.launch.exclude] if self._plan.launch.exclude else []
+            options.append(f"--exclude={','.join([*own, *excluded])}")
+        try:
+            self.successor = self._client.submit(options, self._directory.sbatch_path)
+        except SlurmError as error:
+            self._record("successor_refused", cause=str(error))
+            return f"no further job could be submitted: {error}"
+        self._record("successor_submitted", job_id=self.successor, excluded=excluded)
+        return ""
+
+    def revoke(self) -> None:
+        """Nothing is to follow: takes the successor out of the queue."""
+        if not self.successor:
+            return
+        job_id, self.successor = self.successor, ""
+        try:
+            self._client.cancel(job_id)
+            self._record("successor_cancelled", job_id=job_id)
+        except SlurmError as error:
+            # It will find in the trial log that nothing is to follow, and end.
+            self._record("successor_not_cancelled", job_id=job_id, cause=str(error))
+
+    def requeue(self) -> str:
+        """Lets SLURM start our own job again, which ends it now; returns why not, or ""."""
+        try:
+            self._client.ask(["scontrol", "requeue", self._job_id])
+        except SlurmError as error:
+            return str(error)
+        self._record("requeued", job_id=self._job_id)
+        return ""
+
+    def sweep(self) -> None:
+        """Cancels every job of this trial but our own: nothing of a trial that has ended stays in the queue."""
+        deadline = time.monotonic() + _SWEEP_TIMEOUT_S
+        while True:
+            try:
+                for job in self._client.queue():
+                    is_ours = job.tag.get("trial_uuid") == self._plan.trial.uuid and job.job_id != self._job_id
+                    if is_ours and not job.state.startswith(_OVER) and not self._is_component(job.job_id):
+                        self._client.cancel(job.job_id)
+                return
+            except SlurmError as error:
+                if time.monotonic() >= deadline:
+                    self._record("jobs_left", cause=str(error))
+                    return
+                time.sleep(_SWEEP_INTERVAL_S)
+
+    def _is_component(self, job_id: str) -> bool:
+        """Whether it is a part of our own heterogeneous job, which ends with us."""
+        job = self._client.job(job_id)
+        return job is not None and job.get("HetJobId") == self._job_id
+
+
+def _successor_of(directory: TrialDirectory, attempt: int) -> str:
+    """The successor that an earlier supervisor of this attempt has submitted."""
+    names = ("successor_submitted", "successor_cancelled")
+    events = [
+        event
+        for event in read_journal(directory.journal_path)
+        if event["event"] in names and event.get("attempt") == attempt
+    ]
+    return str(events[-1]["job_id"]) if events and events[-1]["event"] == "successor_submitted" else ""
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _OUTPUT_TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""  # the user's own template may write elsewhere; then scontrol alone has to tell

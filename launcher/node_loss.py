@@ -1,0 +1,187 @@
+"""Nodes that fail: which are down, what moves where if the allocation outlives them, and what has to be given up.
+
+Layout.steps, lost nodes --relocate (pure)--> moves: worker -> Step on a node that is left
+                                         +--> without_room: workers that fit nowhere
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from corral.experiments.journal import read_journal
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.layout import Allocation, Layout, RunningAllocation, Step
+from corral.launcher.member_places import MovingRunner
+from corral.launcher.slurm import SlurmClient, SlurmError
+
+NodeKey = tuple[int, int]
+"""Allocation and node index."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relocation:
+    """What becomes of the workers of lost nodes."""
+
+    moves: Mapping[str, Step] = field(default_factory=dict)
+    """New step by worker, on resources that nobody else has."""
+    shares: Mapping[str, Step] = field(default_factory=dict)
+    """New step by worker, on cores that others have too."""
+    without_room: tuple[str, ...] = ()
+    why_over: str = ""
+    """Why the attempt cannot go on; "" if it can."""
+
+
+def relocate(layout: Layout, steps: Mapping[str, Step], lost: Collection[NodeKey]) -> Relocation:
+    """Finds room for the workers of lost nodes on the nodes that are left in their allocation. Pure.
+
+    Args:
+        layout: allocations of the trial.
+        steps: where each worker runs at present.
+        lost: all nodes that have failed so far.
+
+    Returns:
+        Moves that leave every node within what the allocation has there. Rollout workers, which own a share of the
+        prompts and mostly wait, share cores where none are free.
+    """
+    staying = {worker: step for worker, step in steps.items() if (step.allocation, step.node_index) not in lost}
+    homeless = [worker for worker in steps if worker not in staying]
+    moves: dict[str, Step] = {}
+    shares: dict[str, Step] = {}
+    without_room: list[str] = []
+    # The largest first: the small ones fit into what is left.
+    for worker in sorted(homeless, key=lambda worker: (-steps[worker].gpus, -steps[worker].cpus, worker)):
+        step = steps[worker]
+        nodes = [
+            node for node in range(layout.allocations[step.allocation].num_nodes) if (step.allocation, node) not in lost
+        ]
+        taken = {**staying, **moves}
+        found = next((place for node in nodes if (place := _fit(layout, taken, step, node)) is not None), None)
+        if found is not None:
+            moves[worker] = found
+        elif nodes and not step.gpus and worker.startswith("rollout_worker/"):
+            shares[worker] = msgspec.structs.replace(step, node_index=nodes[0], cpus=1)
+        else:
+            without_room.append(worker)
+    return Relocation(moves=moves, shares=shares, without_room=tuple(without_room))
+
+
+def _fit(layout: Layout, taken: Mapping[str, Step], step: Step, node: int) -> Step | None:
+    allocation = layout.allocations[step.allocation]
+    others = [one for one in taken.values() if (one.allocation, one.node_index) == (step.allocation, node)]
+    reserved_cpus, reserved_mem_mb = _slack(layout, allocation) if (step.allocation, node) == (0, 0) else (0, 0)
+    free_gpus = sorted(set(range(allocation.gpus_per_node)) - {gpu for one in others for gpu in one.gpu_indices})
+    fits = (
+        sum(one.cpus for one in others) + step.cpus + reserved_cpus <= allocation.cpus_per_node
+        and sum(one.mem_mb for one in others) + step.mem_mb + reserved_mem_mb <= allocation.mem_mb_per_node
+        and len(free_gpus) >= step.gpus
+    )
+    if not fits:
+        return None
+    return msgspec.structs.replace(step, node_index=node, gpu_indices=tuple(free_gpus[: step.gpus]))
+
+
+def _slack(layout: Layout, head: Allocation) -> tuple[int, int]:
+    """What the supervisor needs of the head node: at most what the layout left free there."""
+    own = [step for step in layout.steps.values() if (step.allocation, step.node_index) == (0, 0)]
+    cpus = head.cpus_per_node - sum(step.cpus for step in own)
+    mem_mb = head.mem_mb_per_node - sum(step.mem_mb for step in own)
+    return min(1, max(0, cpus)), min(256, max(0, mem_mb))
+
+
+def is_trial_over(layout: Layout, relocation: Relocation, given_up: Collection[str]) -> str:
+    """Why an attempt cannot go on after a loss, or "" if it can. Pure.
+
+    Args:
+        layout: allocations of the trial.
+        relocation: what becomes of the workers of lost nodes.
+        given_up: workers that had been given up before.
+    """
+    gone = {*given_up, *relocation.without_room}
+    for worker in relocation.without_room:
+        kind = worker.partition("/")[0]
+        if kind not in ("generation_server", "rollout_worker"):
+            return f"{worker} has no room on the nodes that are left"
+        if all(other in gone for other in layout.steps if other.startswith(f"{kind}/")):
+            return f"no {kind} is left"
+    return ""
+
+
+class NodeLoss:
+    """Keeps book of the lost nodes of an allocation that outlives them, and moves what ran there.
+
+    Args:
+        client: SLURM's commands.
+        layout: the trial's.
+        head: the supervisor's own job.
+        runner: what starts steps.
+    """
+
+    def __init__(self, *, client: SlurmClient, layout: Layout, head: RunningAllocation, runner: MovingRunner) -> None:
+        self._client = client
+        self._layout = layout
+        self._head = head
+        self._runner = runner
+        self._steps = dict(layout.steps)
+        self._lost: set[NodeKey] = set()
+        self._given_up: set[str] = set()
+        self._excused: set[str] = set()
+
+    def look(self) -> list[str]:
+        """Nodes that SLURM has taken out of the job since the last look."""
+        try:
+            job = self._client.job(self._head.job_id)
+            left = self._client.hostnames(job["NodeList"]) if job is not None and job.get("NodeList") else []
+        except SlurmError:
+            return []  # the next exit asks again
+        if not left:
+            return []
+        gone = [
+            (index, host)
+            for index, host in enumerate(self._head.hosts)
+            if host not in left and (0, index) not in self._lost
+        ]
+        self._lost |= {(0, index) for index, _ in gone}
+        return [host for _, host in gone]
+
+    def relocate(self) -> Relocation:
+        """Lets the workers of the lost nodes run elsewhere from their next start on."""
+        relocation = relocate(
+            self._layout,
+            {worker: step for worker, step in self._steps.items() if worker not in self._given_up},
+            self._lost,
+        )
+        for worker, step in relocation.moves.items():
+            self._runner.move(worker, step)
+        for worker, step in relocation.shares.items():
+            self._runner.move(worker, step, overlaps=True)
+        why_over = is_trial_over(self._layout, relocation, self._given_up)
+        self._steps |= {**relocation.moves, **relocation.shares}
+        self._given_up |= {*relocation.without_room}
+        self._excused |= {*relocation.moves, *relocation.shares, *relocation.without_room}
+        return replace(relocation, why_over=why_over)
+
+    def excuse(self, worker: str) -> bool:
+        """Whether the exit of a worker, told once, is explained by the loss of its node."""
+        is_excused = worker in self._excused
+        self._excused.discard(worker)
+        return is_excused
+
+    def host_of(self, step: Step) -> str:
+        """The node of a step."""
+        return self._head.hosts[step.node_index]
+
+
+def nodes_that_are_down(client: SlurmClient, hosts: Sequence[str]) -> list[str]:
+    """Those of some nodes that SLURM takes for failed; none if it cannot be asked."""
+    try:
+        states = {node.name: node.state for node in client.nodes()}
+    except SlurmError:
+        return []
+    return [host for host in hosts if states.get(host, "").startswith(("down", "fail"))]
+
+
+def failed_nodes(directory: TrialDirectory) -> list[str]:
+    """Nodes that have failed under a trial so far, as its journal knows them."""
+    events = read_journal(directory.journal_path)
+    return sorted({str(event["node"]) for event in events if event["event"] == "node_failed" and event.get("node")})
