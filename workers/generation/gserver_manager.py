@@ -72,6 +72,7 @@ class GserverManager(Worker):
         self._version: PolicyVersion | None = None
         self._weights = Path()
         self._updates: dict[str, asyncio.Task[None]] = {}
+        self._num_retried = 0
 
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)
@@ -79,6 +80,7 @@ class GserverManager(Worker):
     def status(self) -> dict[str, Any]:
         return {
             "gate": self._admission.explain(),
+            "requests retried elsewhere": self._num_retried,
             "servers": {
                 server.name: f"{server.state.value} {server.version}" for server in self._table.servers.values()
             },
@@ -159,6 +161,7 @@ class GserverManager(Worker):
             return Route(url=None, reason="the trainer has not published weights yet")
         version = str(self._version)
         if request.failed_url:
+            self._num_retried += 1
             self._suspect_url(request.failed_url)
         server = self._table.route(request.uid, tokens=request.tokens, version=version, failed_url=request.failed_url)
         if server is None:
@@ -212,6 +215,8 @@ class GserverManager(Worker):
             await asyncio.sleep(_RETRY_PAUSE_S)
             self._table.suspect(server.name, incarnation=server.incarnation)
             return
+        if not server.version:
+            logger.info("%s joins at version %s", server.name, version)
         self._table.ready(server.name, incarnation=server.incarnation, version=version)
 
     async def _watch_servers(self) -> None:
