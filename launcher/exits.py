@@ -15,6 +15,8 @@ from corral.experiments.trial_directory import TrialDirectory, atomic_write
 _TAIL_BYTES = 16384
 _TAIL_LINES = 20
 _CONSEQUENCES = (-15, 75, 76)
+_MEMORY_EXITS = (-9, 137, 253)
+_MEMORY_WORDS = ("memory limit", "oom-kill", "oom_kill", "out of memory: killed", "out-of-memory")
 
 
 class ExitRecorder:
@@ -65,8 +67,19 @@ def read_exits(directory: TrialDirectory) -> list[dict[str, Any]]:
 
 def first_cause(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The earliest that is not the consequence of another: ended by us, or fenced, or a rank whose peer had died."""
-    causes = [record for record in failures if record["returncode"] not in _CONSEQUENCES]
+    causes = [record for record in failures if not is_consequence(record)]
     return (causes or list(failures))[0]
+
+
+def is_consequence(record: Mapping[str, Any]) -> bool:
+    """Whether another end explains this one."""
+    return record["returncode"] in _CONSEQUENCES
+
+
+def is_out_of_memory(record: Mapping[str, Any]) -> bool:
+    """Whether this was the memory limit's doing: SLURM says so in what the worker printed last."""
+    said = " ".join(str(line) for line in record.get("last_lines") or ()).lower()
+    return record.get("returncode") in _MEMORY_EXITS and any(words in said for words in _MEMORY_WORDS)
 
 
 def how_it_ended(record: Mapping[str, Any]) -> str:

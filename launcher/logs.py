@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.exits import first_cause, read_exits, tail_lines
+from corral.launcher.log_lines import LineFilter, select_lines
 
 _POLL_INTERVAL_S = 0.3
 _NAME = re.compile(r"(?P<kind>[a-z_]+?)-(?P<index>\d+)\.log")
 _CHUNK_BYTES = 1 << 20
+_EVERY_LINE = LineFilter()
 
 
 class NoLogsError(LookupError):
@@ -51,12 +51,19 @@ def find_logs(directory: TrialDirectory, selectors: Sequence[str], *, attempt: s
     return chosen
 
 
-def print_tails(files: Sequence[LogFile], count: int, write: Callable[[str], None]) -> None:
-    """The last lines of each file, each line with its worker."""
+def print_tails(
+    files: Sequence[LogFile],
+    count: int | None,
+    write: Callable[[str], None],
+    *,
+    chosen: LineFilter = _EVERY_LINE,
+    prefix: bool = True,
+) -> None:
+    """The last lines of each file that are meant, each line with its worker."""
     width = max(len(file.label) for file in files)
     for file in files:
-        for line in tail_lines(file.path, count):
-            write(f"{file.label.ljust(width)} | {line}")
+        for line in select_lines(file.path, count=count, chosen=chosen):
+            write(f"{file.label.ljust(width)} | {line}" if prefix else line)
 
 
 def follow(
@@ -65,6 +72,8 @@ def follow(
     *,
     has_ended: Callable[[], bool],
     poll_interval_s: float = _POLL_INTERVAL_S,
+    chosen: LineFilter = _EVERY_LINE,
+    prefix: bool = True,
 ) -> None:
     """Prints what is appended to the files, and to those that appear, until the trial has ended and all is printed."""
     offsets = {file.path: _size(file.path) for file in find()}
@@ -75,37 +84,11 @@ def follow(
         width = max((len(file.label) for file in files), default=0)
         for file in files:
             for line in _read_new(file.path, offsets, partial):
-                write(f"{file.label.ljust(width)} | {line}")
+                if chosen.matches(line):
+                    write(f"{file.label.ljust(width)} | {line}" if prefix else line)
         if is_over:
             return
         time.sleep(poll_interval_s)
-
-
-def describe_failures(directory: TrialDirectory, *, attempt: int | None, num_lines: int = 20) -> str:
-    """The first failure of an attempt with the last lines before it, and what followed."""
-    records = [record for record in read_exits(directory) if attempt is None or record.get("attempt") == attempt]
-    failures = [record for record in records if record["returncode"] != 0]
-    if not failures:
-        return "no worker has failed" + ("" if attempt is None else f" in attempt {attempt}")
-    first = first_cause(failures)
-    text = [
-        f"first failure: {first['worker']} on {first.get('node', '?')}, {_how(first)}, "
-        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(first['time']))}, attempt {first.get('attempt', '?')}",
-        *(f"  {line}" for line in list(first.get("last_lines", []))[-num_lines:]),
-    ]
-    followed = [record for record in failures if record is not first]
-    if followed:
-        text.append("then:")
-        text += [
-            f"  {record['worker']} {_how(record)} {record['time'] - first['time']:+.1f}s" for record in followed[:20]
-        ]
-    if len(followed) > 20:
-        text.append(f"  ... and {len(followed) - 20} more")
-    return "\n".join(text)
-
-
-def _how(record: dict[str, Any]) -> str:
-    return str(record.get("signal") or f"exit {record['returncode']}")
 
 
 def _attempts(directory: TrialDirectory, attempt: str | None) -> list[int]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from corral.launcher.evidence import AttemptEnd, Evidence, WorkerLife
+from corral.launcher.exits import is_out_of_memory
 from corral.launcher.metrics import headline, last_metrics
 from corral.launcher.slurm_states import judge_exit, judge_job
 from corral.launcher.waits import WaitChain, find_waits
@@ -43,8 +44,6 @@ FINAL_STATES = frozenset(
 NOT_STARTED = ("QUEUED", "BLOCKED", "HELD", "REQUEUED")
 _FIRST_START_S = 15.0  # between rl-submit's record and the supervisor's lock
 _FRESH_BEAT_S = 30.0
-_MEMORY_WORDS = ("memory limit", "oom-kill", "oom_kill", "out of memory: killed", "out-of-memory")
-_MEMORY_EXITS = (-9, 137, 253)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +135,6 @@ def _judge_end(evidence: Evidence, ended: Mapping[str, Any]) -> tuple[str, str]:
         kind = worker.partition("/")[0]
         return "OOM", f"{worker} needed more memory than its group asks for; raise groups.{kind}.scheduling.mem"
     return state, cause
-
-
-def is_out_of_memory(record: Mapping[str, Any]) -> bool:
-    """Whether an exit record is that of a worker that the memory limit ended."""
-    said = " ".join(str(line) for line in record.get("last_lines") or ()).lower()
-    return record.get("returncode") in _MEMORY_EXITS and any(words in said for words in _MEMORY_WORDS)
 
 
 def _judge_on_slurm(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str, str]:

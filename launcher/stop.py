@@ -3,30 +3,48 @@
 stop.json --> master: checkpoint, Stop in the trial log --> supervisor: ends the workers, then itself
               no answer within the grace period ---------> supervisor: Stop in the trial log, ends the workers
 --now: Stop in the trial log, ends the workers
-nobody is there any more: Stop in the trial log from here, and scancel of the job if it waits in the queue
+--requeue: the same as without it, and then the next attempt in a new job
+--group: control/group-requests.json --> supervisor: ends the group's workers and keeps them down, until --undo
+nobody is there any more: Stop in the trial log from here, and scancel of the jobs that wait in the queue
 """
 
 import getpass
+import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
 
-from corral.experiments.trial_directory import StopRequest
+from corral.experiments.journal import read_journal
+from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import DoneError, TrialLog
-from corral.launcher.slurm import SlurmClient
-from corral.launcher.status import FINAL_STATES, TrialStatus
+from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
+from corral.launcher.slurm_states import is_active
+from corral.launcher.status import FINAL_STATES, NOT_STARTED, TrialStatus
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.trials import TrialFacts
 
-_NOT_STARTED = ("QUEUED", "BLOCKED", "HELD", "REQUEUED")
+SCALABLE_GROUPS = ("generation_server", "rollout_worker")
 _TEARDOWN_S = 40.0  # SIGTERM, SIGKILL, SLURM's own epilogue, the report
 _POLL_INTERVAL_S = 0.2
+_HOLD_TIMEOUT_S = 30.0
+_DOWN = ("HELD", "AWAY", "GIVEN UP", "-")
+_WHY_NOT = {
+    "master_worker": "the trial is nothing without its master",
+    "model_worker": "its ranks hold the model that is trained",
+    "gserver_manager": "the generation servers and the rollout workers meet at it",
+}
 
 
-def request_stop(facts: TrialFacts, *, now: bool, grace_s: float) -> None:
+class StopRefusedError(RuntimeError):
+    """What was asked for cannot be done to this trial; the text says why, and what can."""
+
+
+def request_stop(facts: TrialFacts, *, now: bool, grace_s: float, then: Literal["", "requeue"] = "") -> None:
     """Leaves the request where master and supervisor find it."""
-    by = f"{getpass.getuser()}@{socket.gethostname()}"
-    facts.directory.write_stop_request(StopRequest(requested_at=time.time(), by=by, now=now, grace_s=grace_s))
+    request = StopRequest(requested_at=time.time(), by=_who(), now=now, grace_s=grace_s, then=then)
+    facts.directory.write_stop_request(request)
 
 
 def stop_trial(
@@ -47,12 +65,14 @@ def stop_trial(
     grace_s = facts.stop_grace_s if grace_s is None else grace_s
     (status,) = reader.read([facts])
     if status.is_final and status.state != "LOST":
+        _cancel_waiting(facts, client)
         return status
     request_stop(facts, now=now, grace_s=grace_s)
-    if status.state == "LOST" or status.state in _NOT_STARTED:
+    if status.state == "LOST" or status.state in NOT_STARTED:
         _append_stop(facts)
-        if status.job_id and status.state in _NOT_STARTED:
+        if status.job_id and status.state in NOT_STARTED:
             client.cancel(status.job_id)
+            _cancel_waiting(facts, client)
         (status,) = reader.read([facts])
         return status
     deadline = time.monotonic() + (0.0 if now else grace_s) + _TEARDOWN_S
@@ -69,8 +89,135 @@ def stop_trial(
     return status
 
 
+def requeue_trial(facts: TrialFacts, *, grace_s: float | None = None, client: SlurmClient | None = None) -> TrialStatus:
+    """Lets a trial checkpoint and go on in a new job; returns once the present attempt has ended.
+
+    Raises:
+        StopRefusedError: if it is not on SLURM, or does not run.
+        TimeoutError: if the attempt does not end in time.
+    """
+    if facts.mode != "slurm":
+        raise StopRefusedError(
+            f"trial {facts.name} runs on this machine, where there is no queue; "
+            f"rl-stop {facts.name} and rl-submit --resume {facts.name} start it again"
+        )
+    reader = StatusReader(client)
+    (status,) = reader.read([facts])
+    if status.is_final:
+        hint = "" if status.state == "COMPLETE" else f"; rl-submit --resume {facts.name} continues it"
+        raise StopRefusedError(f"trial {facts.name} is {status.state}, it has no job to put back{hint}")
+    if status.state in NOT_STARTED:
+        return status  # it waits in the queue as it is
+    attempt, grace_s = status.attempt, facts.stop_grace_s if grace_s is None else grace_s
+    request_stop(facts, now=False, grace_s=grace_s, then="requeue")
+    deadline = time.monotonic() + grace_s + _TEARDOWN_S
+    while not _attempt_is_over(facts.directory, attempt):
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"attempt {attempt} of trial {facts.name} did not end within {grace_s + _TEARDOWN_S:.0f} s of "
+                f"rl-stop --requeue; rl-status {facts.name} shows what it does"
+            )
+        time.sleep(_POLL_INTERVAL_S)
+    (status,) = reader.read([facts])
+    return status
+
+
+def hold_group(facts: TrialFacts, group: str, *, undo: bool = False) -> str:
+    """Asks the supervisor to end a group's workers and to keep them down, or to start them again; what was done.
+
+    Raises:
+        StopRefusedError: if the trial cannot do without the group, has no such group, or has ended.
+    """
+    kinds = list(dict.fromkeys(worker.partition("/")[0] for worker in facts.workers))
+    if group not in kinds:
+        raise StopRefusedError(f"trial {facts.name} has no group {group!r}; it has {', '.join(kinds)}")
+    if group not in SCALABLE_GROUPS:
+        raise StopRefusedError(
+            f"group {group} cannot be stopped by itself: {_WHY_NOT.get(group, 'the trial needs it')}; "
+            f"rl-stop {facts.name} stops the trial, and --group takes {' or '.join(SCALABLE_GROUPS)}"
+        )
+    (status,) = StatusReader().read([facts])
+    if status.is_final:
+        raise StopRefusedError(f"trial {facts.name} is {status.state}; its groups do not run")
+    held = facts.directory.read_held_groups()
+    facts.directory.write_held_groups(held - {group} if undo else held | {group})
+    if undo:
+        return f"{group} of {facts.name} is started again"
+    return f"{group} of {facts.name} is ended and kept down; rl-stop {facts.name} --group {group} --undo brings it back"
+
+
+def wait_for_held(facts: TrialFacts, group: str) -> bool:
+    """Waits until no worker of the group runs; False if some still do after a while."""
+    reader, deadline = StatusReader(), time.monotonic() + _HOLD_TIMEOUT_S
+    while time.monotonic() < deadline:
+        (status,) = reader.read([facts])
+        if status.is_final or not any(row.kind == group and row.state not in _DOWN for row in status.workers):
+            return True
+        time.sleep(_POLL_INTERVAL_S if facts.mode == "local" else 1.0)
+    return False
+
+
+def find_orphaned_job(argument: str, client: SlurmClient) -> QueuedJob | None:
+    """The living job with this id, if it is one of ours and its trial directory is gone."""
+    if not argument.isdigit():
+        return None
+    try:
+        jobs = client.queue()
+    except SlurmError:
+        return None
+    found = next((job for job in jobs if job.job_id == argument and job.tag and is_active(job.state)), None)
+    if found is None or os.path.isdir(str(found.tag.get("directory"))):
+        return None
+    return found
+
+
+def cancel_orphan(job: QueuedJob, client: SlurmClient) -> list[str]:
+    """Ends all jobs of a trial whose directory is gone; returns their ids."""
+    uuid = job.tag.get("trial_uuid")
+    jobs = [one for one in client.queue() if one.tag.get("trial_uuid") == uuid and is_active(one.state)]
+    for one in jobs:
+        client.cancel(one.job_id)
+    return [one.job_id for one in jobs]
+
+
+def directory_of_job(argument: str, client: SlurmClient) -> Path | None:
+    """The trial directory that a job id stands for, if SLURM knows the job and it is ours."""
+    if not argument.isdigit():
+        return None
+    try:
+        jobs = client.queue()
+    except SlurmError:
+        return None
+    tag = next((job.tag for job in jobs if job.job_id == argument and job.tag), {})
+    return Path(str(tag["directory"])) if "directory" in tag else None
+
+
+def _cancel_waiting(facts: TrialFacts, client: SlurmClient) -> None:
+    """Nothing of a trial that has ended may start later: successors, and jobs of its groups."""
+    if facts.mode != "slurm":
+        return
+    try:
+        jobs = client.queue()
+    except SlurmError:
+        return  # what a controller that is down would start ends by itself: the trial log says Stop
+    for job in jobs:
+        if job.tag.get("trial_uuid") == facts.uuid and job.state == "PENDING":
+            client.cancel(job.job_id)
+
+
+def _attempt_is_over(directory: TrialDirectory, attempt: int | None) -> bool:
+    return any(
+        event["event"] in ("attempt_ended", "trial_ended") and event.get("attempt") == attempt
+        for event in read_journal(directory.journal_path)
+    )
+
+
 def _append_stop(facts: TrialFacts) -> None:
     try:
-        TrialLog(facts.directory.log_path).request_stop(f"{getpass.getuser()}@{socket.gethostname()}", reason="rl-stop")
+        TrialLog(facts.directory.log_path).request_stop(_who(), reason="rl-stop")
     except DoneError:
         return
+
+
+def _who() -> str:
+    return f"{getpass.getuser()}@{socket.gethostname()}"

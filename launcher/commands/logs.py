@@ -1,21 +1,42 @@
 """rl-logs: what workers print, and what went wrong first."""
 
+import re
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corral.launcher.commands.common import EXIT_NOT_FOUND, TRIAL_HELP, Fileroot, fail, run, user_errors
+from corral.launcher.commands.common import (
+    EXIT_BAD_CONFIGURATION,
+    EXIT_NOT_FOUND,
+    TRIAL_HELP,
+    Fileroot,
+    fail,
+    run,
+    user_errors,
+)
+from corral.launcher.completion import complete_trial, complete_worker
 
 if TYPE_CHECKING:
+    from corral.launcher.log_lines import LineFilter
     from corral.launcher.trials import TrialFacts
+
+_DEFAULT_LINES = 100
+_SINCE_HELP = "Only what was printed since: 10m, 2h, 08:14, or a date and time."
 
 
 def logs(
-    trial: Annotated[str, typer.Argument(help=TRIAL_HELP)],
-    workers: Annotated[list[str] | None, typer.Argument(help="kind or kind/index; default all.")] = None,
+    trial: Annotated[str, typer.Argument(help=TRIAL_HELP, autocompletion=complete_trial)],
+    workers: Annotated[
+        list[str] | None, typer.Argument(help="kind or kind/index; default all.", autocompletion=complete_worker)
+    ] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on printing what is written.")] = False,
-    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Last lines of each worker.")] = 100,
+    lines: Annotated[
+        int | None, typer.Option("-n", "--lines", min=0, help=f"Last lines of each worker; default {_DEFAULT_LINES}.")
+    ] = None,
+    since: Annotated[str | None, typer.Option("--since", help=_SINCE_HELP)] = None,
+    grep: Annotated[str | None, typer.Option("--grep", help="Only lines that match this regular expression.")] = None,
+    no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Lines as they are, without their worker.")] = False,
     attempt: Annotated[str | None, typer.Option("--attempt", help="A number, or all; default the last.")] = None,
     errors: Annotated[bool, typer.Option("--errors", help="The first failure, and what followed it.")] = False,
     path: Annotated[bool, typer.Option("--path", help="Print the files' paths only.")] = False,
@@ -23,9 +44,11 @@ def logs(
 ) -> None:
     """Show what a trial's workers print."""
     with user_errors():
-        from corral.launcher.logs import NoLogsError, describe_failures, find_logs, print_tails
+        from corral.launcher.failures import describe_failures
+        from corral.launcher.logs import NoLogsError, find_logs, print_tails
         from corral.launcher.trials import default_fileroot, find_trial
 
+        chosen = _line_filter(since, grep)
         facts = find_trial(trial, fileroot or default_fileroot())
         try:
             if errors:
@@ -36,18 +59,40 @@ def logs(
             if path:
                 print("\n".join(str(file.path) for file in files))
                 return
-            print_tails(files, lines, print)
+            count = lines if lines is not None else (None if since else _DEFAULT_LINES)
+            print_tails(files, count, print, chosen=chosen, prefix=not no_prefix)
             if follow:
-                _follow(facts, workers or [], attempt)
+                _follow(facts, workers or [], attempt, chosen, prefix=not no_prefix)
         except NoLogsError as error:
             fail(str(error), EXIT_NOT_FOUND)
+        except BrokenPipeError:
+            _leave_quietly()
 
 
-def _follow(facts: "TrialFacts", workers: list[str], attempt: str | None) -> None:
+def _line_filter(since: str | None, grep: str | None) -> "LineFilter":
+    from corral.launcher.log_lines import LineFilter, parse_since
+
+    try:
+        pattern = re.compile(grep) if grep is not None else None
+    except re.error as error:
+        fail(f"--grep {grep!r} is no regular expression: {error}", EXIT_BAD_CONFIGURATION)
+    try:
+        moment = parse_since(since, now=time.time()) if since is not None else None
+    except ValueError as error:
+        fail(str(error), EXIT_BAD_CONFIGURATION)
+    return LineFilter(since=moment, pattern=pattern)
+
+
+def _follow(
+    facts: "TrialFacts", workers: list[str], attempt: str | None, chosen: "LineFilter", *, prefix: bool
+) -> None:
     from corral.launcher.logs import find_logs, follow
+    from corral.launcher.queue_cache import CachedQueue
+    from corral.launcher.slurm import SlurmClient
     from corral.launcher.status_reader import StatusReader
 
-    reader = StatusReader()
+    client = SlurmClient(timeout_s=10.0)
+    reader = StatusReader(client, queue=CachedQueue(client))
     last_look = [0.0, False]
 
     def has_ended() -> bool:
@@ -60,9 +105,19 @@ def _follow(facts: "TrialFacts", workers: list[str], attempt: str | None) -> Non
             lambda: find_logs(facts.directory, workers, attempt=attempt),
             lambda line: print(line, flush=True),
             has_ended=has_ended,
+            chosen=chosen,
+            prefix=prefix,
         )
     except KeyboardInterrupt:
         print(f"(the trial keeps running; rl-stop {facts.name} ends it)")
+
+
+def _leave_quietly() -> None:
+    """`rl-logs TRIAL | head` has seen enough; what is still buffered must not raise at the interpreter's end."""
+    import os
+    import sys
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main() -> None:

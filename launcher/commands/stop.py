@@ -1,28 +1,117 @@
-"""rl-stop: a last checkpoint, then the end."""
+"""rl-stop: a last checkpoint, then the end; or only a group's; or the next attempt."""
 
-from typing import Annotated
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, run, user_errors
+from corral.launcher.commands.common import EXIT_BAD_CONFIGURATION, TRIAL_HELP, Fileroot, fail, run, user_errors
+from corral.launcher.completion import complete_group, complete_trial
+
+if TYPE_CHECKING:
+    from corral.launcher.trials import TrialFacts
+
+_TRIALS_HELP = f"{TRIAL_HELP} Or the id of its SLURM job."
 
 
 def stop(
-    trials: Annotated[list[str], typer.Argument(metavar="TRIAL...", help=TRIAL_HELP)],
+    trials: Annotated[list[str], typer.Argument(metavar="TRIAL...", help=_TRIALS_HELP, autocompletion=complete_trial)],
     now: Annotated[bool, typer.Option("--now", help="Do not wait for a last checkpoint.")] = False,
     grace: Annotated[float | None, typer.Option("--grace", min=0, help="Seconds to checkpoint in.")] = None,
+    requeue: Annotated[bool, typer.Option("--requeue", help="Checkpoint, then go on in a new job.")] = False,
+    group: Annotated[
+        str | None,
+        typer.Option("--group", help="End only this group, and keep it down.", autocompletion=complete_group),
+    ] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="With --group: start it again.")] = False,
     fileroot: Fileroot = None,
 ) -> None:
     """Let trials checkpoint, then stop them; rl-submit --resume continues them."""
     with user_errors():
-        from corral.launcher.stop import stop_trial
-        from corral.launcher.trials import default_fileroot, find_trial
+        from corral.launcher.stop import StopRefusedError
 
-        found = [find_trial(trial, fileroot or default_fileroot()) for trial in trials]
-        for facts in found:
-            print(f"stopping {facts.name}" + ("" if now else " after a last checkpoint"), flush=True)
-            ended = stop_trial(facts, now=now, grace_s=grace)
-            print(f"{facts.name} {ended.state}" + (f": {ended.note}" if ended.note else ""))
+        if now and (requeue or group):
+            raise typer.BadParameter("--now ends a trial at once; it goes with neither --requeue nor --group")
+        if requeue and group:
+            raise typer.BadParameter("--requeue is for a whole trial; it does not go with --group")
+        if undo and not group:
+            raise typer.BadParameter("--undo takes back --group; name the group")
+        found = [facts for trial in trials if (facts := _find(trial, fileroot)) is not None]
+        try:
+            if group is not None:
+                _hold(found, group, undo=undo)
+            else:
+                _stop_all(found, now=now, grace=grace, requeue=requeue)
+        except StopRefusedError as error:
+            fail(str(error), EXIT_BAD_CONFIGURATION)
+
+
+def _find(trial: str, fileroot: Path | None) -> "TrialFacts | None":
+    """The trial that is meant; None if it was a job without a trial directory, which is ended here."""
+    from corral.experiments.trial_directory import TrialDirectory
+    from corral.launcher.slurm import SlurmClient
+    from corral.launcher.stop import cancel_orphan, directory_of_job, find_orphaned_job
+    from corral.launcher.trials import TrialNotFoundError, default_fileroot, find_trial, read_facts
+
+    try:
+        return find_trial(trial, fileroot or default_fileroot())
+    except TrialNotFoundError:
+        client = SlurmClient()
+        path = directory_of_job(trial, client)
+        facts = read_facts(TrialDirectory(path)) if path is not None else None
+        if facts is not None:
+            return facts
+        job = find_orphaned_job(trial, client)
+        if job is None:
+            raise
+        ended = cancel_orphan(job, client)
+        print(f"{job.name} CANCELLED: its directory {job.tag.get('directory')} is gone; ended job {', '.join(ended)}")
+        return None
+
+
+def _hold(found: "Sequence[TrialFacts]", group: str, *, undo: bool) -> None:
+    from corral.launcher.stop import hold_group, wait_for_held
+
+    for facts in found:
+        print(hold_group(facts, group, undo=undo), flush=True)
+    for facts in found if not undo else ():
+        if not wait_for_held(facts, group):
+            print(f"warning: some of {group} of {facts.name} still run; rl-status {facts.name}", file=sys.stderr)
+
+
+def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, requeue: bool) -> None:
+    """All at the same time: each may take its whole grace period."""
+    from corral.launcher.stop import requeue_trial, stop_trial
+
+    def end(facts: "TrialFacts") -> str:
+        if requeue:
+            after = requeue_trial(facts, grace_s=grace)
+        else:
+            after = stop_trial(facts, now=now, grace_s=grace)
+        return f"{facts.name} {after.state}" + (f": {after.note}" if after.note else "")
+
+    what = "putting back" if requeue else "stopping"
+    for facts in found:
+        print(f"{what} {facts.name}" + ("" if now else " after a last checkpoint"), flush=True)
+    _in_parallel([lambda facts=facts: end(facts) for facts in found])
+
+
+def _in_parallel(actions: Sequence[Callable[[], str]]) -> None:
+    """Prints what each says, as soon as it does; the first error is raised when all are through."""
+    errors = []
+    with ThreadPoolExecutor(max_workers=max(1, min(len(actions), 16))) as pool:
+        for future in [pool.submit(action) for action in actions]:
+            try:
+                print(future.result(), flush=True)
+            except Exception as error:
+                errors.append(error)
+    for error in errors[1:]:
+        print(f"error: {error}", file=sys.stderr)
+    if errors:
+        raise errors[0]
 
 
 def main() -> None:

@@ -1,13 +1,17 @@
 """rl-logs: the right files, whole lines only, and the first cause."""
 
 import json
+import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.logs import LogFile, NoLogsError, describe_failures, find_logs, follow
+from corral.launcher.failures import describe_failures
+from corral.launcher.log_lines import LineFilter, parse_since, select_lines
+from corral.launcher.logs import LogFile, NoLogsError, find_logs, follow
 
 
 @pytest.fixture
@@ -59,7 +63,7 @@ def test_following_prints_whole_lines_and_new_files_until_the_end(directory: Tri
 
 
 def test_the_first_cause_is_not_a_consequence(directory: TrialDirectory) -> None:
-    for number, (worker, returncode, time) in enumerate(
+    for number, (worker, returncode, moment) in enumerate(
         [
             ("model_worker/1", 76, 10.0),
             ("model_worker/0", -9, 10.1),
@@ -67,11 +71,124 @@ def test_the_first_cause_is_not_a_consequence(directory: TrialDirectory) -> None
             ("gserver_manager/0", 0, 1.0),
         ]
     ):
-        record = {"worker": worker, "returncode": returncode, "time": time, "attempt": 1, "last_lines": ["boom"]}
+        record = {"worker": worker, "returncode": returncode, "time": moment, "attempt": 1, "last_lines": ["boom"]}
         (directory.exits_path / f"1.{number}.json").write_text(
             json.dumps(record | {"signal": "SIGKILL" * (returncode == -9) or None})
         )
     text = describe_failures(directory, attempt=1)
     assert text.startswith("first failure: model_worker/0") and "SIGKILL" in text and "  boom" in text
     assert "model_worker/1 exit 76" in text and "gserver_manager" not in text
-    assert describe_failures(directory, attempt=0) == "no worker has failed in attempt 0"
+    assert describe_failures(directory, attempt=0) == "nothing has failed in attempt 0"
+
+
+def write_exit(directory: TrialDirectory, worker: str, returncode: int, moment: float, **fields: object) -> None:
+    record = {"worker": worker, "returncode": returncode, "time": moment, "attempt": 1, "node": "n1", **fields}
+    (directory.exits_path / f"{worker.replace('/', '-')}.{moment}.json").write_text(json.dumps(record))
+
+
+def write_event(directory: TrialDirectory, moment: float, event: str, **fields: object) -> None:
+    with directory.journal_path.open("a") as file:
+        file.write(json.dumps({"time": moment, "event": event, "attempt": 1, **fields}) + "\n")
+
+
+def test_a_node_that_failed_explains_its_workers_though_they_were_seen_first(directory: TrialDirectory) -> None:
+    write_exit(directory, "model_worker/0", -9, 10.0)
+    write_exit(directory, "model_worker/1", 76, 10.5, node="n2")
+    write_event(directory, 35.0, "node_failed", node="n1", cause="does not answer")
+    write_event(directory, 36.0, "attempt_ended", state="NODE_FAILED", cause="n1")
+    text = describe_failures(directory, attempt=1)
+    assert text.startswith("first failure: node on n1, does not answer")
+    assert "model_worker/0 exit -9 -25.0s" in text and "attempt NODE_FAILED: n1 +1.0s" in text
+
+
+def test_a_failure_long_before_the_end_is_not_blamed_on_it(directory: TrialDirectory) -> None:
+    write_exit(directory, "rollout_worker/0", 1, 10.0, last_lines=["ValueError: own fault"])
+    write_event(directory, 9000.0, "attempt_ended", state="PREEMPTED", cause="")
+    text = describe_failures(directory, attempt=1)
+    assert text.startswith("first failure: rollout_worker/0") and "own fault" in text
+    assert "attempt PREEMPTED +8990.0s" in text
+
+
+@pytest.mark.parametrize("state", ["PREEMPTED", "TIMED_OUT", "CANCELLED", "OOM", "NODE_FAILED"])
+def test_an_end_from_outside_is_a_cause_and_slurms_own_words_are_shown(state: str, directory: TrialDirectory) -> None:
+    write_exit(directory, "rollout_worker/0", -15, 11.0)
+    write_event(directory, 10.0, "attempt_ended", state=state, cause="by SLURM")
+    (directory.logs_path / "slurm-7.log").write_text(
+        "hello\nslurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***\n"
+    )
+    text = describe_failures(directory, attempt=None)
+    assert text.startswith(f"first failure: attempt, {state}: by SLURM")
+    assert "slurm-7.log | slurmstepd: error" in text and "hello" not in text
+    assert "rollout_worker/0 exit -15 +1.0s" in text
+
+
+def test_a_supervisor_that_crashed_is_named_with_its_traceback(directory: TrialDirectory) -> None:
+    write_event(directory, 10.0, "trial_ended", state="FAILED", cause="supervisor: no space left")
+    (directory.logs_path / "slurm-7.log").write_text("Traceback (most recent call last):\n  x\nOSError: no space\n")
+    text = describe_failures(directory, attempt=1)
+    assert "supervisor: no space left" in text and "OSError: no space" in text
+
+
+def test_a_job_that_died_without_any_record_shows_what_slurm_said(directory: TrialDirectory) -> None:
+    (directory.logs_path / "slurm-7.log").write_text("slurmstepd: error: Detected 1 oom_kill event in StepId=7.batch\n")
+    text = describe_failures(directory, attempt=None)
+    assert text.startswith("nothing has failed") and "oom_kill" in text
+
+
+def test_running_out_of_memory_is_called_that(directory: TrialDirectory) -> None:
+    write_exit(directory, "rollout_worker/0", -9, 10.0, signal="SIGKILL", last_lines=["error: exceeded memory limit"])
+    assert "SIGKILL, out of memory" in describe_failures(directory, attempt=1)
+
+
+STAMPED = """2026-01-21 08:00:00,1 early
+  of the early line
+2026-01-21 08:10:00,1 late
+  of the late line
+2026-01-21 08:20:00,1 latest OOM
+"""
+
+
+def at(text: str) -> float:
+    return time.mktime(time.strptime(f"2026-01-21 {text}", "%Y-%m-%d %H:%M:%S"))
+
+
+def test_since_keeps_what_belongs_to_a_line_of_that_time(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text(STAMPED)
+    chosen = LineFilter(since=at("08:05:00"))
+    assert select_lines(log, count=None, chosen=chosen) == STAMPED.splitlines()[2:]
+    assert select_lines(log, count=1, chosen=chosen) == STAMPED.splitlines()[-1:]
+    assert select_lines(log, count=None, chosen=LineFilter(since=time.time() + 5)) == []
+    log.write_text("no times\nat all\n")
+    assert select_lines(log, count=None, chosen=chosen) == ["no times", "at all"]
+    assert select_lines(tmp_path / "none.log", count=None, chosen=chosen) == []
+
+
+def test_since_finds_the_place_in_a_long_log(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    start = at("00:00:00")
+    lines = [
+        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(start + second))},0 line {second} {'x' * 60}"
+        for second in range(20_000)
+    ]
+    log.write_text("\n".join(lines) + "\n")
+    for second in (0, 1, 9_999, 19_999):
+        assert select_lines(log, count=None, chosen=LineFilter(since=start + second)) == lines[second:]
+
+
+def test_lines_that_match_are_counted_after_they_are_chosen(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text(STAMPED)
+    found = select_lines(log, count=1, chosen=LineFilter(pattern=re.compile("early")))
+    assert found == ["  of the early line"]
+
+
+def test_moments_are_written_as_people_do() -> None:
+    now = at("10:00:00")
+    assert parse_since("10m", now=now) == now - 600
+    assert parse_since("1.5h", now=now) == now - 5400
+    assert parse_since("08:14", now=now) == at("08:14:00")
+    assert parse_since("23:00", now=now) == at("23:00:00") - 86400
+    assert parse_since("2026-01-21 08:14:02", now=now) == parse_since("2026-01-21T08:14:02", now=now) == at("08:14:02")
+    with pytest.raises(ValueError, match="10m"):
+        parse_since("yesterday", now=now)

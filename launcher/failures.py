@@ -1,0 +1,144 @@
+"""rl-logs --errors: the first cause, then its consequences, of workers and of what happens around them.
+
+    exits/*.json                  a worker's exit, its last lines --+
+    events.jsonl                  a node lost, the supervisor dead, --+--> Incidents in time --first cause--> text
+                                  Redis dead, how an attempt ended ---+
+    logs/slurm-*.log, supervisor.log   SLURM's own words ------------+
+
+A worker on a node that failed, or in an attempt that SLURM ended, died of that, though its exit was seen first.
+"""
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from corral.experiments.journal import read_journal
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.exits import how_it_ended, is_consequence, is_out_of_memory, read_exits, tail_lines
+
+_MAX_FOLLOWED = 20
+_OUTSIDE = ("NODE_FAILED", "PREEMPTED", "TIMED_OUT", "CANCELLED", "OOM")
+_SAME_EVENT_S = 60.0  # SLURM tells about a dead node long after its workers were seen to end
+_SLURM_LINE = re.compile(
+    r"slurmstepd: error|srun: error|oom.kill|exceeded memory limit|DUE TO (TIME LIMIT|PREEMPTION|NODE FAILURE)|"
+    r"CANCELLED AT|Traceback",
+    re.IGNORECASE,
+)
+_SLURM_TAIL = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """Something that went wrong at one moment."""
+
+    time: float
+    who: str
+    what: str
+    attempt: int | None
+    node: str = ""
+    is_consequence: bool = False
+    is_outside: bool = False
+    """Not a worker's own failure."""
+    details: tuple[str, ...] = field(default=())
+
+
+def describe_failures(directory: TrialDirectory, *, attempt: int | None, num_lines: int = 20) -> str:
+    """The first cause of an attempt, or of all, with what was said before it, and what followed."""
+    incidents = find_incidents(read_exits(directory), read_journal(directory.journal_path), num_lines=num_lines)
+    incidents = [one for one in incidents if attempt is None or one.attempt == attempt]
+    if not incidents:
+        text = "nothing has failed" + ("" if attempt is None else f" in attempt {attempt}")
+        said = _slurm_says(directory)
+        return "\n".join([text, "SLURM said:", *said]) if said else text
+    first = find_first_cause(incidents)
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first.time))
+    where = f" on {first.node}" if first.node else ""
+    of_attempt = "?" if first.attempt is None else str(first.attempt)
+    lines = [f"first failure: {first.who}{where}, {first.what}, {when}, attempt {of_attempt}"]
+    lines += [f"  {line}" for line in first.details]
+    if first.is_outside and (said := _slurm_says(directory)):
+        lines += ["SLURM said:", *said]
+    followed = [one for one in incidents if one is not first]
+    if followed:
+        lines.append("then:")
+        lines += [f"  {one.who} {one.what} {one.time - first.time:+.1f}s" for one in followed[:_MAX_FOLLOWED]]
+    if len(followed) > _MAX_FOLLOWED:
+        lines.append(f"  ... and {len(followed) - _MAX_FOLLOWED} more")
+    return "\n".join(lines)
+
+
+def find_incidents(
+    exits: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], *, num_lines: int = 20
+) -> list[Incident]:
+    """Everything that went wrong, in time. Pure."""
+    found = [_incident_of_exit(record, num_lines) for record in exits if record["returncode"] != 0]
+    found += [one for event in events if (one := _incident_of_event(event)) is not None]
+    return sorted(found, key=lambda one: one.time)
+
+
+def find_first_cause(incidents: Sequence[Incident]) -> Incident:
+    """The one that explains the others. Pure."""
+    causes = [one for one in incidents if not one.is_consequence] or list(incidents)
+    first = causes[0]
+    if first.is_outside:
+        return first
+    for one in incidents:
+        is_close = 0.0 <= one.time - first.time <= _SAME_EVENT_S and one.attempt == first.attempt
+        if one.is_outside and is_close and one.node in ("", first.node):
+            return one
+    return first
+
+
+def _incident_of_exit(record: Mapping[str, Any], num_lines: int) -> Incident:
+    what = how_it_ended(record)
+    if is_out_of_memory(record):
+        what = f"{what}, out of memory"
+    return Incident(
+        time=float(record["time"]),
+        who=str(record["worker"]),
+        what=what,
+        attempt=record.get("attempt"),
+        node=str(record.get("node") or ""),
+        is_consequence=is_consequence(record),
+        details=tuple(str(line) for line in list(record.get("last_lines") or ())[-num_lines:]),
+    )
+
+
+def _incident_of_event(event: Mapping[str, Any]) -> Incident | None:
+    name, cause = event["event"], str(event.get("cause") or "")
+    moment, attempt = float(event["time"]), event.get("attempt")
+    state = str(event.get("state") or "")
+    if name == "node_failed":
+        node = str(event.get("node") or "")
+        return Incident(time=moment, who="node", what=cause or "failed", attempt=attempt, node=node, is_outside=True)
+    if name == "supervisor_died":
+        what = f"ended by signal {-int(event.get('returncode', 0))}"
+        return Incident(time=moment, who="supervisor", what=what, attempt=attempt, is_outside=True)
+    if name in ("redis_exited", "redis_not_started", "worker_not_started"):
+        what = cause or f"ended with {event.get('returncode')}"
+        who = str(event.get("worker") or "redis")
+        # At the end Redis is ended by us, which is no failure.
+        is_ours = name == "redis_exited" and event.get("returncode") in (0, -9, -15)
+        return None if is_ours else Incident(time=moment, who=who, what=what, attempt=attempt)
+    if name in ("attempt_ended", "trial_ended") and (state in _OUTSIDE or cause.startswith("supervisor:")):
+        what = f"{state}: {cause}" if cause else state
+        return Incident(time=moment, who="attempt", what=what, attempt=attempt, is_outside=True)
+    if name == "trial_ended" and state == "FAILED":
+        return Incident(time=moment, who="trial", what=f"FAILED: {cause}", attempt=attempt, is_consequence=True)
+    return None
+
+
+def _slurm_says(directory: TrialDirectory) -> list[str]:
+    """What SLURM wrote into the batch steps' logs about failures, each line with its file."""
+
+    def found() -> Iterator[str]:
+        for path in sorted(directory.logs_path.glob("slurm-*.log")):
+            lines = tail_lines(path, _SLURM_TAIL)
+            shown = [line for line in lines if _SLURM_LINE.search(line)]
+            if any("Traceback" in line for line in shown):
+                shown = lines[-_MAX_FOLLOWED:]
+            yield from (f"  {path.name} | {line}" for line in shown[-_MAX_FOLLOWED:])
+
+    return list(found())
