@@ -56,7 +56,6 @@ def render_script(
     layout: Layout,
     directory: TrialDirectory,
     *,
-    attempt: int | None = None,
     exclude_nodes: Sequence[str] = (),
     python: Path | None = None,
 ) -> str:
@@ -66,7 +65,6 @@ def render_script(
         plan: the trial.
         layout: its allocations.
         directory: its folder.
-        attempt: number for the supervisor; None lets it find out.
         exclude_nodes: nodes that failed, beside those that the user excludes.
         python: interpreter for the supervisor; None is this one.
 
@@ -77,12 +75,9 @@ def render_script(
     interpreter = str(python or sys.executable)
     path = str(directory.path)
     check_plain_text(path, what="trial directory")
-    supervisor = [interpreter, "-m", "corral.launcher.supervisor", "--trial", path]
-    if attempt is not None:
-        supervisor += ["--attempt", str(attempt)]
     variables = {
         "sbatch_lines": sbatch_lines(sbatch_options(plan, layout, directory, exclude_nodes=exclude_nodes)),
-        "supervisor": shlex.join(supervisor),
+        "supervisor": shlex.join([interpreter, "-m", "corral.launcher.supervisor", "--trial", path]),
         "directory": path,
         "python": interpreter,
     }

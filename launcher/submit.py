@@ -227,7 +227,7 @@ def _start_local(directory: TrialDirectory, attempt: int, supervisor_command: Se
 
 def _start_on_slurm(submission: Submission, layout: Layout, attempt: int, client: SlurmClient) -> str:
     directory = submission.directory
-    write_launch_files(submission.plan, layout, directory, attempt=attempt)
+    write_launch_files(submission.plan, layout, directory)
     job_id = client.submit([], directory.sbatch_path)
     Journal(directory.journal_path).append("submitted", attempt=attempt, job_id=job_id)
     return job_id
@@ -237,14 +237,12 @@ def script_of(submission: Submission) -> bytes | None:
     """What the next submission would hand to sbatch, to the byte; None for a local trial."""
     if submission.layout is None:
         return None
-    previous = last_attempt(submission.directory)
-    attempt = previous.attempt + 1 if previous else 0
-    return os.fsencode(render_script(submission.plan, submission.layout, submission.directory, attempt=attempt))
+    return os.fsencode(render_script(submission.plan, submission.layout, submission.directory))
 
 
-def write_launch_files(plan: RunPlan, layout: Layout, directory: TrialDirectory, *, attempt: int | None = None) -> None:
+def write_launch_files(plan: RunPlan, layout: Layout, directory: TrialDirectory) -> None:
     """What the job and its supervisor read: layout.json, trial.sbatch, holder.sbatch."""
-    script = render_script(plan, layout, directory, attempt=attempt)
+    script = render_script(plan, layout, directory)
     atomic_write(directory.layout_path, layout.to_json())
     atomic_write(directory.sbatch_path, os.fsencode(script), mode=0o700)
     atomic_write(holder_path(directory), os.fsencode(render_holder(directory)), mode=0o700)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from corral.launcher.slurm import SlurmClient
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, missing_programs, running_cluster
 from tests.slurm.trials import SMALL, SlurmTrial
@@ -49,7 +50,9 @@ def make_slurm_trial(cluster: Cluster, tmp_path: Path) -> Iterator[Any]:
         return not cluster.run("squeue", "-h", "-j", job_id, "-t", "R,CG").stdout.strip()
 
     for trial in trials:
-        if trial.job_id:
-            cluster.run("scancel", trial.job_id)
-            wait_until(partial(has_ended, trial.job_id), f"the end of job {trial.job_id}")
+        # Members and successors carry the same tag.
+        for job in SlurmClient().queue() if trial.job_id else []:
+            if job.tag.get("trial_uuid") == trial.plan.trial.uuid:
+                cluster.run("scancel", job.job_id)
+                wait_until(partial(has_ended, job.job_id), f"the end of job {job.job_id}")
         trial.close()

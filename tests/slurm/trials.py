@@ -36,7 +36,7 @@ class SlurmTrial(StubTrial):
 
     def submit(self, *, attempt: int = 0, resume: bool = False) -> str:
         self.prepare(attempt=attempt, resume=resume)
-        submit.write_launch_files(self.plan, self.layout, self.directory, attempt=attempt)
+        submit.write_launch_files(self.plan, self.layout, self.directory)
         script = self.directory.sbatch_path
         product = script.read_text()
         assert "-m corral.launcher.supervisor" in product
