@@ -197,9 +197,12 @@ def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bo
 def _follow(facts: "TrialFacts", name: str) -> None:
     """Prints the workers' lines from the first one on, until the trial has ended."""
     from corral.launcher.logs import NoLogsError, find_logs, follow
+    from corral.launcher.queue_cache import CachedQueue
+    from corral.launcher.slurm import SlurmClient
     from corral.launcher.status_reader import StatusReader
 
-    reader = StatusReader()
+    client = SlurmClient()
+    reader = StatusReader(client, queue=CachedQueue(client))
     looked_at, is_over, is_first = float("-inf"), False, True
 
     def has_ended() -> bool:

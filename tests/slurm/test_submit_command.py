@@ -108,3 +108,11 @@ def test_options_that_make_no_sense_are_refused(folder: Path, arguments: list[st
     assert refused.returncode == 2, refused
     assert words in refused.stderr.decode() and b"Traceback" not in refused.stderr
     assert not (folder / "trials").exists()
+
+
+def test_a_template_with_the_line_ends_of_another_system_is_submitted_with_ours(folder: Path) -> None:
+    template = folder / "mine.j2"
+    template.write_bytes(b"#!/bin/bash\r\n<% sbatch_lines %>\r\nexec <% supervisor %>\r\n")
+    shown = _submit(folder, "experiment.yaml", "--dry-run=script", "-s", "launch.sbatch_template=mine.j2")
+    assert shown.returncode == 0, shown.stderr
+    assert b"\r" not in shown.stdout and b"corral.launcher.supervisor" in shown.stdout

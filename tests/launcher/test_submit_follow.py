@@ -1,0 +1,76 @@
+"""rl-submit --follow: the workers' lines until the end, and a terminal that may be left at any time."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.experiments.journal import read_journal
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher import logs, submit
+from corral.launcher.commands.submit import main, normalise
+from corral.launcher.trials import list_trials
+from tests.experiments.broken_yaml import VALID_PPO, write_inputs
+from tests.launcher.stub_supervisor import COMMAND
+from tests.launcher.trials import end_trial, wait_until
+
+
+@pytest.fixture
+def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    write_inputs(tmp_path)
+    path = tmp_path / "experiment.yaml"
+    path.write_text(VALID_PPO)
+    monkeypatch.setenv("CORRAL_FILEROOT", str(tmp_path / "trials"))
+    monkeypatch.setattr(submit.start, "__kwdefaults__", submit.start.__kwdefaults__ | {"supervisor_command": COMMAND})
+    yield path
+    for facts in list_trials(tmp_path / "trials"):
+        end_trial(facts.directory)
+
+
+def _follow(experiment: Path, monkeypatch: pytest.MonkeyPatch, master: str) -> int:
+    create = submit.create
+
+    def create_with_behaviour(submission: submit.Submission) -> None:
+        create(submission)
+        (submission.directory.path / "stub.json").write_text(json.dumps({"master_worker/0": [master]}))
+
+    monkeypatch.setattr(submit, "create", create_with_behaviour)
+    monkeypatch.setattr(sys, "argv", ["rl-submit", str(experiment), "--local", "-n", "f", "--follow"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_follow_prints_what_the_workers_print_and_answers_with_the_end(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _follow(experiment, monkeypatch, "finish 0.5") == 0
+    output = capsys.readouterr().out
+    assert "| master_worker/0 attempt 0: finish 0.5" in output
+    assert "| model_worker/0 attempt 0: wait" in output
+    assert "\nsmall-grpo/f COMPLETE" in output
+
+
+def test_leaving_does_not_stop_the_trial_and_says_so(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def left(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(logs, "follow", left)
+    assert _follow(experiment, monkeypatch, "finish 1.0") == 0
+    assert "the trial keeps running; rl-stop small-grpo/f" in capsys.readouterr().out
+    directory = TrialDirectory(tmp_path / "trials" / "small-grpo" / "f")
+    ended = wait_until(
+        lambda: [event for event in read_journal(directory.journal_path) if event["event"] == "trial_ended"],
+        "the trial's own end",
+    )
+    assert ended[0]["state"] == "COMPLETE"
+
+
+def test_a_dry_run_needs_no_value() -> None:
+    assert normalise(["a", "--dry-run", "-n", "x"]) == ["a", "--dry-run=plan", "-n", "x"]
+    assert normalise(["a", "--dry-run=script", "--", "--dry-run"]) == ["a", "--dry-run=script", "--", "--dry-run"]
