@@ -294,13 +294,18 @@ def _check_resources(
     if plan.mode == "slurm":
         preflight = check_on_slurm(plan, directory, client or SlurmClient(), source=source)
         return preflight.layout, preflight.checks, preflight.warnings
-    gpus_wanted: dict[str, int] = {kind: group.count * group.scheduling.gpu for kind, group in plan.scheduling.items()}
+    gpus_wanted: dict[str, int] = {
+        kind: sum(group.scheduling_of(index).gpu for index in range(group.total_count))
+        for kind, group in plan.scheduling.items()
+    }
     try:
         share_gpus(gpus_wanted, visible_gpus())
     except ValueError as error:
         raise ConfigError.of(str(error)) from error
     gpus = f"GPUs ok ({sum(gpus_wanted.values())} of {len(visible_gpus())})"
-    return None, (gpus, "output folder writable"), ()
+    contained = [kind for kind, group in plan.scheduling.items() if group.scheduling.container_image]
+    ignored = f"container_image has no effect with --local ({', '.join(contained)}): workers run in this environment"
+    return None, (gpus, "output folder writable"), (ignored,) if contained else ()
 
 
 def _refuse_queued(facts: TrialFacts, client: SlurmClient) -> None:

@@ -84,7 +84,8 @@ def make_runner(plan: RunPlan, directory: TrialDirectory, attempt: int) -> Runne
     """What starts the workers, and what of SLURM the attempt deals with."""
     if plan.mode == "local":
         gpus_wanted = {
-            f"{worker.kind}/{worker.index}": plan.scheduling[worker.kind].scheduling.gpu for worker in plan.workers
+            f"{worker.kind}/{worker.index}": plan.scheduling[worker.kind].scheduling_of(worker.index).gpu
+            for worker in plan.workers
         }
         local = LocalRunner(
             bind_address=plan.cluster.bind_address, gpus_by_worker=share_gpus(gpus_wanted, visible_gpus())

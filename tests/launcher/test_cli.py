@@ -92,6 +92,22 @@ def test_a_missing_gpu_is_refused_with_both_numbers(experiment: Path, tmp_path: 
     assert not (tmp_path / "trials").exists()
 
 
+def test_elastic_workers_count_among_the_gpus_of_this_machine(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    elastic = "groups.generation_server.elastic={count: 2, scheduling: {cpu: 1, gpu: 1, mem: 1G}}"
+    with pytest.raises(submit.ConfigError, match="needs 2 GPUs .* this machine has 1"):
+        submit.prepare(experiment, [f"cluster.fileroot={tmp_path / 'trials'}", elastic], trial_name=None, mode="local")
+
+
+def test_a_container_that_a_local_trial_would_not_use_is_warned_about(experiment: Path, tmp_path: Path) -> None:
+    image = ["cluster.container_runtime=apptainer", "groups.rollout_worker.scheduling.container_image=i.sif"]
+    overrides = [f"cluster.fileroot={tmp_path / 'trials'}", *image]
+    prepared = submit.prepare(experiment, overrides, trial_name=None, mode="local")
+    assert any("no effect with --local (rollout_worker)" in warning for warning in prepared.warnings)
+
+
 def test_slurm_commands_that_are_missing_are_named(experiment: Path, tmp_path: Path) -> None:
     refused = subprocess.run(
         [str(BIN / "rl-submit"), str(experiment), "-s", "cluster.cpus_per_node=64"],
