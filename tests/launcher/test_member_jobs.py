@@ -1,0 +1,331 @@
+"""The jobs of groups and elastic workers: asked for once, watched, given to workers, asked for again."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corral.launcher.gang import GangGuard
+from corral.launcher.member_actions import (
+    AskForJob,
+    CancelJob,
+    ClearJob,
+    GivePlace,
+    HoldPlace,
+    JobSighting,
+    MemberAction,
+    MemberSpec,
+    News,
+    TakePlace,
+)
+from corral.launcher.member_jobs import MemberJobs
+from corral.launcher.member_places import why_leaving, with_attempt
+
+ELASTIC = MemberSpec(name="generation_server/1", num_nodes=1, size=8, is_required=False)
+TRAINER = MemberSpec(name="model_worker", num_nodes=2, size=32, is_required=True)
+SERVERS = MemberSpec(name="generation_server", num_nodes=2, size=16, is_required=True)
+
+
+def members(*specs: MemberSpec, timeout_s: float = 60.0) -> MemberJobs:
+    required = [spec.name for spec in specs if spec.is_required]
+    return MemberJobs(specs=specs, attempt=1, gang=GangGuard(required, timeout_s=timeout_s, chance=random.Random(0)))
+
+
+def sighting(
+    spec: MemberSpec, job_id: str, word: str, *, start: str = "t0", attempt: int = 1, reason: str = "None"
+) -> JobSighting:
+    hosts = tuple(f"n{index}" for index in range(spec.num_nodes)) if word == "RUNNING" else ()
+    return JobSighting(
+        job_id=job_id, name=spec.name, attempt=attempt, word=word, reason=reason, start=start, hosts=hosts
+    )
+
+
+def running(spec: MemberSpec = ELASTIC, job_id: str = "7") -> MemberJobs:
+    """A member whose job runs, with its place given."""
+    jobs = members(spec)
+    jobs.seen([], 0.0)
+    assert jobs.tick(0.0) == [AskForJob(spec.name)]
+    jobs.submitted(spec.name, job_id, 0.0)
+    assert GivePlace(spec.name) in jobs.seen([sighting(spec, job_id, "RUNNING")], 1.0)
+    return jobs
+
+
+def without_news(actions: list[MemberAction]) -> list[MemberAction]:
+    return [action for action in actions if not isinstance(action, News)]
+
+
+def test_nothing_is_asked_for_before_slurm_has_said_what_a_predecessor_asked_for() -> None:
+    jobs = members(ELASTIC)
+    assert jobs.tick(0.0) == []
+    jobs.seen([], 1.0)
+    assert jobs.tick(1.0) == [AskForJob(ELASTIC.name)]
+    assert jobs.tick(2.0) == []
+
+
+def test_the_largest_is_asked_for_first() -> None:
+    jobs = members(ELASTIC, SERVERS, TRAINER)
+    jobs.seen([], 0.0)
+    assert jobs.tick(0.0) == [AskForJob(spec.name) for spec in (TRAINER, SERVERS, ELASTIC)]
+
+
+def test_a_job_of_a_predecessor_is_adopted_and_cleared_before_its_place_is_given() -> None:
+    jobs = members(ELASTIC)
+    actions = without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING")], 0.0))
+    assert actions == [ClearJob(ELASTIC.name, "7")] and jobs.place(ELASTIC.name) is None
+    assert jobs.tick(1.0) == []
+    assert jobs.cleared(ELASTIC.name, "7", 1.0) == [GivePlace(ELASTIC.name)]
+    assert jobs.place(ELASTIC.name) == ("7", ("n0",))
+
+
+def test_of_two_jobs_for_one_member_the_one_that_runs_is_kept() -> None:
+    jobs = members(ELASTIC)
+    actions = jobs.seen([sighting(ELASTIC, "7", "PENDING"), sighting(ELASTIC, "8", "RUNNING")], 0.0)
+    assert CancelJob("7") in actions and jobs.jobs() == ["8"]
+
+
+def test_jobs_of_an_earlier_attempt_are_cancelled_once() -> None:
+    jobs = members(ELASTIC)
+    old = sighting(ELASTIC, "3", "RUNNING", attempt=0)
+    assert without_news(jobs.seen([old], 0.0)) == [CancelJob("3")]
+    assert without_news(jobs.seen([old], 1.0)) == []
+    assert jobs.tick(1.0) == [AskForJob(ELASTIC.name)]
+
+
+@pytest.mark.parametrize("word", ["CANCELLED by 0", "TIMEOUT", "FAILED", "NODE_FAIL", "PREEMPTED", "COMPLETED"])
+def test_a_member_whose_job_ended_is_asked_for_again_after_growing_pauses(word: str) -> None:
+    jobs, now = running(), 2.0
+    for job_id, pause_s in (("7", 5.0), ("8", 10.0), ("9", 20.0)):
+        actions = jobs.seen([sighting(ELASTIC, job_id, word)], now)
+        (gone,) = [action for action in actions if isinstance(action, News) and action.event == "member_gone"]
+        assert gone.fields["pause_s"] == pause_s
+        assert jobs.tick(now + pause_s - 0.1) == []
+        now += pause_s
+        assert jobs.tick(now) == [AskForJob(ELASTIC.name)]
+        jobs.submitted(ELASTIC.name, str(int(job_id) + 1), now)
+
+
+def test_a_preempted_member_loses_its_place_and_gets_it_back_with_the_same_job() -> None:
+    jobs = running()
+    assert without_news(jobs.seen([sighting(ELASTIC, "7", "COMPLETING")], 2.0)) == [
+        TakePlace(ELASTIC.name, "its job is ending")
+    ]
+    assert without_news(jobs.seen([sighting(ELASTIC, "7", "PENDING", reason="BeginTime")], 4.0)) == []
+    assert "7" in jobs.why_away(ELASTIC.name) and "BeginTime" in jobs.why_away(ELASTIC.name)
+    assert without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING", start="t1")], 10.0)) == [GivePlace(ELASTIC.name)]
+    assert jobs.tick(100.0) == []  # nothing was asked for twice
+
+
+def test_a_requeue_between_two_looks_is_noticed_by_the_start_of_the_job() -> None:
+    jobs = running()
+    actions = without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING", start="t1")], 10.0))
+    assert [type(action) for action in actions] == [TakePlace, GivePlace]
+
+
+def test_a_job_in_its_grace_period_is_left_although_it_still_runs() -> None:
+    jobs = running()
+    assert jobs.checked(ELASTIC.name, "7", is_leaving=True, cause="its job is being preempted") == [
+        TakePlace(ELASTIC.name, "its job is being preempted")
+    ]
+    assert without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING")], 2.0)) == []
+    assert without_news(jobs.seen([sighting(ELASTIC, "7", "PENDING")], 4.0)) == []
+    assert without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING", start="t1")], 9.0)) == [GivePlace(ELASTIC.name)]
+
+
+def test_a_place_that_holds_is_said_to_hold() -> None:
+    jobs = running()
+    assert jobs.checked(ELASTIC.name, "7", is_leaving=False) == [HoldPlace(ELASTIC.name)]
+    assert jobs.checked(ELASTIC.name, "6", is_leaving=False) == []
+
+
+def test_a_job_that_can_never_start_is_reported_once_and_left_alone() -> None:
+    jobs = members(ELASTIC)
+    jobs.seen([], 0.0)
+    jobs.tick(0.0)
+    jobs.submitted(ELASTIC.name, "7", 0.0)
+    blocked = sighting(ELASTIC, "7", "PENDING", reason="PartitionNodeLimit")
+    (news,) = jobs.seen([blocked], 1.0)
+    assert isinstance(news, News) and news.event == "member_blocked"
+    assert jobs.seen([blocked], 2.0) == [] and jobs.tick(1000.0) == []
+
+
+def test_a_word_that_nobody_knows_changes_nothing() -> None:
+    assert running().seen([sighting(ELASTIC, "7", "QUANTUM_FLUX")], 2.0) == []
+
+
+def test_a_refused_submission_is_tried_again() -> None:
+    jobs = members(ELASTIC)
+    jobs.seen([], 0.0)
+    jobs.tick(0.0)
+    (news,) = jobs.refused(ELASTIC.name, "sbatch failed with exit 1", 0.0)
+    assert isinstance(news, News) and news.fields["cause"] == "sbatch failed with exit 1"
+    assert jobs.tick(4.9) == [] and jobs.tick(5.0) == [AskForJob(ELASTIC.name)]
+
+
+def test_a_submission_whose_answer_was_lost_is_found_in_the_queue() -> None:
+    jobs = members(ELASTIC)
+    jobs.seen([], 0.0)
+    jobs.tick(0.0)
+    jobs.refused(ELASTIC.name, "sbatch did not answer within 20 s", 0.0)
+    jobs.seen([sighting(ELASTIC, "7", "PENDING")], 2.0)
+    assert jobs.tick(5.0) == [] and jobs.jobs() == ["7"]
+
+
+def test_a_job_that_lost_a_node_is_given_back_whole() -> None:
+    jobs = running(SERVERS)
+    left = JobSighting(
+        job_id="7", name=SERVERS.name, attempt=1, word="RUNNING", reason="None", start="t0", hosts=("n1",)
+    )
+    actions = without_news(jobs.seen([left], 5.0))
+    assert actions[0] == CancelJob("7") and isinstance(actions[1], TakePlace) and "1 of 2 nodes" in actions[1].cause
+
+
+def test_a_member_that_was_given_up_is_cancelled_and_never_asked_for_again() -> None:
+    jobs = running()
+    actions = jobs.release(ELASTIC.name)
+    assert actions[0] == CancelJob("7") and isinstance(actions[1], TakePlace)
+    assert jobs.seen([sighting(ELASTIC, "7", "COMPLETING")], 1.0) == [] and jobs.tick(1000.0) == []
+
+
+def test_a_gang_gets_its_places_together() -> None:
+    jobs = members(TRAINER, SERVERS)
+    jobs.seen([], 0.0)
+    jobs.tick(0.0)
+    jobs.submitted(TRAINER.name, "1", 0.0)
+    jobs.submitted(SERVERS.name, "2", 0.0)
+    half = [sighting(TRAINER, "1", "RUNNING"), sighting(SERVERS, "2", "PENDING")]
+    assert without_news(jobs.seen(half, 1.0)) == []
+    whole = [sighting(TRAINER, "1", "RUNNING"), sighting(SERVERS, "2", "RUNNING")]
+    assert without_news(jobs.seen(whole, 2.0)) == [GivePlace(TRAINER.name), GivePlace(SERVERS.name)]
+
+
+def test_half_a_gang_is_given_back_with_the_reason_and_asked_for_after_a_pause() -> None:
+    jobs = members(TRAINER, SERVERS, ELASTIC, timeout_s=60.0)
+    jobs.seen([], 0.0)
+    jobs.tick(0.0)
+    for spec, job_id in ((TRAINER, "1"), (SERVERS, "2"), (ELASTIC, "3")):
+        jobs.submitted(spec.name, job_id, 0.0)
+    half = [
+        sighting(TRAINER, "1", "RUNNING"),
+        sighting(SERVERS, "2", "PENDING", reason="Resources"),
+        sighting(ELASTIC, "3", "RUNNING"),
+    ]
+    assert without_news(jobs.seen(half, 1.0)) == [GivePlace(ELASTIC.name)]
+    news, *actions = jobs.tick(61.0)
+    assert isinstance(news, News) and news.fields["missing"] == {SERVERS.name: "Resources"}
+    assert actions == [CancelJob("1"), CancelJob("2")]
+    ending = [sighting(TRAINER, "1", "COMPLETING"), sighting(ELASTIC, "3", "RUNNING")]
+    assert without_news(jobs.seen(ending, 62.0)) == []  # the elastic one stays, those that end are not adopted
+    assert jobs.tick(63.0) == []
+    assert jobs.tick(71.0) == [AskForJob(TRAINER.name), AskForJob(SERVERS.name)]
+
+
+def test_slurm_is_asked_often_only_while_that_may_change_something() -> None:
+    jobs = running()
+    assert jobs.look_interval_s(2.0) == 10.0
+    jobs.seen([sighting(ELASTIC, "7", "PENDING")], 2.0)
+    assert jobs.look_interval_s(3.0) == 2.0
+    assert jobs.look_interval_s(100.0) == 10.0
+
+
+def test_the_comment_of_a_members_job_says_which_attempt_asked_for_it() -> None:
+    options = with_attempt(["--nodes=1", '--comment={"corral":1,"allocation":"a"}'], 3)
+    assert options == ["--nodes=1", '--comment={"corral":1,"allocation":"a","attempt":3}']
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (None, "does not know"),
+        ({"JobState": "RUNNING", "PreemptTime": "None"}, ""),
+        ({"JobState": "RUNNING"}, ""),
+        ({"JobState": "RUNNING", "PreemptTime": "2030-01-01T00:00:00"}, "preempted"),
+        ({"JobState": "COMPLETING"}, "COMPLETING"),
+        ({"JobState": "PENDING"}, "PENDING"),
+    ],
+)
+def test_a_place_holds_only_while_its_job_runs_and_stays(job: dict[str, str] | None, words: str) -> None:
+    assert words in why_leaving(job) and bool(why_leaving(job)) is bool(words)
+
+
+@dataclass
+class Job:
+    """A job in a SLURM that does what the test wants."""
+
+    spec: MemberSpec
+    word: str = "PENDING"
+    start: int = 0
+
+
+class World:
+    """SLURM, and the workers' places as the supervisor would hold them."""
+
+    def __init__(self, *specs: MemberSpec) -> None:
+        self.specs = {spec.name: spec for spec in specs}
+        self.machine = members(*specs, timeout_s=30.0)
+        self.jobs: dict[str, Job] = {}
+        self.places: set[str] = set()
+        self.next_id = 1
+
+    def apply(self, actions: list[MemberAction], now: float) -> None:
+        for action in actions:
+            match action:
+                case AskForJob(name):
+                    alive = [job for job in self.jobs.values() if job.spec.name == name and job.word != "CANCELLED"]
+                    assert not alive, f"{name} was asked for while it has a job"
+                    job_id, self.next_id = str(self.next_id), self.next_id + 1
+                    self.jobs[job_id] = Job(self.specs[name])
+                    self.apply(self.machine.submitted(name, job_id, now), now)
+                case CancelJob(job_id):
+                    self.jobs[job_id].word = "CANCELLED"
+                case GivePlace(name):
+                    assert name not in self.places
+                    self.places.add(name)
+                case TakePlace(name):
+                    self.places.remove(name)
+
+    def look(self, now: float) -> None:
+        seen = [sighting(job.spec, job_id, job.word, start=str(job.start)) for job_id, job in self.jobs.items()]
+        self.apply(self.machine.seen(seen, now), now)
+        for name in self.places:
+            assert any(job.spec.name == name and job.word == "RUNNING" for job in self.jobs.values())
+        given = self.places & {TRAINER.name, SERVERS.name}
+        assert len(given) in (0, 2) or self.machine.gang.is_assembled
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["start", "preempt", "cancel", "look", "tick", "pass"]), st.integers(0, 5)),
+        max_size=60,
+    )
+)
+def test_whatever_slurm_does_no_member_has_two_jobs_and_no_place_outlives_its_job(
+    events: list[tuple[str, int]],
+) -> None:
+    world, now = World(TRAINER, SERVERS, ELASTIC), 0.0
+    for kind, number in events:
+        now += 0.5
+        alive = [job for job in world.jobs.values() if job.word in ("PENDING", "RUNNING")]
+        job = alive[number % len(alive)] if alive else None
+        if kind == "start" and job is not None and job.word == "PENDING":
+            job.word, job.start = "RUNNING", job.start + 1
+        elif kind == "preempt" and job is not None and job.word == "RUNNING":
+            job.word = "PENDING"
+        elif kind == "cancel" and job is not None:
+            job.word = "CANCELLED"
+        elif kind == "look":
+            world.look(now)
+        elif kind == "tick":
+            world.apply(world.machine.tick(now), now)
+        elif kind == "pass":
+            now += 20.0 * number
+    for _ in range(40):  # SLURM starts whatever is asked for: all are given in the end
+        now += 30.0
+        world.apply(world.machine.tick(now), now)
+        for job in world.jobs.values():
+            if job.word == "PENDING":
+                job.word, job.start = "RUNNING", job.start + 1
+        world.look(now)
+    assert world.places == set(world.specs)
