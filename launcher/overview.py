@@ -123,7 +123,7 @@ class StatusPage:
         kept = {str(path): one for path, one in known.items()} | ended
         if use_memory and kept != memory:
             write_finished(memory_path, kept)
-        uuids = [one.uuid for one in (*known.values(), *facts)]
+        uuids = [*(one.uuid for one in known.values()), *(one.uuid for one in facts)]
         statuses = [known[path].status(path) if path in known else read[path] for path in paths if path in known | read]
         texts = [explain(one, read[one.facts.directory.path], answer) for one in evidence] if self._explain else []
         return [*statuses, *_orphans(answer, uuids)], texts

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -96,20 +97,20 @@ def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, 
     what = "putting back" if requeue else "stopping"
     for facts in found:
         print(f"{what} {facts.name}" + ("" if now else " after a last checkpoint"), flush=True)
-    _in_parallel([lambda facts=facts: end(facts) for facts in found])
+    _in_parallel([partial(end, facts) for facts in found])
 
 
 def _in_parallel(actions: Sequence[Callable[[], str]]) -> None:
     """Prints what each says, as soon as it does; the first error is raised when all are through."""
-    errors = []
+    errors: list[Exception] = []
     with ThreadPoolExecutor(max_workers=max(1, min(len(actions), 16))) as pool:
         for future in [pool.submit(action) for action in actions]:
             try:
                 print(future.result(), flush=True)
             except Exception as error:
                 errors.append(error)
-    for error in errors[1:]:
-        print(f"error: {error}", file=sys.stderr)
+    for other in errors[1:]:
+        print(f"error: {other}", file=sys.stderr)
     if errors:
         raise errors[0]
 

@@ -1,0 +1,336 @@
+"""Whatever ends a job on a real SLURM: the trial goes on by itself where it should, else says what a human can do."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from corral.experiments.attempts import read_attempts
+from corral.experiments.trial_directory import StopRequest
+from corral.experiments.trial_log import TrialLog
+from corral.launcher.node_loss import failed_nodes
+from corral.launcher.slurm import SlurmClient
+from tests.launcher.trials import wait_until
+from tests.slurm.cluster import Cluster, missing_programs, running_cluster
+from tests.slurm.trials import SlurmTrial
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+ENDLESS = "steps 100000 0.2"
+END_AT_ONCE = "steps 1 0"
+GROWS_OLD = {"master_worker/0": [ENDLESS, END_AT_ONCE]}
+ONE_NODE: dict[str, Any] = {"model_workers": 1, "servers": 0}
+THREE_NODES: dict[str, Any] = {"task": {"cpu": 3}, "model_workers": 2}
+
+
+@pytest.fixture(scope="module")
+def shared_cluster() -> Iterator[Cluster]:
+    """A cluster of their own: these tests break nodes and stop the controller."""
+    missing = missing_programs()
+    if missing:
+        pytest.skip(f"SLURM is not installed: no {', '.join(missing)}")
+    with running_cluster() as cluster:
+        yield cluster
+
+
+def test_a_crashed_node_ends_the_attempt_and_the_next_one_completes_elsewhere(
+    make_slurm_trial: Any, cluster: Cluster
+) -> None:
+    trial = make_slurm_trial(GROWS_OLD, **THREE_NODES)
+    job_id = trial.submit()
+    wait_for_commits(trial)
+    node = next(event["node"] for event in reversed(trial.events("worker_started")) if event["node"] != head_of(trial))
+    crash(cluster, node)
+    try:
+        wait_for_end(trial, "COMPLETE")
+    finally:
+        cluster.start_node(node)
+    assert [end["state"] for end in ends_of(trial)] == ["NODE_FAILED", "COMPLETE"], trial.events()
+    assert failed_nodes(trial.directory) == [node]
+    assert node not in {event["node"] for event in trial.events("worker_started", attempt=1)}
+    assert jobs_of(trial) == {job_id}  # SLURM itself has requeued it
+
+
+def test_a_crash_of_the_supervisors_own_node_is_survived_too(make_slurm_trial: Any, cluster: Cluster) -> None:
+    trial = make_slurm_trial(GROWS_OLD, **THREE_NODES)
+    trial.submit()
+    wait_for_commits(trial)
+    node = head_of(trial)
+    crash(cluster, node)
+    try:
+        wait_for_end(trial, "COMPLETE")
+    finally:
+        cluster.start_node(node)
+    assert [end["state"] for end in ends_of(trial)] == ["NODE_FAILED", "COMPLETE"], trial.events()
+    assert failed_nodes(trial.directory) == [node]
+
+
+def test_with_no_kill_what_ran_on_a_lost_node_moves_and_the_trial_goes_on(
+    make_slurm_trial: Any, cluster: Cluster
+) -> None:
+    # Five workers of three cores on three nodes of eight: two, two and one, so one node has room for one more.
+    trial = make_slurm_trial({"master_worker/0": [ENDLESS]}, **THREE_NODES, launch={"no_kill": True})
+    trial.submit()
+    wait_for_commits(trial)
+    places = {event["worker"]: event["node"] for event in trial.events("worker_started")}
+    lonely = next(node for node in places.values() if list(places.values()).count(node) == 1 and node != head_of(trial))
+    (worker,) = [worker for worker, node in places.items() if node == lonely]
+    # Make room: the manager's three cores are not needed any more once its node's neighbour is gone.
+    crash(cluster, lonely)
+    try:
+        trial.wait_for("node_failed", node=lonely)
+        fate = wait_until(
+            lambda: (
+                trial.events("worker_moved", worker=worker)
+                or trial.events("unit_given_up", unit=worker)
+                or ends_of(trial)
+            ),
+            f"what becomes of {worker}",
+        )
+        assert fate[0]["event"] in ("worker_moved", "unit_given_up", "attempt_ended"), fate
+        print(f"{worker} on lost {lonely}: {fate[0]}")
+    finally:
+        cluster.start_node(lonely)
+
+
+def test_a_drained_node_disturbs_nobody_and_is_avoided_after_a_requeue(make_slurm_trial: Any, cluster: Cluster) -> None:
+    trial = make_slurm_trial(GROWS_OLD, **ONE_NODE)
+    job_id = trial.submit()
+    wait_for_commits(trial)
+    node = head_of(trial)
+    cluster.run("scontrol", "update", f"nodename={node}", "state=drain", "reason=test")
+    try:
+        before = commits_of(trial)
+        wait_until(lambda: commits_of(trial) >= before + 3, "three more commits on a draining node")
+        assert ends_of(trial) == []
+        cluster.run("scontrol", "requeue", job_id)
+        wait_for_end(trial, "COMPLETE")
+        assert head_of(trial, attempt=1) != node
+    finally:
+        cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
+
+
+def test_a_preempted_trial_is_requeued_and_completes(make_slurm_trial: Any, cluster: Cluster) -> None:
+    trial = make_slurm_trial({"master_worker/0": [ENDLESS]}, **ONE_NODE, launch={"partition": "spot"})
+    job_id = trial.submit()
+    wait_for_commits(trial)
+    trial.behave({"master_worker/0": [END_AT_ONCE] * 50})
+    take_all_nodes(cluster)
+    # Steps get SIGTERM when the grace period begins, the supervisor at its end: the master may complete in between.
+    ended = wait_for_end(trial, "COMPLETE")
+    assert ended.state == "COMPLETE"
+    assert jobs_of(trial) == {job_id}
+
+
+def test_a_preempted_trial_that_was_busy_to_the_end_completes_in_its_next_attempt(
+    make_slurm_trial: Any, cluster: Cluster
+) -> None:
+    trial = make_slurm_trial({"master_worker/0": [ENDLESS]}, **ONE_NODE, launch={"partition": "spot"})
+    job_id = trial.submit()
+    wait_for_commits(trial)
+    take_all_nodes(cluster)
+    wait_until(lambda: ends_of(trial), "the end of the first attempt", timeout_s=60.0)
+    trial.behave({"master_worker/0": [END_AT_ONCE]})
+    wait_for_end(trial, "COMPLETE")
+    assert [end["state"] for end in ends_of(trial)] == ["PREEMPTED", "COMPLETE"]
+    assert jobs_of(trial) == {job_id}
+
+
+def test_scancel_from_outside_is_final(make_slurm_trial: Any, cluster: Cluster) -> None:
+    trial = make_slurm_trial(GROWS_OLD, **ONE_NODE)
+    job_id = trial.submit()
+    wait_for_commits(trial)
+    cluster.run("scancel", job_id)
+    wait_for_end(trial, "CANCELLED")
+    assert jobs_of(trial) == {job_id}
+    wait_until(lambda: not alive(trial), "an empty queue")
+    assert len(read_attempts(trial.directory)) == 1
+
+
+def test_scancel_during_the_hand_over_takes_the_successor_along(make_slurm_trial: Any, cluster: Cluster) -> None:
+    trial = make_slurm_trial({"master_worker/0": ["stubborn"]}, **ONE_NODE, supervision={"stop_grace_s": 60.0})
+    job_id = trial.submit()
+    wait_until(lambda: trial.starts("master_worker/0"), "the master")
+    cluster.run("scancel", "--batch", "--signal=USR2", job_id)
+    (successor,) = trial.wait_for("successor_submitted")
+    cluster.run("scancel", job_id)
+    wait_for_end(trial, "CANCELLED")
+    wait_until(lambda: not alive(trial), "an empty queue")
+    assert str(successor["job_id"]) in jobs_of(trial)
+    assert len(read_attempts(trial.directory)) == 1
+
+
+def test_scontrol_requeue_makes_the_next_attempt(make_slurm_trial: Any, cluster: Cluster) -> None:
+    trial = make_slurm_trial(GROWS_OLD, **ONE_NODE)
+    job_id = trial.submit()
+    wait_for_commits(trial)
+    cluster.run("scontrol", "requeue", job_id)
+    wait_for_end(trial, "COMPLETE")
+    assert [end["state"] for end in ends_of(trial)] == ["REQUEUED", "COMPLETE"], trial.events()
+    assert [record.is_automatic for record in read_attempts(trial.directory)] == [False, True]
+
+
+def test_a_request_to_requeue_checkpoints_and_goes_on_in_a_new_job(make_slurm_trial: Any) -> None:
+    trial = make_slurm_trial(GROWS_OLD, **ONE_NODE)
+    job_id = trial.submit()
+    wait_for_commits(trial)
+    trial.directory.write_stop_request(
+        StopRequest(requested_at=0.0, by="me@here", now=False, grace_s=10.0, then="requeue")
+    )
+    wait_for_end(trial, "COMPLETE")
+    first, second = ends_of(trial)
+    assert (first["state"], first["then"], second["state"]) == ("REQUEUED", "successor", "COMPLETE")
+    assert len(jobs_of(trial) - {job_id}) == 1
+    wait_until(lambda: not alive(trial), "an empty queue")
+
+
+def test_a_stop_after_the_hand_over_began_wins(make_slurm_trial: Any) -> None:
+    trial = make_slurm_trial({"master_worker/0": ["stubborn"]}, **ONE_NODE)
+    trial.submit()
+    wait_until(lambda: trial.starts("master_worker/0"), "the master")
+    trial.directory.write_stop_request(
+        StopRequest(requested_at=0.0, by="me@here", now=False, grace_s=60.0, then="requeue")
+    )
+    trial.wait_for("successor_submitted")
+    trial.directory.write_stop_request(StopRequest(requested_at=1.0, by="me@here", now=True, grace_s=60.0))
+    wait_for_end(trial, "STOPPED")
+    wait_until(lambda: not alive(trial), "an empty queue")
+    assert not TrialLog(trial.directory.log_path).read().is_handed_over
+
+
+def test_the_time_limit_without_a_warning_still_leads_to_a_successor(make_slurm_trial: Any, cluster: Cluster) -> None:
+    trial = make_slurm_trial({"master_worker/0": [ENDLESS]}, **ONE_NODE, launch={"time_limit": "5"})
+    job_id = trial.submit()
+    wait_for_commits(trial)
+    cluster.run("scontrol", "update", f"jobid={job_id}", "TimeLimit=0:01")
+    wait_until(lambda: ends_of(trial), "the time limit", timeout_s=100.0)
+    trial.behave({"master_worker/0": [END_AT_ONCE]})
+    wait_for_end(trial, "COMPLETE")
+    first = ends_of(trial)[0]
+    assert (first["state"], first["then"]) == ("TIMED_OUT", "successor"), first
+
+
+def test_a_chain_that_has_used_its_attempts_ends_with_advice(make_slurm_trial: Any, cluster: Cluster) -> None:
+    trial = make_slurm_trial({"master_worker/0": [ENDLESS]}, **ONE_NODE, launch={"max_attempts": 2})
+    job_id = trial.submit()
+    wait_for_commits(trial)
+    cluster.run("scontrol", "requeue", job_id)
+    wait_until(lambda: len(read_attempts(trial.directory)) == 2 and trial.events("supervisor_started", attempt=1), "2")
+    wait_until(lambda: commits_of(trial, since_attempt=1) > 0, "a commit of the second attempt")
+    cluster.run("scancel", "--batch", "--signal=USR2", job_id)
+    ended = wait_for_end(trial, "TIMED_OUT")
+    assert "max_attempts" in ended.note and "--resume" in ended.note
+    assert trial.events("successor_submitted") == []
+
+
+def test_attempts_that_commit_nothing_do_not_follow_each_other_for_ever(
+    make_slurm_trial: Any, cluster: Cluster
+) -> None:
+    trial = make_slurm_trial({"master_worker/0": ["master"]}, **ONE_NODE)
+    job_id = trial.submit()
+    for attempt in range(2):
+        wait_until(
+            lambda attempt=attempt: len(trial.starts("master_worker/0")) == attempt + 1, "the master", timeout_s=40.0
+        )
+        cluster.run("scontrol", "requeue", job_id)
+    ended = wait_for_end(trial, "REQUEUED", "FAILED", "LOST", "STOPPED")
+    assert "both ended before their first commit" in ended.note
+    assert len(read_attempts(trial.directory)) == 2
+
+
+def test_a_stopped_controller_kills_nothing_and_a_dead_worker_comes_back(
+    make_slurm_trial: Any, cluster: Cluster
+) -> None:
+    trial = make_slurm_trial({"master_worker/0": [ENDLESS]}, model_workers=1, servers=1)
+    trial.submit()
+    wait_for_commits(trial)
+    pid = wait_until(lambda: trial.starts("generation_server/0"), "the server")[0][0]
+    cluster.stop_controller()
+    stopped = time.monotonic()
+    try:
+        os.kill(pid, signal.SIGKILL)
+        before = commits_of(trial)
+        time.sleep(20.0)
+        assert commits_of(trial) > before + 20  # it trained all the time
+    finally:
+        cluster.start_controller()
+    wait_until(lambda: len(trial.starts("generation_server/0")) >= 2, "the server again", timeout_s=60.0)
+    print(f"server runs again {time.monotonic() - stopped:.1f} s after the controller stopped for 20 s")
+    assert len(trial.starts("master_worker/0")) == len(trial.starts("model_worker/0")) == 1
+    assert ends_of(trial) == []
+
+
+def test_a_trial_that_is_submitted_from_inside_a_job_is_none_of_its_steps(
+    make_slurm_trial: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_JOB_ID": "99", "SLURM_RESTART_COUNT": "3", "SLURM_CPUS_PER_TASK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    trial = make_slurm_trial({"master_worker/0": [END_AT_ONCE]}, **ONE_NODE)
+    trial.submit()
+    wait_for_end(trial, "COMPLETE")
+    assert len(read_attempts(trial.directory)) == 1
+
+
+def test_steps_that_ignore_sigterm_do_not_hold_up_the_end(make_slurm_trial: Any) -> None:
+    trial = make_slurm_trial({"master_worker/0": ["finish 0"], "model_worker/0": ["stubborn"]}, **ONE_NODE)
+    trial.submit()
+    wait_for_end(trial, "COMPLETE")
+    wait_until(lambda: not alive(trial), "an empty queue")
+    assert trial.processes() == []
+
+
+def crash(cluster: Cluster, node: str) -> None:
+    """The node is gone, and SLURM notices now rather than after SlurmdTimeout."""
+    cluster.kill_node(node)
+    cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=crashed")
+
+
+def take_all_nodes(cluster: Cluster) -> None:
+    """Somebody's job in the partition that goes before `spot`."""
+    cluster.run(
+        "sbatch", "-p", "debug", "-N4", "--exclusive", "-t1", "--output=/dev/null", "--wrap", "sleep 2"
+    )  # fmt: skip
+
+
+def wait_for_commits(trial: SlurmTrial) -> None:
+    wait_until(lambda: commits_of(trial) >= 2, "two commits")
+
+
+def wait_for_end(trial: SlurmTrial, *states: str) -> Any:
+    wait_until(lambda: trial.events("trial_ended"), f"the end of the trial; {trial.events()}", timeout_s=120.0)
+    return trial.wait_for_state(*states)
+
+
+def commits_of(trial: SlurmTrial, *, since_attempt: int = 0) -> int:
+    first = next((one.start_slot for one in read_attempts(trial.directory) if one.attempt == since_attempt), 0)
+    state = TrialLog(trial.directory.log_path).read()
+    return sum(logged.slot >= first for logged in state.commits)
+
+
+def head_of(trial: SlurmTrial, *, attempt: int = 0) -> str:
+    """The node of the batch step."""
+    job = next(job for job in SlurmClient().queue() if job.job_id == trial.job_id)
+    return str((SlurmClient().job(job.job_id) or {})["BatchHost"])
+
+
+def ends_of(trial: SlurmTrial) -> list[dict[str, Any]]:
+    return trial.events("attempt_ended")
+
+
+def jobs_of(trial: SlurmTrial) -> set[str]:
+    """Every job of the trial that SLURM still knows."""
+    uuid = trial.plan.trial.uuid
+    return {job.job_id for job in SlurmClient().queue() if job.tag.get("trial_uuid") == uuid}
+
+
+def alive(trial: SlurmTrial) -> list[str]:
+    """Those that wait or run."""
+    uuid = trial.plan.trial.uuid
+    return [
+        job.job_id
+        for job in SlurmClient().queue()
+        if job.tag.get("trial_uuid") == uuid and job.state.startswith(("PENDING", "RUNNING", "COMPLETING"))
+    ]
