@@ -20,11 +20,11 @@ from pathlib import Path
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigProblem, ConfigSource, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.layout import Layout
+from corral.launcher.layout import Allocation, Layout
 from corral.launcher.layout_planner import plan_layout
-from corral.launcher.sbatch import member_options, render_holder, render_script
+from corral.launcher.sbatch import COMPONENT_SEPARATOR, member_options, render_holder, render_script, sbatch_options
 from corral.launcher.slurm import SlurmClient, SlurmError, SlurmUnreachableError
-from corral.launcher.slurm_asks import Ask, asks_of, check_times, shapes_for
+from corral.launcher.slurm_asks import Ask, asks_of, check_values, shapes_for
 from corral.launcher.slurm_capacity import check_layout, describe
 from corral.launcher.slurm_checks import check_asks, explain_refusal, node_local_warning
 from corral.launcher.slurm_facts import ClusterFacts, read_cluster
@@ -64,7 +64,7 @@ def check_on_slurm(
     """
     try:
         asks = asks_of(plan, source)
-        check_times(asks, source, now=now or datetime.now())
+        check_values(asks, source, now=now or datetime.now())
         local = node_local_warning(directory.path)
         warnings = [local] if local else []
         checks: list[str] = []
@@ -126,31 +126,50 @@ def _ask_slurm(
     with tempfile.TemporaryDirectory(prefix="corral-check-") as folder:
         script, holder = Path(folder) / "trial.sbatch", Path(folder) / "holder.sbatch"
         script.write_bytes(os.fsencode(render_script(plan, layout, directory)))
-        jobs = [(script, list[str](), [one for one in layout.allocations if one.role in ("head", "component")])]
+        start_with = [one for one in layout.allocations if one.role in ("head", "component")]
+        answers = [_test(plan, script, [], sbatch_options(plan, layout, directory), start_with, client, source)]
         members = [index for index, one in enumerate(layout.allocations) if one.role in ("group", "elastic")]
         if members:
             holder.write_bytes(os.fsencode(render_holder(directory)))
         asked: set[str] = set()
         for index in members:
             allocation = layout.allocations[index]
-            options = member_options(plan, layout, index, directory)
             # Elastic members of a group are alike but for their names.
-            if (text := describe(allocation).partition(": ")[2] + repr(allocation.options)) not in asked:
+            text = describe(allocation).partition(": ")[2] + repr(allocation.options)
+            if text not in asked:
                 asked.add(text)
-                jobs.append((holder, options, [allocation]))
-        answers = []
-        for file, options, allocations in jobs:
-            try:
-                answers.append(client.test_submission(options, file))
-            except SlurmUnreachableError:
-                raise
-            except SlurmError as error:
-                shown = [option for option in options if not option.startswith(("--comment=", "--output="))]
-                command = shlex.join(["sbatch", "--test-only", *shown, file.name])
-                if not members and file is script:
-                    command += "  (rl-submit --dry-run=script writes it)"
-                said = str(error).partition(": ")[2] or str(error)
-                asked_for = [describe(one) for one in allocations]
-                raise explain_refusal(said, plan, asked_for, source, command=command) from error
+                options = member_options(plan, layout, index, directory)
+                answers.append(_test(plan, holder, options, options, [allocation], client, source))
     start = re.search(r" to start at (\S+)", answers[0])
     return [f"est. start {start[1]}"] if start else []
+
+
+def _test(
+    plan: RunPlan,
+    script: Path,
+    options: Sequence[str],
+    all_options: Sequence[str],
+    allocations: Sequence[Allocation],
+    client: SlurmClient,
+    source: ConfigSource,
+) -> str:
+    """SLURM's answer about one job; `all_options` are those of the command line and of the script."""
+    try:
+        return client.test_submission(options, script)
+    except SlurmUnreachableError:
+        raise
+    except SlurmError as error:
+        said = str(error).partition(": ")[2] or str(error)
+        asked_for = [describe(allocation) for allocation in allocations]
+        command = _shown_command(all_options)
+        raise explain_refusal(said, plan, asked_for, source, command=command) from error
+
+
+_NOT_SHOWN = ("--job-name=", "--comment=", "--output=", "--open-mode=", "--export=", "--signal=", "--requeue")
+
+
+def _shown_command(options: Sequence[str]) -> str:
+    """A call of sbatch that shows the same refusal; it submits nothing."""
+    shown = [option for option in options if not option.startswith(_NOT_SHOWN)]
+    end = shown.index(COMPONENT_SEPARATOR) if COMPONENT_SEPARATOR in shown else len(shown)
+    return shlex.join(["sbatch", "--test-only", *shown[:end], "--wrap=true", *shown[end:]])

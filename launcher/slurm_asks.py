@@ -1,6 +1,6 @@
 """Who asks the cluster for what, and under which key of the configuration each value stands.
 
-groups, elastic parts, launch --asks_of--> [Ask] --check_times--> begin, deadline and time limit fit the clock
+groups, elastic parts, launch --asks_of--> [Ask] --check_values-> times fit the clock, nodes are not excluded
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,13 +74,22 @@ def _ask(plan: RunPlan, who: str, task: Scheduling, path: KeyPath) -> Ask:
     return Ask(who=who, task=task, path=path, values=values, path_by_field=path_by_field)
 
 
-def check_times(asks: Sequence[Ask], source: ConfigSource, *, now: datetime) -> None:
-    """Begin, deadline and time limit against the clock and each other.
+def check_values(asks: Sequence[Ask], source: ConfigSource, *, now: datetime) -> None:
+    """Values against each other and the clock.
 
     Raises:
-        ConfigError: whatever the cluster, such times cannot be kept.
+        ConfigError: if no cluster could do what is asked for.
     """
-    raise_problems(ConfigError, [problem for ask in asks for problem in _time_problems(ask, now)], source)
+    problems = [problem for ask in asks for problem in (*_time_problems(ask, now), *_node_problems(ask))]
+    raise_problems(ConfigError, problems, source)
+
+
+def _node_problems(ask: Ask) -> Iterator[ConfigProblem]:
+    wanted, unwanted = (expand_host_list(ask.values.get(name, "")) for name in ("nodelist", "exclude"))
+    if both := [host for host in wanted if host in unwanted]:
+        yield ask.problem(
+            "exclude", f"{', '.join(both)} is in nodelist and in exclude", hint="remove it from one of them"
+        )
 
 
 def _time_problems(ask: Ask, now: datetime) -> Iterator[ConfigProblem]:

@@ -9,6 +9,7 @@
 SLURM queues all of these requests, and hetjob sums pass `sbatch --test-only` too.
 """
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,7 @@ class _Checks:
                 hint=f"name at most {allocation.num_nodes}, or use exclude for the nodes that you do not want",
                 path=path,
                 shown=allocation.options["nodelist"],
+                evidence=shlex.join(["scontrol", "show", "hostnames", allocation.options["nodelist"]]),
             )
 
     def _fitting(self, allocation: Allocation, name: str) -> list[Node]:

@@ -97,12 +97,6 @@ def _node_name_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem
                     hint=f"did you mean {near!r}?" if near else f"this cluster has {some_nodes(facts.nodes)}",
                     evidence="sinfo -h -N -o %N",
                 )
-    if both := [host for host in wanted if host in unwanted]:
-        yield ask.problem(
-            "exclude",
-            f"{', '.join(both)} is in nodelist and in exclude",
-            hint="remove it from one of them",
-        )
     allowed = {node.name for name in partitions_asked(ask.values, facts) for node in facts.members(name)}
     outside = [host for host in wanted if host in known and host not in allowed]
     if outside and allowed:

@@ -12,7 +12,7 @@ from corral.experiments.errors import NO_SOURCE, ConfigError, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout_planner import plan_layout
 from corral.launcher.slurm import Node, parse_nodes
-from corral.launcher.slurm_asks import asks_of, check_times, shapes_for
+from corral.launcher.slurm_asks import asks_of, check_values, shapes_for
 from corral.launcher.slurm_capacity import check_layout
 from corral.launcher.slurm_checks import check_asks, explain_refusal, node_local_warning
 from corral.launcher.slurm_facts import Association, ClusterFacts, expand_host_list, node_shapes, parse_associations
@@ -222,10 +222,10 @@ def test_only_a_partition_without_any_limit_brings_the_warning_about_backfill() 
 def test_times_are_compared_with_the_clock(launch: dict[str, str], words: str) -> None:
     asks = asks_of(_plan(launch=launch), NO_SOURCE)
     if not words:
-        check_times(asks, NO_SOURCE, now=NOON)
+        check_values(asks, NO_SOURCE, now=NOON)
         return
     with pytest.raises(ConfigError) as refused:
-        check_times(asks, NO_SOURCE, now=NOON)
+        check_values(asks, NO_SOURCE, now=NOON)
     assert words in str(refused.value) and refused.value.exit_code == 2
 
 

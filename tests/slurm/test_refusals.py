@@ -1,6 +1,7 @@
 """What this cluster can never run is refused before sbatch: with the key, its line, the numbers and a way out."""
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -14,7 +15,15 @@ from corral.launcher import submit
 from corral.launcher.slurm import SlurmClient, SlurmUnreachableError
 from tests.experiments.broken_yaml import write_inputs
 from tests.slurm.cluster import Cluster
-from tests.slurm.wrong_configurations import REFUSED_CASES, VALID_SLURM, RefusedCase
+from tests.slurm.wrong_configurations import (
+    CAN_NEVER_RUN,
+    NAME_CASES,
+    OPTION_CASES,
+    REFUSED_CASES,
+    SIZE_CASES,
+    VALID_SLURM,
+    RefusedCase,
+)
 
 pytestmark = pytest.mark.slurm
 
@@ -64,6 +73,27 @@ def test_what_can_never_run_is_refused_with_key_line_and_remedy(
         assert f"experiment.yaml:{case.line} " in text, text
     assert len(text.splitlines()) <= 24
     assert not (tmp_path / "trials").exists()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in (*NAME_CASES, *SIZE_CASES[::5], *OPTION_CASES[:3]) if case.exit_code == CAN_NEVER_RUN],
+    ids=lambda case: case.name,
+)
+def test_the_last_line_of_a_refusal_is_a_command_that_shows_the_evidence(
+    case: RefusedCase, cluster: Cluster, tmp_path: Path
+) -> None:
+    file = case.write(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        _prepare(file, *case.overrides)
+    _, separator, command = str(refused.value).splitlines()[-1].partition("checked with: ")
+    assert separator, str(refused.value)
+    shown = cluster.run(*shlex.split(command))
+    if command.startswith("sbatch"):
+        assert shown.returncode != 0 and "--test-only" in command
+        assert all(word in str(refused.value) for word in shown.stderr.split()[:4]), (shown.stderr, str(refused.value))
+    else:
+        assert shown.returncode == 0 and shown.stdout.strip(), shown
 
 
 @pytest.mark.parametrize("case", REFUSED_CASES[::9], ids=lambda case: case.name)

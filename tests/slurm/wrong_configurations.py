@@ -134,6 +134,7 @@ NAME_CASES = (
         edit=_launch("nodelist: n2\n  exclude: n2"),
         words=("n2 is in nodelist and in exclude", "launch.exclude"),
         line=21,
+        exit_code=WRONG_VALUE,
     ),
     RefusedCase(
         name="more-nodes-named-than-needed",
