@@ -1,5 +1,7 @@
 """Restart units: what is restarted, what ends a trial, and that every path ends."""
 
+from collections.abc import Sequence
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,7 +11,10 @@ from corral.launcher.units import (
     EXIT_SUPERSEDED,
     Action,
     AppendStop,
+    AskPlace,
     EndTrial,
+    GiveUpUnit,
+    LeaveUnit,
     Outcome,
     RestartPolicy,
     RestartUnit,
@@ -171,6 +176,124 @@ def test_redis_is_restarted_even_while_the_trial_stops() -> None:
     assert supervision.tick(3.0) == [StartUnit("redis")]
 
 
+SERVER = UnitSpec(name="generation_server/1", tasks=("generation_server/1",), needs_place=True, is_optional=True)
+ROAMER = UnitSpec(name="rollout_worker/1", tasks=("rollout_worker/1",), needs_place=True, has_fallback=True)
+FAR_GANG = UnitSpec(name="model_worker", tasks=("model_worker/0", "model_worker/1"), needs_place=True)
+WAITING_MASTER = UnitSpec(name="master_worker/0", tasks=("master_worker/0",), waits_for=("model_worker",))
+
+
+def placed(*units: UnitSpec) -> Supervision:
+    """All places given, all units running."""
+    supervision = Supervision(units, POLICY)
+    for unit in units:
+        if unit.needs_place:
+            supervision.place_given(unit.name, 0.0)
+    supervision.tick(0.0)
+    return supervision
+
+
+def test_a_unit_without_its_place_is_not_started_and_holds_nothing_up() -> None:
+    supervision = Supervision((MASTER, SERVER), POLICY)
+    assert supervision.tick(0.0) == [StartUnit("master_worker/0")]
+    assert supervision.tick(10_000.0) == []
+    supervision.place_given("generation_server/1", 10_000.0)
+    assert supervision.tick(10_000.0) == [StartUnit("generation_server/1")]
+
+
+def test_a_unit_whose_place_was_taken_comes_back_with_it_at_no_cost() -> None:
+    supervision, now = placed(MASTER, SERVER), 0.0
+    for _ in range(10 * POLICY.max_restarts):
+        now += 1.0
+        assert supervision.place_taken("generation_server/1", "preempted", now) == [
+            SignalTask("generation_server/1", kill=True)
+        ]
+        assert supervision.exited("generation_server/1", -9, now) == [LeaveUnit("generation_server/1", "preempted")]
+        assert supervision.tick(now + 100.0) == []
+        supervision.place_given("generation_server/1", now)
+        assert supervision.tick(now) == [StartUnit("generation_server/1")]
+    assert supervision.restarts("generation_server/1") == 0
+
+
+def test_an_exit_is_judged_once_slurm_has_said_whether_the_place_holds() -> None:
+    supervision = placed(MASTER, SERVER)
+    assert supervision.exited("generation_server/1", 0, 1.0) == [AskPlace("generation_server/1")]
+    assert supervision.tick(2.0) == []
+    assert isinstance(supervision.place_holds("generation_server/1", 2.0)[0], RestartUnit)
+    supervision.tick(4.0)
+    supervision.exited("generation_server/1", 0, 5.0)
+    assert supervision.place_taken("generation_server/1", "preempted", 6.0) == [
+        LeaveUnit("generation_server/1", "preempted")
+    ]
+
+
+def test_an_exit_is_a_crash_if_slurm_does_not_answer() -> None:
+    supervision = placed(MASTER, SERVER)
+    supervision.exited("generation_server/1", 1, 1.0)
+    assert supervision.tick(1.0 + POLICY.doubt_s - 0.1) == []
+    assert isinstance(supervision.tick(1.0 + POLICY.doubt_s)[0], RestartUnit)
+
+
+def test_an_optional_unit_out_of_budget_is_given_up_alone() -> None:
+    supervision, now = placed(MASTER, SERVER), 0.0
+    for _ in range(POLICY.max_restarts + 1):
+        now += 50.0
+        supervision.tick(now)
+        supervision.exited("generation_server/1", 3, now)
+        (action,) = supervision.place_holds("generation_server/1", now)
+    assert isinstance(action, GiveUpUnit) and "2 restarts" in action.cause
+    assert supervision.phase is TrialPhase.RUNNING and supervision.tick(now + 1000.0) == []
+
+
+def test_a_unit_with_a_fallback_starts_there_and_moves_when_its_place_is_given() -> None:
+    supervision = Supervision((MASTER, ROAMER), POLICY)
+    assert StartUnit("rollout_worker/1") in supervision.tick(0.0)
+    assert supervision.place_given("rollout_worker/1", 5.0) == [SignalTask("rollout_worker/1", kill=False)]
+    (left,) = supervision.exited("rollout_worker/1", 0, 6.0)
+    assert isinstance(left, LeaveUnit)
+    assert supervision.tick(6.0) == [StartUnit("rollout_worker/1")]
+    supervision.place_taken("rollout_worker/1", "preempted", 7.0)
+    supervision.exited("rollout_worker/1", 0, 7.0)
+    assert supervision.tick(7.0) == [StartUnit("rollout_worker/1")]  # in its fallback again
+
+
+def test_what_does_not_move_when_asked_is_killed() -> None:
+    supervision = Supervision((MASTER, ROAMER), POLICY)
+    supervision.tick(0.0)
+    supervision.place_given("rollout_worker/1", 5.0)
+    assert supervision.tick(5.0 + POLICY.terminate_grace_s) == [SignalTask("rollout_worker/1", kill=True)]
+
+
+def test_a_crash_in_the_fallback_is_a_crash() -> None:
+    supervision = Supervision((MASTER, ROAMER), POLICY)
+    supervision.tick(0.0)
+    assert isinstance(supervision.exited("rollout_worker/1", 1, 1.0)[0], RestartUnit)
+
+
+def test_the_master_starts_with_its_trainer_and_again_after_it_was_away() -> None:
+    supervision = Supervision((WAITING_MASTER, FAR_GANG), POLICY)
+    assert supervision.tick(0.0) == []
+    supervision.place_given("model_worker", 50.0)
+    assert supervision.tick(50.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
+    taken = supervision.place_taken("model_worker", "node failed", 60.0)
+    assert SignalTask("master_worker/0", kill=False) in taken
+    supervision.exited("master_worker/0", 0, 61.0)
+    for rank in FAR_GANG.tasks:
+        supervision.exited(rank, -9, 61.0)
+    assert supervision.tick(1000.0) == []
+    supervision.place_given("model_worker", 2000.0)
+    assert supervision.tick(2000.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
+    assert supervision.restarts("master_worker/0") == supervision.restarts("model_worker") == 0
+
+
+def test_a_held_unit_rests_until_it_is_released() -> None:
+    supervision = started()
+    assert supervision.hold("rollout_worker/0", is_held=True, now=1.0) == [SignalTask("rollout_worker/0", kill=False)]
+    assert isinstance(supervision.exited("rollout_worker/0", 0, 2.0)[0], LeaveUnit)
+    assert supervision.tick(1000.0) == []
+    assert supervision.hold("rollout_worker/0", is_held=False, now=1000.0) == []
+    assert supervision.tick(1000.0) == [StartUnit("rollout_worker/0")]
+
+
 EVENTS = st.one_of(
     st.tuples(st.just("exit"), st.integers(0, 4), st.sampled_from([0, 1, 2, -9, 75, 76])),
     st.tuples(st.just("tick"), st.floats(0.0, 200.0), st.just(0)),
@@ -182,7 +305,8 @@ EVENTS = st.one_of(
 class World:
     """Processes as the shell would hold them: what was started and has not ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, units: Sequence[UnitSpec] = UNITS) -> None:
+        self.units = units
         self.running: set[str] = set()
         self.end: EndTrial | None = None
         self.starts: dict[str, int] = {}
@@ -191,7 +315,7 @@ class World:
         for action in actions:
             assert self.end is None, f"{action} after the end"
             if isinstance(action, StartUnit):
-                unit = next(unit for unit in UNITS if unit.name == action.unit)
+                unit = next(unit for unit in self.units if unit.name == action.unit)
                 assert not self.running & set(unit.tasks), "two incarnations of a unit at once"
                 self.running |= set(unit.tasks)
                 self.starts[unit.name] = self.starts.get(unit.name, 0) + 1
@@ -229,6 +353,72 @@ def test_whatever_happens_units_never_overlap_and_every_stop_ends(events: list[t
     assert world.end is not None
     if world.end.outcome is not Outcome.FAILED:
         assert "used up" not in world.end.cause
+
+
+MEMBERS = (SERVER, ROAMER, FAR_GANG)
+PLACE_EVENTS = st.tuples(
+    st.sampled_from(["exit", "give", "take", "answer", "tick"]), st.integers(0, 9), st.sampled_from([0, 1, -9, -15])
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PLACE_EVENTS, max_size=60))
+def test_whatever_becomes_of_places_nothing_starts_without_one_and_a_taken_one_costs_nothing(
+    events: list[tuple[str, int, int]],
+) -> None:
+    units = (WAITING_MASTER, *MEMBERS, REDIS)
+    supervision, world, now = Supervision(units, POLICY), World(units), 0.0
+    places: set[str] = set()
+    crashes = dict.fromkeys([unit.name for unit in units], 0)
+    doubted: set[str] = set()
+    unit_by_task = {task: unit for unit in units for task in unit.tasks}
+
+    def apply(actions: list[Action]) -> None:
+        world.apply(actions)
+        for action in actions:
+            match action:
+                case StartUnit(name):
+                    unit = next(unit for unit in units if unit.name == name)
+                    assert not unit.needs_place or unit.has_fallback or name in places
+                    assert "model_worker" in places or name != "master_worker/0"
+                case AskPlace(name):
+                    doubted.add(name)
+                case LeaveUnit(name):
+                    doubted.discard(name)
+
+    apply(supervision.tick(now))
+    for kind, number, code in events:
+        now += 0.1
+        member = MEMBERS[number % len(MEMBERS)].name
+        if kind == "exit" and world.running:
+            task = sorted(world.running)[number % len(world.running)]
+            world.running.discard(task)
+            if not unit_by_task[task].needs_place:
+                crashes[unit_by_task[task].name] += 1
+            elif unit_by_task[task].has_fallback:
+                crashes[unit_by_task[task].name] += 1  # in its fallback it has no place to lose
+            apply(supervision.exited(task, code, now))
+        elif kind == "give" and member not in places:
+            places.add(member)
+            apply(supervision.place_given(member, now))
+        elif kind == "take" and member in places:
+            places.discard(member)
+            apply(supervision.place_taken(member, "taken", now))
+            if member in doubted:
+                doubted.discard(member)
+        elif kind == "answer" and member in places and member in doubted:
+            doubted.discard(member)
+            crashes[member] += 1
+            apply(supervision.place_holds(member, now))
+        elif kind == "tick":
+            now += number / 3.0  # never as long as a doubt lasts
+            apply(supervision.tick(now))
+        if world.end is not None or supervision.phase is not TrialPhase.RUNNING:
+            break
+        for name, restarts in ((unit.name, supervision.restarts(unit.name)) for unit in units):
+            assert restarts <= crashes[name], f"{name} was charged for what was no crash of its own"
+    if supervision.phase is not TrialPhase.RUNNING:
+        assert any(crashes[unit.name] > POLICY.max_restarts for unit in units if not unit.is_optional)
 
 
 def _drain(supervision: Supervision, now: float) -> EndTrial:
