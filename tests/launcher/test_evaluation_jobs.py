@@ -28,6 +28,7 @@ from corral.launcher.queue_watcher import GONE, QueueWatcher
 from corral.launcher.slurm import SlurmClient, SlurmUnreachableError
 from corral.scheduling.scheduling import Scheduling
 from corral.workers.data.arithmetic import write_model
+from tests.integration.trial_helpers import make_material, submit
 from tests.launcher.evaluable import NUM_PROBLEMS, make_evaluable_trial, write_problems
 from tests.launcher.trials import wait_until
 
@@ -122,6 +123,23 @@ def test_several_versions_are_evaluated_here_and_then_known(tmp_path: Path, mode
     written_at = result_path(directory.evaluations_path, 1).stat().st_mtime_ns
     assert "DONE" in rl_eval(tmp_path, "trial", "--local", "--step", "1")
     assert result_path(directory.evaluations_path, 1).stat().st_mtime_ns == written_at  # nothing ran again
+
+
+@pytest.mark.slow
+def test_an_evaluation_agrees_with_what_the_trial_found_itself(tmp_path: Path) -> None:
+    trial = submit("sft", tmp_path, make_material(tmp_path), num_rows=16, overrides={"control.save_every_steps": 1})
+    try:
+        trial.wait_for_end()
+        trial.run("rl-eval", "--local", "--step", "all")
+        found = {line["step"]: line for line in trial.metrics() if "eval/accuracy" in line}
+        results = [read_result(path) for path in sorted(trial.directory.evaluations_path.glob("step-????????.json"))]
+        assert [result.step for result in results if result is not None] == [1, 2]
+        last = results[-1]
+        assert last is not None and last.source in ("exports/final", "exports/step-00000002")
+        assert last.accuracy == found[2]["eval/accuracy"]
+        assert last.mean_response_tokens == pytest.approx(found[2]["eval/response_length/mean"])
+    finally:
+        trial.close()
 
 
 def test_an_evaluation_that_crashes_says_so(tmp_path: Path, model: Path) -> None:
