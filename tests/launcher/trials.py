@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from corral.experiments.attempts import record_attempt
 from corral.experiments.config import (
     ClusterConfig,
+    DatasetConfig,
     EngineConfig,
     LaunchConfig,
     RolloutConfig,
@@ -31,6 +32,7 @@ from corral.experiments.plan import (
 )
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.worker_specs import DatasetSpec, RolloutWorkerSpec
 from corral.launcher.lock import lock_path, read_lock
 from corral.launcher.processes import is_process_alive, kill_trial_processes, trial_processes
 from corral.launcher.trials import read_facts
@@ -49,6 +51,7 @@ def make_plan(
     trial: str = "trial",
     model_workers: int = 2,
     servers: int = 1,
+    rollout_workers: int = 0,
     supervision: Mapping[str, Any] | None = None,
     launch: Mapping[str, Any] | None = None,
     cluster: Mapping[str, Any] | None = None,
@@ -56,7 +59,7 @@ def make_plan(
     gpu: int = 0,
     gpu_type: str | None = None,
 ) -> RunPlan:
-    """A small valid plan: master, `model_workers` ranks, `servers` generation servers, manager."""
+    """A small valid plan: master, `model_workers` ranks, `servers` generation servers, manager, rollout workers."""
     small = Scheduling(**({"cpu": 1, "mem": 64} | dict(task or {})))
 
     with_gpus = small.model_copy(update={"gpu": gpu, "gpu_type": gpu_type})
@@ -96,6 +99,19 @@ def make_plan(
     workers.append(
         GserverManagerSpec(num_generation_servers=max(servers, 1), train_batch_size=4, rollout=RolloutConfig())
     )
+    workers += [
+        RolloutWorkerSpec(
+            index=index,
+            num_rollout_workers=rollout_workers,
+            dataset=DatasetSpec(config=DatasetConfig(path=Path("/nowhere")), num_rows=12, sha256=""),
+            tokenizer=Path("/nowhere"),
+            group_size=1,
+            train_batch_size=4,
+            total_train_epochs=1,
+            rollout=RolloutConfig(),
+        )
+        for index in range(rollout_workers)
+    ]
     return RunPlan(
         trial=TrialIdentity(experiment=experiment, trial=trial, uuid=uuid.uuid4().hex, directory=directory),
         mode=mode,
@@ -109,6 +125,7 @@ def make_plan(
             model_worker=group(model_workers),
             generation_server=group(servers),
             gserver_manager=group(1, small),
+            rollout_worker=group(rollout_workers, small),
         ),
         workers=workers,
     )

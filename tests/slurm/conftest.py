@@ -1,7 +1,7 @@
 """One throw-away cluster for all tests here; skipped with a reason where SLURM is missing, unless it is required."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from corral.launcher.slurm import SlurmClient
+from tests.integration.trial_helpers import Material, Trial, make_material, submit
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, missing_programs, running_cluster
-from tests.slurm.trials import SMALL, SlurmTrial
+from tests.slurm.trials import SITE, SMALL, SlurmTrial, job_of
 
 
 @pytest.fixture(scope="session")
@@ -55,4 +56,34 @@ def make_slurm_trial(cluster: Cluster, tmp_path: Path) -> Iterator[Any]:
             if job.tag.get("trial_uuid") == trial.plan.trial.uuid:
                 cluster.run("scancel", job.job_id)
                 wait_until(partial(has_ended, job.job_id), f"the end of job {job.job_id}")
+        trial.close()
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    return make_material(tmp_path_factory.mktemp("material"))
+
+
+@pytest.fixture
+def start_job(cluster: Cluster, material: Material, tmp_path: Path) -> Iterator[Callable[..., Trial]]:
+    """Submits a recipe to the throw-away cluster; its job is cancelled after the test if it is still there."""
+    trials: list[Trial] = []
+
+    def start(recipe: str, *, overrides: Mapping[str, object], **options: Any) -> Trial:
+        trials.append(
+            submit(
+                recipe,
+                tmp_path / recipe,
+                material,
+                overrides={**SITE, **overrides},
+                where=(),
+                environment=cluster.environment,
+                **options,
+            )
+        )
+        return trials[-1]
+
+    yield start
+    for trial in trials:
+        cluster.run("scancel", job_of(trial))
         trial.close()

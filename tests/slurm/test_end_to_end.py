@@ -1,8 +1,7 @@
 """The shipped recipes under a real SLURM: every worker is a step of one allocation that spans several nodes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,49 +13,11 @@ from tests.integration.evidence import (
     check_nothing_is_left,
     find_secrets,
 )
-from tests.integration.trial_helpers import WORKERS, Material, Trial, make_material, submit
+from tests.integration.trial_helpers import WORKERS, Trial
 from tests.slurm.cluster import Cluster
+from tests.slurm.trials import job_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
-
-# Nodes of 8 CPUs; model worker and generation server fill one each, the rest shares another with the supervisor.
-SITE: dict[str, object] = {
-    "cluster.bind_address": "127.0.0.1",
-    "cluster.cpus_per_node": 8,
-    "cluster.mem_per_node": 8000,
-    "cluster.gpus_per_node": 0,
-    "groups.model_worker.scheduling.cpu": 7,
-}
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
-    return make_material(tmp_path_factory.mktemp("material"))
-
-
-@pytest.fixture
-def start_job(cluster: Cluster, material: Material, tmp_path: Path) -> Iterator[Callable[..., Trial]]:
-    """Submits a recipe to the throw-away cluster; its job is cancelled after the test if it is still there."""
-    trials: list[Trial] = []
-
-    def start(recipe: str, *, overrides: Mapping[str, object], **options: Any) -> Trial:
-        trials.append(
-            submit(
-                recipe,
-                tmp_path / recipe,
-                material,
-                overrides={**SITE, **overrides},
-                where=(),
-                environment=cluster.environment,
-                **options,
-            )
-        )
-        return trials[-1]
-
-    yield start
-    for trial in trials:
-        cluster.run("scancel", job_of(trial))
-        trial.close()
 
 
 def test_supervised_training_of_the_shipped_recipe_completes(start_job: Callable[..., Trial]) -> None:
@@ -111,10 +72,6 @@ def test_a_job_that_is_stopped_half_way_leaves_a_commit_and_nothing_else(start_j
     assert (commit / "weights" / "model.safetensors").exists() and (commit / "manifest.json").exists()
     assert f"step-{trial.train_steps()[-1]:08d}" in commit.name  # nothing that was trained is lost
     check_the_job_is_gone(trial)
-
-
-def job_of(trial: Trial) -> str:
-    return str(trial.events("submitted")[-1]["job_id"])
 
 
 def check_the_job_is_gone(trial: Trial) -> None:

@@ -261,6 +261,12 @@ def test_a_stopped_controller_kills_nothing_and_a_dead_worker_comes_back(
     print(f"server runs again {time.monotonic() - stopped:.1f} s after the controller stopped for 20 s")
     assert len(trial.starts("master_worker/0")) == len(trial.starts("model_worker/0")) == 1
     assert ends_of(trial) == []
+    node = head_of(trial)
+    cluster.run("scancel", trial.job_id)
+    wait_for_end(trial, "CANCELLED")
+    # The step that ended meanwhile says so again only after a minute, and the job is not over before: not ours to wait.
+    for state in ("down", "resume"):
+        cluster.run("scontrol", "update", f"nodename={node}", f"state={state}", "reason=forget the step")
 
 
 def test_a_trial_that_is_submitted_from_inside_a_job_is_none_of_its_steps(

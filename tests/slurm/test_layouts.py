@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.config import ClusterConfig, DatasetConfig, LaunchConfig, RolloutConfig
+from corral.experiments.config import ClusterConfig, LaunchConfig
 from corral.experiments.plan import RunPlan
-from corral.experiments.worker_specs import DatasetSpec, RolloutWorkerSpec
 from corral.launcher.slurm import QueuedJob, SlurmClient, parse_key_values
 from corral.launcher.srun import step_name
 from corral.launcher.stop import stop_trial
@@ -33,20 +32,6 @@ def five_groups(trial: SlurmTrial, *, launch: Mapping[str, Any] | None = None, *
         asked = {"cpu": 1, "mem": 200} | resources | dict(fields.get(kind, {}))
         return TasksGroup(count=count, scheduling=Scheduling(**asked))
 
-    dataset = DatasetSpec(config=DatasetConfig(path=Path("/nowhere")), num_rows=12, sha256="")
-    rollout_workers = [
-        RolloutWorkerSpec(
-            index=index,
-            num_rollout_workers=ROLLOUT_WORKERS,
-            dataset=dataset,
-            tokenizer=Path("/nowhere"),
-            group_size=1,
-            train_batch_size=4,
-            total_train_epochs=1,
-            rollout=RolloutConfig(),
-        )
-        for index in range(ROLLOUT_WORKERS)
-    ]
     return trial.replan(
         scheduling=ExperimentScheduling(
             master_worker=group("master_worker", 1),
@@ -55,14 +40,14 @@ def five_groups(trial: SlurmTrial, *, launch: Mapping[str, Any] | None = None, *
             gserver_manager=group("gserver_manager", 1),
             rollout_worker=group("rollout_worker", ROLLOUT_WORKERS),
         ),
-        workers=[*trial.plan.workers, *rollout_workers],
         launch=LaunchConfig(**(launch or {})),
     )
 
 
 @pytest.fixture
 def trial(make_slurm_trial: Any) -> Iterator[SlurmTrial]:
-    made: SlurmTrial = make_slurm_trial({"master_worker/0": ["master"]}, model_workers=MODEL_WORKERS, servers=SERVERS)
+    counts = {"model_workers": MODEL_WORKERS, "servers": SERVERS, "rollout_workers": ROLLOUT_WORKERS}
+    made: SlurmTrial = make_slurm_trial({"master_worker/0": ["master"]}, **counts)
     yield made
     if made.job_id:
         stop_trial(made.facts, now=True)

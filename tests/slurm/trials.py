@@ -1,4 +1,4 @@
-"""Trials of stub workers on the throw-away cluster."""
+"""Trials of stub workers on the throw-away cluster, and what real ones need there."""
 
 import sys
 from functools import cached_property
@@ -13,9 +13,18 @@ from corral.launcher.slurm import SlurmClient
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.trials import TrialFacts, read_facts
+from tests.integration.trial_helpers import Trial
 from tests.launcher.stub_supervisor import COMMAND
 from tests.launcher.trials import StubTrial, wait_until
 
+# For real trials. A model worker fills a node of 8 CPUs; give the generation server 7 as well, and they span nodes.
+SITE: dict[str, object] = {
+    "cluster.bind_address": "127.0.0.1",
+    "cluster.cpus_per_node": 8,
+    "cluster.mem_per_node": 8000,
+    "cluster.gpus_per_node": 0,
+    "groups.model_worker.scheduling.cpu": 7,
+}
 SMALL: dict[str, Any] = {"mode": "slurm", "cluster": {"cpus_per_node": 8, "mem_per_node": 8000, "gpus_per_node": 8}}
 
 
@@ -61,3 +70,8 @@ class SlurmTrial(StubTrial):
             return status if status.state in states else None
 
         return wait_until(look, f"{states}, last {self.status()}", timeout_s=40.0)
+
+
+def job_of(trial: Trial) -> str:
+    """The job of a real trial that rl-submit has submitted."""
+    return str(trial.events("submitted")[-1]["job_id"])
