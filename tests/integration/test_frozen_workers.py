@@ -30,8 +30,11 @@ def test_a_frozen_worker_of_each_kind_is_named_with_who_waits_for_it(start_trial
             # Its lease ends while it stands still; what it said last does not.
             time.sleep(max(0.0, 11.0 - (time.monotonic() - frozen_at)) if worker == "generation_server/0" else 0.0)
             assert _silent(trial, worker)
-            roots = [chain["steps"][-1]["worker"] for chain in status["waits"]]
-            print(f"{worker} frozen: named after {seconds[worker]:.1f} s, {status['note']!r}, roots {roots}")
+            status = trial.wait_for(
+                lambda worker=worker: _ends_at(trial, worker), f"somebody to wait for {worker}", timeout_s=30.0
+            )
+            chains = [" > ".join(step["worker"] for step in chain["steps"]) for chain in status["waits"]]
+            print(f"{worker} frozen: named after {seconds[worker]:.1f} s, {status['note']!r}, chains {chains}")
         finally:
             os.kill(trial.pid(worker), signal.SIGCONT)
         trial.wait_until_running()
@@ -45,3 +48,8 @@ def _silent(trial: Trial, worker: str) -> dict[str, Any]:
     status = trial.status()
     (row,) = [row for row in status["workers"] if row["worker"] == worker]
     return status if row["state"] == "SILENT" else {}
+
+
+def _ends_at(trial: Trial, worker: str) -> dict[str, Any]:
+    status = trial.status()
+    return status if worker in [chain["steps"][-1]["worker"] for chain in status["waits"]] else {}

@@ -86,7 +86,14 @@ def test_servers_come_and_go_and_nothing_is_lost(trial: Trial, cluster: Cluster)
     show_throughput(trial, "with three elastic servers")
 
     taker = cluster.run(
-        "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=7", "--mem=100", "--wrap=sleep 600"
+        "sbatch",
+        "--parsable",
+        "--output=/dev/null",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=7",
+        "--mem=100",
+        "--wrap=sleep 600",
     ).stdout.strip()
     wait(
         trial,

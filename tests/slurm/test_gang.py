@@ -51,7 +51,7 @@ def test_two_trials_that_hold_half_of_the_cluster_each_both_complete(make_slurm_
     launch = {"layout": "jobs", "gang_timeout_s": 4.0}
     trials = [make_slurm_trial(WORKS, trial=name, launch=launch, **HALF_AND_HALF) for name in "ab"]
     blocker = cluster.run(
-        "sbatch", "--parsable", "--nodes=4", "--mem=100", "--gres=gpu:8", "--wrap=sleep 600"
+        "sbatch", "--parsable", "--output=/dev/null", "--nodes=4", "--mem=100", "--gres=gpu:8", "--wrap=sleep 600"
     ).stdout.strip()
     wait_until(lambda: SlurmClient().job(blocker)["JobState"] == "RUNNING", "the job that holds all GPUs")
     for trial in trials:

@@ -60,6 +60,7 @@ _IDLE_PAUSE_S = 0.2
 _RECEIVER_POLL_S = 0.5
 _COMMIT_POLL_S = 0.2
 _REQUEST_DEADLINE_S = 60.0
+_SLOW_ANSWER_S = 1.0  # a manager answers within milliseconds
 _MAX_CONNECTIONS = 1024
 
 
@@ -170,15 +171,12 @@ class RolloutWorker(Worker):
     async def _allocate(self, uid: str) -> int | None:
         """Ask the manager to start a prompt; its order number, or None if the gate is closed."""
         try:
-            allocation = await self._manager.request(
-                Allocate(worker=self.context.worker_id, uid=uid), deadline_s=_REQUEST_DEADLINE_S
-            )
+            allocation = await self._ask_manager(Allocate(worker=self.context.worker_id, uid=uid))
             if isinstance(allocation, Allocation) and allocation.must_report:
                 await self._report()
                 return None
         except StreamTimeoutError as error:
             logger.warning("%s", error)
-            self._show("wait for admission", "gserver_manager/0 to answer")
             return None
         if isinstance(allocation, Allocation) and allocation.admitted:
             return allocation.order
@@ -189,14 +187,13 @@ class RolloutWorker(Worker):
 
     async def _report(self) -> None:
         """Tell a manager that knows nothing of us what we run and what we have finished."""
-        await self._manager.request(
+        await self._ask_manager(
             Report(
                 worker=self.context.worker_id,
                 incarnation=self.context.incarnation,
                 running=[Admitted(uid, order) for uid, order in self._running.items()],
                 finished=[Admitted(uid, order) for uid, order in self._records.orders().items()],
-            ),
-            deadline_s=_REQUEST_DEADLINE_S,
+            )
         )
 
     async def _roll_out(self, uid: str, order: int) -> None:
@@ -256,16 +253,12 @@ class RolloutWorker(Worker):
 
     async def _tell_finished(self, uid: str, *, delivered: bool) -> None:
         try:
-            await self._manager.request(
-                Finish(worker=self.context.worker_id, uid=uid, delivered=delivered), deadline_s=_REQUEST_DEADLINE_S
-            )
+            await self._ask_manager(Finish(worker=self.context.worker_id, uid=uid, delivered=delivered))
         except StreamTimeoutError as error:  # the next manager learns it from our report
             logger.warning("%s", error)
 
     async def _route(self, uid: str, tokens: int, failed_url: str) -> ServerRoute | None:
-        route = await self._manager.request(
-            Schedule(uid=uid, tokens=tokens, failed_url=failed_url), deadline_s=_REQUEST_DEADLINE_S
-        )
+        route = await self._ask_manager(Schedule(uid=uid, tokens=tokens, failed_url=failed_url))
         if isinstance(route, Route) and route.url is not None:
             return ServerRoute(route.url)
         self._show("generate", route.reason if isinstance(route, Route) else "")
@@ -302,6 +295,23 @@ class RolloutWorker(Worker):
             task.add_done_callback(self._tasks.discard)
 
     # Helpers
+
+    async def _ask_manager(self, request: ManagerRequest) -> ManagerReply:
+        """The manager's answer; if it takes its time, that is what rl-status shows, and no earlier answer of it.
+
+        Raises:
+            StreamTimeoutError: if there is none within `_REQUEST_DEADLINE_S`.
+        """
+        loop = asyncio.get_running_loop()
+        phase = "generate" if self._running else "wait for admission"
+        slow = loop.call_later(_SLOW_ANSWER_S, self._show, phase, "gserver_manager/0 to answer")
+        try:
+            answer = await self._manager.request(request, deadline_s=_REQUEST_DEADLINE_S)
+        finally:
+            slow.cancel()
+        if loop.time() >= slow.when():
+            self._show(phase, "")
+        return answer
 
     async def _every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:
         while not self.context.stopping.is_set():
