@@ -53,6 +53,8 @@ class AttemptClaim(msgspec.Struct, frozen=True, kw_only=True):
 
 def record_attempt(directory: TrialDirectory, *, attempt: int, resume: bool, mode: str) -> AttemptRecord:
     """Writes the record of an attempt that a human asks for."""
+    # A claim without a record was left by a start that was killed between the two; nobody runs that attempt.
+    (directory.control_path / f"claim-{attempt}.json").unlink(missing_ok=True)
     start_slot = TrialLog(directory.log_path).read().next_slot
     return _write_record(directory, attempt=attempt, resume=resume, mode=mode, start_slot=start_slot)
 

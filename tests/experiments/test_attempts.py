@@ -1,0 +1,272 @@
+"""Attempts: each start of a job gets a record of its own, once, and none when the trial is over."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier, Lock
+
+import pytest
+
+from corral.experiments.attempts import (
+    AttemptClaim,
+    AttemptRecord,
+    AttemptRefusedError,
+    begin_attempt,
+    chain_of,
+    last_attempt,
+    may_resume,
+    read_attempt,
+    read_attempts,
+    read_claim,
+    record_attempt,
+    why_not_another,
+)
+from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial_log import Commit, Done, LoggedCommit, LogState, Stop, TrialLog
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> TrialDirectory:
+    directory = TrialDirectory(tmp_path / "exp" / "trial")
+    directory.create()
+    return directory
+
+
+def begin(directory: TrialDirectory, job_id: str, restart_count: int = 0, *, max_attempts: int = 100) -> AttemptRecord:
+    return begin_attempt(directory, job_id=job_id, restart_count=restart_count, mode="slurm", max_attempts=max_attempts)
+
+
+def submit(directory: TrialDirectory, attempt: int = 0, *, resume: bool = False) -> AttemptRecord:
+    return record_attempt(directory, attempt=attempt, resume=resume, mode="slurm")
+
+
+def commit(directory: TrialDirectory) -> None:
+    writer = TrialLog(directory.log_path).claim("master")
+    writer.commit(
+        step=writer.base.commit.step + 1 if writer.base else 1,
+        directory="checkpoints/x",
+        manifest_sha256="0",
+        ledger_file="x",
+        ledger_sha256="0",
+        trained=1,
+        dropped=0,
+    )
+
+
+def test_the_job_of_a_submission_runs_its_attempt_however_often_it_asks(directory: TrialDirectory) -> None:
+    submitted = submit(directory)
+    assert begin(directory, "7") == begin(directory, "7") == submitted == last_attempt(directory)
+    assert read_claim(directory, 0) == AttemptClaim(job_id="7", restart_count=0)
+
+
+def test_a_requeued_job_and_a_successor_make_attempts_of_their_own(directory: TrialDirectory) -> None:
+    submit(directory)
+    first, second = begin(directory, "7"), begin(directory, "7", 1)
+    commit(directory)
+    third = begin(directory, "8")
+    assert [record.attempt for record in (first, second, third)] == [0, 1, 2]
+    assert [record.is_automatic for record in read_attempts(directory)] == [False, True, True]
+    assert (second.resume, second.start_slot) == (True, 1)
+    assert third.start_slot == TrialLog(directory.log_path).read().next_slot
+    assert begin(directory, "7", 1) == second
+
+
+def test_a_resubmission_belongs_to_the_job_that_starts_next(directory: TrialDirectory) -> None:
+    submit(directory)
+    begin(directory, "7")
+    TrialLog(directory.log_path).request_stop("me@here")
+    with pytest.raises(AttemptRefusedError, match="me@here stopped the trial"):
+        begin(directory, "7", 1)
+    resumed = submit(directory, 1, resume=True)
+    assert begin(directory, "9") == resumed
+    assert not resumed.is_automatic
+
+
+def test_a_start_that_is_refused_leaves_nothing(directory: TrialDirectory) -> None:
+    submit(directory)
+    begin(directory, "7")
+    before = sorted(directory.control_path.iterdir())
+    with pytest.raises(AttemptRefusedError, match=r"launch.max_attempts = 1 "):
+        begin(directory, "8", max_attempts=1)
+    assert sorted(directory.control_path.iterdir()) == before
+
+
+def test_a_start_that_was_killed_before_its_record_gets_the_same_number_again(directory: TrialDirectory) -> None:
+    submit(directory)
+    begin(directory, "7")
+    begin(directory, "8")
+    (directory.control_path / "attempt-1.json").unlink()  # killed between claim and record
+    again = begin(directory, "8")
+    assert (again.attempt, again.is_automatic) == (1, True)
+
+
+def test_a_claim_without_a_record_is_in_nobodys_way(directory: TrialDirectory) -> None:
+    submit(directory)
+    begin(directory, "7")
+    begin(directory, "8")
+    (directory.control_path / "attempt-1.json").unlink()
+    assert begin(directory, "9").attempt == 2
+    (directory.control_path / "attempt-2.json").unlink()
+    TrialLog(directory.log_path).request_stop("me@here")
+    last = last_attempt(directory)
+    assert last is not None and last.attempt == 0
+    resumed = [submit(directory, number, resume=True) for number in (1, 2)][-1]  # as rl-submit --resume counts
+    assert begin(directory, "10") == resumed
+
+
+def test_of_starts_that_race_each_gets_a_number_of_its_own(directory: TrialDirectory) -> None:
+    num_jobs, num_starts = 6, 5
+    submit(directory)
+    barrier, master = Barrier(num_jobs), Lock()
+
+    def start(job: int) -> list[int]:
+        numbers: list[int] = []
+        barrier.wait(timeout=20)
+        while len(numbers) < num_starts:
+            try:
+                numbers.append(begin(directory, str(job), len(numbers)).attempt)
+            except AttemptRefusedError as error:
+                assert "first commit" in str(error)
+                with master:
+                    commit(directory)
+        return numbers
+
+    with ThreadPoolExecutor(num_jobs) as pool:
+        numbers = [number for result in pool.map(start, range(num_jobs)) for number in result]
+    assert sorted(numbers) == list(range(num_jobs * num_starts))
+    assert [record.attempt for record in read_attempts(directory)] == sorted(numbers)
+    for attempt in numbers:
+        claim = read_claim(directory, attempt)
+        assert claim is not None and begin(directory, claim.job_id, claim.restart_count).attempt == attempt
+    assert not list(directory.control_path.glob(".*"))
+
+
+RACER = """
+import sys, time
+from pathlib import Path
+from corral.experiments.attempts import begin_attempt
+from corral.experiments.trial_directory import TrialDirectory
+
+directory, job_id = TrialDirectory(Path(sys.argv[1])), sys.argv[2]
+print("ready", flush=True)
+while not (directory.path / "go").exists():
+    time.sleep(0.0005)
+print(begin_attempt(directory, job_id=job_id, restart_count=0, mode="slurm", max_attempts=100).attempt)
+"""
+
+
+def test_of_processes_that_race_for_one_submission_one_wins_and_the_others_follow(directory: TrialDirectory) -> None:
+    submit(directory)
+    commit(directory)
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACER, str(directory.path), str(number)], stdout=subprocess.PIPE, text=True
+        )
+        for number in range(3)
+    ]
+    for racer in racers:
+        assert racer.stdout is not None and racer.stdout.readline() == "ready\n"
+    time.sleep(0.01)
+    (directory.path / "go").touch()
+    numbers = [int(racer.communicate(timeout=20)[0]) for racer in racers]
+    assert sorted(numbers) == [0, 1, 2]
+
+
+def record(attempt: int, *, start_slot: int = 1, is_automatic: bool = True) -> AttemptRecord:
+    return AttemptRecord(
+        attempt=attempt,
+        resume=is_automatic,
+        mode="slurm",
+        start_slot=start_slot,
+        submitted_at=0.0,
+        submit_host="here",
+        is_automatic=is_automatic,
+    )
+
+
+def committed(*slots: int) -> LogState:
+    def entry(slot: int) -> Commit:
+        return Commit(
+            nonce="0",
+            epoch=1,
+            step=slot,
+            parent=0,
+            directory="x",
+            manifest_sha256="0",
+            ledger_file="x",
+            ledger_sha256="0",
+            trained=1,
+            dropped=0,
+        )
+
+    return LogState(commits=tuple(LoggedCommit(slot, entry(slot)) for slot in slots))
+
+
+def stopped(then: str = "", *slots: int) -> LogState:
+    state = committed(*slots)
+    stop = Stop(nonce="0", epoch=None, by="me@here", reason="", then="requeue" if then else "")
+    return LogState(commits=state.commits, stop=stop)
+
+
+BY_HAND = record(0, is_automatic=False)
+DONE = LogState(done=Done(nonce="0", epoch=1))
+
+
+@pytest.mark.parametrize(
+    ("attempts", "state", "max_attempts", "why"),
+    [
+        ([BY_HAND], LogState(), 10, ""),
+        ([BY_HAND], DONE, 10, "the trial is complete"),
+        ([BY_HAND], stopped(), 10, "me@here stopped the trial"),
+        ([BY_HAND], stopped("requeue"), 10, ""),
+        ([BY_HAND, record(1, start_slot=5)], committed(3, 7), 2, "launch.max_attempts = 2 attempts"),
+        ([BY_HAND, record(1, start_slot=5)], committed(3, 7), 3, ""),
+        # Those before the last submission do not count.
+        ([BY_HAND, record(1), record(2, is_automatic=False)], LogState(), 2, ""),
+        ([BY_HAND, record(1), record(2, is_automatic=False), record(3)], committed(2), 2, "launch.max_attempts = 2"),
+        # One attempt without progress may be bad luck; the next one is not.
+        ([BY_HAND, record(1)], LogState(), 10, "attempts 0 and 1 both ended before their first commit"),
+        ([BY_HAND, record(1, start_slot=5)], committed(3), 10, ""),
+        ([BY_HAND, record(1, start_slot=5), record(2, start_slot=5)], committed(3), 10, "attempts 1 and 2 both ended"),
+        ([BY_HAND, record(1, start_slot=5), record(2, start_slot=5)], committed(3, 6), 10, ""),
+        # A submission by hand starts anew.
+        ([BY_HAND, record(1, start_slot=5), record(2, start_slot=5, is_automatic=False)], committed(3), 10, ""),
+    ],
+)
+def test_why_no_further_attempt_begins_by_itself(
+    attempts: list[AttemptRecord], state: LogState, max_attempts: int, why: str
+) -> None:
+    found = why_not_another(attempts, state, max_attempts=max_attempts)
+    assert found.startswith(why) and bool(found) == bool(why)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "length"), [("", 0), ("h", 1), ("haa", 3), ("hah", 1), ("haaha", 2), ("aa", 2), ("hhh", 1)]
+)
+def test_a_chain_begins_with_the_last_attempt_that_a_human_asked_for(kinds: str, length: int) -> None:
+    records = [record(place, is_automatic=kind == "a") for place, kind in enumerate(kinds)]
+    assert chain_of(records) == records[len(records) - length :]
+
+
+def test_only_a_stop_since_its_submission_keeps_an_attempt_from_resuming(directory: TrialDirectory) -> None:
+    log = TrialLog(directory.log_path)
+    submit(directory)
+    log.request_stop("me@here")
+    submit(directory, 1, resume=True)
+    assert not may_resume(directory, 0, log) and may_resume(directory, 1, log)
+    log.claim("master", resume=True)
+    log.request_stop("me@here")
+    assert not may_resume(directory, 1, log)
+
+
+@pytest.mark.parametrize("read", [read_attempt, read_claim])
+def test_a_file_that_is_none_of_ours_is_named_with_the_way_out(
+    directory: TrialDirectory, read: Callable[[TrialDirectory, int], object]
+) -> None:
+    for name in ("attempt-0.json", "claim-0.json"):
+        (directory.control_path / name).write_text("{")
+    with pytest.raises(ValueError, match=r"-0\.json is (not|no) .*(resume|delete)"):
+        read(directory, 0)
