@@ -2,13 +2,14 @@
 
 While the batch script is being ended its job is COMPLETING whatever the cause, so the state alone tells nothing:
 
-                        Restarts    Reason       PreemptTime    slurmstepd: JOB n CANCELLED AT ... DUE TO
-    scancel             as before   None                        (nothing)
-    time limit          as before   TimeLimit                   TIME LIMIT
-    preempted, CANCEL   as before   None         set            PREEMPTION
-    preempted, REQUEUE  + 1         None         set, then gone PREEMPTION
-    node failure        + 1         None                        NODE FAILURE
-    scontrol requeue    + 1         None                        JOB REQUEUE
+                             Restarts    Reason       PreemptTime    slurmstepd: JOB n CANCELLED AT ... DUE TO
+    scancel                  as before   None                        (nothing)
+    time limit               as before   TimeLimit                   TIME LIMIT
+    preempted                + 1         None         set, then gone PREEMPTION
+    preempted, no requeue    as before   None         set            (nothing)
+    node failure             + 1         None                        NODE FAILURE
+    node failure, no requeue as before   NodeDown                    NODE FAILURE
+    scontrol requeue         + 1         None                        JOB REQUEUE
 
 In the grace period of a preemption the job is RUNNING with a PreemptTime: its steps got SIGTERM, its script did not.
 """
@@ -24,6 +25,7 @@ _STATE_BY_DAEMON_WORD = {
     "NODE FAILURE": "NODE_FAILED",
     "JOB REQUEUE": "REQUEUED",
 }
+_STATE_BY_REASON = {"TimeLimit": "TIMED_OUT", "NodeDown": "NODE_FAILED"}
 _STATE_BY_WORD = {
     "TIMEOUT": "TIMED_OUT",
     "DEADLINE": "TIMED_OUT",
@@ -84,21 +86,22 @@ def explain_end(job: Mapping[str, str] | None, job_output: str, *, job_id: str, 
     own_words = said[restart_count:]
     by_daemon = _STATE_BY_DAEMON_WORD.get(own_words[-1] or "", "CANCELLED") if own_words else ""
     if job is None:
-        return JobEnd(state=by_daemon or "UNKNOWN", is_requeued=by_daemon == "REQUEUED")
+        # Our jobs ask to be requeued, so where nothing else is known they are.
+        is_requeued = by_daemon in ("REQUEUED", "NODE_FAILED", "PREEMPTED")
+        return JobEnd(state=by_daemon or "UNKNOWN", is_requeued=is_requeued)
     is_requeued = _number(job.get("Restarts", "")) > restart_count
-    word = job.get("JobState", "").partition("+")[0]
-    if word == "RUNNING" and not by_daemon:
-        is_preempted = job.get("PreemptTime", "None") not in ("None", "N/A", "Unknown", "")
-        return JobEnd(state="PREEMPTED" if is_preempted else "STOPPED", is_requeued=False)
-    if by_daemon and by_daemon != "CANCELLED":
+    if by_daemon not in ("", "CANCELLED"):
         return JobEnd(state=by_daemon, is_requeued=is_requeued)
     if is_requeued:
         return JobEnd(state="REQUEUED", is_requeued=True)
-    if job.get("Reason") == "TimeLimit":
-        return JobEnd(state="TIMED_OUT", is_requeued=False)
+    word = job.get("JobState", "").partition("+")[0]
     if job.get("PreemptTime", "None") not in ("None", "N/A", "Unknown", ""):
-        return JobEnd(state="PREEMPTED", is_requeued=False)
-    return JobEnd(state=_STATE_BY_WORD.get(word, "CANCELLED"), is_requeued=False)
+        state = "PREEMPTED"
+    elif word == "RUNNING":
+        state = "STOPPED"  # also with a line of slurmstepd, which `scancel --batch --signal=TERM` leaves
+    else:
+        state = _STATE_BY_REASON.get(job.get("Reason", "")) or _STATE_BY_WORD.get(word, "CANCELLED")
+    return JobEnd(state=state, is_requeued=False)
 
 
 def _number(text: str) -> int:
