@@ -168,6 +168,7 @@ class Supervisor:
         self._continuation = continuation
         self._node_loss = node_loss
         self._seen_stop_request: StopRequest | None = None
+        self._held_groups: frozenset[str] = frozenset()
         self._end: EndTrial | None = None
 
     def run(self) -> int:
@@ -249,6 +250,7 @@ class Supervisor:
                 self._apply(self._supervision.log_ended(Outcome.STOPPED, reason, time.monotonic()))
 
     def _read_requests(self) -> None:
+        self._read_held_groups()
         while self._signals:
             self._request_stop_for(self._signals.pop(0))
         try:
@@ -270,6 +272,16 @@ class Supervisor:
                 now=time.monotonic(),
             )
         )
+
+    def _read_held_groups(self) -> None:
+        held = self._directory.read_held_groups()
+        if held == self._held_groups:
+            return
+        self._held_groups = held
+        self._record("groups_held", groups=sorted(held))
+        for unit in self._tasks_by_unit:
+            is_held = unit.partition("/")[0] in held
+            self._apply(self._supervision.hold(unit, is_held=is_held, now=time.monotonic()))
 
     def _request_stop_for(self, number: signal.Signals) -> None:
         request = self._ends.signalled(number, was_asked=self._supervision.phase is not TrialPhase.RUNNING)
