@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -28,6 +29,8 @@ from corral.launcher.slurm_asks import Ask, asks_of, check_values, shapes_for
 from corral.launcher.slurm_capacity import check_layout, describe
 from corral.launcher.slurm_checks import check_asks, explain_refusal, node_local_warning
 from corral.launcher.slurm_facts import ClusterFacts, read_cluster
+
+_FAR_AWAY_S = 366 * 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +144,16 @@ def _ask_slurm(
                 options = member_options(plan, layout, index, directory)
                 answers.append(_test(plan, holder, options, options, [allocation], client, source))
     start = re.search(r" to start at (\S+)", answers[0])
-    return [f"est. start {start[1]}"] if start else []
+    return [f"est. start {_estimate(start[1], now=time.time())}"] if start else []
+
+
+def _estimate(start: str, *, now: float) -> str:
+    """A moment that sbatch names, for people: behind a job without a time limit it is centuries away."""
+    try:
+        away_s = time.mktime(time.strptime(start, "%Y-%m-%dT%H:%M:%S")) - now
+    except (ValueError, OverflowError):
+        return start
+    return "now" if away_s < 60.0 else "unknown" if away_s > _FAR_AWAY_S else start
 
 
 def _test(
