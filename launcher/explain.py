@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 
 from corral.launcher.evidence import Evidence
+from corral.launcher.metrics import headline
 from corral.launcher.queue_cache import QueueAnswer
 from corral.launcher.slurm import queue_command
 from corral.launcher.status import TrialStatus
@@ -14,7 +15,8 @@ _INDENT = "  "
 
 def explain(evidence: Evidence, status: TrialStatus, answer: QueueAnswer) -> str:
     """Several lines: the word, then what the trial recorded, what SLURM said, and what Redis holds."""
-    lines = [f"why {status.state}" + (f": {status.note}" if status.note else "")]
+    has_reason = status.note and status.note != headline(dict(status.metrics))
+    lines = [f"why {status.state}" + (f": {status.note}" if has_reason else "")]
     lines += [f"{_INDENT}{line}" for line in _own_records(evidence)]
     if evidence.facts.mode == "slurm":
         lines += [f"{_INDENT}{line}" for line in _slurm(evidence, answer)]
@@ -48,7 +50,7 @@ def _slurm(evidence: Evidence, answer: QueueAnswer) -> Iterator[str]:
     if answer.error:
         yield f"{_INDENT}no answer: {answer.error}"
     if answer.asked_at is not None:
-        yield f"{_INDENT}asked {_at(answer.asked_at)}, {len(answer.jobs)} jobs"
+        yield f"{_INDENT}asked {_at(answer.asked_at)}, {len(answer.jobs)} job{'' if len(answer.jobs) == 1 else 's'}"
     elif not answer.error:
         yield f"{_INDENT}not asked: the trial's own record of its end is enough"
     job = evidence.job

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.log_lines import LineFilter, select_lines
 
@@ -16,6 +17,8 @@ _POLL_INTERVAL_S = 0.3
 _NAME = re.compile(r"(?P<kind>[a-z_]+?)-(?P<index>\d+)\.log")
 _CHUNK_BYTES = 1 << 20
 _EVERY_LINE = LineFilter()
+OTHER_LOGS = ("redis", "supervisor")
+"""Of no worker; shown to who asks for them."""
 
 
 class NoLogsError(LookupError):
@@ -34,7 +37,8 @@ def find_logs(directory: TrialDirectory, selectors: Sequence[str], *, attempt: s
     """The log files that are meant.
 
     Args:
-        selectors: kind, kind/index, `redis` or `supervisor`; none for every worker.
+        selectors: kind, kind/index, `redis` or `supervisor` (on SLURM, what the batch step printed); none for every
+            worker.
         attempt: a number, `all`, or None for the last one.
 
     Raises:
@@ -42,7 +46,11 @@ def find_logs(directory: TrialDirectory, selectors: Sequence[str], *, attempt: s
     """
     attempts = _attempts(directory, attempt)
     files = [log for number in attempts for log in _files_of(directory, number, with_attempt=len(attempts) > 1)]
-    chosen = [log for log in files if not selectors or any(_matches(log.label, selector) for selector in selectors)]
+    if selectors:
+        chosen = [log for log in files if any(_matches(log.label, selector) for selector in selectors)]
+    else:
+        # Where nothing came so far as to start a worker, the others are all there is to read.
+        chosen = [log for log in files if not any(_matches(log.label, other) for other in OTHER_LOGS)] or files
     if not chosen:
         have = ", ".join(sorted({log.label for log in files})) or "none yet"
         raise NoLogsError(
@@ -107,12 +115,35 @@ def _attempts(directory: TrialDirectory, attempt: str | None) -> list[int]:
     return [int(attempt)]
 
 
+def attempt_number(directory: TrialDirectory, attempt: str | None) -> int | None:
+    """One attempt that there is; None where all are meant.
+
+    Raises:
+        NoLogsError: if there is no such attempt.
+    """
+    return None if attempt in (None, "all") else _attempts(directory, attempt)[0]
+
+
 def _files_of(directory: TrialDirectory, attempt: int, *, with_attempt: bool) -> Iterator[LogFile]:
     suffix = f"@{attempt}" if with_attempt else ""
+    for job_id in _jobs_of(directory, attempt):
+        path = directory.logs_path / f"slurm-{job_id}.log"
+        if path.exists():
+            yield LogFile(label=f"supervisor{suffix}", path=path)
     for path in sorted(directory.attempt_logs(attempt).glob("*.log"), key=_order):
         match = _NAME.fullmatch(path.name)
         label = f"{match['kind']}/{match['index']}" if match else path.stem
         yield LogFile(label=f"{label}{suffix}", path=path)
+
+
+def _jobs_of(directory: TrialDirectory, attempt: int) -> list[str]:
+    """The jobs of an attempt; one that SLURM put back into the queue has several attempts, and one log."""
+    jobs = {}
+    for event in read_journal(directory.journal_path):
+        if event["event"] == "submitted" and event.get("job_id"):
+            jobs[event.get("attempt")] = str(event["job_id"])
+    before = [job for number, job in jobs.items() if isinstance(number, int) and number <= attempt]
+    return before[-1:]
 
 
 def _order(path: Path) -> tuple[str, int]:

@@ -70,7 +70,9 @@ class FinishedTrial(msgspec.Struct, frozen=True, kw_only=True):
 class StatusPage:
     """What rl-status prints, again and again with -w."""
 
-    def __init__(self, fileroot: Path, *, output: str, show_all: bool, explain: bool, colour: bool) -> None:
+    def __init__(
+        self, fileroot: Path, *, output: str, show_all: bool, explain: bool, colour: bool, width: int | None = None
+    ) -> None:
         client = SlurmClient(timeout_s=10.0)
         self._queue = CachedQueue(client)
         self._reader = StatusReader(client, queue=self._queue)
@@ -79,6 +81,7 @@ class StatusPage:
         self._show_all = show_all
         self._explain = explain
         self._colour = colour
+        self._width = width
 
     def all_trials(self) -> str:
         """One row per trial."""
@@ -95,7 +98,7 @@ class StatusPage:
         status = describe(evidence)
         if self._output in ("json", "name"):
             return self._render([status], num_hidden=0)
-        page = render_trial(status, wide=self._output == "wide", colour=self._colour)
+        page = render_trial(status, wide=self._output == "wide", colour=self._colour, width=self._width)
         return f"{page}\n\n{explain(evidence, status, answer)}" if self._explain else page
 
     def _render(self, statuses: Sequence[TrialStatus], *, num_hidden: int) -> str:

@@ -8,6 +8,8 @@ import time
 from typing import TextIO
 
 from corral.launcher.metrics import headline
+from corral.launcher.queue_cache import CachedQueue
+from corral.launcher.slurm import SlurmClient
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.status_view import format_duration
@@ -16,7 +18,7 @@ from corral.launcher.trials import TrialFacts
 EXIT_BY_STATE = {"COMPLETE": 0, "STOPPED": 7, "CANCELLED": 7}
 EXIT_FAILED = 6
 _LOOK_INTERVAL_S = 0.5
-_SLURM_LOOK_INTERVAL_S = 5.0  # squeue is shared by everyone on the cluster
+_SLURM_LOOK_INTERVAL_S = 1.0  # of files and Redis; squeue itself is asked less often, see queue_cache
 _PLAIN_INTERVAL_S = 5.0
 _BAR_WIDTH = 24
 
@@ -45,7 +47,7 @@ def progress_bar(status: TrialStatus) -> str:
 
 def wait_for_end(facts: TrialFacts, *, reader: StatusReader | None = None, out: TextIO | None = None) -> TrialStatus:
     """Shows progress until the trial has ended; returns its last status. Ctrl-C raises KeyboardInterrupt, no more."""
-    reader, out = reader or StatusReader(), out or sys.stdout
+    reader, out = reader or _make_reader(), out or sys.stdout
     interval_s = _LOOK_INTERVAL_S if facts.mode == "local" else _SLURM_LOOK_INTERVAL_S
     if out.isatty():
         return _wait_on_terminal(facts, reader, interval_s)
@@ -59,6 +61,11 @@ def wait_for_end(facts: TrialFacts, *, reader: StatusReader | None = None, out: 
         if status.is_final:
             return status
         time.sleep(interval_s)
+
+
+def _make_reader() -> StatusReader:
+    client = SlurmClient()
+    return StatusReader(client, queue=CachedQueue(client))
 
 
 def _wait_on_terminal(facts: TrialFacts, reader: StatusReader, interval_s: float) -> TrialStatus:

@@ -33,6 +33,14 @@ _COLOUR_BY_STATE = {
 }
 _ANSI = {"green": "\x1b[32m", "cyan": "\x1b[36m", "yellow": "\x1b[33m", "red": "\x1b[31m"}
 _RESET = "\x1b[0m"
+_RESUME = "rl-submit --resume {trial}"
+_ADVICE = {
+    "UNRESPONSIVE": "rl-logs {trial} master_worker",
+    "FAILED": f"rl-logs {{trial}} --errors; mend it, then {_RESUME}",
+    "OOM": "rl-logs {trial} --errors; then a new trial with more mem for that group",
+    **dict.fromkeys(("STOPPED", "CANCELLED", "TIMED_OUT", "PREEMPTED", "NODE_FAILED", "LOST"), _RESUME),
+}
+"""What one does about a state; where that is to wait, nothing is said."""
 _MAX_NODES = 4
 _MAX_WAITS = 6
 
@@ -61,9 +69,13 @@ def render_trials(statuses: Sequence[TrialStatus], *, colour: bool = False, num_
     return f"{table}\n{hidden}" if num_hidden else table
 
 
-def render_trial(status: TrialStatus, *, wide: bool = False, colour: bool = False) -> str:
-    """One trial: a headline, a row per group or per worker, who waits for whom, and the attempts before."""
-    lines = [_headline(status, colour=colour)]
+def render_trial(status: TrialStatus, *, wide: bool = False, colour: bool = False, width: int | None = None) -> str:
+    """One trial: a headline, a row per group or per worker, who waits for whom, the attempts before, what to do.
+
+    Args:
+        width: columns of the terminal, where the headline is to be broken.
+    """
+    lines = _headline(status, colour=colour, width=width)
     if status.note and status.note != headline(dict(status.metrics)):
         lines.append(f"  {_printable(status.note)}")
     lines.append(render_workers(status.workers, colour=colour) if wide else render_groups(status.groups))
@@ -72,6 +84,9 @@ def render_trial(status: TrialStatus, *, wide: bool = False, colour: bool = Fals
         if len(status.waits) > _MAX_WAITS:
             lines.append(f"           and {len(status.waits) - _MAX_WAITS} more; -o json shows all")
     lines += [_printable(_describe_end(end)) for end in status.history if end.attempt != status.attempt]
+    if advice := _ADVICE.get(status.state):
+        name = f"{status.experiment}/{status.trial}"
+        lines.append(f"next       {advice.format(trial=name)}")
     return "\n".join([*lines, f"directory  {status.directory}"])
 
 
@@ -148,9 +163,8 @@ def format_duration(seconds: float | None) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600}h"
 
 
-def _headline(status: TrialStatus, *, colour: bool) -> str:
-    state = _coloured(status.state, colour=colour)
-    parts = [f"{status.experiment}/{status.trial}", state, f"step {_steps(status)}"]
+def _headline(status: TrialStatus, *, colour: bool, width: int | None) -> list[str]:
+    parts = [f"{status.experiment}/{status.trial}", status.state, f"step {_steps(status)}"]
     if numbers := headline(dict(status.metrics)):
         parts.append(numbers)
     if status.attempt is not None:
@@ -159,9 +173,21 @@ def _headline(status: TrialStatus, *, colour: bool) -> str:
         parts.append(f"job {status.job_id}" + (f" on {status.node_list}" if status.node_list else ""))
     if status.age_s is not None:
         parts.append(f"age {format_duration(status.age_s)}")
-    if status.time_left:
+    if status.time_left and status.time_left != "UNLIMITED":
         parts.append(f"time left {status.time_left}")
-    return "  ".join(parts)
+    lines = _wrapped(parts, width)
+    return [lines[0].replace(f"  {status.state}", f"  {_coloured(status.state, colour=colour)}", 1), *lines[1:]]
+
+
+def _wrapped(parts: Sequence[str], width: int | None) -> list[str]:
+    """The parts in lines of at most this width; none is broken, and what follows the first line is indented."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if width is not None and len(lines[-1]) + 2 + len(part) > width:
+            lines.append(f"  {part}")
+        else:
+            lines[-1] += f"  {part}"
+    return lines
 
 
 def _describe_end(end: AttemptEnd) -> str:

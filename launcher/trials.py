@@ -72,7 +72,7 @@ def find_trial(argument: str, fileroot: Path) -> TrialFacts:
         raise TrialNotFoundError(f"{argument!r} is the name of {len(exact)} trials: {names}; write experiment/trial")
     there = [plan.parent for plan in fileroot.glob("*/*/plan.json")]
     near = closest(argument, [f"{path.parent.name}/{path.name}" for path in there] + [path.name for path in there])
-    hint = f"did you mean {near!r}?" if near else f"rl-status lists the {len(there)} trials that are there"
+    hint = f"did you mean {near!r}?" if near else f"rl-status lists those that are there ({len(there)})"
     raise TrialNotFoundError(f"no trial {argument!r} below {fileroot}; {hint}")
 
 

@@ -6,16 +6,24 @@ Exit codes: 0 ok, 1 unexpected, 2 bad configuration or usage (whatever the clust
 unreachable, 5 this cluster can never run it, 6 the trial failed (--wait), 7 it was stopped (--wait)
 """
 
+import os
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
 
 import typer
+from typer.exceptions import TyperException
 
 if TYPE_CHECKING:
     from corral.launcher.trials import TrialFacts
+
+_FIRST_COLUMN = re.compile(r"\s*\S+\s{2,}")
 
 EXIT_ERROR = 1
 EXIT_BAD_CONFIGURATION = 2
@@ -23,16 +31,42 @@ EXIT_NOT_FOUND = 3
 EXIT_UNREACHABLE = 4
 EXIT_REFUSED = 5
 
+
+class Output(StrEnum):
+    """Forms of what a command prints, of those that know two."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
 FILEROOT_HELP = "Folder of the trials; default $CORRAL_FILEROOT, else ~/corral."
 TRIAL_HELP = "A trial's name, experiment/trial, or the path of its directory."
-Fileroot = Annotated[Path | None, typer.Option("--fileroot", help=FILEROOT_HELP)]
+Fileroot = Annotated[Path | None, typer.Option("--fileroot", metavar="DIR", help=FILEROOT_HELP)]
 
 
-def run(command: Callable[..., None], arguments: Sequence[str] | None = None) -> None:
+def run(command: Callable[..., None], arguments: Sequence[str] | None = None) -> NoReturn:
     """A program that is one command; `arguments` are those of the process unless given."""
-    app = typer.Typer(pretty_exceptions_enable=False)
+    # Plain help, and usage errors in the form of all others: what a frame wraps cannot be searched or copied.
+    app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(command)
-    app(args=list(arguments) if arguments is not None else None)
+    try:
+        code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+        sys.stdout.flush()
+    except TyperException as error:
+        program = os.path.basename(sys.argv[0])
+        print(f"error: {_usage_message(error)}\n  hint: {program} --help shows what there is", file=sys.stderr)
+        sys.exit(EXIT_BAD_CONFIGURATION)
+    except BrokenPipeError:
+        # `rl-status | head -1` has seen enough; what is still buffered must not raise at the interpreter's end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    sys.exit(code or 0)
+
+
+def _usage_message(error: TyperException) -> str:
+    message = error.format_message() if isinstance(error, typer.BadParameter) else str(error)
+    message = message.removeprefix("Invalid value: ").replace("Value error, ", "").rstrip(".")
+    return message[:1].lower() + message[1:]
 
 
 @contextmanager
@@ -71,6 +105,31 @@ def _exit_code_of(error: Exception) -> int | None:
 def fail(message: str, code: int) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
     raise typer.Exit(code)
+
+
+def wants_colour() -> bool:
+    """Whether stdout is a terminal, whose user has not asked for plain text (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def terminal_width(out: TextIO | None = None) -> int | None:
+    """Columns of the terminal that stdout is; None where it is none, and lines stay whole."""
+    return shutil.get_terminal_size().columns if (out or sys.stdout).isatty() else None
+
+
+def fold(text: str, width: int | None) -> str:
+    """Breaks long lines between words, and goes on below the second column, so that columns stay columns."""
+    return "\n".join(part for line in text.split("\n") for part in _fold_line(line, width))
+
+
+def _fold_line(line: str, width: int | None) -> list[str]:
+    if width is None or len(line) <= width:
+        return [line]
+    column = _FIRST_COLUMN.match(line)
+    indent = column.end() if column and column.end() <= width // 2 else 2
+    return textwrap.wrap(
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    ) or [line]
 
 
 def wait_for_trial(facts: "TrialFacts", name: str) -> None:

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corral.launcher.commands.common import EXIT_ERROR, EXIT_UNREACHABLE, Fileroot, run, user_errors
+from corral.launcher.commands.common import EXIT_ERROR, EXIT_UNREACHABLE, Fileroot, Output, run, user_errors
 
 if TYPE_CHECKING:
     from corral.launcher.doctor import Finding
 
 
 def doctor(
-    partition: Annotated[str | None, typer.Option("--partition", help="Where the probe runs.")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", metavar="NAME", help="Where the probe runs.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Submit no probe to the nodes.")] = False,
-    output: Annotated[str, typer.Option("-o", "--output", help="table or json.")] = "table",
+    output: Annotated[Output, typer.Option("-o", "--output", help="For people, or for programs.")] = Output.TABLE,
     fileroot: Fileroot = None,
 ) -> None:
     """Check this machine, the cluster and its nodes: one line each, and what to do."""
@@ -24,8 +24,6 @@ def doctor(
         from corral.launcher.doctor_here import judge_commands, look_here, missing_commands
         from corral.launcher.trials import default_fileroot
 
-        if output not in ("table", "json"):
-            raise typer.BadParameter(f"-o is table or json, not {output!r}")
         root = (fileroot or default_fileroot()).absolute()
         findings: list[Finding] = list(look_here(root))
         missing = missing_commands()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, run, user_errors
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, Output, run, user_errors, wants_colour
 from corral.launcher.completion import complete_trial
 
 if TYPE_CHECKING:
@@ -19,17 +19,27 @@ _WAIT_TIMEOUT_S = 7 * 24 * 3600.0
 
 
 def evaluate(
-    trial: Annotated[str, typer.Argument(help=TRIAL_HELP, autocompletion=complete_trial)],
-    step: Annotated[str, typer.Option("--step", help="Train step (several with commas), latest, or all.")] = "latest",
-    dataset: Annotated[Path | None, typer.Option("--dataset", help="Other problems than the trial's own.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer.")] = None,
+    trial: Annotated[str, typer.Argument(metavar="TRIAL", help=TRIAL_HELP, autocompletion=complete_trial)],
+    step: Annotated[
+        str, typer.Option("--step", metavar="STEPS", help="Train step (several with commas), latest, or all.")
+    ] = "latest",
+    dataset: Annotated[
+        Path | None, typer.Option("--dataset", metavar="FILE", help="Other problems than the trial's own.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=1, metavar="N", help="Longest answer.")
+    ] = None,
     local: Annotated[bool, typer.Option("--local", help="On this machine, one after the other.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Until all have ended.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Only show what was asked for before.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Also steps that have a result already.")] = False,
-    partition: Annotated[str | None, typer.Option("--partition", help="Default: where the trial trains.")] = None,
-    minutes: Annotated[int, typer.Option("--minutes", min=1, help="Time limit of one start of a job.")] = 60,
-    output: Annotated[str, typer.Option("-o", "--output", help="table or json.")] = "table",
+    partition: Annotated[
+        str | None, typer.Option("--partition", metavar="NAME", help="Default: where the trial trains.")
+    ] = None,
+    minutes: Annotated[
+        int, typer.Option("--minutes", min=1, metavar="N", help="Time limit of one start of a job.")
+    ] = 60,
+    output: Annotated[Output, typer.Option("-o", "--output", help="For people, or for programs.")] = Output.TABLE,
     fileroot: Fileroot = None,
 ) -> None:
     """Evaluate versions of a trial's weights, on the cluster or on this machine."""
@@ -46,13 +56,15 @@ def evaluate(
         from corral.launcher.evaluation_status import EvaluationReader, is_wanted
         from corral.launcher.trials import default_fileroot, find_trial
 
-        if output not in ("table", "json"):
-            raise typer.BadParameter(f"-o is table or json, not {output!r}")
         facts = find_trial(trial, fileroot or default_fileroot())
         folder = evaluation_folder(facts.directory, dataset)
         if show:
             reader = EvaluationReader(folder)
-            _print(reader.read(reader.known_steps()), output)
+            known = reader.known_steps()
+            if not known and output is Output.TABLE:
+                print(f"no evaluations of {facts.name} yet; rl-eval {facts.name} makes one of its last version")
+                return
+            _print(reader.read(known), output)
             return
         plan = read_plan(facts.directory)
         evaluation = make_evaluation_config(plan, dataset, max_new_tokens=max_new_tokens)
@@ -112,7 +124,7 @@ def _print(statuses: "Sequence[EvaluationStatus]", output: str) -> None:
             means = (result.accuracy, result.mean_reward, result.mean_response_tokens)
             numbers = (*(f"{mean:.4g}" for mean in means), str(result.num_prompts), format_duration(result.seconds))
         rows.append((str(status.step), status.state, *numbers, status.job_id or "-", status.note))
-    print(render_table(header, rows, colour=sys.stdout.isatty()))
+    print(render_table(header, rows, colour=wants_colour()))
 
 
 def _as_json(status: "EvaluationStatus") -> dict[str, object]:

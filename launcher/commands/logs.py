@@ -22,22 +22,28 @@ if TYPE_CHECKING:
     from corral.launcher.trials import TrialFacts
 
 _DEFAULT_LINES = 100
+_WORKERS_HELP = "kind, kind/index, redis or supervisor; default all workers."
 _SINCE_HELP = "Only what was printed since: 10m, 2h, 08:14, or a date and time."
 
 
 def logs(
-    trial: Annotated[str, typer.Argument(help=TRIAL_HELP, autocompletion=complete_trial)],
+    trial: Annotated[str, typer.Argument(metavar="TRIAL", help=TRIAL_HELP, autocompletion=complete_trial)],
     workers: Annotated[
-        list[str] | None, typer.Argument(help="kind or kind/index; default all.", autocompletion=complete_worker)
+        list[str] | None, typer.Argument(metavar="WORKER", help=_WORKERS_HELP, autocompletion=complete_worker)
     ] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on printing what is written.")] = False,
     lines: Annotated[
-        int | None, typer.Option("-n", "--lines", min=0, help=f"Last lines of each worker; default {_DEFAULT_LINES}.")
+        int | None,
+        typer.Option("-n", "--lines", min=0, metavar="N", help=f"Last lines of each worker; default {_DEFAULT_LINES}."),
     ] = None,
-    since: Annotated[str | None, typer.Option("--since", help=_SINCE_HELP)] = None,
-    grep: Annotated[str | None, typer.Option("--grep", help="Only lines that match this regular expression.")] = None,
+    since: Annotated[str | None, typer.Option("--since", metavar="TIME", help=_SINCE_HELP)] = None,
+    grep: Annotated[
+        str | None, typer.Option("--grep", metavar="PATTERN", help="Only lines that match this regular expression.")
+    ] = None,
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Lines as they are, without their worker.")] = False,
-    attempt: Annotated[str | None, typer.Option("--attempt", help="A number, or all; default the last.")] = None,
+    attempt: Annotated[
+        str | None, typer.Option("--attempt", metavar="N", help="A number, or all; default the last.")
+    ] = None,
     errors: Annotated[bool, typer.Option("--errors", help="The first failure, and what followed it.")] = False,
     path: Annotated[bool, typer.Option("--path", help="Print the files' paths only.")] = False,
     fileroot: Fileroot = None,
@@ -45,15 +51,14 @@ def logs(
     """Show what a trial's workers print."""
     with user_errors():
         from corral.launcher.failures import describe_failures
-        from corral.launcher.logs import NoLogsError, find_logs, print_tails
+        from corral.launcher.logs import NoLogsError, attempt_number, find_logs, print_tails
         from corral.launcher.trials import default_fileroot, find_trial
 
         chosen = _line_filter(since, grep)
         facts = find_trial(trial, fileroot or default_fileroot())
         try:
             if errors:
-                number = int(attempt) if attempt and attempt.isdigit() else None
-                print(describe_failures(facts.directory, attempt=number))
+                print(describe_failures(facts.directory, attempt=attempt_number(facts.directory, attempt)))
                 return
             files = find_logs(facts.directory, workers or [], attempt=attempt)
             if path:
@@ -65,8 +70,6 @@ def logs(
                 _follow(facts, workers or [], attempt, chosen, prefix=not no_prefix)
         except NoLogsError as error:
             fail(str(error), EXIT_NOT_FOUND)
-        except BrokenPipeError:
-            _leave_quietly()
 
 
 def _line_filter(since: str | None, grep: str | None) -> "LineFilter":
@@ -109,15 +112,7 @@ def _follow(
             prefix=prefix,
         )
     except KeyboardInterrupt:
-        print(f"(the trial keeps running; rl-stop {facts.name} ends it)")
-
-
-def _leave_quietly() -> None:
-    """`rl-logs TRIAL | head` has seen enough; what is still buffered must not raise at the interpreter's end."""
-    import os
-    import sys
-
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"\n(the trial keeps running; rl-stop {facts.name} ends it)")
 
 
 def main() -> None:

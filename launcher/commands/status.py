@@ -1,24 +1,44 @@
 """rl-status: how trials stand."""
 
-import sys
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, run, user_errors, wait_for_trial
+from corral.launcher.commands.common import (
+    TRIAL_HELP,
+    Fileroot,
+    run,
+    terminal_width,
+    user_errors,
+    wait_for_trial,
+    wants_colour,
+)
 from corral.launcher.completion import complete_trial
 
 _REDRAW_S = 5.0
-_OUTPUTS = ("table", "wide", "json", "name")
+
+
+class StatusOutput(StrEnum):
+    """What rl-status prints."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    JSON = "json"
+    NAME = "name"
 
 
 def status(
-    trial: Annotated[str | None, typer.Argument(help=TRIAL_HELP, autocompletion=complete_trial)] = None,
+    trial: Annotated[
+        str | None, typer.Argument(metavar="TRIAL", help=TRIAL_HELP, autocompletion=complete_trial)
+    ] = None,
     watch: Annotated[bool, typer.Option("-w", "--watch", help="Draw again every five seconds.")] = False,
     show_all: Annotated[bool, typer.Option("-a", "--all", help="Trials that ended long ago, too.")] = False,
-    output: Annotated[str, typer.Option("-o", "--output", help="table, wide, json or name.")] = "table",
+    output: Annotated[
+        StatusOutput, typer.Option("-o", "--output", help="wide: a row per worker; name: for a shell's loop.")
+    ] = StatusOutput.TABLE,
     explain: Annotated[bool, typer.Option("--explain", help="The facts behind each word.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Show the progress of one trial until it has ended.")] = False,
     fileroot: Fileroot = None,
@@ -27,8 +47,6 @@ def status(
     with user_errors():
         from corral.launcher.trials import default_fileroot, find_trial
 
-        if output not in _OUTPUTS:
-            raise typer.BadParameter(f"-o is {', '.join(_OUTPUTS[:-1])} or {_OUTPUTS[-1]}, not {output!r}")
         root = fileroot or default_fileroot()
         if wait:
             if trial is None:
@@ -37,7 +55,9 @@ def status(
             return
         from corral.launcher.overview import StatusPage
 
-        page = StatusPage(root, output=output, show_all=show_all, explain=explain, colour=sys.stdout.isatty())
+        page = StatusPage(
+            root, output=output, show_all=show_all, explain=explain, colour=wants_colour(), width=terminal_width()
+        )
         look = page.all_trials if trial is None else lambda: page.one_trial(trial)
         if watch:
             _redraw(look)

@@ -1,6 +1,7 @@
 """rl-stop: a last checkpoint, then the end; or only a group's; or the next attempt."""
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,13 +20,17 @@ _TRIALS_HELP = f"{TRIAL_HELP} Or the id of its SLURM job."
 
 
 def stop(
-    trials: Annotated[list[str], typer.Argument(metavar="TRIAL...", help=_TRIALS_HELP, autocompletion=complete_trial)],
+    trials: Annotated[list[str], typer.Argument(metavar="TRIAL", help=_TRIALS_HELP, autocompletion=complete_trial)],
     now: Annotated[bool, typer.Option("--now", help="Do not wait for a last checkpoint.")] = False,
-    grace: Annotated[float | None, typer.Option("--grace", min=0, help="Seconds to checkpoint in.")] = None,
+    grace: Annotated[
+        float | None, typer.Option("--grace", min=0, metavar="SECONDS", help="Seconds to checkpoint in.")
+    ] = None,
     requeue: Annotated[bool, typer.Option("--requeue", help="Checkpoint, then go on in a new job.")] = False,
     group: Annotated[
         str | None,
-        typer.Option("--group", help="End only this group, and keep it down.", autocompletion=complete_group),
+        typer.Option(
+            "--group", metavar="GROUP", help="End only this group, and keep it down.", autocompletion=complete_group
+        ),
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="With --group: start it again.")] = False,
     fileroot: Fileroot = None,
@@ -85,19 +90,30 @@ def _hold(found: "Sequence[TrialFacts]", group: str, *, undo: bool) -> None:
 
 def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, requeue: bool) -> None:
     """All at the same time: each may take its whole grace period."""
+    from corral.launcher.queue_cache import CachedQueue
+    from corral.launcher.slurm import SlurmClient
+    from corral.launcher.status import NOT_STARTED
+    from corral.launcher.status_reader import StatusReader
     from corral.launcher.stop import requeue_trial, stop_trial
 
     def end(facts: "TrialFacts") -> str:
-        if requeue:
-            after = requeue_trial(facts, grace_s=grace)
+        (before,) = StatusReader().read([facts])
+        if not requeue and before.is_final and before.state != "LOST":
+            after, what = stop_trial(facts, now=now, grace_s=grace), "has ended already: "
+        elif requeue:
+            if not before.is_final:
+                print(f"putting back {facts.name} after a last checkpoint", flush=True)
+            after, what = requeue_trial(facts, grace_s=grace), ""
         else:
-            after = stop_trial(facts, now=now, grace_s=grace)
-        return f"{facts.name} {after.state}" + (f": {after.note}" if after.note else "")
+            can_checkpoint = not now and before.state not in (*NOT_STARTED, "LOST")
+            print(f"stopping {facts.name}" + (" after a last checkpoint" if can_checkpoint else ""), flush=True)
+            after, what = stop_trial(facts, now=now, grace_s=grace), ""
+        return f"{facts.name} {what}{after.state}" + (f": {after.note}" if after.note else "")
 
-    what = "putting back" if requeue else "stopping"
-    for facts in found:
-        print(f"{what} {facts.name}" + ("" if now else " after a last checkpoint"), flush=True)
     _in_parallel([partial(end, facts) for facts in found])
+    if any(facts.mode == "slurm" for facts in found):
+        # Else rl-status would show for some seconds what squeue said before.
+        CachedQueue(SlurmClient()).look(newer_than=time.time())
 
 
 def _in_parallel(actions: Sequence[Callable[[], str]]) -> None:

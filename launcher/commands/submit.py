@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from corral.launcher.commands.common import EXIT_ERROR, Fileroot, fail, run, user_errors, wait_for_trial
+from corral.launcher.commands.common import (
+    EXIT_ERROR,
+    Fileroot,
+    fail,
+    fold,
+    run,
+    terminal_width,
+    user_errors,
+    wait_for_trial,
+)
 
 if TYPE_CHECKING:
     from corral.launcher.logs import LogFile
@@ -36,18 +45,25 @@ class LayoutName(StrEnum):
 
 
 def submit(
-    experiment: Annotated[Path | None, typer.Argument(help="The experiment file (YAML).")] = None,
-    trial: Annotated[str | None, typer.Option("-n", "--trial", help="Name of the trial; default trial-N.")] = None,
-    override: Annotated[list[str] | None, typer.Option("-s", "--set", help="key.path=value, over the file's.")] = None,
+    experiment: Annotated[Path | None, typer.Argument(metavar="EXPERIMENT", help="The experiment file (YAML).")] = None,
+    trial: Annotated[
+        str | None, typer.Option("-n", "--trial", metavar="NAME", help="Name of the trial; default trial-N.")
+    ] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("-s", "--set", metavar="KEY=VALUE", help="key.path=value, over the file's.")
+    ] = None,
     profile: Annotated[
-        str | None, typer.Option("--profile", help="Name or path of a profile beneath the experiment file.")
+        str | None,
+        typer.Option("--profile", metavar="PROFILE", help="Name or path of a profile beneath the experiment file."),
     ] = None,
     layout: Annotated[LayoutName | None, typer.Option("--layout", help="As launch.layout.")] = None,
     max_attempts: Annotated[
-        int | None, typer.Option("--max-attempts", min=1, help="As launch.max_attempts: attempts without a human.")
+        int | None,
+        typer.Option("--max-attempts", min=1, metavar="N", help="As launch.max_attempts: attempts without a human."),
     ] = None,
     sbatch_arg: Annotated[
-        list[str] | None, typer.Option("--sbatch-arg", help="Further option of sbatch, as --licenses=a:1; repeatable.")
+        list[str] | None,
+        typer.Option("--sbatch-arg", metavar="OPTION", help="Further option of sbatch, as --licenses=a:1; repeatable."),
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="Run on this machine, without SLURM.")] = False,
     dry_run: Annotated[
@@ -56,7 +72,9 @@ def submit(
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Show progress until the trial has ended.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Print what the workers print until it has ended.")] = False,
-    resume: Annotated[str | None, typer.Option("--resume", help="Continue this trial from its last commit.")] = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", metavar="TRIAL", help="Continue this trial from its last commit.")
+    ] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the call of sbatch.")] = False,
     fileroot: Fileroot = None,
 ) -> None:
@@ -146,7 +164,12 @@ def _print_plan(submission: "Submission", out: TextIO) -> None:
     from corral.launcher.layout_view import render_layout
 
     nodes = render_layout(submission.layout) if submission.layout else THIS_MACHINE
-    print(render_plan(submission.plan, nodes=nodes, warnings=submission.warnings), file=out)
+    width = terminal_width(out)
+    print(fold(render_plan(submission.plan, nodes=nodes), width), file=out)
+    if submission.warnings:
+        print(file=out)
+    for warning in submission.warnings:
+        print(fold(f"warning:   {warning}", width), file=out)
     print(f"\nchecks     {' - '.join(submission.checks)}", file=out, flush=True)
     for number, file in enumerate(submission.profiles):
         print(f"{'' if number else 'profiles':<9}  {display_path(file)}", file=out, flush=True)
@@ -166,6 +189,7 @@ def _print_script(submission: "Submission") -> None:
 
 
 def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bool, verbose: bool) -> None:
+    from corral.experiments.errors import display_path
     from corral.launcher.submit import create, start
     from corral.launcher.trials import default_fileroot, read_facts
 
@@ -176,7 +200,7 @@ def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bo
     if plan.mode == "local":
         print(f"started    supervisor {identifier} on this machine; it goes on when this terminal closes")
     else:
-        print(f"job        {identifier}   {submission.directory.sbatch_path}")
+        print(f"job        {identifier}   {display_path(submission.directory.sbatch_path)}")
     if verbose and submission.layout is not None:
         from corral.launcher.sbatch import render_submission
 

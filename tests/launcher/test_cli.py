@@ -151,6 +151,23 @@ def test_rl_stop_checkpoints_and_rl_status_shows_the_end(make_trial: MakeTrial, 
     assert (status["state"], status["step"], status["total_steps"]) == ("STOPPED", 3, 3)
 
 
+def test_rl_stop_of_a_group_keeps_it_down_until_it_is_undone(make_trial: MakeTrial, tmp_path: Path) -> None:
+    trial = make_trial({"master_worker/0": ["master"]})
+    trial.start()
+    trial.wait_for_workers()
+    held = run("rl-stop", "trial", "--group", "generation_server", fileroot=tmp_path)
+    assert held.returncode == 0 and held.stderr == "", held.stderr
+    shown = run("rl-status", "trial", "-o", "wide", fileroot=tmp_path).stdout
+    assert any(line.startswith("generation_server/0") and "HELD" in line for line in shown.splitlines()), shown
+    assert len(trial.starts("generation_server/0")) == 1
+    assert len(trial.events("worker_exited")) == 1
+    undone = run("rl-stop", "trial", "--group", "generation_server", "--undo", fileroot=tmp_path)
+    assert undone.returncode == 0, undone.stderr
+    wait_until(lambda: len(trial.starts("generation_server/0")) == 2, "the server to be started again")
+    assert not trial.events("unit_restarting")
+    assert run("rl-stop", "trial", "--now", fileroot=tmp_path).returncode == 0
+
+
 def test_rl_logs_shows_lines_paths_and_the_first_failure(make_trial: MakeTrial, tmp_path: Path) -> None:
     trial = make_trial(
         {"master_worker/0": ["master"], "gserver_manager/0": ["exit 9"]}, supervision={"max_restarts": 0}
