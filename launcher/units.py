@@ -180,9 +180,8 @@ class Supervision:
         unit.has_place = False
         if unit.is_on_fallback or self.phase in (TrialPhase.TERMINATING, TrialPhase.KILLING, TrialPhase.ENDED):
             return []
-        if unit.phase is UnitPhase.DOUBTED:
-            return self._leave(unit, cause, now)
-        actions = self._excuse(unit, cause, now, kill=True)
+        is_doubted = unit.phase is UnitPhase.DOUBTED
+        actions = self._leave(unit, cause, now) if is_doubted else self._excuse(unit, cause, now, kill=True)
         master = self._units.get(MASTER_UNIT)
         if name == TRAINER_UNIT and master is not None and self.phase is TrialPhase.RUNNING:
             # It would give up on its trainer after a while, and both begin at the last commit anyway.
@@ -221,7 +220,7 @@ class Supervision:
         self.phase = TrialPhase.STOPPING
         self._deadline = now + grace_s
         if not self._master_can_still_checkpoint():
-            return self._stop_without_checkpoint("the trainer was being restarted", now)
+            return self._stop_without_checkpoint("the trainer did not run", now)
         return []
 
     def log_ended(self, outcome: Outcome, reason: str, now: float) -> list[Action]:

@@ -285,6 +285,17 @@ def test_the_master_starts_with_its_trainer_and_again_after_it_was_away() -> Non
     assert supervision.restarts("master_worker/0") == supervision.restarts("model_worker") == 0
 
 
+def test_the_master_leaves_with_ranks_that_ended_before_slurm_said_that_their_place_is_gone() -> None:
+    supervision = Supervision((WAITING_MASTER, FAR_GANG), POLICY)
+    supervision.place_given("model_worker", 0.0)
+    supervision.tick(0.0)
+    for rank in FAR_GANG.tasks:
+        asked = supervision.exited(rank, 0, 10.0)
+    assert asked == [AskPlace("model_worker")]
+    taken = supervision.place_taken("model_worker", "requeued", 11.0)
+    assert taken == [LeaveUnit("model_worker", "requeued"), SignalTask("master_worker/0", kill=False)]
+
+
 def test_a_held_unit_rests_until_it_is_released() -> None:
     supervision = started()
     assert supervision.hold("rollout_worker/0", is_held=True, now=1.0) == [SignalTask("rollout_worker/0", kill=False)]
