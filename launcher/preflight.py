@@ -7,7 +7,6 @@
 One sinfo and one `scontrol show partition`; nothing is written outside a temporary folder.
 """
 
-import getpass
 import os
 import re
 import shlex
@@ -24,7 +23,7 @@ from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.layout import Allocation, Layout
 from corral.launcher.layout_planner import plan_layout
 from corral.launcher.sbatch import COMPONENT_SEPARATOR, member_options, render_holder, render_script, sbatch_options
-from corral.launcher.slurm import SlurmClient, SlurmError, SlurmUnreachableError
+from corral.launcher.slurm import SlurmClient, SlurmError, SlurmUnreachableError, user_name
 from corral.launcher.slurm_asks import Ask, asks_of, check_values, shapes_for
 from corral.launcher.slurm_capacity import check_layout, describe
 from corral.launcher.slurm_checks import check_asks, explain_refusal, node_local_warning
@@ -89,7 +88,7 @@ def _read(client: SlurmClient, asks: Sequence[Ask], warnings: list[str]) -> Clus
             client,
             wants_reservation=any("reservation" in ask.values for ask in asks),
             wants_account=any(name in ask.values for ask in asks for name in ("account", "qos")),
-            user=getpass.getuser(),
+            user=user_name(),
         )
     except SlurmUnreachableError:
         raise

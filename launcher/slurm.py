@@ -6,15 +6,17 @@
 Parsers are pure functions over the text. What a newer SLURM adds to it is kept or skipped, never an error.
 """
 
-import getpass
 import json
 import os
+import pwd
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from corral.launcher.processes import TRIAL_UUID_VARIABLE
 
 _SLURM_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_")
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")  # how the commands find the cluster at all
@@ -102,13 +104,25 @@ class Node:
 
 
 def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment without what an enclosing job set: sbatch would take it for options of the new job."""
+    """The environment without what an enclosing job set: sbatch would take it for options of the new job.
+
+    A job that one trial asks for is none of its processes: its supervisor would end it as a leftover.
+    """
     source = os.environ if environment is None else environment
+    dropped = (*_RANK_VARIABLES, TRIAL_UUID_VARIABLE)
     return {
         name: value
         for name, value in source.items()
-        if name in _KEPT or not (name.startswith(_SLURM_PREFIXES) or name in _RANK_VARIABLES)
+        if name in _KEPT or not (name.startswith(_SLURM_PREFIXES) or name in dropped)
     }
+
+
+def user_name() -> str:
+    """This user as SLURM knows it: by the process's id, whatever $USER says; by number where it has no name."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 class SlurmClient:
@@ -119,13 +133,12 @@ class SlurmClient:
 
     def submit(self, options: Sequence[str], script: Path) -> str:
         """Hands a batch script over; returns the job id."""
-        answer = self._run(["sbatch", "--parsable", *options, str(script)], environment=clean_environment())
-        return parse_job_id(answer)
+        return parse_job_id(self._run(["sbatch", "--parsable", *options, str(script)]))
 
     def test_submission(self, options: Sequence[str], script: Path) -> str:
         """What `sbatch --test-only` says about the job; SlurmError if it can never start."""
         command = ["sbatch", "--test-only", *options, str(script)]
-        completed = self._complete(command, environment=clean_environment())
+        completed = self._complete(command)
         if completed.returncode != 0:
             raise SlurmError(_failure(command, completed))
         return completed.stderr.strip()
@@ -140,7 +153,7 @@ class SlurmClient:
 
     def states(self) -> dict[str, tuple[str, str]]:
         """State and reason of this user's jobs, by the id that squeue shows: `7`, or `7_0` for an array's element."""
-        lines = self._run(["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r"]).splitlines()
+        lines = self._run(["squeue", "-h", "-r", "-t", "all", "-u", user_name(), "-o", "%i|%T|%r"]).splitlines()
         rows = (line.split("|", 2) for line in lines if line.count("|") >= 2)
         return {job_id: (state, reason) for job_id, state, reason in rows}
 
@@ -198,15 +211,13 @@ class SlurmClient:
         """What any other command of SLURM prints; SlurmError if it fails."""
         return self._run(command)
 
-    def _run(self, command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> str:
-        completed = self._complete(command, environment=environment)
+    def _run(self, command: Sequence[str]) -> str:
+        completed = self._complete(command)
         if completed.returncode != 0:
             raise SlurmError(_failure(command, completed))
         return completed.stdout
 
-    def _complete(
-        self, command: Sequence[str], *, environment: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def _complete(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         try:
             completed = subprocess.run(
                 command,
@@ -215,7 +226,8 @@ class SlurmClient:
                 text=True,
                 errors="replace",
                 timeout=self._timeout_s,
-                env=environment,
+                # A user's SQUEUE_PARTITION would hide jobs, a SCANCEL_STATE spare them, a SLURM_TIME_FORMAT say "now".
+                env=clean_environment(),
                 check=False,
             )
         except FileNotFoundError as error:
@@ -235,7 +247,7 @@ class SlurmClient:
 
 def queue_command() -> list[str]:
     """The one squeue call that serves all trials. Never `-j`: it hides ids that SLURM has forgotten."""
-    return ["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", _QUEUE_FORMAT]
+    return ["squeue", "-h", "-r", "-t", "all", "-u", user_name(), "-o", _QUEUE_FORMAT]
 
 
 def parse_job_id(answer: str) -> str:

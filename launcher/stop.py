@@ -8,7 +8,6 @@ stop.json --> master: checkpoint, Stop in the trial log --> supervisor: ends the
 nobody is there any more: Stop in the trial log from here, and scancel of the jobs that wait in the queue
 """
 
-import getpass
 import os
 import socket
 import time
@@ -19,7 +18,7 @@ from typing import Literal
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import DoneError, TrialLog
-from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
+from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, user_name
 from corral.launcher.slurm_states import is_active
 from corral.launcher.status import FINAL_STATES, NOT_STARTED, TrialStatus
 from corral.launcher.status_reader import StatusReader
@@ -220,4 +219,4 @@ def _append_stop(facts: TrialFacts) -> None:
 
 
 def _who() -> str:
-    return f"{getpass.getuser()}@{socket.gethostname()}"
+    return f"{user_name()}@{socket.gethostname()}"

@@ -1,10 +1,15 @@
 """SLURM's text as it really is: parsed without surprise, and every word of it has a meaning."""
 
+import os
+import pwd
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.launcher.slurm import (
+    SlurmClient,
     SlurmError,
     clean_environment,
     parse_gpus,
@@ -14,6 +19,7 @@ from corral.launcher.slurm import (
     parse_queue,
     parse_settings,
     parse_steps,
+    queue_command,
 )
 from corral.launcher.slurm_facts import expand_host_list
 from corral.launcher.slurm_states import judge_exit, judge_job
@@ -94,9 +100,24 @@ def test_the_environment_keeps_the_cluster_and_loses_the_enclosing_job() -> None
             "RANK": "0",
             "PATH": "/bin",
             "MASTER_PORT": "1",
+            "CORRAL_TRIAL_UUID": "of the trial that submits",
         }
     )
     assert cleaned == {"SLURM_CONF": "/c", "PATH": "/bin"}
+
+
+def test_filters_of_the_users_shell_hide_no_job_and_spare_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("squeue", "scancel"):
+        script = tmp_path / command
+        script.write_text('#!/bin/sh\nif [ -n "$SQUEUE_PARTITION$SCANCEL_STATE$SLURM_TIME_FORMAT" ]; then exit 1; fi\n')
+        script.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    settings = {"SQUEUE_PARTITION": "x", "SCANCEL_STATE": "PENDING", "SLURM_TIME_FORMAT": "relative", "USER": "nobody"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    assert SlurmClient().queue() == []
+    SlurmClient().cancel("7")
+    assert queue_command()[queue_command().index("-u") + 1] == pwd.getpwuid(os.getuid()).pw_name
 
 
 ROWS = [
