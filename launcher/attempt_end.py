@@ -3,7 +3,7 @@
     SIGUSR2, stop request with then=requeue --> successor, checkpoint --> the next attempt goes on     then = requeue
     SIGTERM --SLURM is asked why--> preempted, node failed, time limit, requeued --> the next one      then = requeue
                                +--> scancel --> CANCELLED                                              then = ""
-    a later stop request without then (rl-stop) wins over all of these --> STOPPED                     then = ""
+    a stop request without then (rl-stop), whether it comes before or after these, wins --> STOPPED    then = ""
 
 attempt_ended is recorded for every attempt, trial_ended only when nothing goes on by itself.
 """
@@ -66,7 +66,9 @@ class AttemptEnd:
         self._job_end: JobEnd | None = None
         self._own_request: StopRequest | None = None
         self._is_recorded = False
-        self.then: Then = "requeue" if continuation is not None and continuation.successor else ""
+        self._is_final = False
+        """Whether somebody wants the trial to end here; nothing that comes later takes that back."""
+        self.then: Then = ""
         """What follows a stop of the trial log that the supervisor itself appends."""
 
     @property
@@ -83,7 +85,7 @@ class AttemptEnd:
         """
         grace_s = self._plan.supervision.stop_grace_s
         if self._continuation is not None and number is signal.SIGUSR2:
-            if was_asked:
+            if was_asked or self._is_final or self.is_job_ending:
                 return None
             self.hand_over("TIMED_OUT", "the time limit is near")
             return self._request(_TIME_LIMIT_NEAR, grace_s=grace_s)
@@ -104,25 +106,27 @@ class AttemptEnd:
             return
         if request.then == "requeue" and self._continuation is not None:
             self.hand_over("REQUEUED", f"asked for by {request.by}")
-        elif not self.is_job_ending:
+        else:
             self.stop_for_good()
 
     def hand_over(self, state: str, cause: str) -> None:
-        """The next attempt is to go on: asks for its job.
+        """The next attempt is to go on: asks for its job. What ends the trial, or the job already, goes first.
 
         Args:
             state: how this attempt ends, as a word of rl-status.
             cause: why.
         """
-        assert self._continuation is not None
+        if self._continuation is None or self._is_final or self.is_job_ending:
+            return
         self._state, self._cause, self.then = state, cause, "requeue"
         why_not = self._continuation.arrange()
         if why_not.startswith("launch.max_attempts"):
             self._cause, self.then = f"{cause}; {why_not}", ""
 
-    def stop_for_good(self) -> None:
-        """Somebody wants the trial to end: nothing follows."""
-        self._state, self._cause, self.then = Outcome.STOPPED.value, "", ""
+    def stop_for_good(self, state: str = Outcome.STOPPED.value, cause: str = "") -> None:
+        """Somebody wants the trial to end: nothing follows. The first who does gives it its state and cause."""
+        if not self._is_final:
+            self._state, self._cause, self.then, self._is_final = state, cause, "", True
         if self._continuation is not None:
             self._continuation.revoke()
 
@@ -166,15 +170,13 @@ class AttemptEnd:
         return verdict
 
     def _job_is_ending(self, continuation: Continuation, end: JobEnd) -> None:
-        self._state, self._cause = end.state, end.cause
-        self.then = "requeue" if end.may_go_on else ""
         if not end.may_go_on:
-            continuation.revoke()
-            self._record_attempt_end("")
-            return
-        why_not = continuation.arrange() if end.needs_successor else ""
-        if why_not:
-            self._cause, self.then = f"{end.cause}; {why_not}", ""
+            self.stop_for_good(end.state, end.cause)
+        elif not self._is_final:
+            self._state, self._cause, self.then = end.state, end.cause, "requeue"
+            why_not = continuation.arrange() if end.needs_successor else ""
+            if why_not:
+                self._cause, self.then = f"{end.cause}; {why_not}", ""
         follows = "successor" if continuation.successor and not end.is_requeued else "requeue"
         # At once: SLURM may kill us before the workers have ended.
         self._record_attempt_end(follows if self.then else "")
@@ -190,9 +192,10 @@ class AttemptEnd:
         return cause if self._state in _NO_ADVICE else f"{cause}; {_ADVICE}"
 
     def _seal(self, log: TrialLog) -> None:
-        """Nothing follows, so the stop in the log must not say that something does."""
+        """Nothing follows: the log must not let a job go on that could not be taken out of the queue."""
         log.poll()
-        if log.state.is_handed_over:
+        has_successor = self._continuation is not None and bool(self._continuation.successor)
+        if log.state.is_handed_over or (has_successor and not log.state.is_stopped):
             try:
                 log.request_stop("supervisor", reason="no further attempt follows by itself")
             except StoppedError:

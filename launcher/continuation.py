@@ -34,8 +34,7 @@ class Continuation:
         client: SLURM's commands; a short timeout, as SLURM may be about to kill us.
         plan: the trial.
         directory: its folder.
-        attempt: number of the attempt.
-        job_id: the job that it runs in.
+        job_id: the job that the attempt runs in.
         restart_count: how often SLURM had requeued that job before.
         hosts: the nodes of the job.
         record: adds a line to the journal.
@@ -47,7 +46,6 @@ class Continuation:
         client: SlurmClient,
         plan: RunPlan,
         directory: TrialDirectory,
-        attempt: int,
         job_id: str,
         restart_count: int,
         hosts: Sequence[str],
@@ -60,7 +58,7 @@ class Continuation:
         self._restart_count = restart_count
         self._hosts = tuple(hosts)
         self._record = record
-        self.successor = _successor_of(directory, attempt)
+        self.successor = _successor_of(directory, job_id)
         """Job id of the successor; "" if there is none."""
 
     def explain(self) -> JobEnd:
@@ -97,20 +95,21 @@ class Continuation:
         except SlurmError as error:
             self._record("successor_refused", cause=str(error))
             return f"no further job could be submitted: {error}"
-        self._record("successor_submitted", job_id=self.successor, excluded=excluded)
+        self._record("successor_submitted", job_id=self.successor, after=self._job_id, excluded=excluded)
         return ""
 
     def revoke(self) -> None:
         """Nothing is to follow: takes the successor out of the queue."""
         if not self.successor:
             return
-        job_id, self.successor = self.successor, ""
         try:
-            self._client.cancel(job_id)
-            self._record("successor_cancelled", job_id=job_id)
+            self._client.cancel(self.successor)
         except SlurmError as error:
             # It will find in the trial log that nothing is to follow, and end.
-            self._record("successor_not_cancelled", job_id=job_id, cause=str(error))
+            self._record("successor_not_cancelled", job_id=self.successor, cause=str(error))
+            return
+        self._record("successor_cancelled", job_id=self.successor)
+        self.successor = ""
 
     def requeue(self) -> str:
         """Lets SLURM start our own job again, which ends it now; returns why not, or ""."""
@@ -143,15 +142,15 @@ class Continuation:
         return job is not None and job.get("HetJobId") == self._job_id
 
 
-def _successor_of(directory: TrialDirectory, attempt: int) -> str:
-    """The successor that an earlier supervisor of this attempt has submitted."""
-    names = ("successor_submitted", "successor_cancelled")
-    events = [
-        event
-        for event in read_journal(directory.journal_path)
-        if event["event"] in names and event.get("attempt") == attempt
-    ]
-    return str(events[-1]["job_id"]) if events and events[-1]["event"] == "successor_submitted" else ""
+def _successor_of(directory: TrialDirectory, job_id: str) -> str:
+    """The successor that still waits for the end of this job: of an earlier supervisor, or before a requeue."""
+    waiting = ""
+    for event in read_journal(directory.journal_path):
+        if event["event"] == "successor_submitted" and event.get("after") == job_id:
+            waiting = str(event["job_id"])
+        elif event["event"] == "successor_cancelled" and str(event["job_id"]) == waiting:
+            waiting = ""
+    return waiting
 
 
 def _tail(path: Path) -> str:

@@ -99,8 +99,8 @@ class _Forwarder:
             signal.signal(number, handler)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        if self._child is None:
-            self._early.append(number)
-        elif self._child.poll() is None:
+        if self._child is None or self._child.poll() is not None:
+            self._early.append(number)  # for the next child, if there is one
+        else:
             self.forwarded.add(number)
             self._child.send_signal(number)

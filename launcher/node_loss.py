@@ -55,20 +55,25 @@ def relocate(layout: Layout, steps: Mapping[str, Step], lost: Collection[NodeKey
         nodes = [
             node for node in range(layout.allocations[step.allocation].num_nodes) if (step.allocation, node) not in lost
         ]
-        taken = {**staying, **moves}
+        taken = {**staying, **moves, **shares}
         found = next((place for node in nodes if (place := _fit(layout, taken, step, node)) is not None), None)
         if found is not None:
             moves[worker] = found
         elif nodes and not step.gpus and worker.startswith("rollout_worker/"):
-            shares[worker] = msgspec.structs.replace(step, node_index=nodes[0], cpus=1)
+            used_mb = {node: sum(one.mem_mb for one in _steps_on(taken, step.allocation, node)) for node in nodes}
+            shares[worker] = msgspec.structs.replace(step, node_index=min(nodes, key=used_mb.__getitem__), cpus=1)
         else:
             without_room.append(worker)
     return Relocation(moves=moves, shares=shares, without_room=tuple(without_room))
 
 
+def _steps_on(steps: Mapping[str, Step], allocation: int, node: int) -> list[Step]:
+    return [step for step in steps.values() if (step.allocation, step.node_index) == (allocation, node)]
+
+
 def _fit(layout: Layout, taken: Mapping[str, Step], step: Step, node: int) -> Step | None:
     allocation = layout.allocations[step.allocation]
-    others = [one for one in taken.values() if (one.allocation, one.node_index) == (step.allocation, node)]
+    others = _steps_on(taken, step.allocation, node)
     reserved_cpus, reserved_mem_mb = _slack(layout, allocation) if (step.allocation, node) == (0, 0) else (0, 0)
     free_gpus = sorted(set(range(allocation.gpus_per_node)) - {gpu for one in others for gpu in one.gpu_indices})
     fits = (
@@ -83,7 +88,7 @@ def _fit(layout: Layout, taken: Mapping[str, Step], step: Step, node: int) -> St
 
 def _slack(layout: Layout, head: Allocation) -> tuple[int, int]:
     """What the supervisor needs of the head node: at most what the layout left free there."""
-    own = [step for step in layout.steps.values() if (step.allocation, step.node_index) == (0, 0)]
+    own = _steps_on(layout.steps, 0, 0)
     cpus = head.cpus_per_node - sum(step.cpus for step in own)
     mem_mb = head.mem_mb_per_node - sum(step.mem_mb for step in own)
     return min(1, max(0, cpus)), min(256, max(0, mem_mb))
@@ -92,6 +97,8 @@ def _slack(layout: Layout, head: Allocation) -> tuple[int, int]:
 def is_trial_over(layout: Layout, relocation: Relocation, given_up: Collection[str]) -> str:
     """Why an attempt cannot go on after a loss, or "" if it can. Pure.
 
+    Only a generation server can be done without while others are left; a rollout worker's prompts are nobody else's.
+
     Args:
         layout: allocations of the trial.
         relocation: what becomes of the workers of lost nodes.
@@ -99,11 +106,10 @@ def is_trial_over(layout: Layout, relocation: Relocation, given_up: Collection[s
     """
     gone = {*given_up, *relocation.without_room}
     for worker in relocation.without_room:
-        kind = worker.partition("/")[0]
-        if kind not in ("generation_server", "rollout_worker"):
+        if not worker.startswith("generation_server/"):
             return f"{worker} has no room on the nodes that are left"
-        if all(other in gone for other in layout.steps if other.startswith(f"{kind}/")):
-            return f"no {kind} is left"
+        if all(other in gone for other in layout.steps if other.startswith("generation_server/")):
+            return "no generation_server is left"
     return ""
 
 

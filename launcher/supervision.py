@@ -229,7 +229,7 @@ class Supervisor:
         relocation = self._node_loss.relocate()
         for worker, step in {**relocation.moves, **relocation.shares}.items():
             self._record("worker_moved", worker=worker, cause=cause, node=self._node_loss.host_of(step))
-        if relocation.why_over and self._continuation is not None:
+        if relocation.why_over:
             self._ends.hand_over("NODE_FAILED", f"{cause}, and {relocation.why_over}")
             self._apply(
                 self._supervision.stop_requested(reason=cause, grace_s=0.0, immediately=True, now=time.monotonic())
@@ -251,8 +251,22 @@ class Supervisor:
 
     def _read_requests(self) -> None:
         self._read_held_groups()
+        self._read_stop_request()  # before a signal's request takes its place
         while self._signals:
             self._request_stop_for(self._signals.pop(0))
+            self._read_stop_request()
+
+    def _read_held_groups(self) -> None:
+        held = self._directory.read_held_groups()
+        if held == self._held_groups:
+            return
+        self._held_groups = held
+        self._record("groups_held", groups=sorted(held))
+        for unit in self._tasks_by_unit:
+            is_held = unit.partition("/")[0] in held
+            self._apply(self._supervision.hold(unit, is_held=is_held, now=time.monotonic()))
+
+    def _read_stop_request(self) -> None:
         try:
             request = self._directory.read_stop_request()
         except ValueError as error:
@@ -272,16 +286,6 @@ class Supervisor:
                 now=time.monotonic(),
             )
         )
-
-    def _read_held_groups(self) -> None:
-        held = self._directory.read_held_groups()
-        if held == self._held_groups:
-            return
-        self._held_groups = held
-        self._record("groups_held", groups=sorted(held))
-        for unit in self._tasks_by_unit:
-            is_held = unit.partition("/")[0] in held
-            self._apply(self._supervision.hold(unit, is_held=is_held, now=time.monotonic()))
 
     def _request_stop_for(self, number: signal.Signals) -> None:
         request = self._ends.signalled(number, was_asked=self._supervision.phase is not TrialPhase.RUNNING)

@@ -124,7 +124,6 @@ def make_runner(plan: RunPlan, directory: TrialDirectory, attempt: int) -> Runne
             client=SlurmClient(timeout_s=_CONTINUATION_TIMEOUT_S),
             plan=plan,
             directory=directory,
-            attempt=attempt,
             job_id=start.job_id,
             restart_count=start.restart_count,
             hosts=[host for allocation in own.values() for host in allocation.hosts],
