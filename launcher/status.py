@@ -247,6 +247,9 @@ def _judge_running(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str, 
 
 
 def _judge_readiness(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str, str]:
+    given_up = [row for row in rows if row.state == "GIVEN UP"]
+    if given_up:
+        return "DEGRADED", f"goes on without {given_up[0].worker}: {evidence.given_up[given_up[0].worker]}"
     needed = [row for row in rows if not is_away(row) or not _may_be_absent(evidence, row)]
     ready = sum(row.state == "UP" for row in needed)
     if ready < len(needed):
@@ -255,9 +258,6 @@ def _judge_readiness(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str
         if waiting is not None:
             text = f"{text}; {waiting.allocation} waits: {describe_member(waiting)}"
         return "STARTING", text
-    given_up = [row for row in rows if row.state == "GIVEN UP"]
-    if given_up:
-        return "DEGRADED", f"goes on without {given_up[0].worker}: {evidence.given_up[given_up[0].worker]}"
     return "RUNNING", ""
 
 
