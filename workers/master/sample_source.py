@@ -108,7 +108,7 @@ class TrajectorySource:
         return list(decision.batch) if decision.batch else None
 
     def waiting_for(self) -> str:
-        return f"{self._missing} of {self._batch_size} trajectories from the rollout workers"
+        return f"{self._missing} more of {self._batch_size} trajectories from the rollout workers"
 
     async def _take_in(self, samples: list[BufferedSample]) -> None:
         known = [sample.uid for sample in samples if not self._buffer.put(sample)]
