@@ -47,24 +47,25 @@ def relocate(layout: Layout, steps: Mapping[str, Step], lost: Collection[NodeKey
     staying = {worker: step for worker, step in steps.items() if (step.allocation, step.node_index) not in lost}
     homeless = [worker for worker in steps if worker not in staying]
     moves: dict[str, Step] = {}
-    shares: dict[str, Step] = {}
-    without_room: list[str] = []
     # The largest first: the small ones fit into what is left.
     for worker in sorted(homeless, key=lambda worker: (-steps[worker].gpus, -steps[worker].cpus, worker)):
-        step = steps[worker]
-        nodes = [
-            node for node in range(layout.allocations[step.allocation].num_nodes) if (step.allocation, node) not in lost
-        ]
-        taken = {**staying, **moves, **shares}
-        found = next((place for node in nodes if (place := _fit(layout, taken, step, node)) is not None), None)
-        if found is not None:
+        step, taken = steps[worker], {**staying, **moves}
+        places = (_fit(layout, taken, step, node) for node in _nodes_left(layout, step.allocation, lost))
+        if (found := next((place for place in places if place is not None), None)) is not None:
             moves[worker] = found
-        elif nodes and not step.gpus and worker.startswith("rollout_worker/"):
+    shares: dict[str, Step] = {}
+    for worker in homeless:  # only now, so that those who share are in nobody's way
+        step, nodes = steps[worker], _nodes_left(layout, steps[worker].allocation, lost)
+        if worker not in moves and worker.startswith("rollout_worker/") and not step.gpus and nodes:
+            taken = {**staying, **moves, **shares}
             used_mb = {node: sum(one.mem_mb for one in _steps_on(taken, step.allocation, node)) for node in nodes}
             shares[worker] = msgspec.structs.replace(step, node_index=min(nodes, key=used_mb.__getitem__), cpus=1)
-        else:
-            without_room.append(worker)
-    return Relocation(moves=moves, shares=shares, without_room=tuple(without_room))
+    without_room = tuple(worker for worker in homeless if worker not in moves and worker not in shares)
+    return Relocation(moves=moves, shares=shares, without_room=without_room)
+
+
+def _nodes_left(layout: Layout, allocation: int, lost: Collection[NodeKey]) -> list[int]:
+    return [node for node in range(layout.allocations[allocation].num_nodes) if (allocation, node) not in lost]
 
 
 def _steps_on(steps: Mapping[str, Step], allocation: int, node: int) -> list[Step]:

@@ -1,0 +1,310 @@
+"""Nodes that fail under an allocation that outlives them: who moves where, who shares, and whom nothing is left for."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corral.experiments.journal import Journal
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.layout import Allocation, Layout, RunningAllocation, Step
+from corral.launcher.node_loss import (
+    NodeLoss,
+    Relocation,
+    failed_nodes,
+    is_trial_over,
+    nodes_that_are_down,
+    relocate,
+)
+from corral.launcher.runner import Task, TaskSpec
+from corral.launcher.slurm import Node, SlurmClient, SlurmUnreachableError
+
+KINDS = ("master_worker", "model_worker", "generation_server", "gserver_manager", "rollout_worker")
+SLACK_CPUS, SLACK_MB = 1, 256  # what the supervisor keeps of the head node
+
+
+def head(num_nodes: int, *, cpus: int = 8, mem_mb: int = 4000, gpus: int = 0) -> Allocation:
+    return Allocation(
+        name="head",
+        role="head",
+        num_nodes=num_nodes,
+        cpus_per_node=cpus,
+        mem_mb_per_node=mem_mb,
+        gpus_per_node=gpus,
+    )
+
+
+def layout(allocation: Allocation, steps: Mapping[str, Step]) -> Layout:
+    return Layout(kind="packed", reason="", allocations=(allocation,), steps=dict(steps))
+
+
+def step(node: int, cpus: int, *, mem_mb: int = 100, gpus: Sequence[int] = ()) -> Step:
+    return Step(
+        allocation=0, node_index=node, cpus=cpus, mem_mb=mem_mb, gpus=len(gpus), gpu_indices=tuple(gpus)
+    )  # fmt: skip
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Workers of any size, each put on the first node that has room beside the supervisor."""
+    shape = head(draw(st.integers(1, 4)), cpus=draw(st.integers(2, 8)), gpus=draw(st.integers(0, 4)))
+    steps: dict[str, Step] = {}
+    free = [[shape.cpus_per_node, shape.mem_mb_per_node, 0] for _ in range(shape.num_nodes)]
+    free[0][0] -= SLACK_CPUS
+    free[0][1] -= SLACK_MB
+    workers = draw(
+        st.lists(
+            st.tuples(st.sampled_from(KINDS), st.integers(1, 6), st.integers(1, 3000), st.integers(0, 3)), max_size=10
+        )
+    )
+    for index, (kind, cpus, mem_mb, gpus) in enumerate(workers):
+        for node, (left_cpus, left_mb, next_gpu) in enumerate(free):
+            if cpus <= left_cpus and mem_mb <= left_mb and next_gpu + gpus <= shape.gpus_per_node:
+                steps[f"{kind}/{index}"] = step(node, cpus, mem_mb=mem_mb, gpus=range(next_gpu, next_gpu + gpus))
+                free[node] = [left_cpus - cpus, left_mb - mem_mb, next_gpu + gpus]
+                break
+    return layout(shape, steps)
+
+
+def used(steps: Mapping[str, Step], node: int) -> tuple[int, int, list[int]]:
+    here = [one for one in steps.values() if one.node_index == node]
+    gpus = [gpu for one in here for gpu in one.gpu_indices]
+    return sum(one.cpus for one in here), sum(one.mem_mb for one in here), gpus
+
+
+@settings(max_examples=200, deadline=None)
+@given(given_layout=layouts(), losses=st.lists(st.integers(0, 3), max_size=3, unique=True))
+def test_whatever_nodes_are_lost_no_node_is_overcommitted_and_who_shares_found_nothing_free(
+    given_layout: Layout, losses: list[int]
+) -> None:
+    shape, steps, lost, sharing = given_layout.head, dict(given_layout.steps), set[tuple[int, int]](), set[str]()
+    for node in losses:
+        lost.add((0, node))
+        homeless = {worker for worker, one in steps.items() if (0, one.node_index) in lost}
+        found = relocate(given_layout, steps, lost)
+        assert sorted([*found.moves, *found.shares, *found.without_room]) == sorted(homeless)
+        assert all((0, one.node_index) not in lost for one in [*found.moves.values(), *found.shares.values()])
+        for worker, moved in found.moves.items():
+            before = steps[worker]
+            assert (
+                moved == msgspec.structs.replace(before, node_index=moved.node_index, gpu_indices=moved.gpu_indices)
+                and len(moved.gpu_indices) == before.gpus
+            )
+        sharing = (sharing - homeless) | {*found.shares}
+        kept = {worker: one for worker, one in steps.items() if worker not in homeless} | dict(found.moves)
+        left = [index for index in range(shape.num_nodes) if (0, index) not in lost]
+        for index in left:
+            cpus, mem_mb, gpus = used({worker: one for worker, one in kept.items() if worker not in sharing}, index)
+            slack = (SLACK_CPUS, SLACK_MB) if index == 0 else (0, 0)
+            assert cpus + slack[0] <= shape.cpus_per_node and mem_mb + slack[1] <= shape.mem_mb_per_node
+            assert len(gpus) == len(set(gpus)) and set(gpus) <= set(range(shape.gpus_per_node))
+        for worker in [*found.shares, *found.without_room]:
+            is_sharing = worker in found.shares
+            assert is_sharing is (worker.startswith("rollout_worker/") and not steps[worker].gpus and bool(left))
+            for index in left:
+                cpus, mem_mb, gpus = used(kept, index)
+                slack = (SLACK_CPUS, SLACK_MB) if index == 0 else (0, 0)
+                assert (
+                    cpus + steps[worker].cpus + slack[0] > shape.cpus_per_node
+                    or mem_mb + steps[worker].mem_mb + slack[1] > shape.mem_mb_per_node
+                    or len(gpus) + steps[worker].gpus > shape.gpus_per_node
+                ), f"{worker} had room on node {index}"
+        gone = set(found.without_room)
+        steps = {worker: one for worker, one in (steps | found.moves | found.shares).items() if worker not in gone}
+
+
+THREE_NODES = layout(
+    head(3),
+    {
+        "master_worker/0": step(0, 1),
+        "model_worker/0": step(0, 5),
+        "generation_server/0": step(1, 4, gpus=()),
+        "rollout_worker/0": step(1, 2),
+        "generation_server/1": step(2, 4),
+    },
+)
+
+
+def test_what_fits_moves_and_a_rollout_worker_shares_where_memory_is_left() -> None:
+    found = relocate(THREE_NODES, THREE_NODES.steps, {(0, 1)})
+    assert found.moves == {"generation_server/0": step(2, 4)}
+    assert found.shares == {"rollout_worker/0": step(0, 1)} and found.without_room == ()
+
+
+def test_the_largest_chooses_first_and_one_that_shares_is_in_nobodys_way() -> None:
+    steps = {
+        "master_worker/0": step(0, 5),
+        "rollout_worker/0": step(1, 4),  # fits nowhere, so it shares
+        "generation_server/0": step(1, 2),  # takes what is left
+    }
+    found = relocate(layout(head(2), steps), steps, {(0, 1)})
+    assert found.moves.keys() == {"generation_server/0"} and found.shares.keys() == {"rollout_worker/0"}
+
+
+def test_workers_with_gpus_get_free_ones_or_none() -> None:
+    steps = {
+        "master_worker/0": step(0, 1),
+        "generation_server/0": step(0, 1, gpus=(0, 2)),
+        "generation_server/1": step(1, 1, gpus=(0, 1)),
+        "rollout_worker/0": step(1, 1, gpus=(2,)),
+    }
+    found = relocate(layout(head(2, gpus=4), steps), steps, {(0, 1)})
+    assert found.moves["generation_server/1"].gpu_indices == (1, 3)
+    assert found.without_room == ("rollout_worker/0",)  # it owns a GPU, so it cannot share
+
+
+def test_another_allocation_is_neither_lost_nor_moved_to() -> None:
+    other = msgspec.structs.replace(head(1), name="model_worker", role="component")
+    steps = {
+        "master_worker/0": step(0, 8),
+        "generation_server/0": step(1, 8),
+        "model_worker/0": msgspec.structs.replace(step(0, 1), allocation=1),
+    }
+    both = Layout(kind="hetjob", reason="", allocations=(head(2), other), steps=steps)
+    assert relocate(both, steps, {(0, 1)}) == Relocation(without_room=("generation_server/0",))
+
+
+@pytest.mark.parametrize(
+    ("without_room", "given_up", "why"),
+    [
+        ((), (), ""),
+        (("generation_server/0",), (), ""),
+        (("generation_server/0",), ("generation_server/1",), "no generation_server is left"),
+        (("generation_server/0", "generation_server/1"), (), "no generation_server is left"),
+        (("model_worker/0",), (), "model_worker/0 has no room on the nodes that are left"),
+        (("master_worker/0",), (), "master_worker/0 has no room"),
+        (("generation_server/0", "rollout_worker/0"), (), "rollout_worker/0 has no room"),  # its prompts are its own
+    ],
+)
+def test_only_a_generation_server_can_be_done_without_while_another_is_left(
+    without_room: tuple[str, ...], given_up: tuple[str, ...], why: str
+) -> None:
+    found = is_trial_over(THREE_NODES, Relocation(without_room=without_room), given_up)
+    assert found.startswith(why) and bool(found) == bool(why)
+
+
+class Client(SlurmClient):
+    """SLURM, as far as lost nodes are concerned."""
+
+    def __init__(self, left: str | None = "n[1-3]", states: Mapping[str, str] | None = None) -> None:
+        self.left = left
+        self.states = states
+        self.is_reachable = True
+
+    def job(self, job_id: str) -> dict[str, str] | None:
+        if not self.is_reachable:
+            raise SlurmUnreachableError("scontrol did not answer within 20 s")
+        return None if self.left is None else {"JobId": job_id, "NodeList": self.left}
+
+    def hostnames(self, node_list: str) -> list[str]:
+        return {"n[1-3]": ["n1", "n2", "n3"], "n[1,3]": ["n1", "n3"], "n1": ["n1"]}[node_list]
+
+    def nodes(self) -> list[Node]:
+        if self.states is None:
+            raise SlurmUnreachableError("sinfo did not answer within 20 s")
+        return [
+            Node(
+                name=name,
+                partition="debug",
+                is_default_partition=True,
+                cpus=8,
+                mem_mb=8000,
+                gpus_by_type={},
+                features=(),
+                state=state,
+            )
+            for name, state in self.states.items()
+        ]
+
+
+class Runner:
+    """Notes where workers are told to go."""
+
+    def __init__(self) -> None:
+        self.moved: dict[str, tuple[int, bool]] = {}
+
+    def move(self, worker: str, step: Step, *, overlaps: bool = False) -> None:
+        self.moved[worker] = (step.node_index, overlaps)
+
+    def move_back(self, worker: str) -> None:
+        raise AssertionError("nobody comes back")
+
+    def start(self, spec: TaskSpec) -> Task:
+        raise AssertionError("starts are the supervisor's")
+
+    def bind_address(self, worker: str) -> str:
+        return ""
+
+    def clean_up(self) -> None:
+        raise AssertionError("nothing to clean up")
+
+
+def watched(client: Client) -> tuple[NodeLoss, Runner]:
+    runner = Runner()
+    running = RunningAllocation(job_id="7", het_group=None, hosts=("n1", "n2", "n3"))
+    return NodeLoss(client=client, layout=THREE_NODES, head=running, runner=runner), runner
+
+
+def test_a_node_that_slurm_took_out_of_the_job_is_told_once() -> None:
+    client = Client()
+    loss, _ = watched(client)
+    assert loss.look() == []
+    client.left = "n[1,3]"
+    assert loss.look() == ["n2"] and loss.look() == []
+    client.left = "n1"
+    assert loss.look() == ["n3"]
+
+
+def test_what_slurm_does_not_say_is_no_loss() -> None:
+    client = Client("n1")
+    loss, _ = watched(client)
+    client.is_reachable = False
+    assert loss.look() == []
+    client.is_reachable, client.left = True, None
+    assert loss.look() == []
+    client.left = ""  # the job waits to run again
+    assert loss.look() == []
+
+
+def test_who_moves_starts_elsewhere_and_one_exit_of_each_is_excused() -> None:
+    client = Client("n[1,3]")
+    loss, runner = watched(client)
+    loss.look()
+    found = loss.relocate()
+    assert found.why_over == ""
+    assert runner.moved == {"generation_server/0": (2, False), "rollout_worker/0": (0, True)}
+    assert loss.host_of(found.moves["generation_server/0"]) == "n3"
+    assert [loss.excuse("generation_server/0") for _ in range(2)] == [True, False]
+    assert not loss.excuse("model_worker/0")
+
+
+def test_a_second_loss_counts_what_the_first_one_moved() -> None:
+    client = Client("n[1,3]")
+    loss, runner = watched(client)
+    loss.look()
+    loss.relocate()
+    client.left = "n1"
+    loss.look()
+    found = loss.relocate()
+    assert set(found.without_room) == {"generation_server/0", "generation_server/1"}
+    assert found.why_over == "no generation_server is left" and found.shares == {}
+
+
+def test_nodes_are_down_if_slurm_says_so() -> None:
+    client = Client(states={"n1": "alloc", "n2": "down*", "n3": "fail", "n4": "down"})
+    assert nodes_that_are_down(client, ["n1", "n2", "n3", "n9"]) == ["n2", "n3"]
+    assert nodes_that_are_down(Client(states=None), ["n2"]) == []
+
+
+def test_the_journal_knows_the_nodes_that_failed(tmp_path: Path) -> None:
+    directory = TrialDirectory(tmp_path / "exp" / "trial")
+    directory.create()
+    assert failed_nodes(directory) == []
+    journal = Journal(directory.journal_path)
+    for node in ("n3", "n2", "n3"):
+        journal.append("node_failed", attempt=0, node=node)
+    journal.append("attempt_ended", attempt=0, state="NODE_FAILED")
+    assert failed_nodes(directory) == ["n2", "n3"]
