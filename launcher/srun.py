@@ -294,9 +294,10 @@ class SrunRunner:
                 f"{worker} runs on node {step.node_index} of allocation {allocation.name}, and job {running.job_id} "
                 f"has {len(running.hosts)} nodes"
             )
+        moved = {other: elsewhere for other, (elsewhere, _) in self._moved.items()}
         sliced = [
             other.cpus
-            for other in self._layout.steps.values()
+            for other in {**self._layout.steps, **moved}.values()
             if (other.allocation, other.node_index, other.gpu_binding) == (step.allocation, step.node_index, "slice")
         ]
         return StepPlace(

@@ -226,6 +226,13 @@ def test_a_worker_can_be_moved_beside_the_plan_and_back(tmp_path: Path) -> None:
         runner.place_of("model_worker/0")
 
 
+def test_a_sliced_worker_that_moved_shares_the_cores_of_its_new_node(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, {0: HEAD}, layout="packed")
+    for worker, cpus in (("model_worker/0", 3), ("model_worker/1", 2)):
+        runner.move(worker, step(node_index=1, cpus=cpus, gpus=1, gpu_indices=(cpus,), gpu_binding="slice"))
+    assert runner.place_of("model_worker/0").sliced_cpus == 5
+
+
 @pytest.mark.parametrize(
     ("before", "said", "lost"),
     [
