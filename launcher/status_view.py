@@ -43,6 +43,7 @@ _ADVICE = {
 """What one does about a state; where that is to wait, nothing is said."""
 _MAX_NODES = 4
 _MAX_WAITS = 6
+_SHORT_WAIT_S = 1.0
 
 
 def render_trials(statuses: Sequence[TrialStatus], *, colour: bool = False, num_hidden: int = 0) -> str:
@@ -79,10 +80,11 @@ def render_trial(status: TrialStatus, *, wide: bool = False, colour: bool = Fals
     if status.note and status.note != headline(dict(status.metrics)):
         lines.append(f"  {_printable(status.note)}")
     lines.append(render_workers(status.workers, colour=colour) if wide else render_groups(status.groups))
-    if status.waits:
-        lines += [f"waits      {_printable(render_chain(chain))}" for chain in status.waits[:_MAX_WAITS]]
-        if len(status.waits) > _MAX_WAITS:
-            lines.append(f"           and {len(status.waits) - _MAX_WAITS} more; -o json shows all")
+    # A healthy trial is full of waits that end at once.
+    waits = [chain for chain in status.waits if (chain.steps[0].since_s or 0.0) >= _SHORT_WAIT_S]
+    lines += [f"waits      {_printable(render_chain(chain))}" for chain in waits[:_MAX_WAITS]]
+    if len(waits) > _MAX_WAITS:
+        lines.append(f"           and {len(waits) - _MAX_WAITS} more; -o json shows all")
     lines += [_printable(_describe_end(end)) for end in status.history if end.attempt != status.attempt]
     if advice := _ADVICE.get(status.state):
         name = f"{status.experiment}/{status.trial}"
@@ -197,7 +199,9 @@ def _describe_end(end: AttemptEnd) -> str:
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(end.ended_at))
     after = format_duration(max(0.0, end.ended_at - end.started_at))
     what = " ".join(["ended", end.state, ",".join(end.nodes)]).rstrip()
-    return f"attempt {end.attempt}  {what} after {after} at {when}" + (f" ({end.cause})" if end.cause else "")
+    return f"attempt {end.attempt}  {what} after {after} at {when}" + (
+        f" ({end.cause})" if end.cause and end.cause != end.state.lower() else ""
+    )
 
 
 def _nodes(nodes: Sequence[str]) -> str:
