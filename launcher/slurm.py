@@ -39,6 +39,10 @@ class SlurmUnreachableError(SlurmError):
     """The commands are missing, time out, or find no controller: nothing is known about any job."""
 
 
+class UncertainSubmissionError(SlurmUnreachableError):
+    """sbatch was asked and did not answer as it should: the job may have been taken all the same."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedJob:
     """One line of squeue."""
@@ -132,8 +136,19 @@ class SlurmClient:
         self._timeout_s = timeout_s
 
     def submit(self, options: Sequence[str], script: Path) -> str:
-        """Hands a batch script over; returns the job id."""
-        return parse_job_id(self._run(["sbatch", "--parsable", *options, str(script)]))
+        """Hands a batch script over; returns the job id.
+
+        Raises:
+            UncertainSubmissionError: if SLURM may have taken it without saying so.
+            SlurmError: if it has not.
+        """
+        try:
+            answer = self._run(["sbatch", "--parsable", *options, str(script)])
+        except SlurmUnreachableError as error:
+            if re.search("did not answer within|timed out", str(error)):
+                raise UncertainSubmissionError(str(error)) from error
+            raise
+        return parse_job_id(answer)
 
     def test_submission(self, options: Sequence[str], script: Path) -> str:
         """What `sbatch --test-only` says about the job; SlurmError if it can never start."""
@@ -254,7 +269,9 @@ def parse_job_id(answer: str) -> str:
     """`184223` or `184223;cluster` -> `184223`."""
     job_id = answer.strip().partition(";")[0]
     if not job_id.isdigit():
-        raise SlurmError(f"sbatch answered {answer!r}, which is no job id; look for the job with squeue --me")
+        raise UncertainSubmissionError(
+            f"sbatch answered {answer!r}, which is no job id; look for the job with squeue --me"
+        )
     return job_id
 
 

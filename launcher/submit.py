@@ -36,6 +36,13 @@ from corral.launcher.lock import is_locked
 from corral.launcher.preflight import check_on_slurm
 from corral.launcher.sbatch import holder_path, render_holder, render_script
 from corral.launcher.slurm import SlurmClient, SlurmError, clean_environment
+from corral.launcher.submission import (
+    SubmissionRunsError,
+    SubmissionUnknownError,
+    is_head_of,
+    submit_once,
+    submitting,
+)
 from corral.launcher.trials import TrialFacts, default_fileroot
 from corral.scheduling.slurm_formats import check_plain_text
 
@@ -132,14 +139,19 @@ def prepare_resume(facts: TrialFacts, *, client: SlurmClient | None = None) -> S
         plan = RunPlan.from_json(directory.plan_path.read_bytes())
     except ValueError as error:
         raise SubmissionError(f"trial {facts.name} cannot be resumed: {error}") from error
-    if _still_runs(directory):
-        raise SubmissionError(f"trial {facts.name} still runs; rl-status {facts.name} shows it")
+    _refuse_living(plan, directory, client)
     if TrialLog(directory.log_path).read().is_done:
         raise SubmissionError(f"trial {facts.name} is complete; there is nothing to resume")
-    if plan.mode == "slurm":
-        _refuse_queued(facts, client or SlurmClient())
     layout, checks, warnings = _check_resources(plan, directory, client)
     return Submission(plan=plan, directory=directory, warnings=warnings, checks=checks, layout=layout)
+
+
+def _refuse_living(plan: RunPlan, directory: TrialDirectory, client: SlurmClient | None) -> None:
+    name = f"{plan.trial.experiment}/{plan.trial.trial}"
+    if _still_runs(directory):
+        raise SubmissionError(f"trial {name} still runs; rl-status {name} shows it")
+    if plan.mode == "slurm":
+        _refuse_queued(name, plan.trial.uuid, client or SlurmClient())
 
 
 def _still_runs(directory: TrialDirectory) -> bool:
@@ -188,6 +200,20 @@ def start(
     Raises:
         SubmissionError, SlurmError: if it does not start. A first attempt then leaves no trial directory.
     """
+    if not resume:  # of two that make the same directory, one is through
+        return _start(submission, client, supervisor_command, resume=False)
+    try:
+        with submitting(submission.directory):
+            # It was looked at before, but of two who look at the same time both see that nobody is there.
+            _refuse_living(submission.plan, submission.directory, client)
+            return _start(submission, client, supervisor_command, resume=True)
+    except SubmissionRunsError as error:
+        raise SubmissionError(str(error)) from error
+
+
+def _start(
+    submission: Submission, client: SlurmClient | None, supervisor_command: Sequence[str], *, resume: bool
+) -> str:
     directory, plan = submission.directory, submission.plan
     previous = last_attempt(directory)
     attempt = previous.attempt + 1 if previous else 0
@@ -200,6 +226,13 @@ def start(
         if submission.layout is None:
             return _start_local(directory, attempt, supervisor_command)
         return _start_on_slurm(submission, submission.layout, attempt, client or SlurmClient())
+    except SubmissionUnknownError as error:
+        # The job, if there is one, needs its directory.
+        name = f"{plan.trial.experiment}/{plan.trial.trial}"
+        raise SubmissionUnknownError(
+            f"{error}\n  hint: once SLURM answers, rl-status {name} shows the job, or rl-submit --resume {name} "
+            "submits it"
+        ) from error
     except BaseException:
         if previous is None and not is_locked(directory):
             shutil.rmtree(directory.path)
@@ -228,7 +261,8 @@ def _start_local(directory: TrialDirectory, attempt: int, supervisor_command: Se
 def _start_on_slurm(submission: Submission, layout: Layout, attempt: int, client: SlurmClient) -> str:
     directory = submission.directory
     write_launch_files(submission.plan, layout, directory)
-    job_id = client.submit([], directory.sbatch_path)
+    is_it = is_head_of(submission.plan.trial.uuid)
+    job_id = submit_once(client, [], directory.sbatch_path, is_it=is_it)
     Journal(directory.journal_path).append("submitted", attempt=attempt, job_id=job_id)
     return job_id
 
@@ -308,17 +342,15 @@ def _check_resources(
     return None, (gpus, "output folder writable"), (ignored,) if contained else ()
 
 
-def _refuse_queued(facts: TrialFacts, client: SlurmClient) -> None:
+def _refuse_queued(name: str, trial_uuid: str, client: SlurmClient) -> None:
     try:
         jobs = client.queue()
     except SlurmError as error:
-        raise SubmissionError(f"cannot tell whether trial {facts.name} still runs: {error}") from error
+        raise SubmissionError(f"cannot tell whether trial {name} still runs: {error}") from error
     alive = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED")
     for job in jobs:
-        if job.tag.get("trial_uuid") == facts.uuid and job.state in alive:
-            raise SubmissionError(
-                f"trial {facts.name} is still job {job.job_id} ({job.state}); rl-stop {facts.name} first"
-            )
+        if job.tag.get("trial_uuid") == trial_uuid and job.state in alive:
+            raise SubmissionError(f"trial {name} is still job {job.job_id} ({job.state}); rl-stop {name} first")
 
 
 def _config_text(plan: RunPlan) -> bytes:

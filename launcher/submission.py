@@ -1,0 +1,116 @@
+"""sbatch, once: a trial has one job, whatever happens between asking for it and hearing that it was taken.
+
+sbatch --job id--> done
+    +--no answer, an odd one--> squeue: a job with our comment is it; none, and the error stands
+    +--Ctrl-C, SIGTERM--> squeue: what was taken is cancelled
+two rl-submit --resume of one trial --lock--> one of them goes on
+"""
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, UncertainSubmissionError
+from corral.launcher.slurm_states import is_active
+
+_LOOKS = 2  # a controller that is slow to answer may be slow to take the job, too
+_LOOK_PAUSE_S = 2.0
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class SubmissionUnknownError(SlurmError):
+    """Nobody can say whether there is a job now."""
+
+
+class SubmissionRunsError(RuntimeError):
+    """Somebody else submits the same trial at this moment."""
+
+
+def submit_once(
+    client: SlurmClient, options: Sequence[str], script: Path, *, is_it: Callable[[QueuedJob], bool]
+) -> str:
+    """Hands a batch script over; returns the job id, from squeue if sbatch did not say it.
+
+    Args:
+        client: the cluster.
+        options: of sbatch.
+        script: the batch script.
+        is_it: tells the job, if it was taken, from all others of this user.
+
+    Raises:
+        SlurmError: if there is no job.
+        SubmissionUnknownError: if there may be one.
+    """
+    try:
+        return client.submit(options, script)
+    except UncertainSubmissionError as error:
+        job_id = _look(client, is_it, error)
+        if not job_id:
+            raise
+        return job_id
+    except BaseException as error:
+        if not isinstance(error, Exception):  # not wanted any more: sbatch has got the same Ctrl-C, or was too fast
+            _take_back(client, is_it)
+        raise
+
+
+def is_head_of(trial_uuid: str) -> Callable[[QueuedJob], bool]:
+    """Tells a trial's own job that waits or runs from its members' jobs and from all others."""
+    return lambda job: (
+        job.tag.get("trial_uuid") == trial_uuid and job.tag.get("allocation") == "head" and is_active(job.state)
+    )
+
+
+@contextmanager
+def submitting(directory: TrialDirectory) -> Iterator[None]:
+    """For the length of a submission nobody else submits this trial.
+
+    Raises:
+        SubmissionRunsError: if somebody does.
+    """
+    descriptor = os.open(directory.control_path / "submit.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SubmissionRunsError(
+                f"another rl-submit of {directory.path} is at work; rl-status shows it"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS_HERE:
+                raise
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _look(client: SlurmClient, is_it: Callable[[QueuedJob], bool], cause: SlurmError) -> str:
+    """The job that sbatch did not name, "" if there is none."""
+    for number in range(_LOOKS):
+        if number:
+            time.sleep(_LOOK_PAUSE_S)
+        try:
+            found = [job for job in client.queue() if is_it(job)]
+        except SlurmError as error:
+            if number == _LOOKS - 1:
+                raise SubmissionUnknownError(
+                    f"nobody can say whether SLURM has taken the job: {cause}; then {error}"
+                ) from error
+            continue
+        if found:
+            return max(found, key=lambda job: int(job.job_id)).job_id
+    return ""
+
+
+def _take_back(client: SlurmClient, is_it: Callable[[QueuedJob], bool]) -> None:
+    try:
+        for job in client.queue():
+            if is_it(job):
+                client.cancel(job.job_id)
+    except SlurmError:
+        return  # without its trial directory the job ends as soon as it starts

@@ -1,0 +1,140 @@
+"""One submission, one job: whatever sbatch says, does not say, or is kept from saying."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.patience import patiently
+from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, SlurmUnreachableError, UncertainSubmissionError
+from corral.launcher.submission import (
+    SubmissionRunsError,
+    SubmissionUnknownError,
+    is_head_of,
+    submit_once,
+    submitting,
+)
+
+SCRIPT = Path("trial.sbatch")
+
+
+def job(job_id: str, *, state: str = "PENDING", uuid: str = "u", allocation: str = "head") -> QueuedJob:
+    values = dict.fromkeys(("reason", "start", "end", "elapsed", "num_nodes", "nodes", "submitted", "name"), "")
+    tag = {"corral": 1, "trial_uuid": uuid, "directory": "/t", "allocation": allocation}
+    return QueuedJob(job_id=job_id, state=state, comment=json.dumps(tag), **values)
+
+
+class FakeSlurm(SlurmClient):
+    """Takes the job, or does not, and answers as it is told."""
+
+    def __init__(self, answer: Callable[[], str], queue: Sequence[QueuedJob] | SlurmError = ()) -> None:
+        super().__init__()
+        self._answer = answer
+        self._queue = queue
+        self.cancelled: list[str] = []
+
+    def submit(self, options: Sequence[str], script: Path) -> str:
+        return self._answer()
+
+    def queue(self) -> list[QueuedJob]:
+        if isinstance(self._queue, SlurmError):
+            raise self._queue
+        return list(self._queue)
+
+    def cancel(self, job_or_step: str, *, signal_name: str | None = None) -> None:
+        self.cancelled.append(job_or_step)
+
+
+def failing(error: BaseException) -> Callable[[], str]:
+    def answer() -> str:
+        raise error
+
+    return answer
+
+
+def submit(client: SlurmClient) -> str:
+    return submit_once(client, [], SCRIPT, is_it=is_head_of("u"))
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+
+def test_a_job_that_was_taken_without_an_answer_is_found_and_not_asked_for_again() -> None:
+    others = [job("5", uuid="v"), job("6", state="CANCELLED"), job("7", allocation="model_worker"), job("8")]
+    assert submit(FakeSlurm(failing(UncertainSubmissionError("timed out")), others)) == "8"
+
+
+def test_a_job_that_was_not_taken_leaves_the_error_of_sbatch() -> None:
+    with pytest.raises(UncertainSubmissionError, match="timed out"):
+        submit(FakeSlurm(failing(UncertainSubmissionError("timed out"))))
+
+
+def test_what_a_refusal_says_is_believed() -> None:
+    with pytest.raises(SlurmError, match="no such partition"):
+        submit(FakeSlurm(failing(SlurmError("no such partition")), [job("8")]))
+
+
+def test_a_controller_that_says_nothing_at_all_leaves_the_question_open() -> None:
+    with pytest.raises(SubmissionUnknownError, match="nobody can say .* timed out; then away"):
+        submit(FakeSlurm(failing(UncertainSubmissionError("timed out")), SlurmUnreachableError("away")))
+
+
+def test_an_interrupted_submission_takes_back_what_was_taken() -> None:
+    client = FakeSlurm(failing(KeyboardInterrupt()), [job("7", uuid="v"), job("8")])
+    with pytest.raises(KeyboardInterrupt):
+        submit(client)
+    assert client.cancelled == ["8"]
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("sleep 9", UncertainSubmissionError),
+        ("echo 'Socket timed out on send/recv operation' >&2; exit 1", UncertainSubmissionError),
+        ("echo Welcome to our site", UncertainSubmissionError),
+        ("echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1", SlurmUnreachableError),
+        ("echo 'Invalid account' >&2; exit 1", SlurmError),
+    ],
+)
+def test_only_an_answer_that_leaves_it_open_is_uncertain(
+    script: str, error: type[SlurmError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "sbatch").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(SlurmError) as raised:
+        SlurmClient(timeout_s=1.0).submit([], SCRIPT)
+    assert type(raised.value) is error
+
+
+def test_of_two_that_submit_a_trial_at_once_one_goes_on(tmp_path: Path) -> None:
+    directory = TrialDirectory(tmp_path / "trial")
+    directory.create()
+    with submitting(directory), pytest.raises(SubmissionRunsError, match="is at work"), submitting(directory):
+        pass
+    with submitting(directory):
+        pass
+
+
+def test_a_question_waits_for_a_controller_that_is_away_but_not_for_one_that_refuses() -> None:
+    answers: list[Any] = [SlurmUnreachableError("away"), SlurmUnreachableError("away"), "n1"]
+
+    def ask() -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    assert patiently(ask, "an address") == "n1"
+    answers += [SlurmError("no such node"), "n1"]
+    with pytest.raises(SlurmError, match="no such node"):
+        patiently(ask, "an address")
+    answers[:] = [SlurmUnreachableError("away")] * 3
+    with pytest.raises(SlurmUnreachableError):
+        patiently(ask, "an address", patience_s=-1.0)
