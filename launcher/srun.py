@@ -15,12 +15,14 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.containers import ContainedCommand, contain
 from corral.launcher.layout import Layout, RunningAllocation, RunningAllocations, Step
+from corral.launcher.patience import patiently
 from corral.launcher.processes import TRIAL_UUID_VARIABLE
 from corral.launcher.runner import PlaceNotAvailableError, TaskSpec
 from corral.launcher.slurm import SlurmClient, SlurmError, clean_environment
@@ -328,16 +330,24 @@ class SrunRunner:
             self._address_by_host[host] = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0].__str__()
         return self._address_by_host[host]
 
+    def wait_for_slurm(self, host: str) -> None:
+        """Waits until the controller answers, which it need not when a job starts; without it there are no steps.
+
+        Raises:
+            SlurmUnreachableError: if it does not answer in a long time.
+        """
+        patiently(lambda: self.address_of(host), f"the address of node {host}")
+
     def clean_up(self) -> None:
         jobs = sorted({running.steps_job_id for running in self._allocations().values()})
         deadline = time.monotonic() + _CLEAN_UP_TIMEOUT_S
-        while steps := self._steps_of(jobs):
+        while steps := patiently(lambda: self._steps_of(jobs), "what an earlier supervisor has left"):
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"steps {steps} of an earlier supervisor did not end within {_CLEAN_UP_TIMEOUT_S:.0f} s of scancel"
                 )
             for step in steps:
-                self._client.cancel(step, signal_name="KILL")
+                patiently(partial(self._client.cancel, step, signal_name="KILL"), f"the end of step {step}")
             time.sleep(0.2)
 
     def _steps_of(self, jobs: Sequence[str]) -> list[str]:

@@ -35,6 +35,7 @@ from corral.launcher.members import Members
 from corral.launcher.node_loss import NodeLoss
 from corral.launcher.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
 from corral.launcher.runner import Task, TaskRunner, TaskSpec
+from corral.launcher.slurm import SlurmError
 from corral.launcher.units import (
     EXIT_NODE_LOST,
     TRAINER_UNIT,
@@ -325,15 +326,15 @@ class Supervisor:
 
     def _start_worker(self, worker: str, incarnation: str) -> None:
         kind, _, index = worker.partition("/")
-        spec = TaskSpec(
-            worker=worker,
-            command=tuple(self._worker_command(self._directory, kind, int(index), self._attempt, incarnation)),
-            environment=self._worker_environment(worker),
-            log_path=self._directory.worker_log(self._attempt.attempt, kind, int(index)),
-        )
         try:
+            spec = TaskSpec(
+                worker=worker,
+                command=tuple(self._worker_command(self._directory, kind, int(index), self._attempt, incarnation)),
+                environment=self._worker_environment(worker),
+                log_path=self._directory.worker_log(self._attempt.attempt, kind, int(index)),
+            )
             task = self._runner.start(spec)
-        except OSError as error:
+        except (OSError, SlurmError) as error:
             self._failed_starts.append((worker, 127))
             self._record("worker_not_started", worker=worker, cause=str(error))
             return

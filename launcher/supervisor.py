@@ -113,7 +113,9 @@ def make_runner(plan: RunPlan, directory: TrialDirectory, attempt: int) -> Runne
         allocations=members.allocations,
         why_away=members.why_away,
     )
-    own_address = steps.address_of(os.environ.get("SLURMD_NODENAME", own[0].hosts[0]))
+    own_host = os.environ.get("SLURMD_NODENAME", own[0].hosts[0])
+    steps.wait_for_slurm(own_host)
+    own_address = steps.address_of(own_host)
     address = own_address if plan.cluster.bind_address == "auto" else plan.cluster.bind_address
     start = JobStart.of_environment(os.environ)
     return RunnerParts(
