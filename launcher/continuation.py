@@ -19,7 +19,8 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.job_ends import JobEnd, explain_end
 from corral.launcher.node_loss import failed_nodes, nodes_that_are_down
-from corral.launcher.slurm import SlurmClient, SlurmError
+from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
+from corral.launcher.submission import is_head_of, submit_once
 
 _OUTPUT_TAIL_BYTES = 65536
 _SWEEP_TIMEOUT_S = 15.0
@@ -91,7 +92,7 @@ class Continuation:
             own = [self._plan.launch.exclude] if self._plan.launch.exclude else []
             options.append(f"--exclude={','.join([*own, *excluded])}")
         try:
-            self.successor = self._client.submit(options, self._directory.sbatch_path)
+            self.successor = submit_once(self._client, options, self._directory.sbatch_path, is_it=self._is_successor)
         except SlurmError as error:
             self._record("successor_refused", cause=str(error))
             return f"no further job could be submitted: {error}"
@@ -135,6 +136,9 @@ class Continuation:
                     self._record("jobs_left", cause=str(error))
                     return
                 time.sleep(_SWEEP_INTERVAL_S)
+
+    def _is_successor(self, job: QueuedJob) -> bool:
+        return is_head_of(self._plan.trial.uuid)(job) and job.job_id != self._job_id and job.state == "PENDING"
 
     def _is_component(self, job_id: str) -> bool:
         """Whether it is a part of our own heterogeneous job, which ends with us."""
