@@ -64,7 +64,15 @@ class Cluster:
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Runs one of SLURM's commands against this cluster."""
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=20, check=False)
+        return subprocess.run(
+            command,
+            cwd=self._directory,  # where a job without --output leaves its file
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
 
     def kill_node(self, name: str) -> None:
         """A node crashes: slurmd, then the steps' daemons before their tasks, so that nobody reports an exit."""
