@@ -60,9 +60,12 @@ def submit_once(
 
 
 def is_head_of(trial_uuid: str) -> Callable[[QueuedJob], bool]:
-    """Tells a trial's own job that waits or runs from its members' jobs and from all others."""
+    """Tells a trial's own job that waits or runs from its components, from its members' jobs and from all others."""
     return lambda job: (
-        job.tag.get("trial_uuid") == trial_uuid and job.tag.get("allocation") == "head" and is_active(job.state)
+        job.tag.get("trial_uuid") == trial_uuid
+        and job.tag.get("allocation") == "head"
+        and not job.het_component  # SLURM copies the comment of the first to all of them
+        and is_active(job.state)
     )
 
 

@@ -22,10 +22,12 @@ from corral.launcher.submission import (
 SCRIPT = Path("trial.sbatch")
 
 
-def job(job_id: str, *, state: str = "PENDING", uuid: str = "u", allocation: str = "head") -> QueuedJob:
+def job(
+    job_id: str, *, state: str = "PENDING", uuid: str = "u", allocation: str = "head", display_id: str = ""
+) -> QueuedJob:
     values = dict.fromkeys(("reason", "start", "end", "elapsed", "num_nodes", "nodes", "submitted", "name"), "")
     tag = {"corral": 1, "trial_uuid": uuid, "directory": "/t", "allocation": allocation}
-    return QueuedJob(job_id=job_id, state=state, comment=json.dumps(tag), **values)
+    return QueuedJob(job_id=job_id, state=state, comment=json.dumps(tag), display_id=display_id, **values)
 
 
 class FakeSlurm(SlurmClient):
@@ -66,7 +68,8 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_job_that_was_taken_without_an_answer_is_found_and_not_asked_for_again() -> None:
-    others = [job("5", uuid="v"), job("6", state="CANCELLED"), job("7", allocation="model_worker"), job("8")]
+    others = [job("5", uuid="v"), job("6", state="CANCELLED"), job("7", allocation="model_worker")]
+    others += [job("8", display_id="8+0"), job("9", display_id="8+1")]
     assert submit(FakeSlurm(failing(UncertainSubmissionError("timed out")), others)) == "8"
 
 
