@@ -95,7 +95,9 @@ class AttemptEnd:
             self._job_end = self._continuation.explain()
             if self.is_job_ending:
                 self._job_is_ending(self._continuation, self._job_end)
-                return self._request(f"SLURM ({self._job_end.cause})", grace_s=_ENDING_GRACE_S)
+                # Whoever cancels wants no checkpoint, and SLURM does not wait for workers that ignore SIGTERM.
+                is_now = not self._job_end.may_go_on
+                return self._request(f"SLURM ({self._job_end.cause})", grace_s=_ENDING_GRACE_S, now=is_now)
         self.stop_for_good()
         is_now = was_asked and number is not signal.SIGUSR2
         return self._request(_LOCAL_MEANING[number], grace_s=grace_s, now=is_now)

@@ -184,8 +184,8 @@ def test_what_slurm_ends_goes_on(
 
 def test_scancel_is_final_and_takes_the_successor_along(attempt: Attempt) -> None:
     attempt.usr2()
-    attempt.term(SCANCEL)
-    assert attempt.slurm.alive == set()
+    request = attempt.term(SCANCEL)
+    assert request is not None and request.now and attempt.slurm.alive == set()
     verdict = attempt.finish()
     assert (verdict.state, verdict.goes_on) == ("CANCELLED", False)
     assert attempt.recorded() == ("CANCELLED", "") and attempt.has_ended()
