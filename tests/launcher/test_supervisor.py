@@ -133,6 +133,19 @@ def test_sigterm_and_the_time_limit_signal_checkpoint_and_stop(make_trial: MakeT
         assert state.stop is not None and word in state.stop.by and state.stop.epoch == 1
 
 
+def test_a_stop_request_is_not_lost_under_a_signal_that_comes_with_it(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["master"]}, model_workers=1, servers=0)
+    trial.start()
+    trial.wait_for_workers()
+    supervisor = trial.events("supervisor_started")[0]["pid"]
+    os.kill(supervisor, signal.SIGSTOP)  # so that it finds both at once
+    _stop(trial)
+    os.kill(supervisor, signal.SIGUSR2)
+    os.kill(supervisor, signal.SIGCONT)
+    assert trial.wait() == 0
+    assert [event["by"].split(":")[0] for event in trial.events("stop_requested")] == ["me@here", "SIGUSR2"]
+
+
 def test_a_killed_supervisor_is_replaced_and_its_workers_with_it(make_trial: MakeTrial) -> None:
     trial = make_trial({"master_worker/0": ["master", "finish 0.2"]})
     trial.start()

@@ -1,0 +1,47 @@
+"""Workers on this machine: who gets which GPU, and what is told when there are too few."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corral.launcher.local import LocalRunner, share_gpus, visible_gpus
+from corral.launcher.runner import TaskSpec
+from tests.launcher.trials import wait_until
+
+
+@settings(deadline=None)
+@given(wanted=st.lists(st.integers(0, 3), max_size=6), spare=st.integers(0, 2))
+def test_every_worker_gets_the_gpus_that_it_asks_for_and_nobody_shares(wanted: list[int], spare: int) -> None:
+    gpus_wanted = {f"model_worker/{index}": count for index, count in enumerate(wanted)}
+    gpus = [f"GPU-{index}" for index in range(sum(wanted) + spare)]
+    shares = share_gpus(gpus_wanted, gpus)
+    assert {worker: len(share) for worker, share in shares.items()} == gpus_wanted
+    assert [gpu for share in shares.values() for gpu in share] == gpus[: sum(wanted)]
+
+
+def test_too_few_gpus_are_an_error_with_both_numbers_the_groups_and_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"needs 3 GPUs \(generation_server, model_worker\) .* has 2; .*`gpu: 0`"):
+        share_gpus({"master_worker/0": 0, "model_worker/0": 2, "generation_server/0": 1}, ["0", "1"])
+
+
+@pytest.mark.parametrize(("value", "gpus"), [("0,2", ["0", "2"]), (" GPU-a , GPU-b,", ["GPU-a", "GPU-b"]), ("", [])])
+def test_the_gpus_are_those_that_the_user_left_visible(
+    monkeypatch: pytest.MonkeyPatch, value: str, gpus: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert visible_gpus() == gpus
+
+
+@pytest.mark.parametrize(("worker", "seen"), [("model_worker/0", "1,3"), ("master_worker/0", "")])
+def test_a_worker_sees_its_own_gpus_and_without_any_none_of_its_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: str, seen: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    runner = LocalRunner(bind_address="auto", gpus_by_worker={"model_worker/0": ["1", "3"]})
+    log = tmp_path / "log"
+    command = ("sh", "-c", 'echo "sees $CUDA_VISIBLE_DEVICES, $A"')
+    task = runner.start(TaskSpec(worker=worker, command=command, environment={"A": "b"}, log_path=log))
+    wait_until(lambda: task.poll() is not None, "its end")
+    assert (task.poll(), log.read_text()) == (0, f"sees {seen}, b\n")
