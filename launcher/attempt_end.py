@@ -25,7 +25,8 @@ from corral.launcher.unit_actions import EndTrial, Outcome
 Then = Literal["", "requeue"]
 
 _ADVICE = "continue with rl-submit --resume"
-_TIME_LIMIT_NEAR = "SIGUSR2: the time limit is near"
+_TIME_LIMIT = "the time limit is near"
+_TIME_LIMIT_NEAR = f"SIGUSR2: {_TIME_LIMIT}"
 _LOCAL_MEANING = {
     signal.SIGUSR2: f"{_TIME_LIMIT_NEAR}; {_ADVICE}",
     signal.SIGTERM: "SIGTERM to the supervisor",
@@ -87,7 +88,7 @@ class AttemptEnd:
         if self._continuation is not None and number is signal.SIGUSR2:
             if was_asked or self._is_final or self.is_job_ending:
                 return None
-            self.hand_over("TIMED_OUT", "the time limit is near")
+            self.hand_over("TIMED_OUT", _TIME_LIMIT)
             return self._request(_TIME_LIMIT_NEAR, grace_s=grace_s)
         if self._continuation is not None and number is signal.SIGTERM:
             if self.is_job_ending:
@@ -106,7 +107,9 @@ class AttemptEnd:
         """A stop request was found."""
         if request == self._own_request:
             return
-        if request.then == "requeue" and self._continuation is not None:
+        if self._continuation is not None and request.by == _TIME_LIMIT_NEAR:
+            self.hand_over("TIMED_OUT", _TIME_LIMIT)  # said by the supervisor before us, which was killed
+        elif self._continuation is not None and request.then == "requeue":
             self.hand_over("REQUEUED", f"asked for by {request.by}")
         else:
             self.stop_for_good()

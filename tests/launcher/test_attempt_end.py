@@ -86,29 +86,38 @@ class Attempt:
     """The end of an attempt, and all that it touches."""
 
     def __init__(self, root: Path, *, is_on_slurm: bool = True, max_attempts: int = 10) -> None:
-        trial = StubTrial(root, {}, model_workers=1, servers=0, launch={"max_attempts": max_attempts})
-        self.directory: TrialDirectory = trial.directory
+        self.trial = StubTrial(root, {}, model_workers=1, servers=0, launch={"max_attempts": max_attempts})
+        self.directory: TrialDirectory = self.trial.directory
         record_attempt(self.directory, attempt=0, resume=False, mode="slurm")
         self.log = TrialLog(self.directory.log_path)
         self.master = self.log.claim("master")
         self.slurm = Slurm()
-        self.slurm.uuid = trial.plan.trial.uuid
-        self.events = trial.events
+        self.slurm.uuid = self.trial.plan.trial.uuid
+        self.events = self.trial.events
+        self.is_on_slurm = is_on_slurm
+        self.begin()
+
+    def begin(self) -> None:
+        """As each supervisor of the attempt does."""
         journal = Journal(self.directory.journal_path)
-        self.continuation = Continuation(
+
+        def record(event: str, **fields: object) -> None:
+            journal.append(event, attempt=0, **fields)
+
+        slurm = Continuation(
             client=self.slurm,
-            plan=trial.plan,
+            plan=self.trial.plan,
             directory=self.directory,
             job_id=OWN,
             restart_count=0,
             hosts=(),
-            record=lambda event, **fields: journal.append(event, attempt=0, **fields),
+            record=record,
         )
         self.end = AttemptEnd(
             directory=self.directory,
-            plan=trial.plan,
-            continuation=self.continuation if is_on_slurm else None,
-            record=lambda event, **fields: journal.append(event, attempt=0, **fields),
+            plan=self.trial.plan,
+            continuation=slurm if self.is_on_slurm else None,
+            record=record,
         )
 
     def term(self, answer: dict[str, str] | None) -> StopRequest | None:
@@ -247,6 +256,15 @@ def test_our_own_request_is_nobody_elses(attempt: Attempt) -> None:
     assert found is not None
     attempt.end.requested(found)
     assert attempt.finish().state == "TIMED_OUT"
+
+
+def test_a_supervisor_that_takes_over_goes_on_with_what_the_one_before_it_was_told(attempt: Attempt) -> None:
+    request = attempt.usr2()
+    assert request is not None
+    attempt.begin()
+    attempt.end.requested(request)
+    assert attempt.finish() == Verdict(state="TIMED_OUT", cause="the time limit is near", goes_on=True)
+    assert attempt.slurm.alive == {"101"} and len(attempt.slurm.options) == 1
 
 
 def test_if_sbatch_fails_slurm_requeues_and_if_that_fails_too_a_human_is_told(attempt: Attempt) -> None:
