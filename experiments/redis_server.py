@@ -146,6 +146,10 @@ class RedisServer:
         """Whether the process lives; a child that died is reaped."""
         return self._process is not None and self._process.poll() is None
 
+    def poll(self) -> int | None:
+        """How the process ended, as `subprocess` reports it; None while it lives."""
+        return self._process.poll() if self._process is not None else None
+
     def start(self, *, timeout_s: float = 10.0) -> None:
         """Start and wait until it answers.
 

@@ -47,11 +47,7 @@ class TrialRedis:
         self._has_started = True
 
     def poll(self) -> int | None:
-        # Looked at before RedisServer reaps it, which does not tell how it ended.
-        ended = os.waitid(os.P_PID, self._server.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if self._server.is_running() or ended is None:
-            return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        return self._server.poll()
 
     def kill(self) -> None:
         if self._server.is_running():

@@ -4,6 +4,7 @@ import os
 import secrets
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,19 @@ def test_after_a_crash_it_comes_back_on_the_same_port_and_empty(tmp_path: Path) 
         assert server.port == port and server.pid != pid
         with connect(server, username="trial", password=PASSWORD) as client:
             assert client.get(PREFIX + "a") is None
+
+
+def test_how_it_ended_is_known_whoever_looked_before(tmp_path: Path) -> None:
+    server = make_server(tmp_path / "redis")
+    assert server.poll() is None
+    server.start()
+    assert server.poll() is None
+    os.kill(server.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10.0
+    while server.is_running():
+        assert time.monotonic() < deadline, "it survived SIGKILL"
+        time.sleep(0.01)
+    assert [server.poll() for _ in range(2)] == [-signal.SIGKILL] * 2
 
 
 def test_stop_ends_the_process_and_may_be_repeated(tmp_path: Path) -> None:
