@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -68,32 +68,51 @@ def test_a_crash_of_the_supervisors_own_node_is_survived_too(make_slurm_trial: A
     assert failed_nodes(trial.directory) == [node]
 
 
-def test_with_no_kill_what_ran_on_a_lost_node_moves_and_the_trial_goes_on(
+def test_with_no_kill_what_ran_on_a_lost_node_moves_and_nobody_else_notices(
     make_slurm_trial: Any, cluster: Cluster
 ) -> None:
-    # Five workers of three cores on three nodes of eight: two, two and one, so one node has room for one more.
-    trial = make_slurm_trial({"master_worker/0": [ENDLESS]}, **THREE_NODES, launch={"no_kill": True})
-    trial.submit()
-    wait_for_commits(trial)
-    places = {event["worker"]: event["node"] for event in trial.events("worker_started")}
-    lonely = next(node for node in places.values() if list(places.values()).count(node) == 1 and node != head_of(trial))
-    (worker,) = [worker for worker, node in places.items() if node == lonely]
-    # Make room: the manager's three cores are not needed any more once its node's neighbour is gone.
-    crash(cluster, lonely)
+    # Node 0: master, model worker, manager. Node 1: server/0 and rollout worker. Node 2: server/1, and four free cores.
+    trial, nodes = start_without_kill(make_slurm_trial, model_worker=5, generation_server=4, rollout_worker=2)
+    lost, spare = nodes["generation_server/0"], nodes["generation_server/1"]
+    assert nodes["rollout_worker/0"] == lost and len({*nodes.values()}) == 3, nodes
+    crash(cluster, lost)
     try:
-        trial.wait_for("node_failed", node=lonely)
-        fate = wait_until(
-            lambda: (
-                trial.events("worker_moved", worker=worker)
-                or trial.events("unit_given_up", unit=worker)
-                or ends_of(trial)
-            ),
-            f"what becomes of {worker}",
-        )
-        assert fate[0]["event"] in ("worker_moved", "unit_given_up", "attempt_ended"), fate
-        print(f"{worker} on lost {lonely}: {fate[0]}")
+        moves = trial.wait_for("worker_moved", count=2)
+        to = {event["worker"]: event["node"] for event in moves}
+        assert to.keys() == {"generation_server/0", "rollout_worker/0"} and lost not in to.values(), moves
+        assert to["generation_server/0"] == spare
+        for worker, node in to.items():
+            trial.wait_for("worker_started", worker=worker, node=node)
+            wait_until(lambda worker=worker: len(trial.starts(worker)) == 2, f"{worker} to run on its new node")
+        wait_for_more_commits(trial)
+        check_undisturbed(trial, nodes, but=to, lost=lost)
+        assert trial.events("unit_given_up") == []
+        status = trial.status()
+        assert status.state == "DEGRADED" and "restarting" in status.note, (status.state, status.note)
     finally:
-        cluster.start_node(lonely)
+        cluster.start_node(lost)
+
+
+def test_with_no_kill_a_server_that_fits_nowhere_is_given_up_and_the_trial_goes_on(
+    make_slurm_trial: Any, cluster: Cluster
+) -> None:
+    # Node 0: master, server/0, manager. Node 1: model worker and rollout worker. Node 2: server/1.
+    trial, nodes = start_without_kill(make_slurm_trial, model_worker=6, generation_server=5, rollout_worker=1)
+    lost = nodes["generation_server/1"]
+    assert list(nodes.values()).count(lost) == 1 and len({*nodes.values()}) == 3, nodes
+    crash(cluster, lost)
+    try:
+        (given_up,) = trial.wait_for("unit_given_up")
+        assert given_up["unit"] == "generation_server/1" and lost in given_up["cause"], given_up
+        trial.wait_for("worker_exited", worker="generation_server/1")
+        wait_for_more_commits(trial)
+        check_undisturbed(trial, nodes, but={"generation_server/1"}, lost=lost)
+        assert trial.events("worker_moved") == [] and len(trial.starts("generation_server/1")) == 1
+        status = trial.status()
+        assert status.state == "DEGRADED" and "goes on without generation_server/1" in status.note, status
+        assert lost in status.note
+    finally:
+        cluster.start_node(lost)
 
 
 def test_a_drained_node_disturbs_nobody_and_is_avoided_after_a_requeue(make_slurm_trial: Any, cluster: Cluster) -> None:
@@ -288,6 +307,34 @@ def test_steps_that_ignore_sigterm_do_not_hold_up_the_end(make_slurm_trial: Any)
     assert trial.processes() == []
 
 
+def start_without_kill(make_slurm_trial: Any, **cpus: int) -> tuple[SlurmTrial, dict[str, str]]:
+    """A trial that outlives its nodes and commits, and the node of each worker; `cpus` are by group."""
+    trial: SlurmTrial = make_slurm_trial(
+        {"master_worker/0": [ENDLESS]}, model_workers=1, servers=2, rollout_workers=1, launch={"no_kill": True}
+    )
+    groups = {
+        kind: trial.plan.scheduling[kind].model_copy(
+            update={"scheduling": trial.plan.scheduling[kind].scheduling.model_copy(update={"cpu": cpu})}
+        )
+        for kind, cpu in cpus.items()
+    }
+    trial.replan(scheduling=trial.plan.scheduling.model_copy(update=groups))
+    trial.submit()
+    wait_for_commits(trial)
+    for worker in trial.layout.steps:
+        wait_until(lambda worker=worker: trial.starts(worker), f"the start of {worker}")
+    return trial, {event["worker"]: event["node"] for event in trial.events("worker_started")}
+
+
+def check_undisturbed(trial: SlurmTrial, nodes: Mapping[str, str], *, but: Collection[str], lost: str) -> None:
+    """The attempt goes on, and every worker except some runs where it did, in the process that it had."""
+    assert ends_of(trial) == [] and trial.events("trial_ended") == []
+    assert {event["node"] for event in trial.events("node_failed")} == {lost}
+    assert {worker: len(trial.starts(worker)) for worker in nodes if worker not in but} == dict.fromkeys(
+        nodes.keys() - {*but}, 1
+    )
+
+
 def crash(cluster: Cluster, node: str) -> None:
     """The node is gone, and SLURM notices now rather than after SlurmdTimeout."""
     cluster.kill_node(node)
@@ -303,6 +350,11 @@ def take_all_nodes(cluster: Cluster) -> None:
 
 def wait_for_commits(trial: SlurmTrial) -> None:
     wait_until(lambda: commits_of(trial) >= 2, "two commits")
+
+
+def wait_for_more_commits(trial: SlurmTrial) -> None:
+    before = commits_of(trial)
+    wait_until(lambda: commits_of(trial) >= before + 5, "five more commits")
 
 
 def wait_for_end(trial: SlurmTrial, *states: str) -> Any:
