@@ -51,15 +51,10 @@ def run(command: Callable[..., None], arguments: Sequence[str] | None = None) ->
     app.command()(command)
     try:
         code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
-        sys.stdout.flush()
     except TyperException as error:
         program = os.path.basename(sys.argv[0])
         print(f"error: {_usage_message(error)}\n  hint: {program} --help shows what there is", file=sys.stderr)
         sys.exit(EXIT_BAD_CONFIGURATION)
-    except BrokenPipeError:
-        # `rl-status | head -1` has seen enough; what is still buffered must not raise at the interpreter's end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     sys.exit(code or 0)
 
 
@@ -76,6 +71,11 @@ def user_errors() -> Iterator[None]:
 
     try:
         yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `rl-status | head -1` has seen enough; what is still buffered must not raise at the interpreter's end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(error.exit_code) from None

@@ -12,6 +12,7 @@ import pytest
 
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher import submit
+from corral.launcher.commands.common import fold
 from corral.launcher.commands.submit import main as submit_main
 from corral.launcher.processes import trial_processes
 from corral.launcher.trials import list_trials, read_facts
@@ -119,6 +120,54 @@ def test_slurm_commands_that_are_missing_are_named(experiment: Path, tmp_path: P
     assert refused.returncode == 4, refused.stderr
     assert "--local" in refused.stderr
     assert not (tmp_path / "trials").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"),
+    [
+        ("rl-status", ["-o", "xml"], "'xml' is not one of 'table', 'wide', 'json', 'name'"),
+        ("rl-status", ["--wait"], "--wait needs the name of one trial"),
+        ("rl-stop", [], "missing argument 'TRIAL'"),
+        ("rl-stop", ["t", "--now", "--requeue"], "--now ends a trial at once"),
+        ("rl-stop", ["t", "--undo"], "name the group"),
+        ("rl-logs", ["t", "-n", "-1"], "'-n' / '--lines'"),
+        ("rl-submit", [], "name an experiment file"),
+        ("rl-submit", ["e.yaml", "--layout", "x"], "'x' is not one of 'auto', 'packed', 'hetjob', 'jobs'"),
+        ("rl-doctor", ["--nosuch"], "--nosuch"),
+        ("rl-eval", ["t", "-o", "x"], "'x' is not one of"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_wrong_command_line_is_an_error_like_all_others(
+    command: str, arguments: list[str], words: str, tmp_path: Path
+) -> None:
+    refused = run(command, *arguments, fileroot=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stdout == ""
+    message, hint = refused.stderr.splitlines()
+    assert message.startswith("error: ") and words in message
+    assert hint == f"  hint: {command} --help shows what there is"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(make_trial: MakeTrial, tmp_path: Path) -> None:
+    make_trial(trial="one")
+    read_end, write_end = os.pipe()
+    os.close(read_end)  # as `head` does once it has its lines
+    with os.fdopen(write_end, "w") as output:
+        ended = subprocess.run(
+            [str(BIN / "rl-status"), "--fileroot", str(tmp_path)], stdout=output, stderr=subprocess.PIPE, timeout=30
+        )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_long_lines_are_folded_below_their_column() -> None:
+    line = "plan       packed: 1 job, 3 nodes (all groups can share one allocation)"
+    assert fold(line, None) == line
+    folded = fold(line, 40).splitlines()
+    assert all(len(part) <= 40 for part in folded) and len(folded) > 1
+    assert all(part.startswith(" " * 11) and part[11] != " " for part in folded[1:])
+    assert " ".join(part.strip() for part in folded) == line
+    assert fold("x" * 60, 40) == "x" * 60  # a path is not broken: it is there to be copied
 
 
 def test_unknown_trials_get_the_closest_name(make_trial: MakeTrial, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.failures import describe_failures
 from corral.launcher.log_lines import LineFilter, parse_since, select_lines
-from corral.launcher.logs import LogFile, NoLogsError, find_logs, follow
+from corral.launcher.logs import LogFile, NoLogsError, attempt_number, find_logs, follow
 
 
 @pytest.fixture
@@ -37,6 +37,31 @@ def test_logs_are_found_by_kind_index_and_attempt(directory: TrialDirectory) -> 
         "rollout_worker/2@0",
         "rollout_worker/2@1",
     ]
+
+
+def test_what_is_no_workers_log_is_shown_to_who_asks_for_it(directory: TrialDirectory) -> None:
+    (directory.attempt_logs(1) / "redis.log").write_text("ready\n")
+    (directory.logs_path / "slurm-7.log").write_text("of job 7\n")
+    for attempt in (0, 1):  # SLURM started the same job again
+        write_event(directory, float(attempt), "submitted", attempt=attempt, job_id="7")
+    assert not {"redis", "supervisor"} & set(labels(find_logs(directory, [])))
+    assert labels(find_logs(directory, ["redis", "supervisor"])) == ["supervisor", "redis"]
+    assert find_logs(directory, ["supervisor"])[0].path.read_text() == "of job 7\n"
+
+
+def test_a_job_whose_workers_never_started_shows_its_batch_step(directory: TrialDirectory) -> None:
+    directory.attempt_logs(2).mkdir()
+    (directory.logs_path / "slurm-8.log").write_text("no such interpreter\n")
+    write_event(directory, 1.0, "submitted", attempt=2, job_id="8")
+    assert labels(find_logs(directory, [])) == ["supervisor"]
+
+
+def test_an_attempt_is_one_that_there_was(directory: TrialDirectory) -> None:
+    assert attempt_number(directory, None) is None and attempt_number(directory, "all") is None
+    assert attempt_number(directory, "1") == 1
+    for wrong in ("9", "x"):
+        with pytest.raises(NoLogsError, match="there are"):
+            attempt_number(directory, wrong)
 
 
 def test_what_is_not_there_is_said_with_what_is(directory: TrialDirectory) -> None:

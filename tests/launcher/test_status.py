@@ -157,6 +157,24 @@ def test_tables_show_trials_and_workers_without_obeying_what_they_quote() -> Non
     assert "\x1b[32mRUNNING" in render_trial(describe(HEALTHY), colour=True)
 
 
+def test_a_headline_breaks_between_its_parts_where_the_terminal_ends() -> None:
+    lines = render_trial(describe(HEALTHY), colour=True, width=40).splitlines()
+    whole = render_trial(describe(HEALTHY)).splitlines()[0]
+    headline = lines[: next(index for index, line in enumerate(lines) if line.startswith("GROUP"))]
+    assert len(headline) > 1 and all(line.startswith("  ") for line in headline[1:])
+    assert all(len(line.replace("\x1b[32m", "").replace("\x1b[0m", "")) <= 40 for line in headline)
+    joined = "  ".join(line.strip() for line in headline)
+    assert joined.replace("\x1b[32m", "").replace("\x1b[0m", "") == whole
+
+
+def test_a_trial_that_ended_says_what_to_type_next() -> None:
+    running = describe(HEALTHY)
+    assert "\nnext " not in render_trial(running)
+    for state, words in (("FAILED", f"rl-logs {running.experiment}/{running.trial} --errors"), ("LOST", "--resume")):
+        shown = render_trial(dataclasses.replace(running, state=state))
+        assert words in next(line for line in shown.splitlines() if line.startswith("next "))
+
+
 def test_durations_are_short() -> None:
     assert [format_duration(value) for value in (None, 5.4, 310, 11520, 187200)] == [
         "-",
