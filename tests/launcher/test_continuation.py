@@ -84,7 +84,7 @@ class Attempt:
 
     def queue(self, *jobs: tuple[str, str], uuid: str = "") -> None:
         """Lets squeue show jobs of this trial, or of another: id and state."""
-        comment = f'{{"corral":1,"trial_uuid":"{uuid or self.trial.plan.trial.uuid}"}}'
+        comment = f'{{"corral":1,"allocation":"head","trial_uuid":"{uuid or self.trial.plan.trial.uuid}"}}'
         lines = [f"{job}|{job}|{state}|None|N/A|N/A|0:0|0:0|1|n1|N/A|debug|name|{comment}" for job, state in jobs]
         said = self.slurm.folder / "says" / "squeue"
         before = said.read_text().splitlines() if said.exists() else []
@@ -149,6 +149,12 @@ def test_a_refusal_is_told_in_slurms_words_and_asked_again(attempt: Attempt) -> 
     assert attempt.continuation.successor == ""
     assert "QOSMaxSubmitJobPerUserLimit" in attempt.events("successor_refused")[0]["cause"]
     attempt.slurm.says("sbatch", "102")
+    assert attempt.continuation.arrange() == "" and attempt.continuation.successor == "102"
+
+
+def test_a_successor_that_sbatch_took_without_saying_so_is_found_in_the_queue(attempt: Attempt) -> None:
+    attempt.slurm.says("sbatch", "what?")
+    attempt.queue((OWN, "RUNNING"), ("102", "PENDING"))
     assert attempt.continuation.arrange() == "" and attempt.continuation.successor == "102"
 
 
