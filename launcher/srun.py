@@ -8,15 +8,12 @@ srun: it may belong to another job than the one that the step goes to.
 """
 
 import os
-import re
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory
@@ -25,12 +22,11 @@ from corral.launcher.layout import Layout, RunningAllocation, RunningAllocations
 from corral.launcher.patience import patiently
 from corral.launcher.processes import TRIAL_UUID_VARIABLE
 from corral.launcher.runner import PlaceNotAvailableError, TaskSpec
-from corral.launcher.slurm import SlurmClient, SlurmError, clean_environment
+from corral.launcher.slurm import SlurmClient, clean_environment
+from corral.launcher.srun_task import SrunTask, StepSignals
 from corral.scheduling.worker_information import parse_worker_id
 
 _CLEAN_UP_TIMEOUT_S = 15.0
-_LOG_TAIL_BYTES = 65536
-_NODE_FAILURE = re.compile(rb"^srun: error: .*node fail", re.IGNORECASE | re.MULTILINE)
 
 # Cuts a worker's devices out of the list that its step has: the step's GPUs need not start at 0.
 _CUT_GPUS = """\
@@ -150,79 +146,6 @@ def _gpu_part(step: Step, node_gpus: int, *, counts_gpus: bool) -> tuple[list[st
             return [f"--gpus-per-task={step.gpus}"], []
 
 
-def return_code_of_step(code: int) -> int:
-    """srun reports a task killed by signal n as 128 + n; elsewhere in the supervisor that is -n."""
-    return 128 - code if 128 < code <= 128 + 64 else code
-
-
-class SrunTask:
-    """One step, seen through its srun."""
-
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        *,
-        name: str,
-        node: str,
-        client: SlurmClient,
-        job_id: str,
-        log_path: Path,
-        log_start: int,
-    ) -> None:
-        self._process = process
-        self._name = name
-        self._node = node
-        self._client = client
-        self._job_id = job_id
-        self._log_path = log_path
-        self._log_start = log_start
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def node(self) -> str:
-        return self._node
-
-    def poll(self) -> int | None:
-        code = self._process.poll()
-        return None if code is None else return_code_of_step(code)
-
-    def has_lost_its_node(self) -> bool:
-        """Whether srun said so: on a node's crash it ends with 0, as after a success."""
-        if self.poll() is None:
-            return False
-        try:
-            with self._log_path.open("rb") as log:
-                end = log.seek(0, os.SEEK_END)
-                log.seek(max(self._log_start, end - _LOG_TAIL_BYTES))
-                return _NODE_FAILURE.search(log.read()) is not None
-        except OSError:
-            return False  # without its log nothing is known; the node's own state can still be asked for
-
-    def terminate(self) -> None:
-        # Through SLURM: a SIGTERM to srun itself would kill the worker at once, without time to finish.
-        self._signal_step("TERM")
-
-    def kill(self) -> None:
-        if self.poll() is not None:
-            return
-        self._signal_step("KILL")
-        # A second SIGINT/SIGTERM makes srun end its step; SIGKILL of srun alone could leave the worker running.
-        self._process.send_signal(signal.SIGTERM)
-
-    def _signal_step(self, name: str) -> None:
-        if self.poll() is not None:
-            return
-        try:
-            for step_id in self._client.steps(self._job_id).get(self._name, ()):
-                self._client.cancel(step_id, signal_name=name)
-        except SlurmError:
-            if self.poll() is None:  # the controller does not answer: what is left is srun itself
-                self._process.send_signal(signal.SIGTERM)
-
-
 class SrunRunner:
     """Starts workers as steps of the trial's allocations."""
 
@@ -246,6 +169,7 @@ class SrunRunner:
             why_away: the job of an allocation that does not run, and its reason, for an error's text.
         """
         self._client = client
+        self._signals = StepSignals(client)
         self._plan = plan
         self._layout = layout
         self._directory = directory
@@ -273,7 +197,7 @@ class SrunRunner:
             process,
             name=step_name(spec.worker),
             node=place.host,
-            client=self._client,
+            signals=self._signals,
             job_id=place.running.steps_job_id,
             log_path=spec.log_path,
             log_start=log_start,

@@ -15,8 +15,9 @@ from corral.launcher.containers import ContainedCommand, contain
 from corral.launcher.layout import RunningAllocation, Step
 from corral.launcher.layout_planner import plan_layout
 from corral.launcher.runner import PlaceNotAvailableError, TaskSpec
-from corral.launcher.slurm import SlurmClient
-from corral.launcher.srun import SrunRunner, SrunTask, StepPlace, batch_allocations, srun_command
+from corral.launcher.slurm import SlurmClient, SlurmUnreachableError
+from corral.launcher.srun import SrunRunner, StepPlace, batch_allocations, srun_command
+from corral.launcher.srun_task import SrunTask, StepSignals
 from corral.scheduling.scheduling import Scheduling
 from tests.launcher.trials import make_plan, wait_until
 
@@ -250,6 +251,32 @@ def test_a_lost_node_is_told_by_what_srun_wrote_since_the_start(
     with log.open("ab") as output:
         start = output.tell()
         process = subprocess.Popen([sys.executable, "-c", f"print({said!r}, end='')"], stdout=output)
-    task = SrunTask(process, name="x", node="n3", client=FakeClient(), job_id="7", log_path=log, log_start=start)
+    task = SrunTask(
+        process, name="x", node="n3", signals=StepSignals(FakeClient()), job_id="7", log_path=log, log_start=start
+    )
     wait_until(lambda: task.poll() is not None, "the end of the process")
     assert (task.poll(), task.has_lost_its_node()) == (0, lost)
+
+
+def test_a_controller_that_is_away_is_asked_once_and_not_for_each_worker(tmp_path: Path) -> None:
+    class AwayClient(SlurmClient):
+        asked = 0
+
+        def steps(self, job_id: str) -> dict[str, list[str]]:
+            self.asked += 1
+            raise SlurmUnreachableError("squeue did not answer within 20 s")
+
+    client = AwayClient()
+    signals = StepSignals(client)
+    tasks = [
+        SrunTask(
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]),
+            name=f"x-{index}", node="n1", signals=signals, job_id="7", log_path=tmp_path / "log", log_start=0,
+        )
+        for index in range(5)
+    ]  # fmt: skip
+    for task in tasks:
+        task.terminate()
+    for task in tasks:
+        assert wait_until(task.poll, "the end of srun itself") == -15
+    assert client.asked == 1
