@@ -21,6 +21,7 @@ _LOOK_INTERVAL_S = 0.5
 _SLURM_LOOK_INTERVAL_S = 1.0  # of files and Redis; squeue itself is asked less often, see queue_cache
 _PLAIN_INTERVAL_S = 5.0
 _BAR_WIDTH = 24
+_MIN_BAR_WIDTH = 8
 
 
 def progress_line(status: TrialStatus) -> str:
@@ -37,12 +38,13 @@ def progress_line(status: TrialStatus) -> str:
     return "  ".join(parts)
 
 
-def progress_bar(status: TrialStatus) -> str:
-    """`[=====>    ]`, or nothing where the number of steps is unknown."""
-    if not status.total_steps:
+def progress_bar(status: TrialStatus, *, room: int) -> str:
+    """`[=====    ] ` in at most so many columns; nothing if there are too few, or the number of steps is unknown."""
+    width = min(_BAR_WIDTH, room - len("[] "))
+    if not status.total_steps or width < _MIN_BAR_WIDTH:
         return ""
-    filled = min(_BAR_WIDTH, int(_BAR_WIDTH * (status.step or 0) / status.total_steps))
-    return f"[{'=' * filled}{' ' * (_BAR_WIDTH - filled)}] "
+    filled = min(width, int(width * (status.step or 0) / status.total_steps))
+    return f"[{'=' * filled}{' ' * (width - filled)}] "
 
 
 def wait_for_end(facts: TrialFacts, *, reader: StatusReader | None = None, out: TextIO | None = None) -> TrialStatus:
@@ -76,7 +78,9 @@ def _wait_on_terminal(facts: TrialFacts, reader: StatusReader, interval_s: float
     with Live(Text(""), refresh_per_second=4, transient=False) as live:
         while True:
             (status,) = reader.read([facts])
-            live.update(Text(progress_bar(status) + progress_line(status), overflow="ellipsis", no_wrap=True))
+            line = progress_line(status)
+            bar = progress_bar(status, room=live.console.width - len(line))
+            live.update(Text(bar + line, overflow="ellipsis", no_wrap=True))
             if status.is_final:
                 return status
             time.sleep(interval_s)

@@ -101,7 +101,7 @@ def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, 
         if not requeue and before.is_final and before.state != "LOST":
             after, what = stop_trial(facts, now=now, grace_s=grace), "has ended already: "
         elif requeue:
-            if not before.is_final:
+            if not before.is_final and facts.mode == "slurm":
                 print(f"putting back {facts.name} after a last checkpoint", flush=True)
             after, what = requeue_trial(facts, grace_s=grace), ""
         else:

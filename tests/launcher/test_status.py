@@ -13,6 +13,7 @@ from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.launcher.evidence import AttemptEnd, Member
 from corral.launcher.explain import explain
+from corral.launcher.progress import progress_bar
 from corral.launcher.queue_cache import QueueAnswer
 from corral.launcher.slurm import QueuedJob
 from corral.launcher.status import Evidence, WorkerLife, describe, judge
@@ -173,6 +174,14 @@ def test_a_trial_that_ended_says_what_to_type_next() -> None:
     for state, words in (("FAILED", f"rl-logs {running.experiment}/{running.trial} --errors"), ("LOST", "--resume")):
         shown = render_trial(dataclasses.replace(running, state=state))
         assert words in next(line for line in shown.splitlines() if line.startswith("next "))
+
+
+def test_a_bar_takes_the_room_that_the_words_leave() -> None:
+    status = dataclasses.replace(describe(HEALTHY), step=5, total_steps=10)
+    assert progress_bar(status, room=100) == f"[{'=' * 12}{' ' * 12}] "
+    assert progress_bar(status, room=13) == "[=====     ] "
+    assert progress_bar(status, room=10) == ""
+    assert progress_bar(dataclasses.replace(status, total_steps=None), room=100) == ""
 
 
 def test_durations_are_short() -> None:
