@@ -27,17 +27,21 @@ class RewardJudge:
         self._eos = eos_token_id
         self._config = config
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="reward")
+        self._is_closed = False
 
     async def __call__(self, problem: Problem, answer: PartialAnswer) -> float:
         """The reward of one answer.
 
         Raises:
             RewardFailedError: naming the last cause.
+            CancelledError: if the worker leaves: nothing was judged, so nothing failed, and its prompt is not dropped.
         """
         ids = answer.output_ids[:-1] if answer.output_ids[-1:] == [self._eos] else answer.output_ids
         text = self._tokenizer.decode(ids)
         cause = ""
         for _ in range(1 + self._config.reward_retries):
+            if self._is_closed:
+                raise asyncio.CancelledError
             try:
                 async with asyncio.timeout(self._config.reward_timeout_s):
                     loop = asyncio.get_running_loop()
@@ -50,4 +54,5 @@ class RewardJudge:
         raise RewardFailedError(f"the reward function failed {1 + self._config.reward_retries} times, last: {cause}")
 
     def close(self) -> None:
+        self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
