@@ -106,7 +106,7 @@ class StatusPage:
             return render_json(statuses)
         if self._output == "name":
             return render_names(statuses)
-        return render_trials(statuses, colour=self._colour, num_hidden=num_hidden)
+        return render_trials(statuses, colour=self._colour, width=self._width, num_hidden=num_hidden)
 
     def _read_all(self, *, use_memory: bool) -> tuple[list[TrialStatus], list[str]]:
         memory_path = finished_path(self._fileroot)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import textwrap
 import time
 from collections.abc import Sequence
 
@@ -36,18 +38,22 @@ _RESET = "\x1b[0m"
 _RESUME = "rl-submit --resume {trial}"
 _ADVICE = {
     "UNRESPONSIVE": "rl-logs {trial} master_worker",
-    "FAILED": f"rl-logs {{trial}} --errors; mend it, then {_RESUME}",
-    "OOM": "rl-logs {trial} --errors; then a new trial with more mem for that group",
+    "FAILED": f"rl-logs {{trial}} --errors\n           {_RESUME}    when it is mended",
+    "OOM": "rl-logs {trial} --errors\n           rl-submit ... a new trial, with more mem for that group",
     **dict.fromkeys(("STOPPED", "CANCELLED", "TIMED_OUT", "PREEMPTED", "NODE_FAILED", "LOST"), _RESUME),
 }
 """What one does about a state; where that is to wait, nothing is said."""
 _MAX_NODES = 4
 _MAX_WAITS = 6
 _SHORT_WAIT_S = 1.0
+_MIN_LAST_COLUMN = 20
+_FIRST_COLUMN = re.compile(r"\s*\S+\s{2,}")
 
 
-def render_trials(statuses: Sequence[TrialStatus], *, colour: bool = False, num_hidden: int = 0) -> str:
-    """One row per trial."""
+def render_trials(
+    statuses: Sequence[TrialStatus], *, colour: bool = False, width: int | None = None, num_hidden: int = 0
+) -> str:
+    """One row per trial; `width` is that of the terminal, if there is one."""
     hidden = f"{num_hidden} trials that ended more than a day ago are not shown; rl-status -a shows them"
     if not statuses:
         return hidden if num_hidden else "no trials here; start one with rl-submit EXPERIMENT.yaml"
@@ -66,7 +72,7 @@ def render_trials(statuses: Sequence[TrialStatus], *, colour: bool = False, num_
         )
         for status in statuses
     ]
-    table = render_table(header, rows, colour=colour)
+    table = render_table(header, rows, colour=colour, width=width)
     return f"{table}\n{hidden}" if num_hidden else table
 
 
@@ -74,25 +80,28 @@ def render_trial(status: TrialStatus, *, wide: bool = False, colour: bool = Fals
     """One trial: a headline, a row per group or per worker, who waits for whom, the attempts before, what to do.
 
     Args:
-        width: columns of the terminal, where the headline is to be broken.
+        width: columns of the terminal, if lines are to be broken there.
     """
     lines = _headline(status, colour=colour, width=width)
     if status.note and status.note != headline(dict(status.metrics)):
         lines.append(f"  {_printable(status.note)}")
-    lines.append(render_workers(status.workers, colour=colour) if wide else render_groups(status.groups))
+    if wide:
+        lines.append(render_workers(status.workers, colour=colour, width=width))
+    else:
+        lines.append(render_groups(status.groups, width=width))
     # A healthy trial is full of waits that end at once.
     waits = [chain for chain in status.waits if (chain.steps[0].since_s or 0.0) >= _SHORT_WAIT_S]
-    lines += [f"waits      {_printable(render_chain(chain))}" for chain in waits[:_MAX_WAITS]]
+    lines += [fold(f"waits      {_printable(render_chain(chain))}", width) for chain in waits[:_MAX_WAITS]]
     if len(waits) > _MAX_WAITS:
         lines.append(f"           and {len(waits) - _MAX_WAITS} more; -o json shows all")
     lines += [_printable(_describe_end(end)) for end in status.history if end.attempt != status.attempt]
     if advice := _ADVICE.get(status.state):
         name = f"{status.experiment}/{status.trial}"
-        lines.append(f"next       {advice.format(trial=name)}")
+        lines.append(f"next       {advice.format(trial=name)}")  # whole: it is there to be copied
     return "\n".join([*lines, f"directory  {status.directory}"])
 
 
-def render_groups(rows: Sequence[GroupRow]) -> str:
+def render_groups(rows: Sequence[GroupRow], *, width: int | None = None) -> str:
     """One row per kind of worker."""
     header = ("GROUP", "READY", "RESTARTS", "NODES", "LAST SEEN", "NOTE")
     texts = [
@@ -106,10 +115,10 @@ def render_groups(rows: Sequence[GroupRow]) -> str:
         )
         for row in rows
     ]
-    return render_table(header, texts, colour=False)
+    return render_table(header, texts, colour=False, width=width)
 
 
-def render_workers(rows: Sequence[WorkerRow], *, colour: bool = False) -> str:
+def render_workers(rows: Sequence[WorkerRow], *, colour: bool = False, width: int | None = None) -> str:
     """One row per worker."""
     header = ("WORKER", "STATE", "PID", "NODE", "PHASE", "VERSION", "RESTARTS", "LAST SEEN", "WAITING FOR")
     texts = [
@@ -126,7 +135,7 @@ def render_workers(rows: Sequence[WorkerRow], *, colour: bool = False) -> str:
         )
         for row in rows
     ]
-    return render_table(header, texts, colour=colour)
+    return render_table(header, texts, colour=colour, width=width)
 
 
 def render_json(statuses: Sequence[TrialStatus]) -> str:
@@ -139,16 +148,41 @@ def render_names(statuses: Sequence[TrialStatus]) -> str:
     return "\n".join(f"{status.experiment}/{status.trial}" for status in statuses)
 
 
-def render_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, colour: bool) -> str:
-    """Columns as wide as their widest cell; the second one is a state, and carries its colour."""
+def render_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, colour: bool, width: int | None = None
+) -> str:
+    """Columns as wide as their widest cell; the second one is a state, and carries its colour.
+
+    Args:
+        width: of the terminal; the last column goes on below itself where it ends, if that leaves room for words.
+    """
     cells = [tuple(_printable(cell) for cell in row) for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    indent = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    room = width - indent if width is not None and width - indent >= _MIN_LAST_COLUMN else max(1, widths[-1])
     lines = []
     for row in cells:
         padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         padded[1] = _coloured(padded[1], colour=colour)
-        lines.append("  ".join(padded).rstrip())
+        first, *more = textwrap.wrap(row[-1], room, break_long_words=False, break_on_hyphens=False) or [""]
+        lines.append("  ".join([*padded[:-1], first]).rstrip())
+        lines += [" " * indent + part for part in more]
     return "\n".join(lines)
+
+
+def fold(text: str, width: int | None) -> str:
+    """Breaks long lines between words, and goes on below the second column, so that columns stay columns."""
+    return "\n".join(part for line in text.split("\n") for part in _fold_line(line, width))
+
+
+def _fold_line(line: str, width: int | None) -> list[str]:
+    if width is None or len(line) <= width:
+        return [line]
+    column = _FIRST_COLUMN.match(line)
+    indent = column.end() if column and column.end() <= width // 2 else 2
+    return textwrap.wrap(
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    ) or [line]
 
 
 def format_duration(seconds: float | None) -> str:

@@ -7,10 +7,8 @@ unreachable, 5 this cluster can never run it, 6 the trial failed (--wait), 7 it 
 """
 
 import os
-import re
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -22,8 +20,6 @@ from typer.exceptions import TyperException
 
 if TYPE_CHECKING:
     from corral.launcher.trials import TrialFacts
-
-_FIRST_COLUMN = re.compile(r"\s*\S+\s{2,}")
 
 EXIT_ERROR = 1
 EXIT_BAD_CONFIGURATION = 2
@@ -115,21 +111,6 @@ def wants_colour() -> bool:
 def terminal_width(out: TextIO | None = None) -> int | None:
     """Columns of the terminal that stdout is; None where it is none, and lines stay whole."""
     return shutil.get_terminal_size().columns if (out or sys.stdout).isatty() else None
-
-
-def fold(text: str, width: int | None) -> str:
-    """Breaks long lines between words, and goes on below the second column, so that columns stay columns."""
-    return "\n".join(part for line in text.split("\n") for part in _fold_line(line, width))
-
-
-def _fold_line(line: str, width: int | None) -> list[str]:
-    if width is None or len(line) <= width:
-        return [line]
-    column = _FIRST_COLUMN.match(line)
-    indent = column.end() if column and column.end() <= width // 2 else 2
-    return textwrap.wrap(
-        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-    ) or [line]
 
 
 def wait_for_trial(facts: "TrialFacts", name: str) -> None:

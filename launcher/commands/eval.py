@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, Output, run, user_errors, wants_colour
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, Output, run, terminal_width, user_errors, wants_colour
 from corral.launcher.completion import complete_trial
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _print(statuses: "Sequence[EvaluationStatus]", output: str) -> None:
             means = (result.accuracy, result.mean_reward, result.mean_response_tokens)
             numbers = (*(f"{mean:.4g}" for mean in means), str(result.num_prompts), format_duration(result.seconds))
         rows.append((str(status.step), status.state, *numbers, status.job_id or "-", status.note))
-    print(render_table(header, rows, colour=wants_colour()))
+    print(render_table(header, rows, colour=wants_colour(), width=terminal_width()))
 
 
 def _as_json(status: "EvaluationStatus") -> dict[str, object]:

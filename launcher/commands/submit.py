@@ -13,7 +13,6 @@ from corral.launcher.commands.common import (
     EXIT_ERROR,
     Fileroot,
     fail,
-    fold,
     run,
     terminal_width,
     user_errors,
@@ -162,6 +161,7 @@ def _print_plan(submission: "Submission", out: TextIO) -> None:
     from corral.experiments.errors import display_path
     from corral.experiments.render import THIS_MACHINE, render_plan
     from corral.launcher.layout_view import render_layout
+    from corral.launcher.status_view import fold
 
     nodes = render_layout(submission.layout) if submission.layout else THIS_MACHINE
     width = terminal_width(out)

@@ -12,9 +12,9 @@ import pytest
 
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher import submit
-from corral.launcher.commands.common import fold
 from corral.launcher.commands.submit import main as submit_main
 from corral.launcher.processes import trial_processes
+from corral.launcher.status_view import fold
 from corral.launcher.trials import list_trials, read_facts
 from tests.experiments.broken_yaml import BROKEN_CASES, VALID_PPO, BrokenCase, write_inputs
 from tests.launcher.conftest import MakeTrial

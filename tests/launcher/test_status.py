@@ -176,6 +176,17 @@ def test_a_trial_that_ended_says_what_to_type_next() -> None:
         assert words in next(line for line in shown.splitlines() if line.startswith("next "))
 
 
+def test_a_long_note_goes_on_below_itself() -> None:
+    status = dataclasses.replace(describe(HEALTHY), note="model_worker/0 exit 1; model_worker used up its 1 restarts")
+    whole = render_trials([status]).splitlines()
+    column = whole[0].index("NOTE")
+    header, first, *more = render_trials([status], width=column + 24).splitlines()
+    assert len(whole) == 2 and header == whole[0] and more
+    assert all(len(line) <= column + 24 and not line[:column].strip() for line in more)
+    assert " ".join([first[column:], *(line.strip() for line in more)]) == status.note
+    assert render_trials([status], width=column + 5).splitlines() == whole  # no room for words
+
+
 def test_a_bar_takes_the_room_that_the_words_leave() -> None:
     status = dataclasses.replace(describe(HEALTHY), step=5, total_steps=10)
     assert progress_bar(status, room=100) == f"[{'=' * 12}{' ' * 12}] "
