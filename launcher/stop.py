@@ -73,7 +73,7 @@ def stop_trial(
             client.cancel(status.job_id)
             _cancel_waiting(facts, client)
         (status,) = reader.read([facts])
-        return status
+        grace_s = 0.0
     deadline = time.monotonic() + (0.0 if now else grace_s) + _TEARDOWN_S
     while status.state not in FINAL_STATES:
         if time.monotonic() > deadline:
