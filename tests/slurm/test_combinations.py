@@ -1,0 +1,241 @@
+"""Between the tests of single events: jobs of members across attempts, odd shells, a controller that is away."""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.experiments.trial_log import TrialLog
+from corral.launcher.slurm import QueuedJob, SlurmClient, UncertainSubmissionError
+from corral.launcher.stop import stop_trial
+from corral.launcher.submission import is_head_of, submit_once
+from corral.launcher.submit import Submission, SubmissionError, prepare_resume, start
+from tests.integration.evidence import (
+    check_every_sample_was_consumed_once,
+    check_no_token_was_too_old,
+    check_nothing_is_left,
+)
+from tests.integration.trial_helpers import Material, submit
+from tests.launcher.trials import wait_until
+from tests.slurm.cluster import Cluster, missing_programs, running_cluster
+from tests.slurm.trials import SlurmTrial
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+ENDLESS = "steps 100000 0.1"
+GROWS_OLD = {"master_worker/0": [ENDLESS, "steps 1 0"]}
+JOBS: dict[str, Any] = {"launch": {"layout": "jobs"}, "model_workers": 1, "servers": 1}
+ONE_NODE: dict[str, Any] = {"model_workers": 1, "servers": 0}
+GROUPS = ("model_worker", "generation_server")
+
+
+@pytest.fixture(scope="module")
+def shared_cluster() -> Iterator[Cluster]:
+    """A cluster of their own, which forgets jobs at once: these tests stop its controller."""
+    missing = missing_programs()
+    if missing:
+        pytest.skip(f"SLURM is not installed: no {', '.join(missing)}")
+    with running_cluster() as cluster:
+        cluster.update_config(MinJobAge=5)
+        yield cluster
+
+
+def test_each_attempt_asks_for_jobs_of_its_own_and_leaves_none(make_slurm_trial: Any, cluster: Cluster) -> None:
+    trial = make_slurm_trial(GROWS_OLD, **JOBS)
+    job_id = trial.submit()
+    wait_for_commits(trial)
+    cluster.run("scancel", "--batch", "--signal=USR2", job_id)
+    wait_for_end(trial, "COMPLETE")
+    for attempt in range(2):
+        assert {event["allocation"] for event in trial.events("member_submitted", attempt=attempt)} == set(GROUPS)
+    assert len(trial.events("member_submitted")) == 2 * len(GROUPS)
+    wait_until(lambda: not alive(trial), "an empty queue")
+
+
+def test_a_killed_supervisor_is_followed_by_one_that_keeps_its_members_jobs(make_slurm_trial: Any) -> None:
+    trial = make_slurm_trial(GROWS_OLD, **JOBS)
+    trial.submit()
+    wait_for_commits(trial)
+    jobs = {job.job_id for job in alive(trial)}
+    os.kill(trial.events("supervisor_started")[-1]["pid"], signal.SIGKILL)
+    wait_for_end(trial, "COMPLETE")
+    assert {event["allocation"] for event in trial.events("member_adopted")} == set(GROUPS)
+    assert {event["job_id"] for event in trial.events("member_running")} <= jobs
+    assert len(trial.events("member_submitted")) == len(GROUPS)
+    wait_until(lambda: not alive(trial), "an empty queue")
+
+
+def test_a_trainer_whose_job_is_put_back_takes_its_master_along_and_nobody_is_charged(
+    make_slurm_trial: Any, cluster: Cluster
+) -> None:
+    trial = make_slurm_trial(GROWS_OLD, **JOBS)
+    trial.submit()
+    wait_for_commits(trial)
+    trainer = next(job for job in alive(trial) if job.tag["allocation"] == "model_worker")
+    cluster.run("scontrol", "requeue", trainer.job_id)
+    wait_for_end(trial, "COMPLETE")
+    assert {event["unit"] for event in trial.events("unit_left")} == {"model_worker", "master_worker/0"}
+    assert not trial.events("unit_restarting")
+    assert len(trial.starts("generation_server/0")) == 1
+
+
+def test_a_controller_that_is_away_when_the_job_starts_is_waited_for(
+    make_slurm_trial: Any, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = make_slurm_trial({"master_worker/0": ["steps 1 0"]}, **ONE_NODE)
+    go = trial.directory.path / "go"
+    submit_script = SlurmClient.submit
+
+    def submit_patiently(client: SlurmClient, options: list[str], script: Path) -> str:
+        text = script.read_text().replace("\nexec ", f"\nwhile [ ! -e {go} ]; do sleep 0.1; done\nexec ")
+        script.write_text(text)
+        return submit_script(client, options, script)
+
+    monkeypatch.setattr(SlurmClient, "submit", submit_patiently)
+    trial.submit()
+    wait_until(lambda: [job for job in alive(trial) if job.state == "RUNNING"], "the job")
+    cluster.stop_controller()
+    try:
+        go.touch()
+        claim = trial.directory.control_path / "claim-0.json"
+        wait_until(claim.exists, "the keeper")
+        wait_until(lambda: "waiting for" in output_of(trial), "the supervisor to wait", timeout_s=40.0)
+    finally:
+        cluster.start_controller()
+    wait_for_end(trial, "COMPLETE")
+
+
+def test_of_two_resumptions_at_once_one_submits(make_slurm_trial: Any) -> None:
+    trial = make_slurm_trial({"master_worker/0": [ENDLESS]}, **ONE_NODE)
+    trial.submit()
+    wait_for_commits(trial)
+    assert stop_trial(trial.facts).state == "STOPPED"
+    wait_until(lambda: not alive(trial), "an empty queue")
+    prepared = [prepare_resume(trial.facts) for _ in range(2)]  # both have seen that nobody is there
+
+    def resume(submission: Submission) -> str:
+        try:
+            return start(submission, resume=True)
+        except SubmissionError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(resume, prepared))
+    (job_id,) = [answer for answer in answers if answer.isdigit()]
+    assert [job.job_id for job in alive(trial)] == [job_id]
+
+
+def test_a_job_that_sbatch_was_kept_from_naming_is_found(
+    make_slurm_trial: Any, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = make_slurm_trial({"master_worker/0": ["steps 1 0"]}, **ONE_NODE)
+    script = tmp_path / "trial.sbatch"
+    script.write_text(f"#!/bin/bash\n#SBATCH --output=/dev/null\n#SBATCH --comment='{tag_of(trial)}'\nsleep 60\n")
+    real = cluster.run("sh", "-c", "command -v sbatch").stdout.strip()
+    slow = tmp_path / "bin" / "sbatch"
+    slow.parent.mkdir()
+    slow.write_text(f'#!/bin/sh\n{real} "$@" > /dev/null\nexec sleep 60\n')
+    slow.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{slow.parent}:{os.environ['PATH']}")
+    is_it = is_head_of(trial.plan.trial.uuid)
+    trial.job_id = submit_once(SlurmClient(timeout_s=2.0), [], script, is_it=is_it)
+    assert [job.job_id for job in alive(trial)] == [trial.job_id]
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    cluster.run("scancel", trial.job_id)
+    with pytest.raises(UncertainSubmissionError, match="did not answer within 2 s"):
+        submit_once(SlurmClient(timeout_s=2.0), [], script, is_it=is_it)
+
+
+def test_a_users_shell_decides_nothing(make_slurm_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {
+        "SBATCH_PARTITION": "short", "SBATCH_EXPORT": "NONE", "SBATCH_NO_REQUEUE": "1", "SBATCH_ARRAY_INX": "0-3",
+        "SLURM_NTASKS": "5", "SLURM_PARTITION": "short", "SLURM_OVERLAP": "1", "SLURM_GRES": "gpu:9",
+        "SRUN_CPUS_PER_TASK": "3", "SQUEUE_PARTITION": "short", "SCANCEL_STATE": "PENDING", "SINFO_PARTITION": "short",
+        "SLURM_TIME_FORMAT": "relative", "USER": "nobody", "LOGNAME": "nobody", "XDG_CACHE_HOME": "/proc/nowhere",
+    }  # fmt: skip
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("HOME", raising=False)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    umask = os.umask(0o077)
+    try:
+        trial = make_slurm_trial(
+            {"master_worker/0": ["steps 5 0.1"]}, folder=f"link/{'/'.join(['long' * 40] * 4)}", **JOBS
+        )
+        trial.submit()
+    finally:
+        os.umask(umask)
+    wait_for_end(trial, "COMPLETE")
+    assert len(trial.events("member_running")) == len(GROUPS)
+    wait_until(lambda: not alive(trial), "an empty queue")
+
+
+def test_elastic_rollout_workers_come_and_go_and_no_prompt_is_lost(
+    cluster: Cluster, material: Material, tmp_path: Path
+) -> None:
+    overrides = {
+        "cluster.bind_address": "127.0.0.1",
+        "evaluation.every_steps": 1000,
+        "control.commit_every_steps": 3,
+        "groups.rollout_worker.elastic.count": 1,
+        # Seven of eight cores, so that a job with seven in the partition that comes first takes its place.
+        "groups.rollout_worker.elastic.scheduling": "{partition: spot, cpu: 7, gpu: 0, mem: 1G}",
+    }
+    trial = submit(
+        "grpo", tmp_path, material,
+        num_rows=280, pause_s=0.1, overrides=overrides, where=(), environment=cluster.environment,
+    )  # fmt: skip
+    roamer = "rollout_worker/1"
+    try:
+        trial.wait_for(lambda: trial.events("member_running"), "the elastic worker's node")
+        trial.wait_for_steps(2)
+        node = str(trial.events("member_running")[-1]["nodes"])
+        taker = cluster.run(
+            "sbatch", "--parsable", f"--nodelist={node}", "--cpus-per-task=7", "--mem=100", "--wrap=sleep 600"
+        ).stdout.strip()
+        trial.wait_for(lambda: trial.events("member_gone"), "its preemption")
+        trial.wait_for(lambda: trial.starts(roamer)[-1]["node"] != node, "its start in the trial's own job")
+        trial.wait_for_steps(2)
+        cluster.run("scancel", taker)
+        trial.wait_for(lambda: len(trial.events("member_running")) == 2, "its node again", timeout_s=60.0)
+        trial.full_speed()
+        trial.wait_for_end()
+        check_nothing_is_left(trial)
+        check_every_sample_was_consumed_once(trial)
+        assert check_no_token_was_too_old(trial, eta=1) == 1
+        assert not trial.events("unit_restarting") and not trial.events("unit_given_up")
+    finally:
+        for job in SlurmClient().queue():
+            cluster.run("scancel", job.job_id)
+        trial.close()
+
+
+def alive(trial: SlurmTrial) -> list[QueuedJob]:
+    """The trial's jobs that wait or run."""
+    uuid = trial.plan.trial.uuid
+    states = ("PENDING", "RUNNING", "COMPLETING")
+    return [job for job in SlurmClient().queue() if job.tag.get("trial_uuid") == uuid and job.state.startswith(states)]
+
+
+def tag_of(trial: SlurmTrial) -> str:
+    return f'{{"corral":1,"trial_uuid":"{trial.plan.trial.uuid}","directory":"/nowhere","allocation":"head"}}'
+
+
+def output_of(trial: SlurmTrial) -> str:
+    """What the job has printed."""
+    log = trial.directory.logs_path / f"slurm-{trial.job_id}.log"
+    return log.read_text() if log.exists() else ""
+
+
+def wait_for_commits(trial: SlurmTrial) -> None:
+    wait_until(lambda: len(TrialLog(trial.directory.log_path).read().commits) >= 2, "two commits")
+
+
+def wait_for_end(trial: SlurmTrial, state: str) -> None:
+    ended = wait_until(lambda: trial.events("trial_ended"), f"the end of the trial; {trial.events()}", timeout_s=60.0)
+    assert ended[-1]["state"] == state, trial.events()
