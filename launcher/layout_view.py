@@ -20,7 +20,9 @@ def render_layout(layout: Layout) -> list[str]:
     fixed = [allocation for allocation in layout.allocations if allocation.role != "elastic"]
     nodes = sum(allocation.num_nodes for allocation in fixed)
     elastic = len(layout.allocations) - len(fixed)
-    heading = f"{layout.kind}: {_PARTS[layout.kind].format(len(fixed))}, {_count(nodes, 'node')}"
+    # Jobs that leave room on a node may share it.
+    at_most = "up to " if layout.kind == "jobs" else ""
+    heading = f"{layout.kind}: {_PARTS[layout.kind].format(len(fixed))}, {at_most}{_count(nodes, 'node')}"
     heading += f", {_count(elastic, 'elastic member')}" if elastic else ""
     lines = [f"plan       {heading} ({layout.reason})"]
     for index, allocation in enumerate(layout.allocations):

@@ -7,12 +7,12 @@ import sys
 import time
 from typing import TextIO
 
+from corral.launcher.durations import format_duration
 from corral.launcher.metrics import headline
 from corral.launcher.queue_cache import CachedQueue
 from corral.launcher.slurm import SlurmClient
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
-from corral.launcher.status_view import format_duration
 from corral.launcher.trials import TrialFacts
 
 EXIT_BY_STATE = {"COMPLETE": 0, "STOPPED": 7, "CANCELLED": 7}

@@ -257,7 +257,7 @@ def _judge_readiness(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str
         waiting = next((member for member in evidence.members if _holds_up(evidence, member.allocation, needed)), None)
         if waiting is not None:
             text = f"{text}; {waiting.allocation} waits: {describe_member(waiting)}"
-        return "STARTING", text
+        return ("DEGRADED" if any(_was_taken(evidence, row) for row in needed) else "STARTING"), text
     return "RUNNING", ""
 
 
@@ -267,6 +267,12 @@ def _may_be_absent(evidence: Evidence, row: WorkerRow) -> bool:
         return True
     member = evidence.member_by_allocation.get(evidence.allocation_by_worker[row.worker])
     return member is None or member.is_elastic
+
+
+def _was_taken(evidence: Evidence, row: WorkerRow) -> bool:
+    """Whether a worker has run in this attempt, and its nodes are gone."""
+    life = evidence.lives.get(row.worker)
+    return row.state == "AWAY" and life is not None and life.ended_at is not None
 
 
 def _holds_up(evidence: Evidence, allocation: str, needed: Sequence[WorkerRow]) -> bool:

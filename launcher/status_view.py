@@ -7,6 +7,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 
+from corral.launcher.durations import format_duration
 from corral.launcher.evidence import AttemptEnd
 from corral.launcher.metrics import headline
 from corral.launcher.status import TrialStatus, WorkerRow
@@ -183,20 +184,6 @@ def _fold_line(line: str, width: int | None) -> list[str]:
     return textwrap.wrap(
         line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     ) or [line]
-
-
-def format_duration(seconds: float | None) -> str:
-    """12s, 5m10s, 3h12m, 2d4h."""
-    if seconds is None:
-        return "-"
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600}h"
 
 
 def _headline(status: TrialStatus, *, colour: bool, width: int | None) -> list[str]:

@@ -11,7 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from corral.launcher.worker_rows import WorkerRow
+from corral.launcher.durations import format_duration
+from corral.launcher.worker_rows import WorkerRow, is_away
 
 _WORKER = re.compile(r"\b([a-z]+(?:_[a-z]+)*/\d+)\b")
 _KIND_BY_WORDS = (
@@ -119,11 +120,17 @@ def _next_rows(row: WorkerRow, rows: Sequence[WorkerRow]) -> list[WorkerRow]:
     if row.state not in ("UP", "STARTING"):
         return []
     if _waits(row):
-        return targets_of(row.waiting_for, rows)
+        return _without_away(targets_of(row.waiting_for, rows))
     if row.kind == "rollout_worker" and row.phase == "generate":
         # It works as long as its servers do.
-        return [other for other in rows if other.kind == "generation_server" and other.state in _CULPRIT_ORDER]
+        servers = [other for other in rows if other.kind == "generation_server"]
+        return [other for other in _without_away(servers) if other.state in _CULPRIT_ORDER]
     return []
+
+
+def _without_away(rows: Sequence[WorkerRow]) -> list[WorkerRow]:
+    """Nobody waits for those whose place was taken while there are others."""
+    return [row for row in rows if not is_away(row)] or list(rows)
 
 
 def _order(row: WorkerRow) -> tuple[int, int, float]:
@@ -146,7 +153,7 @@ def _step(row: WorkerRow) -> WaitStep:
 
 
 def _render_step(step: WaitStep, *, is_last: bool) -> str:
-    since = f" {step.since_s:.0f}s" if step.since_s is not None else ""
+    since = f" {format_duration(step.since_s)}" if step.since_s is not None else ""
     if step.state not in ("UP", "STARTING"):
         return f"{step.worker}: {step.state.lower()}{since}"
     text = f"{step.worker}: {step.phase or step.state.lower()}{since}"

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from corral.launcher.durations import format_duration
 from corral.launcher.evidence import Evidence, Member, WorkerLife
 from corral.launcher.slurm_states import judge_job
 
@@ -83,7 +84,7 @@ def trouble(evidence: Evidence, row: WorkerRow) -> str:
     """What is wrong with a worker, in a few words."""
     where = f" on {row.node}" if row.node else ""
     if row.state == "SILENT":
-        return f"{row.worker} silent {row.last_seen_s or 0.0:.0f}s{where}"
+        return f"{row.worker} silent {format_duration(row.last_seen_s or 0.0)}{where}"
     if row.state == "MISSING":
         return f"{row.worker} runs{where} but has no record; see rl-logs {evidence.facts.name} {row.worker}"
     life = evidence.lives[row.worker]
@@ -194,7 +195,7 @@ def _group_note(evidence: Evidence, kind: str, rows: Sequence[WorkerRow]) -> str
         chosen = [row for row in rows if row.state == state]
         if not chosen:
             continue
-        detail = f" {chosen[0].last_seen_s or 0.0:.0f}s" if state == "SILENT" else ""
+        detail = f" {format_duration(chosen[0].last_seen_s or 0.0)}" if state == "SILENT" else ""
         if state == "RESTARTING" and (ended := evidence.lives[chosen[0].worker].exit):
             detail = f" after {ended}"
         parts.append(f"{_indices(chosen)}: {state.lower()}{detail}")

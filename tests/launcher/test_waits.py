@@ -106,3 +106,13 @@ def test_chains_end_whatever_the_workers_say(workers: list[tuple[str, int, str, 
         names = [step.worker for step in chain.steps]
         assert len(set(names)) == len(names)
         assert render_chain(chain)
+
+
+def test_nobody_waits_for_a_server_whose_node_was_taken_while_another_serves() -> None:
+    master = row("master_worker/0", "wait for a batch", "3 more of 8 trajectories from the rollout workers")
+    rollout = row("rollout_worker/0", "generate", since_s=90.0)
+    away = row("generation_server/1", state="AWAY")
+    (line,) = shown(master, rollout, row("generation_server/0", "generate"), away)
+    assert line.endswith("-> rollout_worker/0: generate 1m30s")
+    (line,) = shown(master, rollout, away)
+    assert "-> generation_server/1: away" in line
