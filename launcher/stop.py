@@ -64,14 +64,14 @@ def stop_trial(
     grace_s = facts.stop_grace_s if grace_s is None else grace_s
     (status,) = reader.read([facts])
     if status.is_final and status.state != "LOST":
-        _cancel_waiting(facts, client)
+        _cancel_rest(facts, client)
         return status
     request_stop(facts, now=now, grace_s=grace_s)
     if status.state == "LOST" or status.state in NOT_STARTED:
         _append_stop(facts)
         if status.job_id and status.state in NOT_STARTED:
             client.cancel(status.job_id)
-            _cancel_waiting(facts, client)
+        _cancel_rest(facts, client)
         (status,) = reader.read([facts])
         grace_s = 0.0
     deadline = time.monotonic() + (0.0 if now else grace_s) + _TEARDOWN_S
@@ -191,8 +191,8 @@ def directory_of_job(argument: str, client: SlurmClient) -> Path | None:
     return Path(str(tag["directory"])) if "directory" in tag else None
 
 
-def _cancel_waiting(facts: TrialFacts, client: SlurmClient) -> None:
-    """Nothing of a trial that has ended may start later: successors, and jobs of its groups."""
+def _cancel_rest(facts: TrialFacts, client: SlurmClient) -> None:
+    """Nothing of a trial that has ended may start later, or hold nodes that nobody uses."""
     if facts.mode != "slurm":
         return
     try:
@@ -200,7 +200,9 @@ def _cancel_waiting(facts: TrialFacts, client: SlurmClient) -> None:
     except SlurmError:
         return  # what a controller that is down would start ends by itself: the trial log says Stop
     for job in jobs:
-        if job.tag.get("trial_uuid") == facts.uuid and job.state == "PENDING":
+        is_member = job.tag.get("allocation") not in (None, "head")  # a head that still runs is about to end
+        is_left = job.state == "PENDING" or (is_member and is_active(job.state))
+        if job.tag.get("trial_uuid") == facts.uuid and is_left:
             client.cancel(job.job_id)
 
 

@@ -1,5 +1,7 @@
 """rl-stop of a trial that waits: the answer is how it ended, not how it stood a moment before."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +16,82 @@ from tests.launcher.trials import StubTrial
 
 
 class FakeSlurm(SlurmClient):
-    """An empty queue that notes what is cancelled."""
+    """A queue that notes what is cancelled."""
 
-    cancelled: tuple[str, ...] = ()
+    def __init__(self, *jobs: QueuedJob) -> None:
+        super().__init__()
+        self._jobs = jobs
+        self.cancelled: tuple[str, ...] = ()
 
     def queue(self) -> list[QueuedJob]:
-        return []
+        return list(self._jobs)
 
     def cancel(self, job_or_step: str, *, signal_name: str | None = None) -> None:
         self.cancelled += (job_or_step,)
 
 
-def test_a_stop_between_two_attempts_waits_until_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def trial(tmp_path: Path) -> StubTrial:
     trial = StubTrial(tmp_path, {}, mode="slurm")
     trial.prepare()
+    return trial
+
+
+def stop_seeing(
+    trial: StubTrial, client: SlurmClient, words: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> TrialStatus:
+    """rl-stop, while the trial's state goes from word to word."""
     facts = read_facts(trial.directory)
     assert facts is not None
-    # SLURM shows the attempt before it as completing for some seconds, so that its successor seems to start.
-    words = iter(["QUEUED", "STARTING", "STARTING", "STOPPED"])
+    to_come = iter(words)
 
     class Reader:
         def __init__(self, *_: Any) -> None:
             pass
 
         def read(self, _: Any) -> list[TrialStatus]:
-            return [status(next(words))]
-
-    def status(word: str) -> TrialStatus:
-        return TrialStatus(
-            experiment="exp", trial="trial", directory=str(trial.directory.path), mode="slurm", state=word,
-            step=None, total_steps=3, age_s=None, nodes=None, job_id="7", attempt=1, note="", workers=(),
-        )  # fmt: skip
+            return [
+                TrialStatus(
+                    experiment="exp", trial="trial", directory=str(trial.directory.path), mode="slurm",
+                    state=next(to_come), step=None, total_steps=3, age_s=None, nodes=None, job_id="7", attempt=1,
+                    note="",
+                )
+            ]  # fmt: skip
 
     monkeypatch.setattr(stop, "StatusReader", Reader)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
+    return stop.stop_trial(facts, client=client)
+
+
+def job(job_id: str, state: str, allocation: str, *, uuid: str) -> QueuedJob:
+    values = dict.fromkeys(("reason", "start", "end", "elapsed", "num_nodes", "nodes", "submitted", "name"), "")
+    tag = {"corral": 1, "trial_uuid": uuid, "allocation": allocation}
+    return QueuedJob(job_id=job_id, state=state, comment=json.dumps(tag), **values)
+
+
+def test_a_stop_between_two_attempts_waits_until_nothing_is_left(
+    trial: StubTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = FakeSlurm()
-    assert stop.stop_trial(facts, client=client).state == "STOPPED"
+    # SLURM shows the attempt before it as completing for some seconds, so that its successor seems to start.
+    words = ["QUEUED", "STARTING", "STARTING", "STOPPED"]
+    assert stop_seeing(trial, client, words, monkeypatch).state == "STOPPED"
     assert client.cancelled == ("7",)
     found = TrialLog(trial.directory.log_path).read().stop
     assert found is not None and found.reason == "rl-stop"
+
+
+@pytest.mark.parametrize("words", [["FAILED"], ["LOST", "STOPPED"]])
+def test_nodes_that_nobody_uses_are_given_back_and_nothing_is_left_to_start(
+    trial: StubTrial, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uuid = trial.plan.trial.uuid
+    client = FakeSlurm(
+        job("1", "RUNNING", "head", uuid=uuid),  # it draws its report, and ends by itself
+        job("2", "RUNNING", "model_worker", uuid=uuid),
+        job("3", "FAILED", "generation_server", uuid=uuid),
+        job("4", "PENDING", "head", uuid=uuid),
+        job("5", "RUNNING", "model_worker", uuid="another"),
+    )
+    stop_seeing(trial, client, words, monkeypatch)
+    assert client.cancelled == ("2", "4")
