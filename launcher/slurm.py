@@ -249,6 +249,8 @@ class SlurmClient:
             raise SlurmUnreachableError(
                 f"{command[0]} was not found on PATH; log in to a machine of the cluster, or use rl-submit --local"
             ) from error
+        except OSError as error:  # no process or memory left at the moment, which ends no trial
+            raise SlurmUnreachableError(f"{command[0]} could not be run: {error}") from error
         except subprocess.TimeoutExpired as error:
             raise SlurmUnreachableError(f"{command[0]} did not answer within {self._timeout_s:.0f} s") from error
         if completed.returncode != 0 and re.search(

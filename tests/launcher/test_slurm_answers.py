@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from corral.launcher.slurm import (
     SlurmClient,
     SlurmError,
+    SlurmUnreachableError,
     clean_environment,
     parse_gpus,
     parse_job_id,
@@ -118,6 +119,16 @@ def test_filters_of_the_users_shell_hide_no_job_and_spare_none(tmp_path: Path, m
     assert SlurmClient().queue() == []
     SlurmClient().cancel("7")
     assert queue_command()[queue_command().index("-u") + 1] == pwd.getpwuid(os.getuid()).pw_name
+
+
+def test_a_command_that_cannot_be_run_at_the_moment_is_a_cluster_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "squeue").write_text("no program")
+    (tmp_path / "squeue").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SlurmUnreachableError, match="squeue could not be run: .*format error"):
+        SlurmClient().queue()
 
 
 ROWS = [
