@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, UncertainSubmissionError
+from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, SlurmUnreachableError, UncertainSubmissionError
 from corral.launcher.slurm_states import is_active
 
 _LOOKS = 2  # a controller that is slow to answer may be slow to take the job, too
@@ -23,7 +23,7 @@ _LOOK_PAUSE_S = 2.0
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-class SubmissionUnknownError(SlurmError):
+class SubmissionUnknownError(SlurmUnreachableError):
     """Nobody can say whether there is a job now."""
 
 
