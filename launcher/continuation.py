@@ -92,7 +92,13 @@ class Continuation:
             own = [self._plan.launch.exclude] if self._plan.launch.exclude else []
             options.append(f"--exclude={','.join([*own, *excluded])}")
         try:
-            self.successor = submit_once(self._client, options, self._directory.sbatch_path, is_it=self._is_successor)
+            self.successor = submit_once(
+                self._client,
+                options,
+                self._directory.sbatch_path,
+                is_it=self._is_successor,
+                looks=1,  # SLURM may be about to kill us
+            )
         except SlurmError as error:
             self._record("successor_refused", cause=str(error))
             return f"no further job could be submitted: {error}"

@@ -18,7 +18,6 @@ from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, SlurmUnreachableError, UncertainSubmissionError
 from corral.launcher.slurm_states import is_active
 
-_LOOKS = 2  # a controller that is slow to answer may be slow to take the job, too
 _LOOK_PAUSE_S = 2.0
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -32,7 +31,12 @@ class SubmissionRunsError(RuntimeError):
 
 
 def submit_once(
-    client: SlurmClient, options: Sequence[str], script: Path, *, is_it: Callable[[QueuedJob], bool]
+    client: SlurmClient,
+    options: Sequence[str],
+    script: Path,
+    *,
+    is_it: Callable[[QueuedJob], bool],
+    looks: int = 2,
 ) -> str:
     """Hands a batch script over; returns the job id, from squeue if sbatch did not say it.
 
@@ -41,6 +45,7 @@ def submit_once(
         options: of sbatch.
         script: the batch script.
         is_it: tells the job, if it was taken, from all others of this user.
+        looks: how often squeue is asked; a controller that is slow to answer may be slow to take the job, too.
 
     Raises:
         SlurmError: if there is no job.
@@ -49,7 +54,7 @@ def submit_once(
     try:
         return client.submit(options, script)
     except UncertainSubmissionError as error:
-        job_id = _look(client, is_it, error)
+        job_id = _look(client, is_it, error, looks)
         if not job_id:
             raise
         return job_id
@@ -92,15 +97,15 @@ def submitting(directory: TrialDirectory) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _look(client: SlurmClient, is_it: Callable[[QueuedJob], bool], cause: SlurmError) -> str:
+def _look(client: SlurmClient, is_it: Callable[[QueuedJob], bool], cause: SlurmError, looks: int) -> str:
     """The job that sbatch did not name, "" if there is none."""
-    for number in range(_LOOKS):
+    for number in range(looks):
         if number:
             time.sleep(_LOOK_PAUSE_S)
         try:
             found = [job for job in client.queue() if is_it(job)]
         except SlurmError as error:
-            if number == _LOOKS - 1:
+            if number == looks - 1:
                 raise SubmissionUnknownError(
                     f"nobody can say whether SLURM has taken the job: {cause}; then {error}"
                 ) from error
