@@ -67,6 +67,8 @@ class AttemptEnd:
         self._job_end: JobEnd | None = None
         self._own_request: StopRequest | None = None
         self._is_recorded = False
+        self._recorded_end = ""
+        """State of the trial_ended that was recorded last."""
         self._is_final = False
         """Whether somebody wants the trial to end here; nothing that comes later takes that back."""
         self.then: Then = ""
@@ -185,6 +187,8 @@ class AttemptEnd:
         follows = "successor" if continuation.successor and not end.is_requeued else "requeue"
         # At once: SLURM may kill us before the workers have ended.
         self._record_attempt_end(follows if self.then else "")
+        if not self.then:
+            self._record_trial_end(self._state, self._advised(self._cause))
 
     def _slurm_requeues(self) -> bool:
         return self._job_end is not None and (self._job_end.is_requeued or self._job_end.state == "UNKNOWN")
@@ -210,7 +214,12 @@ class AttemptEnd:
         self._state, self._cause = verdict.state, verdict.cause
         self._record_attempt_end(then)
         if not verdict.goes_on:
-            self._record("trial_ended", state=verdict.state, cause=verdict.cause)
+            self._record_trial_end(verdict.state, verdict.cause)
+
+    def _record_trial_end(self, state: str, cause: str) -> None:
+        if state != self._recorded_end:  # again only if it came differently: Done in the last moment
+            self._recorded_end = state
+            self._record("trial_ended", state=state, cause=cause)
 
     def _record_attempt_end(self, then: str) -> None:
         if self._is_recorded:

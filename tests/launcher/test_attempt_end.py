@@ -195,9 +195,17 @@ def test_scancel_is_final_and_takes_the_successor_along(attempt: Attempt) -> Non
     attempt.usr2()
     request = attempt.term(SCANCEL)
     assert request is not None and request.now and attempt.slurm.alive == set()
+    assert attempt.has_ended()  # before the workers have ended: SLURM may kill us
     verdict = attempt.finish()
     assert (verdict.state, verdict.goes_on) == ("CANCELLED", False)
-    assert attempt.recorded() == ("CANCELLED", "") and attempt.has_ended()
+    assert attempt.recorded() == ("CANCELLED", "") and len(attempt.events("trial_ended")) == 1
+
+
+def test_a_trial_that_is_done_while_it_is_cancelled_is_complete(attempt: Attempt) -> None:
+    attempt.term(SCANCEL)
+    attempt.master.done()
+    assert attempt.finish().state == "COMPLETE"
+    assert attempt.events("trial_ended")[-1]["state"] == "COMPLETE"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
