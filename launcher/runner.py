@@ -9,6 +9,10 @@ class PlaceNotAvailableError(OSError):
     """The nodes that a worker has to run on are not there at the moment: their job waits, or has ended."""
 
 
+class AllocationLostError(PlaceNotAvailableError):
+    """A part of the trial's own job has ended, and nothing gives it back to this attempt."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
     """One worker process to start."""

@@ -21,8 +21,8 @@ from corral.launcher.containers import ContainedCommand, contain
 from corral.launcher.layout import Layout, RunningAllocation, RunningAllocations, Step
 from corral.launcher.patience import patiently
 from corral.launcher.processes import TRIAL_UUID_VARIABLE
-from corral.launcher.runner import PlaceNotAvailableError, TaskSpec
-from corral.launcher.slurm import SlurmClient, clean_environment
+from corral.launcher.runner import AllocationLostError, PlaceNotAvailableError, TaskSpec
+from corral.launcher.slurm import SlurmClient, SlurmError, clean_environment
 from corral.launcher.srun_task import SrunTask, StepSignals
 from corral.scheduling.worker_information import parse_worker_id
 
@@ -177,9 +177,13 @@ class SrunRunner:
         self._why_away = why_away
         self._moved: dict[str, tuple[Step, bool]] = {}
         self._address_by_host: dict[str, str] = {}
+        self._started: set[str] = set()
 
     def start(self, spec: TaskSpec) -> SrunTask:
         place = self.place_of(spec.worker)
+        if spec.worker in self._started:
+            self._check_component(spec.worker, place.running)
+        self._started.add(spec.worker)
         contained = self._contain(spec)
         counts_gpus = self._plan.cluster.gpu_request != "none"
         command = srun_command(spec.worker, contained, place, counts_gpus=counts_gpus)
@@ -276,6 +280,22 @@ class SrunRunner:
 
     def _steps_of(self, jobs: Sequence[str]) -> list[str]:
         return [step for job in jobs for ids in self._client.steps(job).values() for step in ids]
+
+    def _check_component(self, worker: str, running: RunningAllocation) -> None:
+        """Before a restart: a component of a heterogeneous job can be cancelled alone, and then stays away."""
+        if not running.own_job_id or running.own_job_id == running.job_id:
+            return
+        try:
+            leader, own = self._client.job(running.job_id), self._client.job(running.own_job_id)
+        except SlurmError:
+            return  # the next restart asks again
+        if leader is None or own is None or leader.get("JobState") != "RUNNING":
+            return  # all of it ends, and the supervisor is told why
+        if own.get("JobState") not in ("RUNNING", "SUSPENDED"):
+            raise AllocationLostError(
+                f"{worker} runs in component {running.het_group} of job {running.job_id}, which is "
+                f"{own.get('JobState')}; a component that has ended does not come back"
+            )
 
     def _contain(self, spec: TaskSpec) -> ContainedCommand:
         kind, index = parse_worker_id(spec.worker)

@@ -34,7 +34,7 @@ from corral.launcher.exits import ExitRecorder
 from corral.launcher.members import Members
 from corral.launcher.node_loss import NodeLoss
 from corral.launcher.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
-from corral.launcher.runner import Task, TaskRunner, TaskSpec
+from corral.launcher.runner import AllocationLostError, Task, TaskRunner, TaskSpec
 from corral.launcher.slurm import SlurmError
 from corral.launcher.units import (
     EXIT_NODE_LOST,
@@ -164,6 +164,7 @@ class Supervisor:
         self._tasks: dict[str, Task] = {}
         self._name_server_runs = False
         self._failed_starts: list[tuple[str, int]] = []
+        self._lost_allocation = ""
         self._signals = [*signals]
         self._ends = AttemptEnd(directory=directory, plan=plan, continuation=continuation, record=self._record)
         self._continuation = continuation
@@ -192,6 +193,7 @@ class Supervisor:
         # After the exits were collected, before they are judged: a worker that ended because of Done is no crash.
         self._read_trial_log()
         self._read_requests()
+        self._leave_lost_allocation()
         if self._members is not None:
             # Before the exits are judged: those whose nodes were taken are no crashes.
             self._apply(self._members.drive(self._supervision, time.monotonic()))
@@ -239,6 +241,15 @@ class Supervisor:
         for worker in relocation.without_room:
             self._supervision.give_up(worker)
             self._record("unit_given_up", unit=worker, cause=f"{cause}, and no other has room for it")
+
+    def _leave_lost_allocation(self) -> None:
+        """The next attempt gets all of its nodes again."""
+        cause, self._lost_allocation = self._lost_allocation, ""
+        if cause and self._continuation is not None and self._supervision.phase is TrialPhase.RUNNING:
+            self._ends.hand_over("NODE_FAILED", cause)
+            self._apply(
+                self._supervision.stop_requested(reason=cause, grace_s=0.0, immediately=True, now=time.monotonic())
+            )
 
     def _read_trial_log(self) -> None:
         for slot, entry in self._log.poll():
@@ -337,6 +348,8 @@ class Supervisor:
         except (OSError, SlurmError) as error:
             self._failed_starts.append((worker, 127))
             self._record("worker_not_started", worker=worker, cause=str(error))
+            if isinstance(error, AllocationLostError):
+                self._lost_allocation = str(error)
             return
         self._tasks[worker] = task
         self._record("worker_started", worker=worker, pid=task.pid, node=task.node, incarnation=incarnation)

@@ -83,6 +83,24 @@ def test_a_trainer_whose_job_is_put_back_takes_its_master_along_and_nobody_is_ch
     assert len(trial.starts("generation_server/0")) == 1
 
 
+def test_a_trial_that_loses_a_component_of_its_job_goes_on_in_a_new_one(
+    make_slurm_trial: Any, cluster: Cluster
+) -> None:
+    trial = make_slurm_trial(GROWS_OLD, model_workers=1, servers=1)
+    server = trial.plan.scheduling.generation_server
+    elsewhere = server.model_copy(update={"scheduling": server.scheduling.model_copy(update={"partition": "spot"})})
+    trial.replan(scheduling=trial.plan.scheduling.model_copy(update={"generation_server": elsewhere}))
+    assert trial.layout.kind == "hetjob"
+    job_id = trial.submit()
+    wait_for_commits(trial)
+    cluster.run("scancel", f"{job_id}+1")
+    wait_for_end(trial, "COMPLETE")
+    first, second = trial.events("attempt_ended")
+    assert "generation_server/0 runs in component 1" in first["cause"] and first["then"] == "successor"
+    assert second["state"] == "COMPLETE"
+    wait_until(lambda: not alive(trial), "an empty queue")
+
+
 def test_a_controller_that_is_away_when_the_job_starts_is_waited_for(
     make_slurm_trial: Any, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
