@@ -111,7 +111,8 @@ def _print_change(status: "EvaluationStatus") -> None:
 
 
 def _print(statuses: "Sequence[EvaluationStatus]", output: str) -> None:
-    from corral.launcher.status_view import format_duration, render_table
+    from corral.launcher.durations import format_duration
+    from corral.launcher.status_view import render_table
 
     if output == "json":
         print(json.dumps([_as_json(status) for status in statuses], indent=1))
