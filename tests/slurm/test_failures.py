@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -289,14 +290,23 @@ def test_a_stopped_controller_kills_nothing_and_a_dead_worker_comes_back(
 
 
 def test_a_trial_that_is_submitted_from_inside_a_job_is_none_of_its_steps(
-    make_slurm_trial: Any, monkeypatch: pytest.MonkeyPatch
+    make_slurm_trial: Any, cluster: Cluster
 ) -> None:
-    for name, value in {"SLURM_JOB_ID": "99", "SLURM_RESTART_COUNT": "3", "SLURM_CPUS_PER_TASK": "1"}.items():
-        monkeypatch.setenv(name, value)
+    # What sbatch and srun of the outer job have set would be options of ours, and its restart count our attempt.
+    outer = ("srun", "--ntasks=1", "--cpus-per-task=3", "--mem=100", "--time=1")
     trial = make_slurm_trial({"master_worker/0": [END_AT_ONCE]}, **ONE_NODE)
-    trial.submit()
+    trial.prepare_files()
+    program = (
+        "import os, sys; from pathlib import Path; from corral.launcher.slurm import SlurmClient\n"
+        "print(os.environ['SLURM_JOB_ID'], SlurmClient().submit([], Path(sys.argv[1])))"
+    )
+    done = cluster.run(*outer, sys.executable, "-c", program, str(trial.directory.sbatch_path))
+    outer_id, job_id = done.stdout.split()
+    assert job_id != outer_id
+    trial.submitted(job_id)
     wait_for_end(trial, "COMPLETE")
     assert len(read_attempts(trial.directory)) == 1
+    assert jobs_of(trial) == {job_id}
 
 
 def test_steps_that_ignore_sigterm_do_not_hold_up_the_end(make_slurm_trial: Any) -> None:

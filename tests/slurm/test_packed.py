@@ -100,17 +100,6 @@ def test_an_unreachable_cluster_is_unknown_not_failed(make_slurm_trial: Any, mon
     assert status.state == "UNKNOWN" and "squeue" in status.note
 
 
-def test_rl_submit_from_inside_a_job_is_not_taken_for_a_step_of_it(
-    make_slurm_trial: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "999999")
-    monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")
-    monkeypatch.setenv("SBATCH_PARTITION", "nosuch")
-    trial = make_slurm_trial({"master_worker/0": ["finish 0"]}, model_workers=1, servers=0)
-    trial.submit()
-    assert trial.wait_for_state("COMPLETE", "FAILED", "LOST").state == "COMPLETE", trial.events()
-
-
 def _environment(pid: int) -> dict[str, str]:
     with open(f"/proc/{pid}/environ", "rb") as file:
         return dict(entry.split("=", 1) for entry in file.read().decode().split("\0") if "=" in entry)

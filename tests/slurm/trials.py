@@ -44,15 +44,23 @@ class SlurmTrial(StubTrial):
         return plan_layout(self.plan)
 
     def submit(self, *, attempt: int = 0, resume: bool = False) -> str:
+        self.prepare_files(attempt=attempt, resume=resume)
+        self.submitted(SlurmClient().submit([], self.directory.sbatch_path), attempt=attempt)
+        return self.job_id
+
+    def prepare_files(self, *, attempt: int = 0, resume: bool = False) -> None:
+        """Everything but sbatch."""
         self.prepare(attempt=attempt, resume=resume)
         submit.write_launch_files(self.plan, self.layout, self.directory)
         script = self.directory.sbatch_path
         product = script.read_text()
         assert "-m corral.launcher.supervisor" in product
         script.write_text(product.replace(f"{sys.executable} -m corral.launcher.supervisor", " ".join(COMMAND)))
-        self.job_id = SlurmClient().submit([], script)
-        Journal(self.directory.journal_path).append("submitted", attempt=attempt, job_id=self.job_id)
-        return self.job_id
+
+    def submitted(self, job_id: str, *, attempt: int = 0) -> None:
+        """Records what sbatch has answered."""
+        self.job_id = job_id
+        Journal(self.directory.journal_path).append("submitted", attempt=attempt, job_id=job_id)
 
     @property
     def facts(self) -> TrialFacts:
