@@ -206,7 +206,7 @@ def test_elastic_rollout_workers_come_and_go_and_no_prompt_is_lost(
     }
     trial = submit(
         "grpo", tmp_path, material,
-        num_rows=280, pause_s=0.1, overrides=overrides, where=(), environment=cluster.environment,
+        num_rows=400, pause_s=0.2, overrides=overrides, where=(), environment=cluster.environment,
     )  # fmt: skip
     roamer = "rollout_worker/1"
     try:
