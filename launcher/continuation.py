@@ -18,7 +18,9 @@ from corral.experiments.journal import read_journal
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.job_ends import JobEnd, explain_end
+from corral.launcher.layout import Layout
 from corral.launcher.node_loss import failed_nodes, nodes_that_are_down
+from corral.launcher.sbatch import successor_options
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
 from corral.launcher.submission import is_head_of, submit_once
 
@@ -34,6 +36,7 @@ class Continuation:
     Args:
         client: SLURM's commands; a short timeout, as SLURM may be about to kill us.
         plan: the trial.
+        layout: its allocations.
         directory: its folder.
         job_id: the job that the attempt runs in.
         restart_count: how often SLURM had requeued that job before.
@@ -46,6 +49,7 @@ class Continuation:
         *,
         client: SlurmClient,
         plan: RunPlan,
+        layout: Layout,
         directory: TrialDirectory,
         job_id: str,
         restart_count: int,
@@ -54,6 +58,7 @@ class Continuation:
     ) -> None:
         self._client = client
         self._plan = plan
+        self._layout = layout
         self._directory = directory
         self._job_id = job_id
         self._restart_count = restart_count
@@ -86,11 +91,8 @@ class Continuation:
         limit = self._plan.launch.max_attempts
         if len(chain_of(read_attempts(self._directory))) >= limit:
             return f"launch.max_attempts = {limit} attempts have followed each other"
-        options = [f"--dependency=afterany:{self._job_id}"]
         excluded = failed_nodes(self._directory) if self._plan.launch.exclude_failed_nodes else []
-        if excluded:
-            own = [self._plan.launch.exclude] if self._plan.launch.exclude else []
-            options.append(f"--exclude={','.join([*own, *excluded])}")
+        options = successor_options(self._layout, after=self._job_id, exclude_nodes=excluded)
         try:
             self.successor = submit_once(
                 self._client,

@@ -56,7 +56,6 @@ def render_script(
     layout: Layout,
     directory: TrialDirectory,
     *,
-    exclude_nodes: Sequence[str] = (),
     python: Path | None = None,
 ) -> str:
     """The batch script of a trial, from the shipped template or the user's own.
@@ -65,7 +64,6 @@ def render_script(
         plan: the trial.
         layout: its allocations.
         directory: its folder.
-        exclude_nodes: nodes that failed, beside those that the user excludes.
         python: interpreter for the supervisor; None is this one.
 
     Raises:
@@ -76,7 +74,7 @@ def render_script(
     path = str(directory.path)
     check_plain_text(path, what="trial directory")
     variables = {
-        "sbatch_lines": sbatch_lines(sbatch_options(plan, layout, directory, exclude_nodes=exclude_nodes)),
+        "sbatch_lines": sbatch_lines(sbatch_options(plan, layout, directory)),
         "supervisor": shlex.join([interpreter, "-m", "corral.launcher.supervisor", "--trial", path]),
         "directory": path,
         "python": interpreter,
@@ -113,11 +111,9 @@ def holder_path(directory: TrialDirectory) -> Path:
     return directory.path / "holder.sbatch"
 
 
-def sbatch_options(
-    plan: RunPlan, layout: Layout, directory: TrialDirectory, *, exclude_nodes: Sequence[str] = ()
-) -> list[str]:
+def sbatch_options(plan: RunPlan, layout: Layout, directory: TrialDirectory) -> list[str]:
     """Options of the job that a trial starts with: its head, and after each ":" a component of it."""
-    options = _allocation_options(plan, layout, 0, directory, exclude_nodes)
+    options = _allocation_options(plan, layout, 0, directory)
     options += [
         *_batch_options(directory),
         "--requeue",
@@ -128,8 +124,22 @@ def sbatch_options(
         options.append("--no-kill")
     for index, allocation in enumerate(layout.allocations):
         if allocation.role == "component":
-            options += [COMPONENT_SEPARATOR, *_allocation_options(plan, layout, index, directory, exclude_nodes)]
+            options += [COMPONENT_SEPARATOR, *_allocation_options(plan, layout, index, directory)]
     return _checked(options)
+
+
+def successor_options(layout: Layout, *, after: str, exclude_nodes: Sequence[str]) -> list[str]:
+    """What the job that follows job `after` asks for beside what is in the script.
+
+    Without a ":" sbatch takes options for all components, and an --exclude would replace the component's own.
+    """
+    options: list[str] = []
+    for allocation in layout.allocations:
+        if allocation.role in ("head", "component"):
+            excluded = _excluded(allocation, exclude_nodes) if exclude_nodes else ""
+            options += [COMPONENT_SEPARATOR] if options else []
+            options += [f"--dependency=afterany:{after}", *([f"--exclude={excluded}"] if excluded else [])]
+    return options
 
 
 def member_options(
@@ -177,7 +187,7 @@ def _quoted(value: str) -> str:
 
 
 def _allocation_options(
-    plan: RunPlan, layout: Layout, index: int, directory: TrialDirectory, exclude_nodes: Sequence[str]
+    plan: RunPlan, layout: Layout, index: int, directory: TrialDirectory, exclude_nodes: Sequence[str] = ()
 ) -> list[str]:
     """What every allocation asks for, whatever its role."""
     allocation = layout.allocations[index]
@@ -197,11 +207,16 @@ def _allocation_options(
         *_gpu_options(plan, allocation),
     ]
     values = dict(allocation.options)
-    excluded = [*([values["exclude"]] if "exclude" in values else []), *exclude_nodes]
-    if excluded:
-        values["exclude"] = ",".join(dict.fromkeys(excluded))
+    if excluded := _excluded(allocation, exclude_nodes):
+        values["exclude"] = excluded
     options += [f"--{_OPTION_BY_FIELD.get(field, field)}={value}" for field, value in values.items()]
     return [*options, *allocation.extra_arguments]
+
+
+def _excluded(allocation: Allocation, nodes: Sequence[str]) -> str:
+    """Nodes that failed, beside those that the user excludes."""
+    own = [allocation.options["exclude"]] if "exclude" in allocation.options else []
+    return ",".join(dict.fromkeys([*own, *nodes]))
 
 
 def _gpu_options(plan: RunPlan, allocation: Allocation) -> list[str]:

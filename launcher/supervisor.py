@@ -125,6 +125,7 @@ def make_runner(plan: RunPlan, directory: TrialDirectory, attempt: int) -> Runne
         continuation=Continuation(
             client=SlurmClient(timeout_s=_CONTINUATION_TIMEOUT_S),
             plan=plan,
+            layout=layout,
             directory=directory,
             job_id=start.job_id,
             restart_count=start.restart_count,

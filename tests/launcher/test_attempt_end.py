@@ -18,6 +18,7 @@ from corral.experiments.trial_log import TrialLog
 from corral.launcher import continuation
 from corral.launcher.attempt_end import AttemptEnd, Verdict
 from corral.launcher.continuation import Continuation
+from corral.launcher.layout_planner import plan_layout
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.unit_actions import EndTrial, Outcome
 from tests.launcher.trials import StubTrial
@@ -107,6 +108,7 @@ class Attempt:
         slurm = Continuation(
             client=self.slurm,
             plan=self.trial.plan,
+            layout=plan_layout(self.trial.plan),
             directory=self.directory,
             job_id=OWN,
             restart_count=0,

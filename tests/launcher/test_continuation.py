@@ -12,6 +12,7 @@ from corral.experiments.journal import Journal
 from corral.launcher import continuation
 from corral.launcher.continuation import Continuation
 from corral.launcher.job_ends import JobEnd
+from corral.launcher.layout_planner import plan_layout
 from corral.launcher.slurm import SlurmClient
 from tests.launcher.trials import StubTrial
 
@@ -75,6 +76,7 @@ class Attempt:
         return Continuation(
             client=SlurmClient(timeout_s=5.0),
             plan=self.trial.plan,
+            layout=plan_layout(self.trial.plan),
             directory=self.directory,
             job_id=job_id,
             restart_count=restart_count,

@@ -24,6 +24,7 @@ from corral.launcher.sbatch import (
     render_submission,
     sbatch_lines,
     sbatch_options,
+    successor_options,
 )
 from corral.scheduling.scheduling import ElasticTasks, Scheduling
 from tests.launcher.trials import make_plan
@@ -125,12 +126,17 @@ def test_the_job_carries_who_it_belongs_to() -> None:
     }
 
 
-def test_nodes_that_failed_are_excluded_beside_those_of_the_user() -> None:
+def test_a_successor_leaves_out_nodes_that_failed_beside_those_of_the_user() -> None:
+    def of(plan: RunPlan, *nodes: str) -> list[str]:
+        return successor_options(plan_layout(plan), after="7", exclude_nodes=nodes)
+
+    after = "--dependency=afterany:7"
     plan = small_plan(launch={"exclude": "n[7-8]"})
-    assert "--exclude=n[7-8],n2,n3" in options_of(plan, exclude_nodes=["n2", "n3", "n2"])
-    assert "--exclude=n2" in options_of(small_plan(), exclude_nodes=["n2"])
-    het = [option for option in options_of(HETJOB, exclude_nodes=["n2"]) if option.startswith("--exclude")]
-    assert het == ["--exclude=n2", "--exclude=n2"]  # every component
+    assert of(plan) == [after]
+    assert of(plan, "n2", "n3", "n2") == [after, "--exclude=n[7-8],n2,n3"]
+    hetjob = with_group(HETJOB, "model_worker", partition="big", exclude="n9")
+    assert of(hetjob, "n2") == [after, "--exclude=n2", ":", after, "--exclude=n9,n2"]
+    assert of(ELASTIC, "n2") == [after, "--exclude=n2"]  # members are asked for by the attempt that follows
 
 
 @pytest.mark.parametrize(

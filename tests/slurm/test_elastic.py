@@ -43,7 +43,7 @@ def trial(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "grpo",
         tmp_path / "trials",
         material,
-        num_rows=400,
+        num_rows=800,
         pause_s=0.1,
         overrides=SETTINGS,
         where=(),
