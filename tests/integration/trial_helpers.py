@@ -141,6 +141,12 @@ class Trial:
         os.kill(pid or self.pid(worker), signal.SIGKILL)
         self.wait_for(lambda: len(self.starts(worker)) > before, f"{worker} to be started again")
 
+    def pace(self, pause_s: float) -> None:
+        """Every reward of a slow trial takes so long from now on."""
+        temporary = self._pause_file.with_suffix(".new")
+        temporary.write_text(str(pause_s))
+        temporary.rename(self._pause_file)
+
     def full_speed(self) -> None:
         """Rewards of a slow trial take no time from now on."""
         self._pause_file.unlink()
