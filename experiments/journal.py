@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 logger = logging.getLogger(__name__)
 
 _RESERVED = ("time", "event")
@@ -76,7 +78,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        event = json.loads(line)
+        event = msgspec.json.decode(line)
     except ValueError:
         return None
     if not isinstance(event, dict) or not all(key in event for key in _RESERVED):

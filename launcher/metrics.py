@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 _TAIL_BYTES = 65536
 _TAIL_LINES = 100
 
@@ -35,12 +37,19 @@ def _parse(data: bytes) -> list[dict[str, Any]]:
     lines = []
     for text in data.split(b"\n"):
         try:
-            line = json.loads(text)
+            line = _decode(text)
         except ValueError:
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int):
             lines.append(line)
     return lines
+
+
+def _decode(text: bytes) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return json.loads(text)  # slower, but it knows NaN, which a step that went wrong may have written
 
 
 # The name that a quantity has depends on the algorithm; the first that was written is shown.

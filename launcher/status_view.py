@@ -1,11 +1,11 @@
 """Status as text: a table of trials, one trial by groups, or by workers; `-o json` gives all of it as data."""
 
-import dataclasses
-import json
 import re
 import textwrap
 import time
 from collections.abc import Sequence
+
+import msgspec
 
 from corral.launcher.durations import format_duration
 from corral.launcher.evidence import AttemptEnd
@@ -140,8 +140,8 @@ def render_workers(rows: Sequence[WorkerRow], *, colour: bool = False, width: in
 
 
 def render_json(statuses: Sequence[TrialStatus]) -> str:
-    """Everything, for programs."""
-    return json.dumps([dataclasses.asdict(status) for status in statuses], indent=2)
+    """Everything, for programs; a number that is not finite is null."""
+    return msgspec.json.format(msgspec.json.encode(list(statuses)), indent=2).decode()
 
 
 def render_names(statuses: Sequence[TrialStatus]) -> str:

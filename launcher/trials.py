@@ -3,11 +3,12 @@
 {fileroot}/{experiment}/{trial}/plan.json      fileroot is --fileroot, else $CORRAL_FILEROOT, else ~/corral
 """
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from corral.experiments.errors import closest
 from corral.experiments.trial_directory import TrialDirectory, validate_name
@@ -92,7 +93,7 @@ def _paths_of(argument: str, fileroot: Path) -> list[Path]:
 def read_facts(directory: TrialDirectory) -> TrialFacts | None:
     """What the plan says, or None if there is no plan (yet)."""
     try:
-        plan = json.loads(directory.plan_path.read_bytes())
+        plan = msgspec.json.decode(directory.plan_path.read_bytes())
         return TrialFacts(
             directory=directory,
             experiment=plan["trial"]["experiment"],
