@@ -158,14 +158,8 @@ def wait_for_held(facts: TrialFacts, group: str) -> bool:
 
 def find_orphaned_job(argument: str, client: SlurmClient) -> QueuedJob | None:
     """The living job with this id, if it is one of ours and its trial directory is gone."""
-    if not argument.isdigit():
-        return None
-    try:
-        jobs = client.queue()
-    except SlurmError:
-        return None
-    found = next((job for job in jobs if job.job_id == argument and job.tag and is_active(job.state)), None)
-    if found is None or os.path.isdir(str(found.tag.get("directory"))):
+    found = _find_job(argument, client)
+    if found is None or not is_active(found.state) or os.path.isdir(str(found.tag.get("directory"))):
         return None
     return found
 
@@ -181,14 +175,19 @@ def cancel_orphan(job: QueuedJob, client: SlurmClient) -> list[str]:
 
 def directory_of_job(argument: str, client: SlurmClient) -> Path | None:
     """The trial directory that a job id stands for, if SLURM knows the job and it is ours."""
+    found = _find_job(argument, client)
+    return Path(str(found.tag["directory"])) if found is not None and "directory" in found.tag else None
+
+
+def _find_job(argument: str, client: SlurmClient) -> QueuedJob | None:
+    """The job with this id, if it is one of ours; None if SLURM does not answer."""
     if not argument.isdigit():
         return None
     try:
         jobs = client.queue()
     except SlurmError:
         return None
-    tag = next((job.tag for job in jobs if job.job_id == argument and job.tag), {})
-    return Path(str(tag["directory"])) if "directory" in tag else None
+    return next((job for job in jobs if job.job_id == argument and job.tag), None)
 
 
 def _cancel_rest(facts: TrialFacts, client: SlurmClient) -> None:
