@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 NUM_LINKS = 4
 # SLURM looks at time limits every 30 s, so a link gets its signal 20 to 50 s after its start.
 LINK: dict[str, object] = {"launch.time_limit": "1", "launch.signal_before_end_s": 10}
-WORK: dict[str, Any] = {"num_rows": 144, "num_passes": 2, "pause_s": 0.4}
+WORK: dict[str, Any] = {"num_rows": 128, "num_passes": 2, "pause_s": 0.4}
 
 
 def test_a_run_of_four_links_finishes_without_a_human(start_job: Callable[..., Trial], cluster: Cluster) -> None:

@@ -61,7 +61,7 @@ def test_a_batch_is_the_oldest_samples_and_waits_until_it_is_whole() -> None:
     source, _, _ = source_of(holders, consumed=set())
     holders.arrivals = [sample("0:b", order=1, version="0.0")]
     assert asyncio.run(source.poll(version=0, remaining=9)) is None
-    assert source.waiting_for().startswith("1 of 2")
+    assert source.waiting_for().startswith("1 more of 2")
     holders.arrivals = [sample("0:c", order=2, version="0.0"), sample("0:a", order=0, version="0.0")]
     assert asyncio.run(source.poll(version=0, remaining=9)) == ["0:a", "0:b"]
 
