@@ -1,4 +1,4 @@
-"""A worker that stands still, of every kind, in a real trial: rl-status names it, and who waits for whom ends at it."""
+"""A worker that stands still, of every kind, in a real job: rl-status names it, and who waits for whom ends at it."""
 
 import os
 import signal
@@ -10,18 +10,27 @@ import pytest
 
 from tests.integration.trial_helpers import WORKERS, Trial
 
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
-@pytest.mark.slow
-def test_a_frozen_worker_of_each_kind_is_named_with_who_waits_for_it(start_trial: Callable[..., Trial]) -> None:
-    trial = start_trial(
-        num_rows=400, num_passes=4, pause_s=0.3, overrides={"supervision.lease_ttl_s": 10, "control.max_steps": 10000}
+
+def test_a_frozen_worker_of_each_kind_is_named_with_who_waits_for_it(start_job: Callable[..., Trial]) -> None:
+    trial = start_job(
+        "grpo",
+        num_rows=400,
+        num_passes=4,
+        pause_s=0.3,
+        overrides={
+            "groups.generation_server.scheduling.cpu": 7,
+            "supervision.lease_ttl_s": 10,
+            "control.max_steps": 10000,
+        },
     )
-    trial.wait_until_running()
+    rows = trial.wait_until_running()
     seconds = {}
     for worker in WORKERS:
         before = trial.starts(worker)
         frozen_at = time.monotonic()
-        os.kill(trial.pid(worker), signal.SIGSTOP)
+        os.kill(rows[worker]["pid"], signal.SIGSTOP)
         try:
             status = trial.wait_for(lambda worker=worker: _silent(trial, worker), f"{worker} silent", pause_s=0.1)
             seconds[worker] = time.monotonic() - frozen_at
@@ -36,8 +45,8 @@ def test_a_frozen_worker_of_each_kind_is_named_with_who_waits_for_it(start_trial
             chains = [" > ".join(step["worker"] for step in chain["steps"]) for chain in status["waits"]]
             print(f"{worker} frozen: named after {seconds[worker]:.1f} s, {status['note']!r}, chains {chains}")
         finally:
-            os.kill(trial.pid(worker), signal.SIGCONT)
-        trial.wait_until_running()
+            os.kill(rows[worker]["pid"], signal.SIGCONT)
+        rows = trial.wait_until_running()
         if worker != "generation_server/0":
             assert trial.starts(worker) == before  # nobody took it for dead
     print("seconds until rl-status names a frozen worker:", {name: round(value, 1) for name, value in seconds.items()})
