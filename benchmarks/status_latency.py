@@ -1,6 +1,8 @@
 """How long rl-status and rl-logs take beside many trials: 200 that have ended, 5 that run (stub workers).
 
-    python benchmarks/status_latency.py [--finished 200] [--running 5]
+    python benchmarks/status_latency.py [--finished 200] [--running 5] [--slurm]
+
+--slurm lets the running ones be jobs of a throw-away cluster.
 
 Prints seconds of wall clock for each command: the first look, then the median of five more. Beside them, as the limit
 in the same run: a bare Python process, and the same command in an empty folder. The target is half a second.
@@ -15,7 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -25,6 +29,8 @@ from corral.experiments.journal import Journal  # noqa: E402
 from corral.experiments.trial_directory import TrialDirectory  # noqa: E402
 from corral.experiments.trial_log import TrialLog  # noqa: E402
 from tests.launcher.trials import StubTrial, make_plan  # noqa: E402
+from tests.slurm.cluster import running_cluster  # noqa: E402
+from tests.slurm.trials import SMALL, SlurmTrial  # noqa: E402
 
 BIN = Path(sys.executable).parent
 NUM_COMMITS = 20
@@ -37,14 +43,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--finished", type=int, default=200)
     parser.add_argument("--running", type=int, default=5)
+    parser.add_argument("--slurm", action="store_true", help="the running trials are jobs of a throw-away SLURM")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="corral-status-") as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="corral-status-"))
+        if options.slurm:
+            cluster = stack.enter_context(running_cluster(num_nodes=options.running))  # one fills a node
+            os.environ.update({name: cluster.environment[name] for name in ("SLURM_CONF", "PATH")})
         root, empty = Path(folder) / "trials", Path(folder) / "empty"
         empty.mkdir()
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
         for number in range(options.finished):
             _make_finished(root, f"done-{number}")
-        running = [_start(root, f"run-{number}") for number in range(options.running)]
+        running = [_start(root, f"run-{number}", on_slurm=options.slurm) for number in range(options.running)]
         time.sleep(2.0)  # until the machine is as busy as five trials that wait make it
         try:
             _report(root, empty, options.finished, options.running)
@@ -88,8 +99,14 @@ def _write_log(directory: TrialDirectory) -> None:
     writer.done()
 
 
-def _start(root: Path, name: str) -> StubTrial:
-    trial = StubTrial(root, {"master_worker/0": ["master"]}, trial=name, model_workers=1, servers=1)
+def _start(root: Path, name: str, *, on_slurm: bool) -> StubTrial:
+    size: dict[str, Any] = {"model_workers": 1, "servers": 1}
+    if on_slurm:
+        job = SlurmTrial(root, {"master_worker/0": ["master"]}, trial=name, **size, **SMALL)
+        job.submit()
+        job.wait_for_workers()
+        return job
+    trial = StubTrial(root, {"master_worker/0": ["master"]}, trial=name, **size)
     trial.start()
     trial.wait_for_workers()
     return trial
