@@ -22,12 +22,12 @@ from corral.launcher.layout import Layout
 from corral.launcher.node_loss import failed_nodes, nodes_that_are_down
 from corral.launcher.sbatch import successor_options
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
+from corral.launcher.slurm_words import is_staying
 from corral.launcher.submission import is_head_of, submit_once
 
 _OUTPUT_TAIL_BYTES = 65536
 _SWEEP_TIMEOUT_S = 15.0
 _SWEEP_INTERVAL_S = 0.5
-_OVER = ("COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
 class Continuation:
@@ -136,7 +136,7 @@ class Continuation:
             try:
                 for job in self._client.queue():
                     is_ours = job.tag.get("trial_uuid") == self._plan.trial.uuid and job.job_id != self._job_id
-                    if is_ours and not job.state.startswith(_OVER) and not self._is_component(job.job_id):
+                    if is_ours and is_staying(job.state) and not self._is_component(job.job_id):
                         self._client.cancel(job.job_id)
                 return
             except SlurmError as error:

@@ -18,6 +18,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from corral.launcher.slurm_words import state_word
+
 _DAEMON_LINE = re.compile(r"\*\*\* JOB (\d+) ON \S+ CANCELLED AT \S+ *(?:DUE TO ([A-Z ]+?))?(?:,[^*]*)? *\*\*\*")
 _STATE_BY_DAEMON_WORD = {
     "TIME LIMIT": "TIMED_OUT",
@@ -94,7 +96,7 @@ def explain_end(job: Mapping[str, str] | None, job_output: str, *, job_id: str, 
         return JobEnd(state=by_daemon, is_requeued=is_requeued)
     if is_requeued:
         return JobEnd(state="REQUEUED", is_requeued=True)
-    word = job.get("JobState", "").partition("+")[0]
+    word = state_word(job.get("JobState", ""))
     if job.get("PreemptTime", "None") not in ("None", "N/A", "Unknown", ""):
         state = "PREEMPTED"
     elif word == "RUNNING":

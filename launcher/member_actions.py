@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from corral.launcher.slurm_words import state_word
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberSpec:
@@ -35,7 +37,7 @@ class JobSighting:
     @property
     def head_word(self) -> str:
         """The state without what may follow it, as in `CANCELLED by 1000`."""
-        return self.word.split()[0].partition("+")[0].upper() if self.word.strip() else ""
+        return state_word(self.word)
 
 
 @dataclass(frozen=True, slots=True)

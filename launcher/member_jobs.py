@@ -30,6 +30,7 @@ from corral.launcher.member_actions import (
     TakePlace,
 )
 from corral.launcher.slurm_states import judge_job
+from corral.launcher.slurm_words import ENDED_WORDS, LEAVING_WORDS, PENDING_WORDS, RUNNING_WORDS
 
 _FIRST_PAUSE_S = 5.0
 _MAX_PAUSE_S = 600.0
@@ -37,36 +38,6 @@ _HEALTHY_S = 60.0
 _QUICK_LOOK_S = 2.0
 _SLOW_LOOK_S = 10.0
 _QUICK_FOR_S = 60.0  # a job that has not started within a minute may take hours
-
-_PENDING = frozenset(
-    {
-        "PENDING",
-        "CONFIGURING",
-        "POWER_UP_NODE",
-        "REQUEUED",
-        "REQUEUE_FED",
-        "REQUEUE_HOLD",
-        "SPECIAL_EXIT",
-        "RESV_DEL_HOLD",
-    }
-)
-_RUNNING = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING"})
-_LEAVING = frozenset({"COMPLETING", "STAGE_OUT"})
-_ENDED = frozenset(
-    {
-        "COMPLETED",
-        "CANCELLED",
-        "FAILED",
-        "TIMEOUT",
-        "DEADLINE",
-        "NODE_FAIL",
-        "BOOT_FAIL",
-        "LAUNCH_FAILED",
-        "PREEMPTED",
-        "REVOKED",
-        "OUT_OF_MEMORY",
-    }
-)
 
 
 class MemberState(StrEnum):
@@ -210,9 +181,9 @@ class MemberJobs:
 
     def _take_in(self, member: _Member, jobs: dict[str, JobSighting], now: float) -> list[MemberAction]:
         actions: list[MemberAction] = []
-        alive = [job for job in jobs.values() if job.head_word not in _ENDED and job.job_id not in self._cancelled]
+        alive = [job for job in jobs.values() if job.head_word not in ENDED_WORDS and job.job_id not in self._cancelled]
         if member.state is MemberState.WANTED and alive:
-            best = min(alive, key=lambda job: (job.head_word not in _RUNNING, int(job.job_id)))
+            best = min(alive, key=lambda job: (job.head_word not in RUNNING_WORDS, int(job.job_id)))
             member.state, member.job_id, member.is_clear = MemberState.QUEUED, best.job_id, False
             actions.append(News("member_adopted", {"allocation": member.spec.name, "job_id": best.job_id}))
             actions.append(ClearJob(member.spec.name, best.job_id))
@@ -227,14 +198,14 @@ class MemberJobs:
         if job is None:
             return self._gone(member, "SLURM does not know its job any more", now)
         word = job.head_word
-        if word in _ENDED:
+        if word in ENDED_WORDS:
             return self._gone(member, f"its job ended as {job.word}", now)
-        if word in _RUNNING:
+        if word in RUNNING_WORDS:
             return self._runs(member, job, now)
-        if word in _LEAVING:
+        if word in LEAVING_WORDS:
             if member.state is MemberState.RUNNING:
                 member.state, member.reason = MemberState.LEAVING, "its job is ending"
-        elif word in _PENDING:
+        elif word in PENDING_WORDS:
             return self._waits(member, job, now)
         return []  # a word that this version does not know changes nothing
 
@@ -331,7 +302,7 @@ class MemberJobs:
         return actions
 
     def _cancel(self, job: JobSighting) -> list[MemberAction]:
-        if job.head_word in _ENDED or job.job_id in self._cancelled:
+        if job.head_word in ENDED_WORDS or job.job_id in self._cancelled:
             return []
         self._cancelled.add(job.job_id)
         return [CancelJob(job.job_id)]

@@ -16,26 +16,11 @@ import time
 from submitit.slurm.slurm import SlurmInfoWatcher
 
 from corral.launcher.slurm import SlurmClient, SlurmError
+from corral.launcher.slurm_words import ENDED_WORDS, state_word
 
 logger = logging.getLogger(__name__)
 
 GONE = "GONE"
-_FINAL_WORDS = frozenset(
-    {
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "LAUNCH_FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",  # with requeueing it is never seen: squeue shows PENDING at once
-        "REVOKED",
-        "TIMEOUT",
-        GONE,
-    }
-)
 _LOOKS_BEFORE_GONE = 2  # a controller that was just restarted may know a new job only a moment later
 
 
@@ -67,7 +52,7 @@ class QueueWatcher(SlurmInfoWatcher):
             if job_id in shown:
                 word, reason = shown[job_id]
                 self._misses[job_id] = 0
-                self._info_dict[job_id] = {"JobID": job_id, "State": _head(word), "Reason": reason}
+                self._info_dict[job_id] = {"JobID": job_id, "State": state_word(word) or "UNKNOWN", "Reason": reason}
             else:
                 self._miss(job_id)
             if self.is_done(job_id, mode="cache"):
@@ -75,15 +60,10 @@ class QueueWatcher(SlurmInfoWatcher):
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
         """Whether the job has ended; a word that is not known is no end."""
-        return self.get_state(job_id, mode=mode) in _FINAL_WORDS
+        return self.get_state(job_id, mode=mode) in ENDED_WORDS | {GONE}
 
     def _miss(self, job_id: str) -> None:
         self._misses[job_id] = self._misses.get(job_id, 0) + 1
         was_seen = job_id in self._info_dict
         if was_seen or self._misses[job_id] >= _LOOKS_BEFORE_GONE:
             self._info_dict[job_id] = {"JobID": job_id, "State": GONE, "Reason": "SLURM has forgotten it"}
-
-
-def _head(word: str) -> str:
-    """`CANCELLED by 1000` and newer versions' `CANCELLED+...` -> CANCELLED."""
-    return word.split()[0].partition("+")[0].upper() if word.strip() else "UNKNOWN"

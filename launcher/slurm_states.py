@@ -9,28 +9,7 @@ over        FAILED, OOM, TIMED_OUT, NODE_FAILED, PREEMPTED, CANCELLED, unless th
 
 from dataclasses import dataclass
 
-# Words of a job that runs: the trial's own records say how well.
-RUNNING_WORDS = frozenset({"RUNNING"})
-# Words of a job that SLURM still has something to do with.
-ACTIVE_WORDS = frozenset(
-    {
-        "PENDING",
-        "RUNNING",
-        "CONFIGURING",
-        "POWER_UP_NODE",
-        "RESIZING",
-        "SUSPENDED",
-        "STOPPED",
-        "COMPLETING",
-        "SIGNALING",
-        "STAGE_OUT",
-        "REQUEUED",
-        "REQUEUE_FED",
-        "REQUEUE_HOLD",
-        "SPECIAL_EXIT",
-        "RESV_DEL_HOLD",
-    }
-)
+from corral.launcher.slurm_words import state_word
 
 _STATE_BY_WORD = {
     "CONFIGURING": "STARTING",
@@ -126,11 +105,6 @@ class JobVerdict:
     note: str = ""
 
 
-def is_active(word: str) -> bool:
-    """Whether a job with this state is in the queue or on nodes."""
-    return _head(word) in ACTIVE_WORDS
-
-
 def needs_nodes(reason: str) -> bool:
     """Whether a job waits for nodes that are not available, which may be down for good."""
     return reason.startswith(("ReqNodeNotAvail", _NODES_REQUIRED))
@@ -153,8 +127,8 @@ def judge_job(
         nodes_are_down: whether every node that could run it is down.
         job_id: for the advice.
     """
-    head = _head(word)
-    if head in RUNNING_WORDS:
+    head = state_word(word)
+    if head == "RUNNING":
         return JobVerdict("RUNNING")
     if head == "PENDING":
         return _judge_pending(reason, start=start, has_run=has_run, nodes_are_down=nodes_are_down, job_id=job_id)
@@ -165,16 +139,11 @@ def judge_job(
 
 def judge_exit(word: str, exit_code: str) -> str:
     """What a job's exit code adds, as scontrol prints it (`0:53`); "" if nothing."""
-    if _head(word) == "FAILED" and exit_code.endswith(":53"):
+    if state_word(word) == "FAILED" and exit_code.endswith(":53"):
         return "SLURM could not open the job's log: a folder of the trial directory is missing on the node"
-    if _head(word) == "FAILED" and exit_code not in ("", "0:0"):
+    if state_word(word) == "FAILED" and exit_code not in ("", "0:0"):
         return f"the job failed with exit code {exit_code} before the trial could say why; see its logs/slurm-JOB.log"
     return ""
-
-
-def _head(word: str) -> str:
-    # squeue prints e.g. `CANCELLED by 1000`, newer versions add flags after a plus sign.
-    return word.split()[0].partition("+")[0].upper() if word.strip() else ""
 
 
 def _judge_pending(reason: str, *, start: str, has_run: bool, nodes_are_down: bool, job_id: str) -> JobVerdict:

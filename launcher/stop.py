@@ -19,7 +19,7 @@ from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import DoneError, TrialLog
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, user_name
-from corral.launcher.slurm_states import is_active
+from corral.launcher.slurm_words import is_active
 from corral.launcher.status import FINAL_STATES, NOT_STARTED, TrialStatus
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.trials import TrialFacts

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, SlurmUnreachableError, UncertainSubmissionError
-from corral.launcher.slurm_states import is_active
+from corral.launcher.slurm_words import is_active
 
 _LOOK_PAUSE_S = 2.0
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

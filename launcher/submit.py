@@ -36,6 +36,7 @@ from corral.launcher.lock import is_locked
 from corral.launcher.preflight import check_on_slurm
 from corral.launcher.sbatch import holder_path, render_holder, render_script
 from corral.launcher.slurm import SlurmClient, SlurmError, clean_environment
+from corral.launcher.slurm_words import is_active
 from corral.launcher.submission import (
     SubmissionRunsError,
     SubmissionUnknownError,
@@ -347,9 +348,8 @@ def _refuse_queued(name: str, trial_uuid: str, client: SlurmClient) -> None:
         jobs = client.queue()
     except SlurmError as error:
         raise SubmissionError(f"cannot tell whether trial {name} still runs: {error}") from error
-    alive = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED")
     for job in jobs:
-        if job.tag.get("trial_uuid") == trial_uuid and job.state in alive:
+        if job.tag.get("trial_uuid") == trial_uuid and is_active(job.state):
             raise SubmissionError(f"trial {name} is still job {job.job_id} ({job.state}); rl-stop {name} first")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from corral.launcher.evidence import Member
 from corral.launcher.slurm import QueuedJob
-from corral.launcher.slurm_states import is_active
+from corral.launcher.slurm_words import is_active, is_staying
 
 _HEADS = (None, "", "head")
 
@@ -40,11 +40,13 @@ def find_jobs(jobs: Iterable[QueuedJob], *, trial_uuid: str, job_id: str, is_ove
     head = _choose_head(heads, job_id, is_over=is_over)
     members: dict[str, QueuedJob] = {}
     zombies = [
-        job for job in heads if job is not head and job.job_id != job_id and _is_alive(job) and _is_older(job, head)
+        job
+        for job in heads
+        if job is not head and job.job_id != job_id and is_staying(job.state) and _is_older(job, head)
     ]
-    for job in sorted((job for job in ours if job not in heads), key=lambda job: (_is_alive(job), _number(job))):
+    for job in sorted((job for job in ours if job not in heads), key=lambda job: (is_staying(job.state), _number(job))):
         name = str(job.tag.get("allocation"))
-        if name in members and _is_alive(members[name]):
+        if name in members and is_staying(members[name].state):
             zombies.append(members[name])
         members[name] = job
     return TrialJobs(head=head, members=members, zombies=tuple(zombies))
@@ -90,10 +92,6 @@ def _choose_head(heads: Sequence[QueuedJob], job_id: str, *, is_over: bool) -> Q
     if newer:
         return newer[-1]
     return own if own is not None or job_id else (heads[-1] if heads else None)
-
-
-def _is_alive(job: QueuedJob) -> bool:
-    return is_active(job.state) and job.state != "COMPLETING"
 
 
 def _is_older(job: QueuedJob, head: QueuedJob | None) -> bool:
