@@ -36,9 +36,8 @@ from corral.launcher.node_loss import NodeLoss
 from corral.launcher.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
 from corral.launcher.runner import AllocationLostError, Task, TaskRunner, TaskSpec
 from corral.launcher.slurm import SlurmError
-from corral.launcher.units import (
+from corral.launcher.unit_actions import (
     EXIT_NODE_LOST,
-    TRAINER_UNIT,
     Action,
     AppendStop,
     AskPlace,
@@ -50,10 +49,9 @@ from corral.launcher.units import (
     RestartUnit,
     SignalTask,
     StartUnit,
-    Supervision,
-    TrialPhase,
     UnitSpec,
 )
+from corral.launcher.units import TRAINER_UNIT, Supervision, TrialPhase
 from corral.scheduling.worker_information import parse_worker_id
 
 REDIS_UNIT = "redis"

@@ -32,7 +32,7 @@ from corral.launcher.slurm import SlurmClient
 from corral.launcher.srun import SrunRunner, batch_allocations
 from corral.launcher.supervision import Supervisor, WorkerCommand, worker_command
 from corral.launcher.trial_redis import TrialRedis
-from corral.launcher.units import Outcome
+from corral.launcher.unit_actions import Outcome
 
 _MAX_SUPERVISOR_RESTARTS = 20
 _CONTINUATION_TIMEOUT_S = 5.0  # it is asked while SLURM is about to kill us

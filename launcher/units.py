@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from corral.launcher.unit_actions import (
-    EXIT_GANG_BROKEN,
     EXIT_NODE_LOST,
     EXIT_REFUSED,
     EXIT_SUPERSEDED,
@@ -45,31 +44,6 @@ from corral.launcher.unit_actions import (
     TaskExit,
     UnitSpec,
 )
-
-__all__ = [
-    "Action",
-    "AppendStop",
-    "AskPlace",
-    "EXIT_GANG_BROKEN",
-    "EXIT_NODE_LOST",
-    "EXIT_REFUSED",
-    "EXIT_SUPERSEDED",
-    "EndTrial",
-    "GiveUpUnit",
-    "LeaveUnit",
-    "MASTER_UNIT",
-    "Outcome",
-    "RestartPolicy",
-    "RestartUnit",
-    "SignalTask",
-    "StartUnit",
-    "Supervision",
-    "TRAINER_UNIT",
-    "TaskExit",
-    "TrialPhase",
-    "UnitPhase",
-    "UnitSpec",
-]
 
 MASTER_UNIT = "master_worker/0"
 TRAINER_UNIT = "model_worker"

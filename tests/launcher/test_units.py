@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.launcher.units import (
+from corral.launcher.unit_actions import (
     EXIT_GANG_BROKEN,
     EXIT_REFUSED,
     EXIT_SUPERSEDED,
@@ -20,10 +20,9 @@ from corral.launcher.units import (
     RestartUnit,
     SignalTask,
     StartUnit,
-    Supervision,
-    TrialPhase,
     UnitSpec,
 )
+from corral.launcher.units import Supervision, TrialPhase
 
 REDIS = UnitSpec(name="redis", tasks=("redis",), is_service=True)
 MASTER = UnitSpec(name="master_worker/0", tasks=("master_worker/0",))
