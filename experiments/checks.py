@@ -179,8 +179,7 @@ def check_dataset(
 ) -> tuple[int | None, list[ConfigProblem]]:
     """Rows of a dataset (None if it is broken), and what is wrong with it."""
     reader = DatasetReader(config=config, needs_answer=needs_answer)
-    for _ in reader:
-        pass
+    reader.read_to_end()
     where = (*path, "path")
     problems = [replace(problem, path=where, shown=display_path(config.path)) for problem in reader.problems]
     return (None if problems else reader.num_rows), problems

@@ -218,7 +218,6 @@ class Experiment(FrozenConfig):
     def read_dataset(self) -> DatasetSpec:
         """Facts of the dataset as it is now; ConfigError if it cannot be used."""
         reader = DatasetReader(config=self.dataset, needs_answer=self.needs_answers)
-        for _ in reader:
-            pass
+        reader.read_to_end()
         reader.raise_problems()
         return DatasetSpec(config=self.dataset, num_rows=reader.num_rows, sha256=reader.sha256)

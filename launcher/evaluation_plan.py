@@ -107,8 +107,7 @@ def make_requests(
     """
     spec = _model_worker(plan)
     reader = DatasetReader(config=evaluation.dataset, needs_answer=spec.reward in (None, EXACT_MATCH))
-    for _ in reader:
-        pass
+    reader.read_to_end()
     reader.raise_problems()
     if spec.reward is not None and (problem := check_import_path(spec.reward)) is not None:
         raise ConfigError([problem])
