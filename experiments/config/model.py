@@ -16,7 +16,7 @@ class OptimizerConfig(FrozenConfig):
     lr: float = Field(default=2e-5, gt=0.0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.05, ge=0.0)
-    """Decoupled weight decay, per step and multiplied by the learning rate."""
+    """Decoupled weight decay of every parameter, per step and multiplied by the learning rate."""
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
     """Decay of the first moment."""
     beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
@@ -28,7 +28,7 @@ class OptimizerConfig(FrozenConfig):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Final learning rate as a share of `lr`; `constant` ignores it."""
+    """Where the schedule leads, as a share of `lr`: the rate of the step after the last; `constant` ignores it."""
     gradient_clipping: float = Field(default=1.0, gt=0.0)
     """Largest global gradient norm; larger gradients are scaled down to it."""
 
@@ -39,7 +39,7 @@ class ModelConfig(FrozenConfig):
     path: Path
     """Directory in Hugging Face format: config.json, *.safetensors, tokenizer.json."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in memory while training."""
+    """Type of the matrix products, and of the weights that are written and served; in memory weights are float32."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=16)
     """Token budget of one packed forward and backward pass; longer single sequences are an error."""
 
