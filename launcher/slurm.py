@@ -206,7 +206,7 @@ class SlurmClient:
 
     def nodes(self) -> list[Node]:
         """All nodes, once for each partition they are in."""
-        return parse_nodes(self._run(["sinfo", "-h", "-N", "-o", _NODE_FORMAT]))
+        return parse_nodes(self._run(nodes_command()))
 
     def partitions(self) -> dict[str, dict[str, str]]:
         """Settings of every partition, by its name."""
@@ -265,6 +265,11 @@ class SlurmClient:
 def queue_command() -> list[str]:
     """The one squeue call that serves all trials. Never `-j`: it hides ids that SLURM has forgotten."""
     return ["squeue", "-h", "-r", "-t", "all", "-u", user_name(), "-o", _QUEUE_FORMAT]
+
+
+def nodes_command(partition: str | None = None) -> list[str]:
+    """The one sinfo call about nodes; people see the same lines."""
+    return ["sinfo", "-h", "-N", *(["-p", partition] if partition else []), "-o", _NODE_FORMAT]
 
 
 def parse_job_id(answer: str) -> str:

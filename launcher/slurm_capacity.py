@@ -11,17 +11,18 @@ SLURM queues all of these requests, and hetjob sums pass `sbatch --test-only` to
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
+from typing import Literal, NamedTuple
 
 from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout import Allocation, Layout
-from corral.launcher.slurm import Node
+from corral.launcher.slurm import Node, nodes_command
 from corral.launcher.slurm_asks import asks_of, partitions_asked, shapes_for
-from corral.launcher.slurm_checks import some_nodes
-from corral.launcher.slurm_facts import ClusterFacts, expand_host_list, gpus_of, plain_features
+from corral.launcher.slurm_facts import ClusterFacts, biggest_nodes, expand_host_list, gpus_of, plain_features
 from corral.scheduling.placement import place
 from corral.scheduling.scheduling import TasksGroup
 from corral.scheduling.worker_information import WorkerKind, parse_worker_id
@@ -48,6 +49,41 @@ def describe(allocation: Allocation) -> str:
     """What an allocation asks for, on a line."""
     where = allocation.options.get("partition")
     return f"{allocation.name}: {allocation.num_nodes} x ({_share(allocation)})" + (f" of {where}" if where else "")
+
+
+LimitSetting = Literal["MaxNodes", "MinNodes", "MaxCPUsPerNode", "MaxMemPerNode"]
+_UNIT_AND_FIELD: Mapping[LimitSetting, tuple[str, str]] = {
+    "MaxCPUsPerNode": ("CPUs", "cpus_per_node"),
+    "MaxMemPerNode": ("MB", "mem_per_node"),
+}
+
+
+class _Excess(NamedTuple):
+    """A limit of a partition that a job does not keep."""
+
+    setting: LimitSetting
+    asked: int
+    limit: int
+
+
+def _excesses(allocation: Allocation, settings: Mapping[str, str]) -> list[_Excess]:
+    """The limits of a partition that one job exceeds, or stays below where it must not."""
+    num_nodes = allocation.num_nodes
+    asked_by_setting: dict[LimitSetting, int] = {
+        "MaxNodes": num_nodes,
+        "MinNodes": num_nodes,
+        "MaxCPUsPerNode": allocation.cpus_per_node,
+        "MaxMemPerNode": allocation.mem_mb_per_node,
+    }
+    found = []
+    for setting, asked in asked_by_setting.items():
+        text = settings.get(setting, "")
+        if not text.isdigit() or (text == "0" and setting != "MaxNodes"):
+            continue  # UNLIMITED, or not there; what is to be counted per node has no limit at zero either
+        limit = int(text)
+        if asked < limit if setting == "MinNodes" else asked > limit:
+            found.append(_Excess(setting, asked, limit))
+    return found
 
 
 def _share(allocation: Allocation) -> str:
@@ -128,20 +164,21 @@ class _Checks:
 
     def _too_big(self, index: int, name: str, members: Sequence[Node]) -> ConfigProblem:
         allocation = self.layout.allocations[index]
-        offers: list[tuple[str, int, int, str]] = [
-            ("CPUs", allocation.cpus_per_node, max(node.cpus for node in members), "cpus_per_node"),
-            ("MB of memory", allocation.mem_mb_per_node, max(node.mem_mb for node in members), "mem_per_node"),
+        offers: list[tuple[str, int, Callable[[Node], int], str]] = [
+            ("CPUs", allocation.cpus_per_node, lambda node: node.cpus, "cpus_per_node"),
+            ("MB of memory", allocation.mem_mb_per_node, lambda node: node.mem_mb, "mem_per_node"),
         ]
         if self.plan.cluster.gpu_request != "none":
-            most = max(gpus_of(node, allocation.gpu_type) for node in members)
-            offers.append(("GPUs", allocation.gpus_per_node, most, "gpus_per_node"))
-        evidence = _nodes_command(name)
-        for what, asked, offered, setting in offers:
+            gpus = partial(gpus_of, gpu_type=allocation.gpu_type)
+            offers.append(("GPUs", allocation.gpus_per_node, gpus, "gpus_per_node"))
+        evidence = shlex.join(nodes_command(name))
+        for what, asked, size, setting in offers:
+            offered, biggest = biggest_nodes(members, size)
             if asked > offered:
                 configured = getattr(self.plan.cluster, setting)
                 return ConfigProblem(
                     message=f"trial can never start: {self._who(index)} needs {asked} {what} on one node; the biggest "
-                    f"node of partition {name!r} has {offered} ({some_nodes(members)})",
+                    f"node of partition {name!r} has {offered} ({biggest})",
                     hint=f"set cluster.{setting} to at most {offered}, or leave it out, so that the trial is spread "
                     "over more nodes; or ask for less",
                     path=("cluster", setting) if configured is not None else self._count_path(index),
@@ -169,7 +206,7 @@ class _Checks:
             f"{other!r} ({len(self._fitting(allocation, other))} such nodes)"
             for other in self.facts.partition_names
             if other != name and len(self._fitting(allocation, other)) >= allocation.num_nodes
-            and not any(self._limits(index, other))
+            and not _excesses(allocation, self.facts.settings(other))
         ]  # fmt: skip
         if elsewhere:
             hints.append(f"partition {' or '.join(elsewhere[:2])} fits")
@@ -181,7 +218,7 @@ class _Checks:
             path=path,
             shown=self._count_text(index),
             note=f"{count} x {self._task_text(kind)} = {self._nodes_of(index, kind)} nodes",
-            evidence=_nodes_command(name),
+            evidence=shlex.join(nodes_command(name)),
         )
 
     def _task_text(self, kind: WorkerKind) -> str:
@@ -190,34 +227,29 @@ class _Checks:
 
     def _limits(self, index: int, name: str) -> Iterator[ConfigProblem]:
         """What a partition allows one job."""
-        allocation, settings = self.layout.allocations[index], self.facts.settings(name)
-        most = settings.get("MaxNodes", "")
-        if most.isdigit() and allocation.num_nodes > int(most):
-            yield self._too_many(index, name, int(most), f"MaxNodes {most} for a job")
-        least = settings.get("MinNodes", "")
-        if least.isdigit() and allocation.num_nodes < int(least):
-            yield ConfigProblem(
-                message=f"trial can never start: {self._who(index)} needs {allocation.num_nodes} nodes, partition "
-                f"{name!r} takes jobs of at least {least} (MinNodes)",
-                hint="choose another partition",
-                path=self._option_path(index, "partition"),
-                shown=name,
-                evidence=f"scontrol show partition {name}",
-            )
-        for setting, asked, unit in (
-            ("MaxCPUsPerNode", allocation.cpus_per_node, "CPUs"),
-            ("MaxMemPerNode", allocation.mem_mb_per_node, "MB"),
-        ):
-            limit = settings.get(setting, "")
-            if limit.isdigit() and 0 < int(limit) < asked:
-                field = "cpus_per_node" if unit == "CPUs" else "mem_per_node"
-                yield ConfigProblem(
-                    message=f"trial can never start: {self._who(index)} needs {asked} {unit} on one node, partition "
-                    f"{name!r} allows {limit} ({setting})",
-                    hint=f"set cluster.{field}: {limit}, so that the trial is spread over more nodes",
-                    path=self.source.first_given(("cluster", field), self._option_path(index, "partition")),
-                    evidence=f"scontrol show partition {name}",
-                )
+        evidence = f"scontrol show partition {name}"
+        for excess in _excesses(self.layout.allocations[index], self.facts.settings(name)):
+            asked, limit, setting = excess.asked, excess.limit, excess.setting
+            needs = f"trial can never start: {self._who(index)} needs {asked}"
+            match setting:
+                case "MaxNodes":
+                    yield self._too_many(index, name, limit, f"MaxNodes {limit} for a job")
+                case "MinNodes":
+                    yield ConfigProblem(
+                        message=f"{needs} nodes, partition {name!r} takes jobs of at least {limit} (MinNodes)",
+                        hint="choose another partition",
+                        path=self._option_path(index, "partition"),
+                        shown=name,
+                        evidence=evidence,
+                    )
+                case "MaxCPUsPerNode" | "MaxMemPerNode":
+                    unit, field = _UNIT_AND_FIELD[setting]
+                    yield ConfigProblem(
+                        message=f"{needs} {unit} on one node, partition {name!r} allows {limit} ({setting})",
+                        hint=f"set cluster.{field}: {limit}, so that the trial is spread over more nodes",
+                        path=self.source.first_given(("cluster", field), self._option_path(index, "partition")),
+                        evidence=evidence,
+                    )
 
     def _states(self, allocation: Allocation, name: str, fitting: Sequence[Node]) -> Iterator[ConfigProblem]:
         up = [node for node in fitting if node.is_up]
@@ -278,7 +310,7 @@ class _Checks:
             hint=(f"count {fits} of {kind} fits; or " if fits and path[-1] == "count" else "") + hint,
             path=path,
             shown=self._count_text(blamed),
-            evidence="sinfo -h -N -o '%N|%P|%c|%m|%G|%f|%t'",
+            evidence=shlex.join(nodes_command()),
         )
 
     def _jobs_together(self) -> Iterator[ConfigProblem]:
@@ -302,7 +334,7 @@ class _Checks:
                     path=self._count_path(largest),
                     shown=self._count_text(largest),
                     note=" + ".join(describe(one) for one in allocations),
-                    evidence="sinfo -h -N -o '%N|%P|%c|%m|%G|%f|%t'",
+                    evidence=shlex.join(nodes_command()),
                 )
                 return
 
@@ -365,7 +397,3 @@ class _Checks:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(middle) else (low, middle - 1)
         return low if low and fits(low) else 0
-
-
-def _nodes_command(partition: str) -> str:
-    return f"sinfo -h -N -p {partition} -o '%N|%c|%m|%G|%f|%t'"

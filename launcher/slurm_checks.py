@@ -7,14 +7,23 @@ Pure; preflight.py asks SLURM. Each check yields all of its problems, and each p
 """
 
 import re
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError, closest
 from corral.experiments.plan import RunPlan
-from corral.launcher.slurm import Node
+from corral.launcher.slurm import Node, nodes_command
 from corral.launcher.slurm_asks import Ask, partitions_asked, raise_problems
-from corral.launcher.slurm_facts import NO_ACCOUNTING, NODES_COMMAND, ClusterFacts, expand_host_list, gpus_of
+from corral.launcher.slurm_facts import (
+    NO_ACCOUNTING,
+    ClusterFacts,
+    biggest_nodes,
+    expand_host_list,
+    gpus_of,
+    some_nodes,
+)
 from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
 
 UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
@@ -53,7 +62,7 @@ def _partition_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem
             "partition",
             "this cluster has no default partition",
             hint=f"set launch.partition to one of {', '.join(known)}",
-            evidence=NODES_COMMAND,
+            evidence=shlex.join(nodes_command()),
         )
         return
     for name in partitions_asked(ask.values, facts):
@@ -63,7 +72,7 @@ def _partition_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem
                 "partition",
                 f"no partition {name!r}; this cluster has {facts.shown_partitions}",
                 hint=f"did you mean {near!r}?" if near else "choose one of these",
-                evidence=NODES_COMMAND,
+                evidence=shlex.join(nodes_command()),
             )
             continue
         state = facts.settings(name).get("State", "UP")
@@ -95,7 +104,7 @@ def _node_name_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem
                     name,
                     f"no node {host!r} in this cluster",
                     hint=f"did you mean {near!r}?" if near else f"this cluster has {some_nodes(facts.nodes)}",
-                    evidence="sinfo -h -N -o %N",
+                    evidence=shlex.join(nodes_command()),
                 )
     allowed = {node.name for name in partitions_asked(ask.values, facts) for node in facts.members(name)}
     outside = [host for host in wanted if host in known and host not in allowed]
@@ -104,7 +113,7 @@ def _node_name_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem
             "nodelist",
             f"{', '.join(outside)} is not in partition {' or '.join(partitions_asked(ask.values, facts))!r}",
             hint=f"name nodes of it: {some_nodes([node for node in facts.nodes if node.name in allowed])}",
-            evidence=NODES_COMMAND,
+            evidence=shlex.join(nodes_command()),
         )
 
 
@@ -134,7 +143,7 @@ def _constraint_problems(ask: Ask, partition: str, facts: ClusterFacts) -> Itera
                 f"no node of partition {partition!r} has the feature {wanted!r} "
                 f"(features: {', '.join(features) or 'none'})",
                 hint=f"did you mean {near!r}?" if near else "remove the constraint, or choose one of these",
-                evidence=f"sinfo -h -N -p {partition} -o '%N|%f'",
+                evidence=shlex.join(nodes_command(partition)),
             )
 
 
@@ -215,17 +224,20 @@ def _task_problems(ask: Ask, plan: RunPlan, partition: str, facts: ClusterFacts)
     members = facts.members(partition)
     if not members:
         return
-    evidence = f"sinfo -h -N -p {partition} -o '%N|%c|%m|%G|%t'"
-    task, biggest = ask.task, {"cpu": max(n.cpus for n in members), "mem": max(n.mem_mb for n in members)}
-    for name, unit in (("cpu", "CPUs"), ("mem", "MB of memory")):
-        asked = getattr(task, name)
-        if asked > biggest[name]:
+    evidence = shlex.join(nodes_command(partition))
+    task = ask.task
+    sizes: list[tuple[str, str, Callable[[Node], int]]] = [
+        ("cpu", "CPUs", lambda node: node.cpus),
+        ("mem", "MB of memory", lambda node: node.mem_mb),
+    ]
+    for name, unit, size in sizes:
+        asked, (most, biggest) = getattr(task, name), biggest_nodes(members, size)
+        if asked > most:
             yield ask.problem(
                 name,
                 f"{ask.who} wants {asked} {unit} in one task; the biggest node of partition {partition!r} has "
-                f"{biggest[name]} ({some_nodes(members)})",
-                hint=f"at most {biggest[name]} fits, less what the supervisor keeps"
-                + _bigger_partitions(name, asked, facts),
+                f"{most} ({biggest})",
+                hint=f"at most {most} fits, less what the supervisor keeps" + _bigger_partitions(size, asked, facts),
                 shown=str(asked),
                 evidence=evidence,
             )
@@ -252,7 +264,7 @@ def _gpu_problems(
             f"{ask.who} wants GPUs, but this cluster has no GRES 'gpu'",
             hint="set cluster.gpu_request: none if nodes come with all of their GPUs, or gpu: 0 to run on CPUs",
             shown=str(task.gpu),
-            evidence=NODES_COMMAND,
+            evidence=shlex.join(nodes_command()),
         )
     elif not kinds:
         others = sorted({node.partition for node in facts.nodes if node.gpus})
@@ -273,20 +285,20 @@ def _gpu_problems(
             shown=task.gpu_type,
             evidence=evidence,
         )
-    elif task.gpu > (most := max(gpus_of(node, task.gpu_type) for node in members)):
+    elif task.gpu > (biggest := biggest_nodes(members, partial(gpus_of, gpu_type=task.gpu_type)))[0]:
+        most, names = biggest
         yield ask.problem(
             "gpu",
             f"{ask.who} wants {task.gpu} GPUs in one task; the biggest node of partition {partition!r} has {most} "
-            f"({some_nodes(members)})",
+            f"({names})",
             hint=f"at most {most} fits",
             shown=str(task.gpu),
             evidence=evidence,
         )
 
 
-def _bigger_partitions(name: str, asked: int, facts: ClusterFacts) -> str:
-    sizes = {"cpu": "cpus", "mem": "mem_mb"}
-    fitting = sorted({node.partition for node in facts.nodes if getattr(node, sizes[name]) >= asked})
+def _bigger_partitions(size: Callable[[Node], int], asked: int, facts: ClusterFacts) -> str:
+    fitting = sorted({node.partition for node in facts.nodes if size(node) >= asked})
     return f"; partition {' or '.join(map(repr, fitting[:3]))} has bigger nodes" if fitting else ""
 
 
@@ -356,9 +368,3 @@ def explain_refusal(
         evidence=command,
     )
     return UnsatisfiableError([problem]).located(source)
-
-
-def some_nodes(nodes: Sequence[Node]) -> str:
-    """The first few names."""
-    names = list(dict.fromkeys(node.name for node in nodes))
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

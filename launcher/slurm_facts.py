@@ -7,7 +7,7 @@ scontrol show config, sacctmgr where there is accounting -> accounts and qos, if
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from corral.launcher.slurm import Node, SlurmClient, SlurmError
@@ -16,7 +16,6 @@ from corral.scheduling.placement import NodeShape
 NO_ACCOUNTING = "accounting_storage/none"
 _MAX_RANGE = 1 << 16  # SLURM's own bound of a host list; a mistyped range must not fill the memory
 _MAX_DIGITS = 10
-NODES_COMMAND = "sinfo -h -N -o '%N|%P|%c|%m|%G|%f|%t'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +144,18 @@ def most_common_shape(nodes: Sequence[Node], *, gpu_type: str | None = None) -> 
 def gpus_of(node: Node, gpu_type: str | None) -> int:
     """GPUs of a node that a request for this type can get."""
     return node.gpus if gpu_type is None else node.gpus_by_type.get(gpu_type, 0)
+
+
+def biggest_nodes(nodes: Sequence[Node], size: Callable[[Node], int]) -> tuple[int, str]:
+    """The most that one of the nodes has, and the names of those that have it."""
+    most = max(map(size, nodes))
+    return most, some_nodes([node for node in nodes if size(node) == most])
+
+
+def some_nodes(nodes: Sequence[Node]) -> str:
+    """The first few names."""
+    names = list(dict.fromkeys(node.name for node in nodes))
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def plain_features(constraint: str) -> list[str]:

@@ -113,6 +113,39 @@ def test_a_request_is_compared_with_the_site(plan: dict[str, Any], words: list[s
     assert all(problem.hint and problem.path for problem in refused.value.problems)
 
 
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        # Partitions of the same nodes, as many sites have them: by day, by night, for as long as one likes.
+        (("day", "night", "long"), ["MaxNodes 2 for a job", "partition 'long' (8 such nodes) fits"]),
+        (("day", "night"), ["MaxNodes 2 for a job", "lower the groups' counts"]),
+    ],
+)
+def test_a_job_that_is_too_big_for_several_partitions_is_told_which_one_fits(
+    names: Sequence[str], words: Sequence[str]
+) -> None:
+    limits = {"day": "2", "night": "3", "long": "UNLIMITED"}
+    facts = _facts(
+        "".join(f"n{n}|{name}|8|8000|(null)|(null)|idle|1\n" for n in range(8) for name in names),
+        partitions={name: {"State": "UP", "MaxNodes": limits[name]} for name in names},
+    )
+    with pytest.raises(UnsatisfiableError) as refused:
+        _check(_plan(launch={"partition": "day"}, rollout_workers=9, task={"cpu": 3}), facts)
+    text = str(refused.value)
+    assert all(word in text for word in words) and "night" not in text, text
+
+
+def test_the_biggest_node_is_named_not_its_neighbours() -> None:
+    facts = _facts("mid1|p*|4|4000|gpu:2|(null)|idle|1\ntiny1|p*|2|8000|gpu:1|(null)|idle|1\n", partitions={"p": {}})
+    for task, words in (({"cpu": 9}, "has 4 (mid1)"), ({"mem": "9G"}, "has 8000 (tiny1)")):
+        with pytest.raises(UnsatisfiableError, match=re.escape(words)):
+            _check(_plan(task=task), facts)
+    with pytest.raises(UnsatisfiableError, match=re.escape("has 2 (mid1)")):
+        _check(_plan(gpu=3), facts)
+    with pytest.raises(UnsatisfiableError, match=re.escape("has 4 (mid1)")):
+        _check(_plan(task={"cpu": 1}, model_workers=9, cluster={"cpus_per_node": 64}), facts)
+
+
 def test_a_site_without_gres_takes_trials_with_gpus_only_if_told_that_it_needs_none() -> None:
     facts = _facts(re.sub(r"gpu:[^|]*", "(null)", SITE))
     with pytest.raises(UnsatisfiableError, match=r"no GRES 'gpu'\n(.*\n)?.*cluster\.gpu_request: none"):
