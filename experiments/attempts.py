@@ -1,11 +1,14 @@
 """Attempts: each start of a trial leaves one record in control/, and belongs to the one job that claimed it.
 
 control/attempt-0.json  {"attempt": 0, "resume": false, "mode": "slurm", "start_slot": 1, ...}     never changes
-control/claim-0.json    {"job_id": "4711", "restart_count": 0}
+control/claim-0.json    {"job_id": "4711", "restart_count": 0, "nodes": ["n[1-2]"]}                never changes
+control/end-0.json      {"attempt": 0, "state": "TIMED_OUT", "cause": "...", "then": "successor"}  see attempt_ends.py
 
     rl-submit --record_attempt--> attempt 0, unclaimed --begin_attempt of job 4711--> claimed
     job 4711 starts again (requeued), or its successor does --begin_attempt--> attempt 1, made and claimed by itself,
                                                                               unless the trial is over
+
+A record that a crash or a full disk has cut keeps its number: nobody runs that attempt again, and the next one goes on.
 """
 
 import os
@@ -13,6 +16,9 @@ import re
 import secrets as random_tokens
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 
 import msgspec
 
@@ -21,13 +27,36 @@ from corral.experiments.trial_log import LogState, Stop, TrialLog
 
 _FILE_NAME = re.compile(r"(?:attempt|claim)-(\d+)\.json")
 _RECORD_NAME = re.compile(r"attempt-(\d+)\.json")
+_WAY_OUT = "this attempt cannot go on; rl-stop what still runs of it, then rl-submit --resume starts the next one"
+
+
+class WhyNot(StrEnum):
+    """Why no further attempt begins by itself."""
+
+    COMPLETE = "complete"
+    STOPPED = "stopped"
+    NO_PROGRESS = "no progress"
+    """Two attempts in a row ended without a commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """No further attempt may begin without a human."""
+
+    reason: WhyNot
+    text: str
+    """For people."""
 
 
 class AttemptRefusedError(RuntimeError):
-    """No further attempt may begin by itself; the text says why."""
+    """No further attempt may begin by itself."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.text)
+        self.reason = refusal.reason
 
 
-class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the parts of a trial need to know about one attempt."""
 
     attempt: int
@@ -42,77 +71,88 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     submit_host: str
     is_automatic: bool = False
     """Whether it followed the attempt before it without a human."""
+    damage: str = ""
+    """What is wrong with the file, and the way out; the other fields are then no more than a guess."""
 
 
-class AttemptClaim(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptClaim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Who runs an attempt; `scontrol requeue` keeps the job id and counts up."""
 
     job_id: str
+    """"" if the file cannot be read: somebody's, who never asks again."""
     restart_count: int
+    nodes: tuple[str, ...] = ()
+    """Of the job, in SLURM's words (`n[1-2]`), one text per component."""
+
+    def is_of(self, job_id: str, restart_count: int) -> bool:
+        """Whether it is of this start of a job."""
+        return (self.job_id, self.restart_count) == (job_id, restart_count)
 
 
 def record_attempt(directory: TrialDirectory, *, attempt: int, resume: bool, mode: str) -> AttemptRecord:
     """Writes the record of an attempt that a human asks for."""
     # A claim without a record was left by a start that was killed between the two; nobody runs that attempt.
-    (directory.control_path / f"claim-{attempt}.json").unlink(missing_ok=True)
+    _claim_path(directory, attempt).unlink(missing_ok=True)
     start_slot = TrialLog(directory.log_path).read().next_slot
     return _write_record(directory, attempt=attempt, resume=resume, mode=mode, start_slot=start_slot)
 
 
 def begin_attempt(
-    directory: TrialDirectory, *, job_id: str, restart_count: int, mode: str, max_attempts: int
+    directory: TrialDirectory, *, job_id: str, restart_count: int, mode: str, nodes: Sequence[str] = ()
 ) -> AttemptRecord:
     """The attempt that this start of a job runs; the same one if the job asks again.
 
     Args:
         job_id: job, or what else tells one start from another (a local trial has no job).
         restart_count: how often SLURM has requeued the job before this start.
-        max_attempts: attempts that may follow each other without a human.
+        mode: local or slurm.
+        nodes: of the job, in SLURM's words.
 
     Raises:
         AttemptRefusedError: nobody recorded an attempt for this start, and the trial may not go on by itself.
     """
-    claim = AttemptClaim(job_id=job_id, restart_count=restart_count)
+    claim = AttemptClaim(job_id=job_id, restart_count=restart_count, nodes=tuple(nodes))
     while True:
         numbers = _numbers(directory, _FILE_NAME)
-        own = next((number for number in reversed(numbers) if read_claim(directory, number) == claim), None)
-        if own is not None and own in _numbers(directory, _RECORD_NAME):
-            return read_attempt(directory, own)
+        own = _claimed_by(directory, numbers, claim)
+        if own is not None and (record := _read_if_whole(directory, own)) is not None and not record.damage:
+            return record
         newest = numbers[-1] if numbers else -1
         if own is None and newest >= 0 and read_claim(directory, newest) is None:
             _try_to_claim(directory, newest, claim)
             continue  # whoever won it is found now
         # One look at the log for both: a stop that arrives later is at or after start_slot, so it stops the attempt.
         state = TrialLog(directory.log_path).read()
-        why_not = why_not_another(read_attempts(directory), state, max_attempts=max_attempts)
-        if why_not:
-            raise AttemptRefusedError(why_not)
-        number = newest + 1 if own is None else own  # our own claim without a record: we were killed between the two
+        refusal = why_not_another(read_attempts(directory), state)
+        if refusal is not None:
+            raise AttemptRefusedError(refusal)
+        # Our own claim without a whole record: we were killed between the two, or a full disk has cut it.
+        number = newest + 1 if own is None else own
         if own is not None or _try_to_claim(directory, number, claim):
             return _write_record(
                 directory, attempt=number, resume=True, mode=mode, start_slot=state.next_slot, is_automatic=True
             )
 
 
-def why_not_another(attempts: Sequence[AttemptRecord], state: LogState, *, max_attempts: int) -> str:
-    """Why no further attempt may begin without a human; "" if one may. Pure.
+def why_not_another(attempts: Sequence[AttemptRecord], state: LogState) -> Refusal | None:
+    """Why no further attempt may begin without a human; None if one may. Pure.
+
+    What bounds a chain is progress: it may be as long as it likes while one of its last two attempts has committed.
 
     Args:
         attempts: so far, the oldest first.
         state: of the trial log.
-        max_attempts: attempts that may follow each other without a human.
     """
     if state.is_done:
-        return "the trial is complete"
+        return Refusal(WhyNot.COMPLETE, "the trial is complete")
     if state.stop is not None and not state.is_handed_over:
-        return f"{state.stop.by} stopped the trial"
-    chain = chain_of(attempts)
-    if len(chain) >= max_attempts:
-        return f"launch.max_attempts = {max_attempts} attempts have followed each other"
-    if len(chain) >= 2 and not any(logged.slot >= chain[-2].start_slot for logged in state.commits):
-        last = " and ".join(str(record.attempt) for record in chain[-2:])
-        return f"attempts {last} both ended before their first commit"
-    return ""
+        return Refusal(WhyNot.STOPPED, f"{state.stop.by} stopped the trial")
+    last = chain_of(attempts)[-2:]
+    if len(last) == 2 and not any(logged.slot >= last[0].start_slot for logged in state.commits):
+        return Refusal(
+            WhyNot.NO_PROGRESS, f"attempts {last[0].attempt} and {last[1].attempt} both ended before their first commit"
+        )
+    return None
 
 
 def chain_of(attempts: Sequence[AttemptRecord]) -> list[AttemptRecord]:
@@ -128,35 +168,33 @@ def read_attempt(directory: TrialDirectory, attempt: int) -> AttemptRecord:
         FileNotFoundError: if there is no such attempt.
         ValueError: if the file is no attempt record.
     """
-    path = directory.control_path / f"attempt-{attempt}.json"
+    path = _record_path(directory, attempt)
     try:
         return msgspec.json.decode(path.read_bytes(), type=AttemptRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} is not an attempt record ({error}); resume the trial with rl-submit --resume"
-        ) from error
+        raise ValueError(f"{path} is damaged ({error}): {_WAY_OUT}") from error
 
 
 def read_claim(directory: TrialDirectory, attempt: int) -> AttemptClaim | None:
     """Who runs or ran an attempt; None while it waits for its job to start."""
-    path = directory.control_path / f"claim-{attempt}.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=AttemptClaim)
+        return msgspec.json.decode(_claim_path(directory, attempt).read_bytes(), type=AttemptClaim)
     except FileNotFoundError:
         return None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a claim ({error}); delete it if that attempt does not run") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return AttemptClaim(job_id="", restart_count=0)
 
 
 def read_attempts(directory: TrialDirectory) -> list[AttemptRecord]:
-    """All attempts, the oldest first."""
-    return [read_attempt(directory, number) for number in _numbers(directory, _RECORD_NAME)]
+    """All attempts whose records can be read, the oldest first."""
+    records = (_read_if_whole(directory, number) for number in _numbers(directory, _RECORD_NAME))
+    return [record for record in records if record is not None and not record.damage]
 
 
 def last_attempt(directory: TrialDirectory) -> AttemptRecord | None:
-    """The newest attempt, or None before the first."""
+    """The newest attempt, with its `damage` if its record cannot be read; None before the first."""
     numbers = _numbers(directory, _RECORD_NAME)
-    return read_attempt(directory, numbers[-1]) if numbers else None
+    return _read_if_whole(directory, numbers[-1]) if numbers else None
 
 
 def may_resume(directory: TrialDirectory, attempt: int, log: TrialLog) -> bool:
@@ -164,6 +202,42 @@ def may_resume(directory: TrialDirectory, attempt: int, log: TrialLog) -> bool:
     record = read_attempt(directory, attempt)
     stopped_since = any(isinstance(entry, Stop) for _, entry in log.read_from(record.start_slot))
     return record.resume and not stopped_since
+
+
+def _record_path(directory: TrialDirectory, attempt: int) -> Path:
+    return directory.control_path / f"attempt-{attempt}.json"
+
+
+def _claim_path(directory: TrialDirectory, attempt: int) -> Path:
+    return directory.control_path / f"claim-{attempt}.json"
+
+
+def _claimed_by(directory: TrialDirectory, numbers: Sequence[int], claim: AttemptClaim) -> int | None:
+    """The newest attempt of a start of a job."""
+    for number in reversed(numbers):
+        found = read_claim(directory, number)
+        if found is not None and found.is_of(claim.job_id, claim.restart_count):
+            return number
+    return None
+
+
+def _read_if_whole(directory: TrialDirectory, attempt: int) -> AttemptRecord | None:
+    """A record, with its damage if it has any; None if there is none."""
+    try:
+        return read_attempt(directory, attempt)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        written_at = _record_path(directory, attempt).stat().st_mtime
+        return AttemptRecord(
+            attempt=attempt,
+            resume=False,
+            mode="",
+            start_slot=1,
+            submitted_at=written_at,
+            submit_host="",
+            damage=str(error),
+        )
 
 
 def _numbers(directory: TrialDirectory, pattern: re.Pattern[str]) -> list[int]:
@@ -186,13 +260,13 @@ def _write_record(
         submit_host=os.uname().nodename,
         is_automatic=is_automatic,
     )
-    atomic_write(directory.control_path / f"attempt-{attempt}.json", msgspec.json.encode(record))
+    atomic_write(_record_path(directory, attempt), msgspec.json.encode(record))
     return record
 
 
 def _try_to_claim(directory: TrialDirectory, attempt: int, claim: AttemptClaim) -> bool:
     """Puts the claim where none is; of two that try, one gets True. link(2) is atomic on network file systems too."""
-    path = directory.control_path / f"claim-{attempt}.json"
+    path = _claim_path(directory, attempt)
     temporary = path.with_name(f".{path.name}.{random_tokens.token_hex(4)}.tmp")
     write_new_file(temporary, msgspec.json.encode(claim))
     try:

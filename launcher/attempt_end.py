@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from corral.experiments.attempt_ends import AttemptEndRecord, Follows, write_end
 from corral.experiments.attempts import read_attempts, why_not_another
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
@@ -54,11 +55,13 @@ class AttemptEnd:
         self,
         *,
         directory: TrialDirectory,
+        attempt: int,
         plan: RunPlan,
         continuation: Continuation | None,
         record: Callable[..., None],
     ) -> None:
         self._directory = directory
+        self._attempt = attempt
         self._plan = plan
         self._continuation = continuation
         self._record = record
@@ -126,9 +129,7 @@ class AttemptEnd:
         if self._continuation is None or self._is_final or self.is_job_ending:
             return
         self._state, self._cause, self.then = state, cause, "requeue"
-        why_not = self._continuation.arrange()
-        if why_not.startswith("launch.max_attempts"):
-            self._cause, self.then = f"{cause}; {why_not}", ""
+        self._continuation.arrange()
 
     def stop_for_good(self, state: str = Outcome.STOPPED.value, cause: str = "") -> None:
         """Somebody wants the trial to end: nothing follows. The first who does gives it its state and cause."""
@@ -146,9 +147,9 @@ class AttemptEnd:
             return Verdict(state=Outcome.FAILED.value, cause=end.cause, goes_on=False)
         if self.then != "requeue" or self._continuation is None:
             return Verdict(state=self._state, cause=self._advised(self._cause or end.cause), goes_on=False)
-        why_not = why_not_another(read_attempts(self._directory), log, max_attempts=self._plan.launch.max_attempts)
-        if why_not:
-            return Verdict(state=self._state, cause=self._advised(f"{self._cause}; {why_not}"), goes_on=False)
+        refusal = why_not_another(read_attempts(self._directory), log)
+        if refusal is not None:
+            return Verdict(state=self._state, cause=self._advised(f"{self._cause}; {refusal.text}"), goes_on=False)
         return Verdict(state=self._state, cause=self._cause or end.cause, goes_on=True)
 
     def close(self, verdict: Verdict, log: TrialLog) -> Verdict:
@@ -184,7 +185,7 @@ class AttemptEnd:
             why_not = continuation.arrange() if end.needs_successor else ""
             if why_not:
                 self._cause, self.then = f"{end.cause}; {why_not}", ""
-        follows = "successor" if continuation.successor and not end.is_requeued else "requeue"
+        follows: Follows = "successor" if continuation.successor and not end.is_requeued else "requeue"
         # At once: SLURM may kill us before the workers have ended.
         self._record_attempt_end(follows if self.then else "")
         if not self.then:
@@ -210,20 +211,29 @@ class AttemptEnd:
             except StoppedError:
                 return
 
-    def _record_end(self, verdict: Verdict, then: str) -> None:
+    def _record_end(self, verdict: Verdict, then: Follows) -> None:
         self._state, self._cause = verdict.state, verdict.cause
         self._record_attempt_end(then)
         if not verdict.goes_on:
             self._record_trial_end(verdict.state, verdict.cause)
 
+    def _write_end(self, state: str, cause: str, then: Follows) -> None:
+        """What later starts of the trial decide on; the journal is only told."""
+        try:
+            write_end(self._directory, AttemptEndRecord(attempt=self._attempt, state=state, cause=cause, then=then))
+        except OSError as error:
+            self._record("end_not_written", cause=str(error))
+
     def _record_trial_end(self, state: str, cause: str) -> None:
         if state != self._recorded_end:  # again only if it came differently: Done in the last moment
             self._recorded_end = state
+            self._write_end(state, cause, "")
             self._record("trial_ended", state=state, cause=cause)
 
-    def _record_attempt_end(self, then: str) -> None:
+    def _record_attempt_end(self, then: Follows) -> None:
         if self._is_recorded:
             return
         self._is_recorded = True
+        self._write_end(self._state, self._cause, then)
         successor = self._continuation.successor if self._continuation is not None else ""
         self._record("attempt_ended", state=self._state, cause=self._cause, then=then, successor=successor)

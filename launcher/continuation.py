@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from corral.experiments.attempts import chain_of, read_attempts
+from corral.experiments.attempt_ends import failed_nodes
 from corral.experiments.journal import read_journal
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.job_ends import JobEnd, explain_end
 from corral.launcher.layout import Layout
-from corral.launcher.node_loss import failed_nodes, nodes_that_are_down
+from corral.launcher.node_loss import nodes_that_are_down, note_failed_node
 from corral.launcher.sbatch import successor_options
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
 from corral.launcher.slurm_words import is_staying
@@ -82,15 +82,12 @@ class Continuation:
     def record_failed_nodes(self) -> None:
         """Writes down which of our nodes are down; later attempts avoid them."""
         for node in nodes_that_are_down(self._client, self._hosts):
-            self._record("node_failed", node=node)
+            note_failed_node(self._directory, node, self._record)
 
     def arrange(self) -> str:
         """Puts a successor into the queue, once; returns why there is none, or ""."""
         if self.successor:
             return ""
-        limit = self._plan.launch.max_attempts
-        if len(chain_of(read_attempts(self._directory))) >= limit:
-            return f"launch.max_attempts = {limit} attempts have followed each other"
         excluded = failed_nodes(self._directory) if self._plan.launch.exclude_failed_nodes else []
         options = successor_options(self._layout, after=self._job_id, exclude_nodes=excluded)
         try:

@@ -17,7 +17,7 @@ from types import FrameType
 
 from corral.experiments.journal import Journal
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.attempt_start import open_attempt
+from corral.launcher.attempt_start import claim_decides, open_attempt
 from corral.launcher.lock import SupervisorLock
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
     """
     lock = SupervisorLock(directory)
     job_id = os.environ.get("SLURM_JOB_ID", "")
-    lock.acquire(patience_s=_LEAVING_S if job_id else 0.5, job_id=job_id)
+    lock.acquire(patience_s=_LEAVING_S if job_id else 0.5, claim_decides=claim_decides(directory), job_id=job_id)
     forwarder = _Forwarder()
     try:
         record = open_attempt(directory)

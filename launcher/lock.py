@@ -1,10 +1,15 @@
-"""One supervisor per trial: a lock file that its holder keeps open, and that names the holder to everyone else."""
+"""Locks on files: one supervisor per trial, one submission at a time, one question to SLURM for all who look.
+
+The supervisor's lock file is kept open by its holder, and names the holder to everyone else. Some file systems have no
+locks (Lustre mounted without `flock`); there each caller says what decides instead.
+"""
 
 import errno
 import fcntl
 import json
 import os
 import time
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,17 @@ from corral.launcher.processes import describe_this_process, is_process_alive
 
 _PATIENCE_S = 0.5  # is_locked() of an onlooker holds the lock for a moment
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class LockAnswer(Enum):
+    """What became of a try."""
+
+    TAKEN = "taken"
+    """It is ours until the file is closed."""
+    BUSY = "busy"
+    """Somebody else has it."""
+    NO_LOCKS = "no locks"
+    """This file system has none."""
 
 
 class SupervisorRunsError(RuntimeError):
@@ -31,11 +47,14 @@ class SupervisorLock:
         self._path = lock_path(directory)
         self._descriptor = -1
 
-    def acquire(self, *, patience_s: float = _PATIENCE_S, **details: Any) -> None:
+    def acquire(self, *, patience_s: float = _PATIENCE_S, claim_decides: bool = False, **details: Any) -> None:
         """Takes the lock and writes who holds it.
 
         Args:
             patience_s: how long a holder may take to leave.
+            claim_decides: where there are no locks, the holder that the file names may live on another host, where
+                nobody can look. If this start of a job has no attempt yet, it goes on: it gets an attempt of its own by
+                a claim, and the trial log admits no other master beside that attempt's.
             details: further facts about this holder.
 
         Raises:
@@ -43,7 +62,7 @@ class SupervisorLock:
         """
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self._lock(descriptor, patience_s)
+            self._lock(descriptor, patience_s, claim_decides=claim_decides)
         except BaseException:
             os.close(descriptor)
             raise
@@ -65,21 +84,23 @@ class SupervisorLock:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _lock(self, descriptor: int, patience_s: float) -> None:
+    def _lock(self, descriptor: int, patience_s: float, *, claim_decides: bool) -> None:
         deadline = time.monotonic() + patience_s
-        try:
-            while not _try_lock(descriptor):
-                if time.monotonic() > deadline:
-                    raise SupervisorRunsError(_who_holds(self._path))
-                time.sleep(0.02)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS_HERE:
-                raise
-            holder = read_lock(self._path)
-            if holder is not None and is_process_alive(holder) is not False:  # a file system without locks
-                raise SupervisorRunsError(
-                    f"{_who_holds(self._path)}; if that host is gone, delete {self._path}"
-                ) from error
+        while (answer := try_lock(descriptor)) is not LockAnswer.TAKEN:
+            way_out = ""
+            if answer is LockAnswer.NO_LOCKS:
+                if not self._is_held_by_name(claim_decides=claim_decides):
+                    return
+                way_out = f"; if that host is gone, delete {self._path}"
+            if time.monotonic() > deadline:
+                raise SupervisorRunsError(_who_holds(self._path) + way_out)
+            time.sleep(0.02)
+
+    def _is_held_by_name(self, *, claim_decides: bool) -> bool:
+        """Whether the holder that the file names lives, or may live where we cannot look, and no claim decides."""
+        holder = read_lock(self._path)
+        is_alive = is_process_alive(holder) if holder is not None else False
+        return not claim_decides if is_alive is None else is_alive
 
 
 def read_lock(path: Path) -> dict[str, Any] | None:
@@ -98,22 +119,26 @@ def is_locked(directory: TrialDirectory) -> bool:
     except FileNotFoundError:
         return False
     try:
-        return not _try_lock(descriptor)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS_HERE:
-            raise
+        answer = try_lock(descriptor)
+        if answer is not LockAnswer.NO_LOCKS:
+            return answer is LockAnswer.BUSY
         holder = read_lock(lock_path(directory))
         return holder is not None and is_process_alive(holder) is True
     finally:
         os.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> LockAnswer:
+    """Asks for the lock of an open file, without waiting for it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
-    return True
+        return LockAnswer.BUSY
+    except OSError as error:
+        if error.errno not in _NO_LOCKS_HERE:
+            raise
+        return LockAnswer.NO_LOCKS
+    return LockAnswer.TAKEN
 
 
 def _who_holds(path: Path) -> str:

@@ -4,12 +4,12 @@ Layout.steps, lost nodes --relocate (pure)--> moves: worker -> Step on a node th
                                          +--> without_room: workers that fit nowhere
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from corral.experiments.journal import read_journal
+from corral.experiments.attempt_ends import add_failed_node
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.layout import Allocation, Layout, RunningAllocation, Step
 from corral.launcher.member_places import MovingRunner
@@ -179,6 +179,15 @@ class NodeLoss:
         return self._head.hosts[step.node_index]
 
 
+def note_failed_node(directory: TrialDirectory, node: str, record: Callable[..., None]) -> None:
+    """Later attempts avoid the node; where that cannot be written, they may get it again, and fail again."""
+    try:
+        add_failed_node(directory, node)
+    except OSError as error:
+        record("failed_node_not_noted", node=node, cause=str(error))
+    record("node_failed", node=node)
+
+
 def nodes_that_are_down(client: SlurmClient, hosts: Sequence[str]) -> list[str]:
     """Those of some nodes that SLURM takes for failed; none if it cannot be asked."""
     try:
@@ -186,9 +195,3 @@ def nodes_that_are_down(client: SlurmClient, hosts: Sequence[str]) -> list[str]:
     except SlurmError:
         return []
     return [host for host in hosts if states.get(host, "").startswith(("down", "fail"))]
-
-
-def failed_nodes(directory: TrialDirectory) -> list[str]:
-    """Nodes that have failed under a trial so far, as its journal knows them."""
-    events = read_journal(directory.journal_path)
-    return sorted({str(event["node"]) for event in events if event["event"] == "node_failed" and event.get("node")})

@@ -13,8 +13,6 @@ is down or overloaded is not helped by being asked more often. The cache is a co
 SLURM is asked directly.
 """
 
-import errno
-import fcntl
 import hashlib
 import os
 import secrets as random_tokens
@@ -27,6 +25,7 @@ from typing import Protocol
 
 import msgspec
 
+from corral.launcher.lock import LockAnswer, try_lock
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, parse_queue
 
 FRESH_S = 5.0
@@ -34,7 +33,6 @@ _MAX_PAUSE_S = 60.0
 _LOCK_PATIENCE_S = 15.0  # whoever holds the lock asks SLURM, which takes ten seconds at most
 _LOCK_POLL_S = 0.05
 _ACCOUNTING_FRESH_S = 86400.0
-_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +185,7 @@ class CachedQueue:
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            yield _try_lock(descriptor, time.monotonic() + _LOCK_PATIENCE_S)
+            yield _wait_for_lock(descriptor, time.monotonic() + _LOCK_PATIENCE_S)
         finally:
             os.close(descriptor)
 
@@ -205,19 +203,13 @@ def keeps_accounts(storage: str) -> bool:
     return bool(storage) and not storage.endswith("/none") and storage != "(null)"
 
 
-def _try_lock(descriptor: int, deadline: float) -> bool:
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_LOCK_POLL_S)
-        except OSError as error:
-            if error.errno in _NO_LOCKS_HERE:
-                return True
-            raise
+def _wait_for_lock(descriptor: int, deadline: float) -> bool:
+    """Where there are no locks, each asks for itself."""
+    while try_lock(descriptor) is LockAnswer.BUSY:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOCK_POLL_S)
+    return True
 
 
 def _answer_of(memory: Memory) -> QueueAnswer:

@@ -6,8 +6,6 @@ sbatch --job id--> done
 two rl-submit --resume of one trial --lock--> one of them goes on
 """
 
-import errno
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.lock import LockAnswer, try_lock
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, SlurmUnreachableError, UncertainSubmissionError
 from corral.launcher.slurm_words import is_active
 
 _LOOK_PAUSE_S = 2.0
-_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class SubmissionUnknownError(SlurmUnreachableError):
@@ -83,15 +81,8 @@ def submitting(directory: TrialDirectory) -> Iterator[None]:
     """
     descriptor = os.open(directory.control_path / "submit.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SubmissionRunsError(
-                f"another rl-submit of {directory.path} is at work; rl-status shows it"
-            ) from error
-        except OSError as error:
-            if error.errno not in _NO_LOCKS_HERE:
-                raise
+        if try_lock(descriptor) is LockAnswer.BUSY:
+            raise SubmissionRunsError(f"another rl-submit of {directory.path} is at work; rl-status shows it")
         yield
     finally:
         os.close(descriptor)

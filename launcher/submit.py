@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from corral.experiments.attempt_ends import read_end
 from corral.experiments.attempts import last_attempt, record_attempt
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, shorten
 from corral.experiments.experiment import Experiment
-from corral.experiments.journal import Journal, read_journal
+from corral.experiments.journal import Journal
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.profile import find_profiles
 from corral.experiments.registry import load_with_source
@@ -158,10 +159,8 @@ def _refuse_living(plan: RunPlan, directory: TrialDirectory, client: SlurmClient
 def _still_runs(directory: TrialDirectory) -> bool:
     """Whether a supervisor has the trial; one that has recorded the end gets a moment to leave."""
     attempt = last_attempt(directory)
-    has_ended = any(
-        event["event"] == "trial_ended" and attempt is not None and event.get("attempt") == attempt.attempt
-        for event in read_journal(directory.journal_path)
-    )
+    end = read_end(directory, attempt.attempt) if attempt is not None else None
+    has_ended = end is not None and end.is_final
     deadline = time.monotonic() + (_LEAVING_TIMEOUT_S if has_ended else 0.0)
     while is_locked(directory):
         if time.monotonic() >= deadline:

@@ -32,7 +32,7 @@ from corral.launcher.attempt_end import AttemptEnd
 from corral.launcher.continuation import Continuation
 from corral.launcher.exits import ExitRecorder
 from corral.launcher.members import Members
-from corral.launcher.node_loss import NodeLoss
+from corral.launcher.node_loss import NodeLoss, note_failed_node
 from corral.launcher.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
 from corral.launcher.runner import AllocationLostError, Task, TaskRunner, TaskSpec
 from corral.launcher.slurm import SlurmError
@@ -164,7 +164,13 @@ class Supervisor:
         self._failed_starts: list[tuple[str, int]] = []
         self._lost_allocation = ""
         self._signals = [*signals]
-        self._ends = AttemptEnd(directory=directory, plan=plan, continuation=continuation, record=self._record)
+        self._ends = AttemptEnd(
+            directory=directory,
+            attempt=attempt.attempt,
+            plan=plan,
+            continuation=continuation,
+            record=self._record,
+        )
         self._continuation = continuation
         self._node_loss = node_loss
         self._seen_stop_request: StopRequest | None = None
@@ -218,7 +224,7 @@ class Supervisor:
         if self._node_loss is None:
             return list(exits)
         for node in self._node_loss.look():
-            self._record("node_failed", node=node)
+            note_failed_node(self._directory, node, self._record)
             self._relocate(node)
         return [
             (worker, EXIT_NODE_LOST if self._node_loss.excuse(worker) else returncode) for worker, returncode in exits

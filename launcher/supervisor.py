@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from corral.experiments.attempt_ends import failed_nodes
 from corral.experiments.attempts import read_attempt
 from corral.experiments.journal import Journal
 from corral.experiments.plan import RunPlan
@@ -26,7 +27,7 @@ from corral.launcher.local import LocalRunner, share_gpus, visible_gpus
 from corral.launcher.lock import SupervisorRunsError
 from corral.launcher.member_places import FallbackRunner
 from corral.launcher.members import Members
-from corral.launcher.node_loss import NodeLoss, failed_nodes
+from corral.launcher.node_loss import NodeLoss
 from corral.launcher.runner import TaskRunner
 from corral.launcher.slurm import SlurmClient
 from corral.launcher.srun import SrunRunner, batch_allocations

@@ -76,8 +76,6 @@ class LaunchConfig(FrozenConfig):
     """Further arguments of sbatch, each as one string; those that corral sets itself are refused."""
     signal_before_end_s: int = Field(default=180, ge=5)
     """Seconds before the time limit at which the trial checkpoints and hands over to its next attempt; SLURM may be up to a minute early."""  # noqa: E501
-    max_attempts: int = Field(default=10, ge=1)
-    """Attempts that may follow each other without a human: after a time limit, a preemption or a lost node."""
     no_kill: bool = False
     """Whether the allocation outlives the loss of a node; what ran on it moves to the others, or waits."""
     exclude_failed_nodes: bool = True

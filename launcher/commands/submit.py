@@ -56,10 +56,6 @@ def submit(
         typer.Option("--profile", metavar="PROFILE", help="Name or path of a profile beneath the experiment file."),
     ] = None,
     layout: Annotated[LayoutName | None, typer.Option("--layout", help="As launch.layout.")] = None,
-    max_attempts: Annotated[
-        int | None,
-        typer.Option("--max-attempts", min=1, metavar="N", help="As launch.max_attempts: attempts without a human."),
-    ] = None,
     sbatch_arg: Annotated[
         list[str] | None,
         typer.Option("--sbatch-arg", metavar="OPTION", help="Further option of sbatch, as --licenses=a:1; repeatable."),
@@ -82,14 +78,14 @@ def submit(
         if wait and follow:
             raise typer.BadParameter("--follow waits too; choose one of --wait and --follow")
         if resume is not None:
-            options = (experiment, trial, override, profile, layout, max_attempts, sbatch_arg, local or None)
+            options = (experiment, trial, override, profile, layout, sbatch_arg, local or None)
             submission = _prepared_resume(resume, fileroot, has_other_options=any(option for option in options))
         elif experiment is None:
             raise typer.BadParameter("name an experiment file, or a trial to --resume")
         else:
             from corral.launcher.submit import prepare
 
-            changes = _changes(override, fileroot=fileroot, layout=layout, max_attempts=max_attempts)
+            changes = _changes(override, fileroot=fileroot, layout=layout)
             arguments = _checked_arguments(sbatch_arg or [])
             submission = prepare(
                 experiment,
@@ -107,9 +103,7 @@ def submit(
             _start(submission, is_resumed=resume is not None, wait=wait, follow=follow, verbose=verbose)
 
 
-def _changes(
-    overrides: Sequence[str] | None, *, fileroot: Path | None, layout: LayoutName | None, max_attempts: int | None
-) -> list[str]:
+def _changes(overrides: Sequence[str] | None, *, fileroot: Path | None, layout: LayoutName | None) -> list[str]:
     """Options that stand for a key of the experiment file, after the overrides."""
     from corral.experiments.errors import ConfigError
     from corral.scheduling.slurm_formats import check_plain_text
@@ -123,8 +117,6 @@ def _changes(
         changes.append(f"cluster.fileroot={_quoted(str(fileroot.absolute()))}")
     if layout is not None:
         changes.append(f"launch.layout={layout}")
-    if max_attempts is not None:
-        changes.append(f"launch.max_attempts={max_attempts}")
     return changes
 
 

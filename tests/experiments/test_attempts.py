@@ -3,17 +3,18 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, Lock
 
 import pytest
 
+from corral.experiments.attempt_ends import AttemptEndRecord, add_failed_node, failed_nodes, read_end, write_end
 from corral.experiments.attempts import (
     AttemptClaim,
     AttemptRecord,
     AttemptRefusedError,
+    WhyNot,
     begin_attempt,
     chain_of,
     last_attempt,
@@ -35,8 +36,8 @@ def directory(tmp_path: Path) -> TrialDirectory:
     return directory
 
 
-def begin(directory: TrialDirectory, job_id: str, restart_count: int = 0, *, max_attempts: int = 100) -> AttemptRecord:
-    return begin_attempt(directory, job_id=job_id, restart_count=restart_count, mode="slurm", max_attempts=max_attempts)
+def begin(directory: TrialDirectory, job_id: str, restart_count: int = 0) -> AttemptRecord:
+    return begin_attempt(directory, job_id=job_id, restart_count=restart_count, mode="slurm")
 
 
 def submit(directory: TrialDirectory, attempt: int = 0, *, resume: bool = False) -> AttemptRecord:
@@ -88,9 +89,11 @@ def test_a_resubmission_belongs_to_the_job_that_starts_next(directory: TrialDire
 def test_a_start_that_is_refused_leaves_nothing(directory: TrialDirectory) -> None:
     submit(directory)
     begin(directory, "7")
+    begin(directory, "7", 1)
     before = sorted(directory.control_path.iterdir())
-    with pytest.raises(AttemptRefusedError, match=r"launch.max_attempts = 1 "):
-        begin(directory, "8", max_attempts=1)
+    with pytest.raises(AttemptRefusedError, match="attempts 0 and 1 both ended") as refused:
+        begin(directory, "8")
+    assert refused.value.reason is WhyNot.NO_PROGRESS
     assert sorted(directory.control_path.iterdir()) == before
 
 
@@ -154,7 +157,7 @@ directory, job_id = TrialDirectory(Path(sys.argv[1])), sys.argv[2]
 print("ready", flush=True)
 while not (directory.path / "go").exists():
     time.sleep(0.0005)
-print(begin_attempt(directory, job_id=job_id, restart_count=0, mode="slurm", max_attempts=100).attempt)
+print(begin_attempt(directory, job_id=job_id, restart_count=0, mode="slurm").attempt)
 """
 
 
@@ -216,31 +219,37 @@ DONE = LogState(done=Done(nonce="0", epoch=1))
 
 
 @pytest.mark.parametrize(
-    ("attempts", "state", "max_attempts", "why"),
+    ("attempts", "state", "why"),
     [
-        ([BY_HAND], LogState(), 10, ""),
-        ([BY_HAND], DONE, 10, "the trial is complete"),
-        ([BY_HAND], stopped(), 10, "me@here stopped the trial"),
-        ([BY_HAND], stopped("requeue"), 10, ""),
-        ([BY_HAND, record(1, start_slot=5)], committed(3, 7), 2, "launch.max_attempts = 2 attempts"),
-        ([BY_HAND, record(1, start_slot=5)], committed(3, 7), 3, ""),
-        # Those before the last submission do not count.
-        ([BY_HAND, record(1), record(2, is_automatic=False)], LogState(), 2, ""),
-        ([BY_HAND, record(1), record(2, is_automatic=False), record(3)], committed(2), 2, "launch.max_attempts = 2"),
+        ([BY_HAND], LogState(), None),
+        ([BY_HAND], DONE, WhyNot.COMPLETE),
+        ([BY_HAND], stopped(), WhyNot.STOPPED),
+        ([BY_HAND], stopped("requeue"), None),
         # One attempt without progress may be bad luck; the next one is not.
-        ([BY_HAND, record(1)], LogState(), 10, "attempts 0 and 1 both ended before their first commit"),
-        ([BY_HAND, record(1, start_slot=5)], committed(3), 10, ""),
-        ([BY_HAND, record(1, start_slot=5), record(2, start_slot=5)], committed(3), 10, "attempts 1 and 2 both ended"),
-        ([BY_HAND, record(1, start_slot=5), record(2, start_slot=5)], committed(3, 6), 10, ""),
+        ([BY_HAND, record(1)], LogState(), WhyNot.NO_PROGRESS),
+        ([BY_HAND, record(1, start_slot=5)], committed(3), None),
+        ([BY_HAND, record(1, start_slot=5), record(2, start_slot=5)], committed(3), WhyNot.NO_PROGRESS),
+        ([BY_HAND, record(1, start_slot=5), record(2, start_slot=5)], committed(3, 6), None),
         # A submission by hand starts anew.
-        ([BY_HAND, record(1, start_slot=5), record(2, start_slot=5, is_automatic=False)], committed(3), 10, ""),
+        ([BY_HAND, record(1, start_slot=5), record(2, start_slot=5, is_automatic=False)], committed(3), None),
     ],
 )
 def test_why_no_further_attempt_begins_by_itself(
-    attempts: list[AttemptRecord], state: LogState, max_attempts: int, why: str
+    attempts: list[AttemptRecord], state: LogState, why: WhyNot | None
 ) -> None:
-    found = why_not_another(attempts, state, max_attempts=max_attempts)
-    assert found.startswith(why) and bool(found) == bool(why)
+    found = why_not_another(attempts, state)
+    assert (found.reason if found else None) is why
+
+
+def test_a_chain_goes_on_as_long_as_it_makes_progress(directory: TrialDirectory) -> None:
+    submit(directory)
+    for number in range(12):
+        assert begin(directory, "7", number).attempt == number
+        commit(directory)
+    # One attempt that ends before its first commit costs nothing, however long the chain; a second one ends it.
+    assert [begin(directory, "7", number).attempt for number in (12, 13)] == [12, 13]
+    with pytest.raises(AttemptRefusedError, match="attempts 12 and 13 both ended before their first commit"):
+        begin(directory, "7", 14)
 
 
 @pytest.mark.parametrize(
@@ -262,11 +271,62 @@ def test_only_a_stop_since_its_submission_keeps_an_attempt_from_resuming(directo
     assert not may_resume(directory, 1, log)
 
 
-@pytest.mark.parametrize("read", [read_attempt, read_claim])
-def test_a_file_that_is_none_of_ours_is_named_with_the_way_out(
-    directory: TrialDirectory, read: Callable[[TrialDirectory, int], object]
-) -> None:
-    for name in ("attempt-0.json", "claim-0.json"):
-        (directory.control_path / name).write_text("{")
-    with pytest.raises(ValueError, match=r"-0\.json is (not|no) .*(resume|delete)"):
-        read(directory, 0)
+def cut(path: Path) -> None:
+    """As a full disk or a crash leaves it."""
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def test_a_cut_record_is_named_with_the_way_out(directory: TrialDirectory) -> None:
+    submit(directory)
+    cut(directory.control_path / "attempt-0.json")
+    with pytest.raises(ValueError, match=r"attempt-0\.json is damaged .* then rl-submit --resume starts the next one"):
+        read_attempt(directory, 0)
+    last = last_attempt(directory)
+    assert last is not None and (last.attempt, read_attempts(directory)) == (0, [])
+    assert "attempt-0.json is damaged" in last.damage
+
+
+def test_what_follows_a_cut_record_is_the_next_attempt(directory: TrialDirectory) -> None:
+    submit(directory)
+    begin(directory, "7")
+    cut(directory.control_path / "attempt-0.json")
+    requeued = begin(directory, "7", 1)
+    assert (requeued.attempt, requeued.resume) == (1, True)
+    resumed = submit(directory, 2, resume=True)
+    assert begin(directory, "8") == resumed == last_attempt(directory)
+
+
+def test_a_record_that_was_cut_before_its_job_started_is_written_again(directory: TrialDirectory) -> None:
+    submit(directory)
+    cut(directory.control_path / "attempt-0.json")
+    assert begin(directory, "7") == begin(directory, "7") == last_attempt(directory)
+    assert [record.attempt for record in read_attempts(directory)] == [0]
+
+
+def test_a_claim_that_cannot_be_read_is_somebody_elses(directory: TrialDirectory) -> None:
+    submit(directory)
+    begin(directory, "7")
+    cut(directory.control_path / "claim-0.json")
+    assert read_claim(directory, 0) == AttemptClaim(job_id="", restart_count=0)
+    assert begin(directory, "7").attempt == 1
+
+
+def test_the_last_word_about_an_end_stays_and_what_is_no_end_is_none(directory: TrialDirectory) -> None:
+    assert read_end(directory, 0) is None
+    ends = [
+        AttemptEndRecord(attempt=0, state="TIMED_OUT", cause="the time limit is near", then="successor"),
+        AttemptEndRecord(attempt=0, state="STOPPED", cause="me@here", then=""),
+    ]
+    for end in ends:
+        write_end(directory, end)
+        assert read_end(directory, 0) == end
+    assert [end.is_final for end in ends] == [False, True]
+    cut(directory.control_path / "end-0.json")
+    assert read_end(directory, 0) is None
+
+
+def test_failed_nodes_are_noted_once_each(directory: TrialDirectory) -> None:
+    assert failed_nodes(directory) == []
+    for node in ("n3", "n2", "n3"):
+        add_failed_node(directory, node)
+    assert failed_nodes(directory) == ["n2", "n3"]

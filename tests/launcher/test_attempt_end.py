@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.experiments.attempts import record_attempt
+from corral.experiments.attempts import begin_attempt, record_attempt
 from corral.experiments.journal import Journal
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import TrialLog
@@ -86,8 +86,8 @@ class Slurm(SlurmClient):
 class Attempt:
     """The end of an attempt, and all that it touches."""
 
-    def __init__(self, root: Path, *, is_on_slurm: bool = True, max_attempts: int = 10) -> None:
-        self.trial = StubTrial(root, {}, model_workers=1, servers=0, launch={"max_attempts": max_attempts})
+    def __init__(self, root: Path, *, is_on_slurm: bool = True) -> None:
+        self.trial = StubTrial(root, {}, model_workers=1, servers=0)
         self.directory: TrialDirectory = self.trial.directory
         record_attempt(self.directory, attempt=0, resume=False, mode="slurm")
         self.log = TrialLog(self.directory.log_path)
@@ -117,6 +117,7 @@ class Attempt:
         )
         self.end = AttemptEnd(
             directory=self.directory,
+            attempt=0,
             plan=self.trial.plan,
             continuation=slurm if self.is_on_slurm else None,
             record=record,
@@ -305,12 +306,13 @@ def test_at_the_time_limit_a_refusal_leaves_no_second_way(attempt: Attempt) -> N
 
 @pytest.mark.parametrize("ask", [lambda end: end.usr2(), lambda end: end.end.requested(REQUEUE)])
 def test_the_last_attempt_of_a_chain_stops_with_advice(tmp_path: Path, ask: Any) -> None:
-    attempt = Attempt(tmp_path, max_attempts=1)
+    attempt = Attempt(tmp_path)
+    begin_attempt(attempt.directory, job_id="6", restart_count=0, mode="slurm")
+    begin_attempt(attempt.directory, job_id=OWN, restart_count=0, mode="slurm")
     ask(attempt)
-    assert attempt.end.then == ""
     verdict = attempt.finish()
-    assert not verdict.goes_on and "max_attempts = 1" in verdict.cause and "--resume" in verdict.cause
-    assert attempt.slurm.options == [] and attempt.has_ended()
+    assert not verdict.goes_on and "before their first commit" in verdict.cause and "--resume" in verdict.cause
+    assert attempt.slurm.alive == set() and attempt.has_ended()
 
 
 def test_a_failure_is_final_whoever_waits_to_go_on(attempt: Attempt) -> None:

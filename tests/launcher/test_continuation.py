@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from corral.experiments.attempt_ends import add_failed_node, failed_nodes
 from corral.experiments.attempts import record_attempt
 from corral.experiments.journal import Journal
 from corral.launcher import continuation
@@ -132,17 +133,10 @@ def test_a_successor_avoids_the_nodes_that_failed(
     make_attempt: Callable[..., Attempt], launch: dict[str, Any], options: Sequence[str]
 ) -> None:
     attempt = make_attempt(**launch)
-    journal = Journal(attempt.directory.journal_path)
     for node in ("n3", "n2"):
-        journal.append("node_failed", attempt=0, node=node)
+        add_failed_node(attempt.directory, node)
     attempt.continuation.arrange()
     assert attempt.slurm.calls("sbatch")[0][2:-1] == options
-
-
-def test_the_last_attempt_of_a_chain_has_no_successor(make_attempt: Callable[..., Attempt]) -> None:
-    attempt = make_attempt(max_attempts=1)
-    assert attempt.continuation.arrange().startswith("launch.max_attempts = 1 attempts")
-    assert attempt.slurm.calls("sbatch") == []
 
 
 def test_a_refusal_is_told_in_slurms_words_and_asked_again(attempt: Attempt) -> None:
@@ -215,7 +209,7 @@ def test_the_nodes_of_the_job_that_are_down_are_written_down(attempt: Attempt) -
     )
     attempt.slurm.says("sinfo", f"{nodes}n3|debug*|8|8000|gpu:8|(null)|down|inf")
     assert attempt.continuation.explain().state == "NODE_FAILED"
-    assert [event["node"] for event in attempt.events("node_failed")] == ["n2"]
+    assert [event["node"] for event in attempt.events("node_failed")] == failed_nodes(attempt.directory) == ["n2"]
 
 
 def test_at_the_end_every_other_job_of_the_trial_is_cancelled_and_nobody_elses(attempt: Attempt) -> None:

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.experiments.journal import Journal
+from corral.experiments.attempt_ends import failed_nodes
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.layout import Allocation, Layout, RunningAllocation, Step
 from corral.launcher.node_loss import (
     NodeLoss,
     Relocation,
-    failed_nodes,
     is_trial_over,
     nodes_that_are_down,
+    note_failed_node,
     relocate,
 )
 from corral.launcher.runner import Task, TaskSpec
@@ -299,12 +299,12 @@ def test_nodes_are_down_if_slurm_says_so() -> None:
     assert nodes_that_are_down(Client(states=None), ["n2"]) == []
 
 
-def test_the_journal_knows_the_nodes_that_failed(tmp_path: Path) -> None:
+def test_a_failed_node_that_cannot_be_noted_is_told(tmp_path: Path) -> None:
     directory = TrialDirectory(tmp_path / "exp" / "trial")
     directory.create()
-    assert failed_nodes(directory) == []
-    journal = Journal(directory.journal_path)
-    for node in ("n3", "n2", "n3"):
-        journal.append("node_failed", attempt=0, node=node)
-    journal.append("attempt_ended", attempt=0, state="NODE_FAILED")
-    assert failed_nodes(directory) == ["n2", "n3"]
+    told: list[str] = []
+    note_failed_node(directory, "n2", lambda event, **fields: told.append(event))
+    assert failed_nodes(directory) == ["n2"]
+    (directory.control_path / "failed-nodes" / "n3").symlink_to("nowhere/n3")
+    note_failed_node(directory, "n3", lambda event, **fields: told.append(event))
+    assert told == ["node_failed", "failed_node_not_noted", "node_failed"]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from corral.experiments.attempt_ends import failed_nodes
 from corral.experiments.attempts import read_attempts
 from corral.experiments.trial_directory import StopRequest
 from corral.experiments.trial_log import TrialLog
-from corral.launcher.node_loss import failed_nodes
 from corral.launcher.slurm import SlurmClient
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, missing_programs, running_cluster
@@ -231,19 +231,6 @@ def test_the_time_limit_without_a_warning_still_leads_to_a_successor(make_slurm_
     wait_for_end(trial, "COMPLETE")
     first = ends_of(trial)[0]
     assert (first["state"], first["then"]) == ("TIMED_OUT", "successor"), first
-
-
-def test_a_chain_that_has_used_its_attempts_ends_with_advice(make_slurm_trial: Any, cluster: Cluster) -> None:
-    trial = make_slurm_trial({"master_worker/0": [ENDLESS]}, **ONE_NODE, launch={"max_attempts": 2})
-    job_id = trial.submit()
-    wait_for_commits(trial)
-    cluster.run("scontrol", "requeue", job_id)
-    wait_until(lambda: len(read_attempts(trial.directory)) == 2 and trial.events("supervisor_started", attempt=1), "2")
-    wait_until(lambda: commits_of(trial, since_attempt=1) > 0, "a commit of the second attempt")
-    cluster.run("scancel", "--batch", "--signal=USR2", job_id)
-    ended = wait_for_end(trial, "TIMED_OUT")
-    assert "max_attempts" in ended.note and "--resume" in ended.note
-    assert trial.events("successor_submitted") == []
 
 
 def test_attempts_that_commit_nothing_do_not_follow_each_other_for_ever(

@@ -76,9 +76,7 @@ def test_a_dry_run_shows_plan_checks_and_profiles(folder: Path) -> None:
     profile = folder / ".config" / "corral" / "profiles" / "site.yaml"
     profile.parent.mkdir(parents=True)
     profile.write_text("launch: {partition: spot, extra_sbatch_arguments: [--nice=5]}\n")
-    shown = _submit(
-        folder, "experiment.yaml", "--dry-run", "--profile", "site", "--sbatch-arg=--mail-type=END", "--max-attempts=3"
-    )
+    shown = _submit(folder, "experiment.yaml", "--dry-run", "--profile", "site", "--sbatch-arg=--mail-type=END")
     assert shown.returncode == 0, shown.stderr
     text = shown.stdout.decode()
     assert "partition spot ok" in text and "site.yaml" in text and "profiles " in text
@@ -100,7 +98,6 @@ def test_a_dry_run_shows_plan_checks_and_profiles(folder: Path) -> None:
         (["--wait", "--follow"], "choose one"),
         (["--resume", "x"], "takes no experiment"),
         (["--profile", "nowhere"], "no profile named"),
-        (["--max-attempts", "0"], "max-attempts"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(folder: Path, arguments: list[str], words: str) -> None:

@@ -1,0 +1,67 @@
+"""How attempts ended, and what was learnt under them, as files in control/: later starts of the trial decide on these.
+
+control/end-0.json          how attempt 0 ended, and what follows; whoever ends it writes it, the last word stays
+control/failed-nodes/n3     an empty file for each node that failed under the trial
+
+The journal tells the same to people; it may lack a line after a crash or on a full disk, and nothing follows from it.
+"""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from corral.experiments.trial_directory import TrialDirectory, atomic_write, fsync_directory
+
+Follows = Literal["", "requeue", "successor"]
+"""What goes on after an attempt: SLURM starts its job again, another job does, or, with "", nothing without a human."""
+
+
+class AttemptEndRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of one attempt."""
+
+    attempt: int
+    state: str
+    """Word of rl-status."""
+    cause: str
+    """For people."""
+    then: Follows
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it is the end of the trial, too."""
+        return not self.then
+
+
+def write_end(directory: TrialDirectory, end: AttemptEndRecord) -> None:
+    """Records how an attempt ended; a later word replaces an earlier one."""
+    atomic_write(directory.control_path / f"end-{end.attempt}.json", msgspec.json.encode(end))
+
+
+def read_end(directory: TrialDirectory, attempt: int) -> AttemptEndRecord | None:
+    """How an attempt ended; None if it goes on, or nobody could say so, or what was said cannot be read."""
+    try:
+        return msgspec.json.decode((directory.control_path / f"end-{attempt}.json").read_bytes(), type=AttemptEndRecord)
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def add_failed_node(directory: TrialDirectory, node: str) -> None:
+    """Notes a node that has failed under the trial."""
+    folder = _failed_nodes_path(directory)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (folder / node).touch(mode=0o600)
+    fsync_directory(folder)
+
+
+def failed_nodes(directory: TrialDirectory) -> list[str]:
+    """Nodes that have failed under a trial so far."""
+    try:
+        return sorted(os.listdir(_failed_nodes_path(directory)))
+    except FileNotFoundError:
+        return []
+
+
+def _failed_nodes_path(directory: TrialDirectory) -> Path:
+    return directory.control_path / "failed-nodes"
