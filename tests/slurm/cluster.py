@@ -2,13 +2,28 @@
 
     directory/  slurm.conf gres.conf munge.key  log/  state/  spool/  dev/gpu0 -> /dev/null
 
+    running_cluster()                                        4 nodes of 8 CPUs, 8 GPUs, 8000 MB; no accounting
+    running_cluster(accounts=True)                           slurmdbd with accounts and limits (accounting.py)
+    running_cluster(threads_per_core=2)                      the same 8 CPUs, on 4 cores
+    running_cluster(settings={"MaxMemPerCPU": 1000})         other lines of slurm.conf
+    running_cluster(job_submit="function slurm_job_submit...")   a site's job_submit.lua
+
+The fixtures `accounting_cluster` and `threaded_cluster` of conftest.py share one of their kind. To run what is made for
+`cluster` (make_slurm_trial, start_job) on another one, a test file overrides that fixture:
+
+    @pytest.fixture
+    def cluster(accounting_cluster: Cluster) -> Cluster:
+        return accounting_cluster
+
+Partitions: debug (default, preempts spot), spot (requeued after GraceTime; `scontrol update partitionname=spot
+gracetime=20` lengthens it) and short (one minute, one node).
+
 Everything listens on loopback or in the directory; nothing needs root, systemd or cgroups; processes are ended by their
 ids. Facts that shape it: a fake GPU has to be a device node, and a link to /dev/null counts as one; UNIX sockets need
 short paths, so the cluster lives in a short temporary directory; slurmd share a host by `-N` and a port each.
 """
 
 import os
-import pwd
 import random
 import shutil
 import signal
@@ -16,31 +31,63 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from corral.launcher.slurm import clean_environment
+from tests.slurm import accounting
+from tests.slurm.accounting import user_name
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
+_NAME = "test"
 _SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")
 _START_TIMEOUT_S = 30.0
 
 
-def missing_programs() -> list[str]:
+def missing_programs(*, accounts: bool = False) -> list[str]:
     """What has to be installed before a cluster can start."""
-    return [program for program in (*DAEMONS, *COMMANDS) if _which(program) is None]
+    programs = (*DAEMONS, *COMMANDS, *(accounting.PROGRAMS if accounts else ()))
+    return [program for program in programs if _which(program) is None]
+
+
+@cache
+def slurm_version() -> tuple[int, int]:
+    """Of the SLURM that is installed: (22, 5) for 22.05.8."""
+    said = subprocess.run([_which("slurmd") or "slurmd", "-V"], capture_output=True, text=True, timeout=10, check=True)
+    major, minor = said.stdout.split()[1].split(".")[:2]
+    return int(major), int(minor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a cluster is made of."""
+
+    num_nodes: int = 4
+    cpus: int = 8
+    """CPUs of a node as SLURM counts them: hardware threads."""
+    threads_per_core: int = 1
+    gpus: int = 8
+    mem_mb: int = 8000
+    accounts: bool = False
+    job_submit: str | None = None
+    """job_submit.lua, which sees every job before SLURM takes it."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """More lines of slurm.conf, or others in place of those that are there."""
 
 
 class Cluster:
     """A running cluster; `environment` lets SLURM's commands find it."""
 
-    def __init__(self, directory: Path, *, num_nodes: int, cpus: int, gpus: int, mem_mb: int) -> None:
+    def __init__(self, directory: Path, shape: Shape) -> None:
         self._directory = directory
-        self._num_nodes = num_nodes
+        self._num_nodes = shape.num_nodes
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._shape = (cpus, gpus, mem_mb)
+        self._shape = shape
+        self._host = socket.gethostname().split(".")[0]
         self.config_path = directory / "slurm.conf"
         self.environment = clean_environment() | {
             "SLURM_CONF": str(self.config_path),
@@ -52,12 +99,18 @@ class Cluster:
             (self._directory / folder).mkdir()
         for index in range(self._num_nodes):
             (self._directory / "spool" / f"n{index + 1}").mkdir()
-        for index in range(self._shape[1]):
+        for index in range(self._shape.gpus):
             (self._directory / "dev" / f"gpu{index}").symlink_to("/dev/null")
         self._start_munge()
-        self._write_config(_free_ports(self._num_nodes + 1))
+        ports = _free_ports(self._num_nodes + 2)
+        self._write_config(ports)
+        if self._shape.accounts:
+            self._start_accounting(ports[-1])
         self._spawn("slurmctld", "-D", "-c", "-i", "-f", str(self.config_path))
         self._wait_for(lambda: self.run("scontrol", "ping").returncode == 0, "slurmctld to answer")
+        if self._shape.accounts:
+            # After the controller, which tells slurmdbd that GPUs are counted too.
+            self._change_accounts(accounting.requests(_NAME))
         for index in range(self._num_nodes):
             self._spawn("slurmd", "-D", "-N", f"n{index + 1}", "-f", str(self.config_path), name=f"slurmd-n{index + 1}")
         self._wait_for(self._all_idle, f"{self._num_nodes} nodes to be idle")
@@ -102,10 +155,7 @@ class Cluster:
 
     def update_config(self, **settings: object) -> None:
         """Changes settings of slurm.conf (`MinJobAge=2`) and lets the daemons read it again."""
-        lines = [line for line in self.config_path.read_text().splitlines() if line.partition("=")[0] not in settings]
-        first = next(index for index, line in enumerate(lines) if line.startswith("NodeName="))
-        lines[first:first] = [f"{name}={value}" for name, value in settings.items()]
-        self.config_path.write_text("\n".join(lines) + "\n")
+        self.config_path.write_text(_with_settings(self.config_path.read_text(), settings))
         self.run("scontrol", "reconfigure")
 
     def _resume(self, name: str) -> str:
@@ -143,11 +193,12 @@ class Cluster:
             deadline = time.monotonic() + 5.0
             while self.run("squeue", "-h").stdout.strip() and time.monotonic() < deadline:
                 time.sleep(0.1)
-        munge = self._processes.pop("munged", None)
+        served = [self._processes.pop(name, None) for name in ("slurmdbd", "mariadbd", "munged")]
         self._end(list(self._processes.values()))
         for pid in self._leftovers():
             os.kill(pid, signal.SIGKILL)
-        self._end([munge] if munge else [])
+        for process in served:  # each after those that use it
+            self._end([process] if process else [])
 
     def _start_munge(self) -> None:
         key = self._directory / "munge.key"
@@ -159,18 +210,34 @@ class Cluster:
         self._spawn("munged", "--foreground", "--force", "--num-threads=2", log, *options)
         self._wait_for(lambda: (self._directory / "munge.sock").exists(), "munged's socket")
 
+    def _start_accounting(self, port: int) -> None:
+        directory = self._directory
+        accounting.install_database(directory, _which("mariadb-install-db") or "mariadb-install-db")
+        self._spawn("mariadbd", *accounting.database_arguments(directory))
+        self._wait_for(accounting.database_socket(directory).exists, "MariaDB's socket")
+        accounting.write_config(directory, host=self._host, port=port)
+        # libmariadb looks here for the server on this machine.
+        self._spawn("slurmdbd", "-D", environment={"MYSQL_UNIX_PORT": str(accounting.database_socket(directory))})
+        self._wait_for(lambda: self.run("sacctmgr", "-n", "show", "qos").returncode == 0, "slurmdbd to answer")
+        self._change_accounts([["add", "cluster", _NAME]])
+
+    def _change_accounts(self, requests: Sequence[Sequence[str]]) -> None:
+        for request in requests:
+            added = self.run("sacctmgr", "-i", *request)
+            if added.returncode:
+                raise RuntimeError(f"sacctmgr {' '.join(request)}: {added.stdout}{added.stderr}")
+
     def _write_config(self, ports: list[int]) -> None:
-        cpus, gpus, mem_mb = self._shape
-        directory, host, user = self._directory, socket.gethostname().split(".")[0], _user_name()
-        gres = f"Gres=gpu:{gpus}" if gpus else ""
+        shape, directory, host, user = self._shape, self._directory, self._host, user_name()
+        gres = f"Gres=gpu:{shape.gpus}" if shape.gpus else ""
         nodes = "\n".join(
-            f"NodeName=n{index + 1} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} Sockets=1 "
-            f"CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory={mem_mb} {gres} State=UNKNOWN"
-            for index, port in enumerate(ports[1:])
+            f"NodeName=n{index + 1} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={shape.cpus} Sockets=1 "
+            f"CoresPerSocket={shape.cpus // shape.threads_per_core} ThreadsPerCore={shape.threads_per_core} "
+            f"RealMemory={shape.mem_mb} {gres} State=UNKNOWN"
+            for index, port in enumerate(ports[1:-1])
         )
-        self.config_path.write_text(
-            f"""
-ClusterName=test
+        text = f"""
+ClusterName={_NAME}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser={user}
@@ -204,17 +271,28 @@ PartitionName=debug Nodes=ALL Default=YES PriorityTier=10 PreemptMode=OFF MaxTim
 PartitionName=spot Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=1 MaxTime=INFINITE State=UP
 PartitionName=short Nodes=n1 MaxTime=1 DefaultTime=1 MaxNodes=1 State=UP
 """.lstrip()
-        )
-        device = f"gpu[0-{gpus - 1}]" if gpus > 1 else "gpu0"
+        settings = dict(shape.settings)
+        if shape.accounts:
+            settings = accounting.controller_settings(directory, port=ports[-1]) | settings
+        if shape.job_submit is not None:
+            settings["JobSubmitPlugins"] = "lua"
+            (directory / "job_submit.lua").write_text(shape.job_submit)
+        self.config_path.write_text(_with_settings(text, settings))
+        device = f"gpu[0-{shape.gpus - 1}]" if shape.gpus > 1 else "gpu0"
         names = f"n[1-{self._num_nodes}]" if self._num_nodes > 1 else "n1"
-        line = f"NodeName={names} Name=gpu File={directory}/dev/{device}\n" if gpus else ""
+        line = f"NodeName={names} Name=gpu File={directory}/dev/{device}\n" if shape.gpus else ""
         (directory / "gres.conf").write_text(line)
+        if slurm_version() >= (24, 5):
+            # It looks for cgroups even where no plugin uses them; older ones do not know the word.
+            (directory / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
 
     def _all_idle(self) -> bool:
         states = self.run("sinfo", "-h", "-N", "-p", "debug", "-o", "%T").stdout.split()
         return states == ["idle"] * self._num_nodes
 
-    def _spawn(self, program: str, *arguments: str, name: str | None = None) -> None:
+    def _spawn(
+        self, program: str, *arguments: str, name: str | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
         name = name or program
         with (self._directory / "log" / f"{name}.out").open("ab") as output:
             self._processes[name] = subprocess.Popen(
@@ -222,7 +300,7 @@ PartitionName=short Nodes=n1 MaxTime=1 DefaultTime=1 MaxNodes=1 State=UP
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=self.environment,
+                env={**self.environment, **(environment or {})},
                 start_new_session=True,
             )
 
@@ -269,17 +347,45 @@ PartitionName=short Nodes=n1 MaxTime=1 DefaultTime=1 MaxNodes=1 State=UP
 
 
 @contextmanager
-def running_cluster(*, num_nodes: int = 4, cpus: int = 8, gpus: int = 8, mem_mb: int = 8000) -> Iterator[Cluster]:
-    """A cluster for the length of a with statement."""
+def running_cluster(
+    *,
+    num_nodes: int = 4,
+    cpus: int = 8,
+    threads_per_core: int = 1,
+    gpus: int = 8,
+    mem_mb: int = 8000,
+    accounts: bool = False,
+    job_submit: str | None = None,
+    settings: Mapping[str, object] | None = None,
+) -> Iterator[Cluster]:
+    """A cluster for the length of a with statement; the arguments are those of `Shape`."""
+    shape = Shape(
+        num_nodes=num_nodes,
+        cpus=cpus,
+        threads_per_core=threads_per_core,
+        gpus=gpus,
+        mem_mb=mem_mb,
+        accounts=accounts,
+        job_submit=job_submit,
+        settings=settings or {},
+    )
     directory = Path(tempfile.mkdtemp(prefix="slurm."))
     directory.chmod(0o755)  # munged refuses a socket that its clients could not reach
-    cluster = Cluster(directory, num_nodes=num_nodes, cpus=cpus, gpus=gpus, mem_mb=mem_mb)
+    cluster = Cluster(directory, shape)
     try:
         cluster.start()
         yield cluster
     finally:
         cluster.stop()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _with_settings(config: str, settings: Mapping[str, object]) -> str:
+    """slurm.conf with these lines, and without others of their names."""
+    lines = [line for line in config.splitlines() if line.partition("=")[0] not in settings]
+    first = next(index for index, line in enumerate(lines) if line.startswith("NodeName="))
+    lines[first:first] = [f"{name}={value}" for name, value in settings.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _kill(pid: int) -> None:
@@ -313,7 +419,3 @@ def _free_ports(count: int) -> list[int]:
 def _is_taken(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _user_name() -> str:
-    return pwd.getpwuid(os.getuid()).pw_name

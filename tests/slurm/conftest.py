@@ -1,4 +1,7 @@
-"""One throw-away cluster for all tests here; skipped with a reason where SLURM is missing, unless it is required."""
+"""Throw-away clusters that tests share, each started by the first test that wants it.
+
+Where SLURM is missing they are skipped with a reason, unless it is required.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,23 +20,57 @@ from tests.slurm.trials import SITE, SMALL, SlurmTrial, job_of
 
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[Cluster]:
-    missing = missing_programs()
+    _require_programs(accounts=False)
+    with running_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def shared_accounting_cluster() -> Iterator[Cluster]:
+    _require_programs(accounts=True)
+    with running_cluster(num_nodes=2, accounts=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def shared_threaded_cluster() -> Iterator[Cluster]:
+    _require_programs(accounts=False)
+    with running_cluster(num_nodes=2, threads_per_core=2) as cluster:
+        yield cluster
+
+
+def _require_programs(*, accounts: bool) -> None:
+    missing = missing_programs(accounts=accounts)
     if missing:
-        reason = f"SLURM is not installed: no {', '.join(missing)} (Debian: slurmctld slurmd slurm-client munge)"
+        reason = f"SLURM is not installed: no {', '.join(missing)} (Debian and Ubuntu: make setup-slurm)"
         if os.environ.get("CORRAL_REQUIRE_SLURM") == "1":
             pytest.fail(reason)
         pytest.skip(reason)
-    with running_cluster() as cluster:
-        yield cluster
+
+
+def _for_this_process(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    for name, value in cluster.environment.items():
+        if name in ("SLURM_CONF", "PATH"):
+            monkeypatch.setenv(name, value)
+    return cluster
 
 
 @pytest.fixture
 def cluster(shared_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """The cluster, for commands of this process too."""
-    for name, value in shared_cluster.environment.items():
-        if name in ("SLURM_CONF", "PATH"):
-            monkeypatch.setenv(name, value)
-    return shared_cluster
+    return _for_this_process(shared_cluster, monkeypatch)
+
+
+@pytest.fixture
+def accounting_cluster(shared_accounting_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """Two nodes, and the accounts and limits of accounting.py."""
+    return _for_this_process(shared_accounting_cluster, monkeypatch)
+
+
+@pytest.fixture
+def threaded_cluster(shared_threaded_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """Two nodes of four cores with two threads each."""
+    return _for_this_process(shared_threaded_cluster, monkeypatch)
 
 
 @pytest.fixture
