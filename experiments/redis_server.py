@@ -49,7 +49,7 @@ _STARTER = "starter"
 # Reading and writing keys, waiting for them, and scripts that see the same keys only. SCAN and RANDOMKEY go, because
 # they show the key names of everybody in a shared server; KEYS, CONFIG, FLUSHALL, INFO are in the two classes removed.
 _COMMAND_RULES = (
-    "+@read +@write +@connection +@transaction +@pubsub +eval +evalsha +script|load "
+    "+@read +@write +@connection +@transaction +@pubsub +eval +evalsha +script|load +time "
     "-@dangerous -@admin -scan -randomkey"
 )
 

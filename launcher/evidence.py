@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from corral.experiments.attempts import AttemptRecord
+from corral.experiments.worker_record import WorkerRecord
 from corral.launcher.slurm import QueuedJob
 from corral.launcher.trials import TrialFacts
 
@@ -68,11 +69,13 @@ class Evidence:
     job_id: str
     slurm_error: str
     """Why SLURM does not answer now."""
-    records: Mapping[str, Mapping[str, Any]] | None
+    records: Mapping[str, WorkerRecord] | None
     """Worker records by worker; None if Redis cannot be asked."""
 
-    last_seen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    last_seen: Mapping[str, WorkerRecord] = field(default_factory=dict)
     """The last record of each worker, which outlives its lease."""
+    redis_now: float | None = None
+    """The moment of the records by the clock of Redis, which is that of their beats."""
     attempt_ended: Mapping[str, Any] | None = None
     """The last attempt's record of its end, where another one is to follow."""
     has_run: bool = False
@@ -98,6 +101,11 @@ class Evidence:
     failure: Mapping[str, Any] | None = None
     """The exit record of the worker that failed first, of a trial that failed."""
     history: tuple[AttemptEnd, ...] = ()
+
+    @property
+    def trial_now(self) -> float:
+        """The moment by the clock of the trial's own processes, where that is known: supervisor and Redis share it."""
+        return self.now if self.redis_now is None else self.redis_now
 
     @property
     def member_by_allocation(self) -> dict[str, Member]:

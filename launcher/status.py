@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from corral.experiments.worker_record import MASTER
 from corral.launcher.evidence import AttemptEnd, Evidence, WorkerLife
 from corral.launcher.exits import is_out_of_memory
 from corral.launcher.metrics import headline, last_metrics
 from corral.launcher.slurm_states import judge_exit, judge_job
 from corral.launcher.waits import WaitChain, find_waits
 from corral.launcher.worker_rows import (
-    MASTER,
     TROUBLED,
     GroupRow,
     WorkerRow,

@@ -6,6 +6,7 @@ A trial that has recorded its end costs a few small files; only those that may r
 several at a time.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from corral.experiments.attempts import AttemptRecord, last_attempt, read_claim
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import LogState, TrialLog, TrialLogError
+from corral.experiments.worker_record import WorkerRecord, decode_record
 from corral.launcher.evidence import Evidence
 from corral.launcher.exits import first_cause, read_exits
 from corral.launcher.journal_view import JournalView, read_end
@@ -85,7 +87,7 @@ class StatusReader:
             job = self._ask_for(own_job_id)
         is_supervised = None if is_on_slurm else is_locked(directory)
         may_run = ended is None and (is_supervised or (is_on_slurm and _may_run(job, answer, is_recent=is_recent)))
-        records, last_seen = self._read_records(facts) if may_run else (None, {})
+        seen = self._read_records(facts) if may_run else _UNSEEN
         # After Redis, which is taken down last: if it has just gone, the log already says why.
         log_state = _read_log(directory, attempt)
         nodes_are_down, exit_code = self._ask_details(job) if ended is None else (False, "")
@@ -104,8 +106,9 @@ class StatusReader:
             job=job,
             job_id=job.job_id if job else own_job_id,
             slurm_error=answer.error if is_on_slurm else "",
-            records=records,
-            last_seen=last_seen,
+            records=seen.records,
+            last_seen=seen.last_seen,
+            redis_now=seen.redis_now,
             attempt_ended=attempt_ended if ended is None else None,
             has_run=job is not None and _has_run(view, job, own_job_id),
             nodes_are_down=nodes_are_down,
@@ -117,7 +120,7 @@ class StatusReader:
             allocation_by_worker=allocation_by_worker,
             held_groups=directory.read_held_groups(),
             given_up=view.given_up(facts.workers),
-            zombies=_zombies(jobs, records, view.attempt),
+            zombies=_zombies(jobs, seen.records, view.attempt),
             failure=_read_failure(directory, view, job),
             history=view.history(),
         )
@@ -153,8 +156,7 @@ class StatusReader:
             return False, ""
         return False, ""
 
-    def _read_records(self, facts: TrialFacts) -> tuple[dict[str, dict[str, Any]] | None, dict[str, dict[str, Any]]]:
-        """Leased records, and last records, by worker."""
+    def _read_records(self, facts: TrialFacts) -> "_Seen":
         # Not at the top: redis takes longer to import than most answers take to give.
         from corral.launcher.trial_redis import connect_name_service
         from corral.name_resolve.errors import NameServiceError
@@ -163,11 +165,14 @@ class StatusReader:
         root = TrialKeys(facts.uuid).workers_root()
         try:
             with connect_name_service(facts.directory, facts.uuid, timeout_s=self._redis_timeout_s) as names:
-                return _parse_records(names.get_subtree(root), root), _parse_records(
-                    names.get_subtree(LAST_SEEN_ROOT), LAST_SEEN_ROOT
+                last_seen, records = names.get_subtree(LAST_SEEN_ROOT), names.get_subtree(root)
+                return _Seen(
+                    records=_parse_records(records, root),
+                    last_seen=_parse_records(last_seen, LAST_SEEN_ROOT),
+                    redis_now=names.clock(),
                 )
         except (NameServiceError, OSError, ValueError):
-            return None, {}
+            return _UNSEEN
 
 
 def job_of_scontrol(values: Mapping[str, str]) -> QueuedJob:
@@ -186,6 +191,18 @@ def job_of_scontrol(values: Mapping[str, str]) -> QueuedJob:
         comment=values.get("Comment", ""),
         partition=values.get("Partition", ""),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """Leased records and last records by worker, and the clock of Redis; nothing where it does not answer."""
+
+    records: dict[str, WorkerRecord] | None
+    last_seen: dict[str, WorkerRecord]
+    redis_now: float | None
+
+
+_UNSEEN = _Seen(records=None, last_seen={}, redis_now=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,14 +321,13 @@ def _read_members(directory: TrialDirectory) -> tuple[dict[str, bool], dict[str,
     return names, by_worker
 
 
-def _zombies(jobs: TrialJobs, records: Mapping[str, Mapping[str, Any]] | None, attempt: int) -> tuple[str, ...]:
+def _zombies(jobs: TrialJobs, records: Mapping[str, WorkerRecord] | None, attempt: int) -> tuple[str, ...]:
     notes = [
         f"job {job.job_id} of an earlier attempt is still {job.state}; scancel {job.job_id}" for job in jobs.zombies
     ]
     for worker, record in (records or {}).items():
-        other = record.get("attempt")
-        if isinstance(other, int) and other != attempt:
-            notes.append(f"{worker} of attempt {other} still speaks, from {record.get('node') or 'somewhere'}")
+        if record.attempt != attempt:
+            notes.append(f"{worker} of attempt {record.attempt} still speaks, from {record.node or 'somewhere'}")
     return tuple(notes)
 
 
@@ -336,13 +352,9 @@ def _read_log(directory: TrialDirectory, attempt: AttemptRecord | None) -> LogSt
     return state
 
 
-def _parse_records(texts: Mapping[str, str], root: str) -> dict[str, dict[str, Any]]:
+def _parse_records(texts: Mapping[str, str], root: str) -> dict[str, WorkerRecord]:
     records = {}
     for name, text in texts.items():
-        try:
-            record = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records[name.removeprefix(f"{root}/")] = record
+        with contextlib.suppress(ValueError):  # of another version of corral
+            records[name.removeprefix(f"{root}/")] = decode_record(text)
     return records

@@ -11,7 +11,7 @@ from corral.launcher.durations import format_duration
 from corral.launcher.evidence import AttemptEnd
 from corral.launcher.metrics import headline
 from corral.launcher.status import TrialStatus, WorkerRow
-from corral.launcher.waits import render_chain
+from corral.launcher.waits import describe_wait, render_chain
 from corral.launcher.worker_rows import GroupRow
 
 _COLOUR_BY_STATE = {
@@ -132,7 +132,7 @@ def render_workers(rows: Sequence[WorkerRow], *, colour: bool = False, width: in
             row.version or "-",
             str(row.restarts),
             format_duration(row.last_seen_s),
-            row.waiting_for or "-",
+            describe_wait(row) or "-",
         )
         for row in rows
     ]

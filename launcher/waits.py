@@ -1,34 +1,19 @@
 """Who waits for whom, and since when: what workers say they wait for is followed to the one that everything hangs on.
 
-    master_worker/0 in `wait for a batch` 40s, 3 of 8 trajectories from the rollout workers
+    master_worker/0 in `wait for a batch` 40s, 3 more of 8 trajectories
       -> rollout_worker/1 in `generate` 38s
         -> generation_server/0, silent 37s                                                    the root
 
-The root is silent, is not there, works, or waits for nobody. Pure; the words are those of the workers' records.
+The root is silent, is not there, works, or waits for nobody. Pure; who waits for whom is a list of workers in each
+record, and its words are only shown.
 """
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from corral.launcher.durations import format_duration
 from corral.launcher.worker_rows import WorkerRow, is_away
 
-_WORKER = re.compile(r"\b([a-z]+(?:_[a-z]+)*/\d+)\b")
-_KIND_BY_WORDS = (
-    ("model worker", "model_worker"),
-    ("model_worker", "model_worker"),
-    ("generation server", "generation_server"),
-    ("rollout worker", "rollout_worker"),
-    ("trajector", "rollout_worker"),
-    ("manager", "gserver_manager"),
-    # The gate: it opens when the trainer has consumed more, or when other rollouts end.
-    ("closed: accepted", "master_worker"),
-    ("the trainer", "master_worker"),
-    ("max_concurrent", "rollout_worker"),
-    ("master", "master_worker"),
-)
-_IDLE = "requests of "
 # The first that fits is the one that holds the others up.
 _CULPRIT_ORDER = ("SILENT", "MISSING", "AWAY", "HELD", "GIVEN UP", "RESTARTING", "STARTING")
 
@@ -42,7 +27,7 @@ class WaitStep:
     phase: str
     since_s: float | None
     waiting_for: str
-    """In the worker's own words; empty if it works."""
+    """What it waits for besides workers, in its own words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +50,11 @@ def find_waits(rows: Sequence[WorkerRow]) -> list[WaitChain]:
     """The chain of every worker that waits; those that hang on the same next worker in the same phase share one."""
     chains: dict[tuple[str, ...], WaitChain] = {}
     circles: set[frozenset[str]] = set()
+    row_by_worker = {row.worker: row for row in rows}
     for row in rows:
-        if row.state not in ("UP", "STARTING") or not _waits(row):
+        if row.state not in ("UP", "STARTING") or not row.waits_for:
             continue
-        steps, is_circle = _follow(row, rows)
+        steps, is_circle = _follow(row, row_by_worker)
         workers = frozenset(step.worker for step in steps)
         if is_circle and workers in circles:
             continue  # the same circle, entered elsewhere
@@ -84,30 +70,30 @@ def find_waits(rows: Sequence[WorkerRow]) -> list[WaitChain]:
 
 def render_chain(chain: WaitChain) -> str:
     """`master_worker/0: train step 12s -> model_worker/1: silent 11s`."""
-    first, *rest = (_render_step(step, is_last=step is chain.steps[-1]) for step in chain.steps)
+    first, *rest = (_render_step(step) for step in chain.steps)
     if chain.others:
         first = first.replace(":", f" and {len(chain.others)} more:", 1)
     end = "  (they wait for each other)" if chain.is_circle else ""
     return " -> ".join([first, *rest]) + end
 
 
-def targets_of(text: str, rows: Sequence[WorkerRow]) -> list[WorkerRow]:
-    """The workers that a text names, one by one or by their kind."""
-    named = set(_WORKER.findall(text))
-    if found := [row for row in rows if row.worker in named]:
-        return found
-    kind = next((kind for words, kind in _KIND_BY_WORDS if words in text), None)
-    return [row for row in rows if row.kind == kind]
+def describe_wait(row: WorkerRow) -> str:
+    """What a worker waits for, in a few words: `3 more of 8 trajectories (rollout_worker x2)`; "" if it works."""
+    indices_by_kind: dict[str, list[str]] = {}
+    for worker in row.waits_for:
+        kind, _, index = worker.partition("/")
+        indices_by_kind.setdefault(kind, []).append(index)
+    workers = ", ".join(
+        f"{kind}/{indices[0]}" if len(indices) == 1 else f"{kind} x{len(indices)}"
+        for kind, indices in indices_by_kind.items()
+    )
+    return f"{row.waiting_for} ({workers})" if row.waiting_for and workers else row.waiting_for or workers
 
 
-def _waits(row: WorkerRow) -> bool:
-    return bool(row.waiting_for) and not row.waiting_for.startswith(_IDLE)
-
-
-def _follow(start: WorkerRow, rows: Sequence[WorkerRow]) -> tuple[list[WaitStep], bool]:
+def _follow(start: WorkerRow, row_by_worker: Mapping[str, WorkerRow]) -> tuple[list[WaitStep], bool]:
     chain = [start]
     while True:
-        targets = [row for row in _next_rows(chain[-1], rows) if row.worker != chain[-1].worker]
+        targets = [row for row in _next_rows(chain[-1], row_by_worker) if row.worker != chain[-1].worker]
         if not targets:
             return [_step(row) for row in chain], False
         fresh = [row for row in targets if row not in chain]
@@ -116,16 +102,13 @@ def _follow(start: WorkerRow, rows: Sequence[WorkerRow]) -> tuple[list[WaitStep]
         chain.append(min(fresh, key=_order))
 
 
-def _next_rows(row: WorkerRow, rows: Sequence[WorkerRow]) -> list[WorkerRow]:
+def _next_rows(row: WorkerRow, row_by_worker: Mapping[str, WorkerRow]) -> list[WorkerRow]:
     if row.state not in ("UP", "STARTING"):
         return []
-    if _waits(row):
-        return _without_away(targets_of(row.waiting_for, rows))
-    if row.kind == "rollout_worker" and row.phase == "generate":
-        # It works as long as its servers do.
-        servers = [other for other in rows if other.kind == "generation_server"]
-        return [other for other in _without_away(servers) if other.state in _CULPRIT_ORDER]
-    return []
+    if row.waits_for:
+        return _without_away([row_by_worker[name] for name in row.waits_for if name in row_by_worker])
+    helpers = _without_away([row_by_worker[name] for name in row.works_with if name in row_by_worker])
+    return [other for other in helpers if other.state in _CULPRIT_ORDER]
 
 
 def _without_away(rows: Sequence[WorkerRow]) -> list[WorkerRow]:
@@ -137,7 +120,7 @@ def _order(row: WorkerRow) -> tuple[int, int, float]:
     """The one that holds others up comes first: who is not there, then who works, then who waits, then the idle."""
     if row.state in _CULPRIT_ORDER:
         return 0, _CULPRIT_ORDER.index(row.state), -(row.last_seen_s or 0.0)
-    rank = 1 if not row.waiting_for else 2 if _waits(row) else 3
+    rank = 2 if row.waits_for else 3 if row.waiting_for else 1
     return rank, 0, -(row.phase_s or 0.0)
 
 
@@ -152,14 +135,12 @@ def _step(row: WorkerRow) -> WaitStep:
     )
 
 
-def _render_step(step: WaitStep, *, is_last: bool) -> str:
+def _render_step(step: WaitStep) -> str:
     since = f" {format_duration(step.since_s)}" if step.since_s is not None else ""
     if step.state not in ("UP", "STARTING"):
         return f"{step.worker}: {step.state.lower()}{since}"
     text = f"{step.worker}: {step.phase or step.state.lower()}{since}"
-    if step.waiting_for and (is_last or ":" in step.waiting_for or step.waiting_for[:1].isdigit()):
-        return f"{text} ({step.waiting_for})"
-    return text
+    return f"{text} ({step.waiting_for})" if step.waiting_for else text
 
 
 def _without_parts(chains: list[WaitChain]) -> list[WaitChain]:

@@ -6,18 +6,16 @@ no lease, an exit or a restart --> RESTARTING       its job is in the queue --> 
 lease, not in setup --> UP                          rl-stop --group --> HELD
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from corral.experiments.worker_record import MASTER, WorkerRecord
 from corral.launcher.durations import format_duration
 from corral.launcher.evidence import Evidence, Member, WorkerLife
 from corral.launcher.slurm_states import judge_job
 
-MASTER = "master_worker/0"
 TROUBLED = ("SILENT", "RESTARTING", "MISSING")
 ABSENT = ("AWAY", "HELD", "GIVEN UP")
-_SETTING_UP = ("starting", "setup")
 _MASTER_START_S = 60.0
 _SILENT_S = 6.5  # a beat moves every two seconds, so three of them are missing
 _SILENT_TTLS = 3.0  # while it sets up: an import may hold the interpreter for long
@@ -38,6 +36,8 @@ class WorkerRow:
     restarts: int
     last_seen_s: float | None
     waiting_for: str
+    waits_for: tuple[str, ...] = ()
+    works_with: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -103,34 +103,45 @@ def _worker_row(evidence: Evidence, worker: str) -> WorkerRow:
     life = evidence.lives[worker]
     record = _own((evidence.records or {}).get(worker), evidence, life)
     memory = record or (_own(evidence.last_seen.get(worker), evidence, life) if not life.exit else None)
-    beat = _number(memory, "beat") or _number(memory, "phase_since")
-    last_seen_s = max(0.0, evidence.now - beat) if beat is not None else None
-    if last_seen_s is None and life.ended_at is not None:
-        last_seen_s = max(0.0, evidence.now - life.ended_at)
-    since = _number(memory, "phase_since")
-    shown: Mapping[str, Any] = memory or {}
+    seen_at = memory.beat if memory is not None else life.ended_at
+    last_seen_s = max(0.0, evidence.trial_now - seen_at) if seen_at is not None else None
+    state = _worker_state(evidence, worker, record=record, memory=memory, last_seen_s=last_seen_s)
+    if memory is None:
+        return WorkerRow(
+            worker=worker,
+            state=state,
+            pid=life.pid,
+            node=life.node,
+            phase="",
+            phase_s=None,
+            version="",
+            restarts=life.restarts,
+            last_seen_s=last_seen_s,
+            waiting_for="",
+        )
     return WorkerRow(
         worker=worker,
-        state=_worker_state(evidence, worker, record=record, memory=memory, last_seen_s=last_seen_s),
-        pid=int(shown["pid"]) if isinstance(shown.get("pid"), int) else life.pid,
-        node=str(shown.get("node") or life.node),
-        phase=str(shown.get("phase") or ""),
-        phase_s=max(0.0, evidence.now - since) if since is not None else None,
-        version=str(shown.get("version") or ""),
+        state=state,
+        pid=memory.pid or life.pid,
+        node=memory.node or life.node,
+        phase=memory.phase,
+        phase_s=memory.in_phase_s + (last_seen_s or 0.0),
+        version=memory.version,
         restarts=life.restarts,
         last_seen_s=last_seen_s,
-        waiting_for=str(shown.get("waiting_for") or ""),
+        waiting_for=memory.waiting_for,
+        waits_for=memory.waits_for,
+        works_with=memory.works_with,
     )
 
 
-def _own(record: Mapping[str, Any] | None, evidence: Evidence, life: WorkerLife) -> Mapping[str, Any] | None:
+def _own(record: WorkerRecord | None, evidence: Evidence, life: WorkerLife) -> WorkerRecord | None:
     """The record, if it is of this attempt and of the process that was started last."""
     if record is None or evidence.attempt is None:
         return record
-    if isinstance(attempt := record.get("attempt"), int) and attempt != evidence.attempt.attempt:
+    if record.attempt != evidence.attempt.attempt:
         return None
-    incarnation = record.get("incarnation")
-    is_other = bool(life.incarnation) and bool(incarnation) and incarnation != life.incarnation
+    is_other = bool(life.incarnation) and bool(record.incarnation) and record.incarnation != life.incarnation
     return None if is_other else record
 
 
@@ -138,8 +149,8 @@ def _worker_state(
     evidence: Evidence,
     worker: str,
     *,
-    record: Mapping[str, Any] | None,
-    memory: Mapping[str, Any] | None,
+    record: WorkerRecord | None,
+    memory: WorkerRecord | None,
     last_seen_s: float | None,
 ) -> str:
     life = evidence.lives[worker]
@@ -150,11 +161,10 @@ def _worker_state(
     if record is None and worker.partition("/")[0] in evidence.held_groups:
         return "HELD"
     if memory is not None:
-        is_setting_up = memory.get("phase") in _SETTING_UP
-        patience_s = _SILENT_TTLS * evidence.facts.lease_ttl_s if is_setting_up else _SILENT_S
+        patience_s = _SILENT_TTLS * evidence.facts.lease_ttl_s if memory.is_setting_up else _SILENT_S
         if last_seen_s is not None and last_seen_s > patience_s:
             return "AWAY" if record is None and _is_place_gone(evidence, worker) else "SILENT"
-        if is_setting_up or record is None:
+        if memory.is_setting_up or record is None:
             return "RESTARTING" if life.restarts else "STARTING"
         return "UP"
     if _is_place_gone(evidence, worker):
@@ -164,7 +174,7 @@ def _worker_state(
     if life.exit or life.restarts:
         return "RESTARTING"
     patience_s = _MASTER_START_S if worker == MASTER else evidence.facts.setup_timeout_s
-    return "STARTING" if evidence.now - life.started_at < patience_s else "MISSING"
+    return "STARTING" if evidence.trial_now - life.started_at < patience_s else "MISSING"
 
 
 def _is_place_gone(evidence: Evidence, worker: str) -> bool:
@@ -224,8 +234,3 @@ def _member_notes(evidence: Evidence, kind: str) -> list[str]:
 def _indices(rows: Sequence[WorkerRow]) -> str:
     shown = ",".join(row.index for row in rows[:_MANY_NODES])
     return shown if len(rows) <= _MANY_NODES else f"{shown} and {len(rows) - _MANY_NODES} more"
-
-
-def _number(record: Mapping[str, Any] | None, name: str) -> float | None:
-    value = record.get(name) if record else None
-    return float(value) if isinstance(value, int | float) else None

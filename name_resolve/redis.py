@@ -52,7 +52,7 @@ class RedisNameService(NameService):
 
     Args:
         prefix: `TrialKeys.prefix`; the ACL user needs `~{prefix}*`, `&{prefix}*`, `+@read +@write +@connection
-            +@pubsub +@transaction +eval +evalsha`.
+            +@pubsub +@transaction +eval +evalsha +time`.
         unavailable_timeout_s: how long an operation tries to reach the server before NameServiceUnavailableError.
         restart_grace_s: see `NameService`.
     """
@@ -154,6 +154,10 @@ class RedisNameService(NameService):
         if number is None:
             raise NameServiceError(f"cannot count {name!r}: it does not hold an integer")
         return int(number)
+
+    def _clock(self) -> float:
+        seconds, microseconds = self._retry(lambda: self._execute("TIME"))
+        return int(seconds) + int(microseconds) / 1e6
 
     def _survey(self, names: Sequence[str]) -> Survey:
         return self._retry(lambda: self._look(names), 0.0)

@@ -106,6 +106,9 @@ class TableNameService(NameService):
         stored = self._table.read(name)
         return stored.value if stored is not None and self._is_live(stored) else None
 
+    def _clock(self) -> float:
+        return self._table.now_s()
+
     def _fetch_subtree(self, root: str) -> dict[str, str]:
         values = {name: self._fetch(name) for name in names_in_subtree(self._table.names(), root=root)}
         return {name: value for name, value in values.items() if value is not None}

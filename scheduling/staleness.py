@@ -21,6 +21,18 @@ Both are pure: events in, decisions out. Callers number the steps and send the m
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+
+
+class GateLimit(Enum):
+    """What a closed gate waits for."""
+
+    NONE = "none"
+    """It is open."""
+    STALENESS = "staleness"
+    """The next version of the trainer."""
+    CONCURRENCY = "concurrency"
+    """The end of a prompt that runs."""
 
 
 class StalenessGate:
@@ -170,14 +182,22 @@ class StalenessGate:
         # Consumed samples had numbers too, all different.
         self._next_order = max([consumed + len(self._running) + len(self._finished), *(order + 1 for order in orders)])
 
-    def explain(self) -> str:
-        """Why the next prompt is or is not admitted, with the numbers."""
-        limit = (self._max_staleness + self._version + 1) * self._batch_size
-        sides = f"(eta {self._max_staleness} + version {self._version} + 1) x {self._batch_size}"
-        if self.accepted + self.running >= limit:
-            return f"closed: accepted {self.accepted} + running {self.running} >= {sides}"
+    def limit(self) -> GateLimit:
+        """What keeps the next prompt out."""
+        if self.accepted + self.running >= (self._max_staleness + self._version + 1) * self._batch_size:
+            return GateLimit.STALENESS
         if self._max_concurrent is not None and self.running >= self._max_concurrent:
-            return f"closed: running {self.running} >= max_concurrent {self._max_concurrent}"
+            return GateLimit.CONCURRENCY
+        return GateLimit.NONE
+
+    def explain(self) -> str:
+        """Why the next prompt is or is not admitted, with the numbers, for people."""
+        sides = f"(eta {self._max_staleness} + version {self._version} + 1) x {self._batch_size}"
+        match self.limit():
+            case GateLimit.STALENESS:
+                return f"closed: accepted {self.accepted} + running {self.running} >= {sides}"
+            case GateLimit.CONCURRENCY:
+                return f"closed: running {self.running} >= max_concurrent {self._max_concurrent}"
         return f"open for {self.capacity}: accepted {self.accepted} + running {self.running} < {sides}"
 
 

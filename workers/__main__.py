@@ -23,9 +23,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from corral.experiments.plan import RunPlan
 from corral.experiments.secrets import SecretFilter, TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.worker_record import WorkerRecord
 from corral.name_resolve import NameService, RedisNameService, TrialKeys
 from corral.workers.presence import Presence
 from corral.workers.streams.control import ControlServer
@@ -89,18 +92,18 @@ def _run(
     keys = TrialKeys(plan.trial.uuid)
     # Ranks of a gang share their incarnation, so the process id keeps the owners of their records apart.
     owner = f"{arguments.incarnation}.{os.getpid()}"
-    identity: dict[str, str | int] = {
-        "kind": arguments.kind,
-        "index": arguments.index,
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "node": os.environ.get("SLURMD_NODENAME", socket.gethostname()),
-        "attempt": arguments.attempt,
-        "incarnation": arguments.incarnation,
-    }
+    identity = WorkerRecord(
+        kind=arguments.kind,
+        index=arguments.index,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        node=os.environ.get("SLURMD_NODENAME", socket.gethostname()),
+        attempt=arguments.attempt,
+        incarnation=arguments.incarnation,
+    )
     key = keys.worker(arguments.kind, arguments.index)
     with Presence(names, key, owner=owner, ttl_s=plan.supervision.lease_ttl_s, identity=identity) as presence:
-        presence.enter("setup", deadline_s=plan.supervision.setup_timeout_s)
+        presence.enter("setup", is_setting_up=True, deadline_s=plan.supervision.setup_timeout_s)
         context = WorkerContext(
             plan=plan,
             kind=arguments.kind,
@@ -118,7 +121,7 @@ def _run(
         )
         worker = _load_class(arguments.kind)(context)
         with ControlServer(security, _control_handler(worker), address=context.address) as control:
-            presence.annotate(control=control.endpoint)
+            presence.open_control(control.endpoint)
             exit_code = run_to_exit_code(worker)
             # The supervisor asks everyone to leave once the master has said Done, which may be while we clean up.
             stopping.set()
@@ -174,7 +177,7 @@ def _control_handler(worker: Worker) -> Callable[[str], Mapping[str, Any]]:
             case "ping":
                 return {"pid": os.getpid()}
             case "status":
-                return {**worker.context.presence.snapshot(), "details": worker.status()}
+                return {**msgspec.structs.asdict(worker.context.presence.snapshot()), "details": worker.status()}
             case "stacks":
                 return {"stacks": _stacks()}
             case "exit":

@@ -6,21 +6,25 @@ worker code --enter(phase, waiting_for), beat()--> Presence --at most twice a se
 The lease says who is there: it ends with the worker, or ten seconds after it froze. What a frozen worker did last is
 read from the copy, which stays until the worker leaves in order.
 
+Durations are this process's own, and the beat is the time of the name service, so that rl-status compares no clocks
+of two machines.
+
 A phase may have a deadline. A worker that outstays it prints the stacks of all its threads and leaves the process: a
 hang becomes an exit that the supervisor sees and answers, whatever the hung thread was doing.
 """
 
 import faulthandler
-import json
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
+import msgspec
+
+from corral.experiments.worker_record import WorkerRecord, encode_record
 from corral.name_resolve import NameExistsError, NameService, NameServiceError
 from corral.name_resolve.keys import last_seen_key
 
@@ -35,24 +39,17 @@ class Presence:
     """The record of one worker; its methods may be called from any thread.
 
     Example:
-        with Presence(names, key, owner=incarnation, ttl_s=10, identity={"kind": "model_worker"}) as presence:
+        with Presence(names, key, owner=incarnation, ttl_s=10, identity=WorkerRecord(kind="master_worker")) as presence:
             presence.enter("setup", deadline_s=600)
-            with presence.during("train step", waiting_for="model workers", deadline_s=3600):
+            with presence.during("train step", waits_for=["model_worker/0"], deadline_s=3600):
                 ...
     """
 
-    def __init__(
-        self, names: NameService, key: str, *, owner: str, ttl_s: float, identity: Mapping[str, str | int]
-    ) -> None:
-        self._identity = dict(identity)
+    def __init__(self, names: NameService, key: str, *, owner: str, ttl_s: float, identity: WorkerRecord) -> None:
         self._lock = threading.Lock()
-        self._phase = "starting"
-        self._phase_since = time.time()
-        self._entered = time.monotonic()
+        self._record = msgspec.structs.replace(identity, is_setting_up=True)
+        self._phase_since = self._entered = time.monotonic()
         self._deadline_s: float | None = None
-        self._waiting_for = ""
-        self._version = ""
-        self._progress = 0
         self._dirty = True
         self._closed = threading.Event()
         self._names = names
@@ -77,62 +74,86 @@ class Presence:
         except NameServiceError as error:  # gone already, or Redis is: rl-status then sees the exit in the journal
             logger.debug("the copy of the presence record was not deleted: %s", error)
 
-    def enter(self, phase: str, *, waiting_for: str = "", deadline_s: float | None = None) -> None:
+    def enter(
+        self,
+        phase: str,
+        *,
+        waiting_for: str = "",
+        waits_for: Sequence[str] = (),
+        works_with: Sequence[str] = (),
+        is_setting_up: bool = False,
+        deadline_s: float | None = None,
+    ) -> None:
         """Say what the worker does from now on.
 
         Args:
             phase: a word or two for rl-status, such as `train_step`.
-            waiting_for: for whom or what it waits; empty while it works.
+            waiting_for: what it waits for, for people, where the names of workers do not say it all. With nobody in
+                `waits_for` it is idle, and nobody is to blame.
+            waits_for: the workers (kind/index) without which it stands still; empty while it works.
+            works_with: the workers without which it would soon stand still.
+            is_setting_up: whether it is not ready for work yet.
             deadline_s: seconds after which the phase counts as hung; None is no limit.
         """
         with self._lock:
-            if (phase, waiting_for) != (self._phase, self._waiting_for):
-                self._phase_since = time.time()
+            before = self._record
+            if (phase, waiting_for, tuple(waits_for)) != (before.phase, before.waiting_for, before.waits_for):
+                self._phase_since = time.monotonic()
                 self._dirty = True
-            self._phase, self._waiting_for, self._deadline_s = phase, waiting_for, deadline_s
+            self._record = msgspec.structs.replace(
+                before,
+                phase=phase,
+                waiting_for=waiting_for,
+                waits_for=tuple(waits_for),
+                works_with=tuple(works_with),
+                is_setting_up=is_setting_up,
+                progress=before.progress + 1,
+            )
+            self._deadline_s = deadline_s
             self._entered = time.monotonic()
-            self._progress += 1
 
     @contextmanager
-    def during(self, phase: str, *, waiting_for: str = "", deadline_s: float | None = None) -> Iterator[None]:
+    def during(
+        self, phase: str, *, waiting_for: str = "", waits_for: Sequence[str] = (), deadline_s: float | None = None
+    ) -> Iterator[None]:
         """`enter` a phase for a block, then return to the one before."""
         with self._lock:
-            before = self._phase, self._waiting_for, self._deadline_s
-        self.enter(phase, waiting_for=waiting_for, deadline_s=deadline_s)
+            before, deadline_before_s = self._record, self._deadline_s
+        self.enter(phase, waiting_for=waiting_for, waits_for=waits_for, deadline_s=deadline_s)
         try:
             yield
         finally:
-            self.enter(before[0], waiting_for=before[1], deadline_s=before[2])
+            self.enter(
+                before.phase,
+                waiting_for=before.waiting_for,
+                waits_for=before.waits_for,
+                works_with=before.works_with,
+                is_setting_up=before.is_setting_up,
+                deadline_s=deadline_before_s,
+            )
 
     def beat(self, *, version: str | None = None) -> None:
         """Count progress; `version` is the policy version that the worker now holds, as a tag."""
         with self._lock:
-            self._progress += 1
+            before = self._record
+            version = before.version if version is None else version
+            self._dirty = self._dirty or version != before.version
+            self._record = msgspec.structs.replace(before, progress=before.progress + 1, version=version)
             self._entered = time.monotonic()
-            if version is not None and version != self._version:
-                self._version, self._dirty = version, True
 
-    def annotate(self, **identity: str | int) -> None:
-        """Add or change fixed fields of the record, such as the address of the control channel."""
+    def open_control(self, address: str) -> None:
+        """Add the address of the control channel to the record."""
         with self._lock:
-            self._identity.update(identity)
+            self._record = msgspec.structs.replace(self._record, control=address)
             self._dirty = True
 
-    def snapshot(self) -> dict[str, Any]:
-        """The record as it would be published now."""
+    def snapshot(self) -> WorkerRecord:
+        """The record as it would be published now, but for its beat."""
         with self._lock:
-            return {
-                **self._identity,
-                "phase": self._phase,
-                "phase_since": self._phase_since,
-                "waiting_for": self._waiting_for,
-                "version": self._version,
-                "progress": self._progress,
-                "beat": time.time(),
-            }
+            return msgspec.structs.replace(self._record, in_phase_s=time.monotonic() - self._phase_since)
 
     def _text(self) -> str:
-        return json.dumps(self.snapshot())
+        return encode_record(msgspec.structs.replace(self.snapshot(), beat=self._names.clock()))
 
     def _publish(self) -> None:
         published = 0.0
@@ -159,7 +180,7 @@ class Presence:
 
     def _leave_if_hung(self) -> None:
         with self._lock:
-            stayed_s, deadline_s, phase = time.monotonic() - self._entered, self._deadline_s, self._phase
+            stayed_s, deadline_s, phase = time.monotonic() - self._entered, self._deadline_s, self._record.phase
         if deadline_s is not None and stayed_s > deadline_s:
             logger.critical(
                 "phase %r made no progress for %.0f s (deadline %.0f s); leaving", phase, stayed_s, deadline_s

@@ -83,6 +83,10 @@ class WorkerContext:
     def worker_id(self) -> str:
         return f"{self.kind}/{self.index}"
 
+    def workers(self, kind: str) -> tuple[str, ...]:
+        """The trial's workers of one kind, as kind/index."""
+        return tuple(f"{worker.kind}/{worker.index}" for worker in self.plan.workers if worker.kind == kind)
+
     def specification(self, wanted: type[SpecType]) -> SpecType:
         """This worker's part of the plan.
 

@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import time
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,6 +14,7 @@ import pytest
 from corral.experiments.attempts import AttemptRecord
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
+from corral.experiments.worker_record import WorkerRecord
 from corral.launcher.evidence import AttemptEnd, Member
 from corral.launcher.explain import explain
 from corral.launcher.progress import progress_bar
@@ -21,7 +25,9 @@ from corral.launcher.status_reader import StatusReader
 from corral.launcher.status_view import format_duration, render_json, render_trial, render_trials
 from corral.launcher.trial_redis import connect_name_service
 from corral.launcher.trials import TrialFacts, read_facts
+from corral.workers.presence import Presence
 from tests.launcher.conftest import MakeTrial
+from tests.launcher.trials import wait_until
 
 NOW = 10_000.0
 WORKERS = ("master_worker/0", "rollout_worker/0", "rollout_worker/1")
@@ -43,8 +49,9 @@ ATTEMPT = AttemptRecord(
 STARTED = WorkerLife(pid=7, node="n1", started_at=NOW - 400.0)
 
 
-def record(**fields: Any) -> dict[str, Any]:
-    return {"phase": "train", "phase_since": NOW - 5.0, "beat": NOW - 1.0, "pid": 8, "node": "n1"} | fields
+def record(**fields: Any) -> WorkerRecord:
+    plain = WorkerRecord(phase="train", in_phase_s=4.0, beat=NOW - 1.0, pid=8, node="n1")
+    return msgspec.structs.replace(plain, **fields)
 
 
 HEALTHY = Evidence(
@@ -65,7 +72,7 @@ HEALTHY = Evidence(
 )
 
 
-def with_record(worker: str, value: dict[str, Any] | None) -> dict[str, Any]:
+def with_record(worker: str, value: WorkerRecord | None) -> dict[str, WorkerRecord]:
     records = {name: record() for name in WORKERS if name != worker}
     return records if value is None else records | {worker: value}
 
@@ -111,7 +118,7 @@ DOWN: dict[str, Any] = {"slurm_error": "squeue timed out", "unreachable_since": 
         ({"stop_requested_by": "me@here"}, "STOPPING", "me@here"),
         ({"records": None, "redis_started": False}, "STARTING", "Redis"),
         ({"records": None}, "DEGRADED", "Redis does not answer"),
-        ({"records": with_record("rollout_worker/1", record(phase="setup"))}, "STARTING", "2 of 3"),
+        ({"records": with_record("rollout_worker/1", record(phase="setup", is_setting_up=True))}, "STARTING", "2 of 3"),
         (
             {"records": with_record("rollout_worker/1", None), "lives": lives("rollout_worker/1", JUST_STARTED)},
             "STARTING",
@@ -125,6 +132,8 @@ DOWN: dict[str, Any] = {"slurm_error": "squeue timed out", "unreachable_since": 
         ({"records": with_record("rollout_worker/0", record(beat=NOW - 52))}, "DEGRADED", "0 silent 52s on n1"),
         ({"records": with_record("master_worker/0", record(beat=NOW - 52))}, "UNRESPONSIVE", "master_worker/0 silent"),
         ({"records": with_record("master_worker/0", None)}, "UNRESPONSIVE", "no record"),
+        ({"now": NOW + 8.0, "redis_now": NOW}, "RUNNING", ""),  # our clock is ahead of the trial's
+        ({"now": NOW, "redis_now": NOW + 52}, "UNRESPONSIVE", "master_worker/0 silent 53s"),
         ({"facts": ON_SLURM, "records": None, **DOWN}, "UNKNOWN", "squeue timed out"),
         ({"facts": ON_SLURM, **DOWN}, "RUNNING", "unreachable since"),
         ({"facts": ON_SLURM, "job": job("PENDING", "Priority"), "jobs_known_at": NOW, **DOWN}, "QUEUED", "unreach"),
@@ -205,19 +214,26 @@ def test_durations_are_short() -> None:
     ]
 
 
-def test_a_running_trial_is_seen_through_its_leases_and_after_its_end(make_trial: MakeTrial) -> None:
+def test_a_running_trial_is_seen_through_its_leases_and_after_its_end(
+    make_trial: MakeTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trial = make_trial({"master_worker/0": ["master"]}, model_workers=1, servers=0)
     trial.start()
     trial.wait_for_workers()
     facts = read_facts(trial.directory)
     assert facts is not None
     assert StatusReader().read([facts])[0].state == "STARTING"
-    with connect_name_service(trial.directory, facts.uuid, timeout_s=5.0) as names:
+    with ExitStack() as stack:
+        names = stack.enter_context(connect_name_service(trial.directory, facts.uuid, timeout_s=5.0))
         for worker in facts.workers:
-            now = trial.events("worker_started", worker=worker)[0]["time"]
-            value = {"phase": "train", "phase_since": now, "beat": now, "pid": 5, "node": "x", "waiting_for": "nobody"}
-            names.add(f"workers/{worker}", json.dumps(value))
+            presence = Presence(names, f"workers/{worker}", owner=worker, ttl_s=10, identity=WorkerRecord(pid=5))
+            stack.enter_context(presence).enter("train", waiting_for="nobody")
+        wait_until(lambda: StatusReader().read([facts])[0].state == "RUNNING", "all workers have registered")
         (status,) = StatusReader().read([facts])
+        # This machine's clock is ahead of the trial's by more than a worker may be silent.
+        monkeypatch.setattr("corral.launcher.status_reader.time", SimpleNamespace(time=lambda: time.time() + 60.0))
+        assert StatusReader().read([facts])[0].state == "RUNNING"
+        monkeypatch.undo()
     assert (status.state, status.step, status.attempt) == ("RUNNING", 3, 0)
     assert [(row.state, row.phase, row.waiting_for) for row in status.workers] == [("UP", "train", "nobody")] * 3
     trial.directory.write_stop_request(StopRequest(requested_at=0.0, by="me", now=True, grace_s=1.0))
@@ -245,7 +261,8 @@ def member(state: str, reason: str = "None", *, is_elastic: bool = True) -> Memb
         ({"records": with_record("master_worker/0", None), "last_seen": {"master_worker/0": record(beat=NOW - 14)}},
          "UNRESPONSIVE", "master_worker/0 silent 14s"),
         ({"records": with_record("rollout_worker/1", record(beat=NOW - 7))}, "DEGRADED", "silent 7s"),
-        ({"records": with_record("rollout_worker/1", record(beat=NOW - 7, phase="setup"))}, "STARTING", "2 of 3"),
+        ({"records": with_record("rollout_worker/1", record(beat=NOW - 7, phase="setup", is_setting_up=True))},
+         "STARTING", "2 of 3"),
         # What the process before it said does not count.
         ({"records": with_record("rollout_worker/1", None),
           "last_seen": {"rollout_worker/1": record(beat=NOW - 14, incarnation="old")},

@@ -267,3 +267,9 @@ def test_a_closed_service_refuses_new_leases_and_watches(service: NameService) -
         service.lease("a", "v", ttl_s=1, owner="me")
     with pytest.raises(NameServiceError, match="closed"):
         service.watch(["a"], lambda: None)
+
+
+def test_all_who_ask_for_the_time_are_told_the_same(make_service: ServiceFactory) -> None:
+    first, second = make_service(), make_service()
+    before = first.clock()
+    assert before <= second.clock() <= first.clock() < before + 60.0

@@ -1,12 +1,12 @@
 """A worker's record says what it does; a worker that hangs, or was replaced, leaves by itself."""
 
-import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from corral.experiments.worker_record import WorkerRecord, decode_record
 from corral.name_resolve import FileNameService, MemoryNameService, MemoryStore
 from corral.workers.presence import EXIT_HUNG, EXIT_SUPERSEDED, Presence
 
@@ -23,36 +23,37 @@ def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 1
 def test_a_phase_and_whom_it_waits_for_reach_the_record() -> None:
     store = MemoryStore()
     observer = MemoryNameService(store)
-    with Presence(MemoryNameService(store), KEY, owner="a", ttl_s=10, identity={"index": 0}) as presence:
-        presence.enter("wait for a batch", waiting_for="3 of 8 trajectories")
+    with Presence(MemoryNameService(store), KEY, owner="a", ttl_s=10, identity=WorkerRecord(index=3)) as presence:
+        presence.enter("wait for a batch", waiting_for="3 of 8 trajectories", waits_for=["rollout_worker/1"])
         presence.beat(version="1.7")
-        presence.annotate(control="tcp://somewhere")
-
-        def record() -> dict[str, object]:
-            return dict(json.loads(observer.get(KEY)))
-
-        wait_until(lambda: record()["phase"] == "wait for a batch", "the phase is published")
-        assert record()["waiting_for"] == "3 of 8 trajectories" and record()["version"] == "1.7"
-        assert record()["index"] == 0 and record()["control"] == "tcp://somewhere"
+        presence.open_control("tcp://somewhere")
+        wait_until(lambda: decode_record(observer.get(KEY)).version == "1.7", "the phase is published")
+        record = decode_record(observer.get(KEY))
+        assert (record.phase, record.waiting_for) == ("wait for a batch", "3 of 8 trajectories")
+        assert record.waits_for == ("rollout_worker/1",)
+        assert (record.index, record.control, record.is_setting_up) == (3, "tcp://somewhere", False)
     assert observer.get_subtree("workers") == {}
 
 
 def test_a_phase_inside_another_gives_way_to_it_again() -> None:
-    with Presence(MemoryNameService(MemoryStore()), KEY, owner="a", ttl_s=10, identity={}) as presence:
-        presence.enter("train", waiting_for="x")
+    with Presence(MemoryNameService(MemoryStore()), KEY, owner="a", ttl_s=10, identity=WorkerRecord()) as presence:
+        presence.enter("generate", waits_for=["a/0"], works_with=["b/0"])
         with presence.during("commit", waiting_for="disk", deadline_s=5):
-            assert presence.snapshot()["phase"] == "commit"
-        assert (presence.snapshot()["phase"], presence.snapshot()["waiting_for"]) == ("train", "x")
+            inside = presence.snapshot()
+            assert (inside.phase, inside.waiting_for, inside.waits_for) == ("commit", "disk", ())
+        after = presence.snapshot()
+        assert (after.phase, after.waiting_for) == ("generate", "")
+        assert (after.waits_for, after.works_with) == (("a/0",), ("b/0",))
 
 
 def test_what_a_frozen_worker_did_last_outlives_its_lease_and_goes_when_it_leaves() -> None:
     store = MemoryStore()
     observer = MemoryNameService(store)
-    with Presence(MemoryNameService(store), KEY, owner="a", ttl_s=10, identity={}) as presence:
-        presence.enter("train step", waiting_for="model workers")
+    with Presence(MemoryNameService(store), KEY, owner="a", ttl_s=10, identity=WorkerRecord()) as presence:
+        presence.enter("train step", waits_for=["model_worker/0"])
         wait_until(lambda: "last_seen/rollout_worker/0" in observer.get_subtree("last_seen"), "the copy")
         observer.delete(KEY)  # as the end of its time to live does
-        assert json.loads(observer.get("last_seen/rollout_worker/0"))["waiting_for"] == "model workers"
+        assert decode_record(observer.get("last_seen/rollout_worker/0")).waits_for == ("model_worker/0",)
     assert observer.get_subtree("last_seen") == {}
 
 
@@ -61,8 +62,10 @@ def run_worker(names: Path, body: str) -> "subprocess.Popen[str]":
         "import sys, time\n"
         "from pathlib import Path\n"
         "from corral.name_resolve import FileNameService\n"
+        "from corral.experiments.worker_record import WorkerRecord\n"
         "from corral.workers.presence import Presence\n"
-        f"presence = Presence(FileNameService(Path({str(names)!r})), {KEY!r}, owner='a', ttl_s=10, identity={{}})\n"
+        f"names = FileNameService(Path({str(names)!r}))\n"
+        f"presence = Presence(names, {KEY!r}, owner='a', ttl_s=10, identity=WorkerRecord())\n"
         f"{body}\n"
     )
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
@@ -80,7 +83,7 @@ def test_a_worker_whose_place_was_taken_leaves_and_its_successor_keeps_the_recor
         tmp_path, "presence.enter('generate')\nprint('up', file=sys.stderr, flush=True)\ntime.sleep(60)"
     )
     assert worker.stderr is not None and worker.stderr.readline() == "up\n"
-    with Presence(FileNameService(tmp_path), KEY, owner="b", ttl_s=10, identity={"incarnation": "b"}):
+    with Presence(FileNameService(tmp_path), KEY, owner="b", ttl_s=10, identity=WorkerRecord(incarnation="b")):
         assert worker.wait(timeout=30) == EXIT_SUPERSEDED
-        assert json.loads(FileNameService(tmp_path).get(KEY))["incarnation"] == "b"
+        assert decode_record(FileNameService(tmp_path).get(KEY)).incarnation == "b"
     worker.stderr.close()

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from corral.scheduling.policy_version import PolicyVersion
-from corral.scheduling.staleness import StalenessGate
+from corral.scheduling.staleness import GateLimit, StalenessGate
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Admitted:
 
     order: int | None
     reason: str = ""
+    waits_for: tuple[str, ...] = ()
+    """The workers that can change that."""
 
 
 @dataclass
@@ -33,10 +35,11 @@ class _Holder:
 
 
 class Admission:
-    """Who may start a prompt."""
+    """Who may start a prompt; `trainer` is the worker whose versions open the gate."""
 
-    def __init__(self, gate: StalenessGate) -> None:
+    def __init__(self, gate: StalenessGate, *, trainer: str) -> None:
         self._gate = gate
+        self._trainer = trainer
         self._holders: dict[str, _Holder] = {}
         self._awaited: set[str] = set()
         self._version: PolicyVersion | None = None
@@ -52,6 +55,20 @@ class Admission:
         if self._awaited:
             return f"closed: waiting for reports of {', '.join(sorted(self._awaited))}"
         return self._gate.explain()
+
+    def opened_by(self) -> tuple[str, ...]:
+        """The workers of which the gate waits for one; none if it is open."""
+        if self._version is None:
+            return (self._trainer,)
+        if self._awaited:
+            return tuple(sorted(self._awaited))
+        match self._gate.limit():
+            case GateLimit.STALENESS:
+                return (self._trainer,)
+            case GateLimit.CONCURRENCY:
+                return tuple(sorted(worker for worker, holder in self._holders.items() if holder.running))
+            case GateLimit.NONE:
+                return ()
 
     def at_version(self, version: PolicyVersion, *, consumed: int, workers: Iterable[str]) -> None:
         """The trainer has published weights.
@@ -73,15 +90,20 @@ class Admission:
         """A rollout worker wants to start a prompt."""
         holder = self._holders.get(worker)
         if self._version is None or self._awaited or holder is None:
-            return Admitted(None, self.explain() if holder else f"closed: {worker} has not reported yet")
+            if holder is None:
+                return Admitted(None, f"closed: {worker} has not reported yet")
+            return self._refusal()
         if self._gate.order_of(uid) is not None and uid not in holder.running:
             # It finished by our count; its worker wants it again, so the sample was rejected downstream.
             self._gate.drop(uid)
         order = self._gate.admit(uid)
         if order is None:
-            return Admitted(None, self._gate.explain())
+            return self._refusal()
         holder.running.add(uid)
         return Admitted(order)
+
+    def _refusal(self) -> Admitted:
+        return Admitted(None, self.explain(), self.opened_by())
 
     def finish(self, worker: str, uid: str, *, delivered: bool) -> None:
         """A prompt ended: delivered to the trainer, or dropped (its place is free again)."""

@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from corral.experiments.worker_record import MASTER
 from corral.experiments.worker_specs import GserverManagerSpec
 from corral.name_resolve import NameNotFoundError, NameServiceError
 from corral.scheduling.policy_version import PolicyVersion
@@ -65,7 +66,8 @@ class GserverManager(Worker):
                 batch_size=self._spec.train_batch_size,
                 max_staleness=rollout.max_head_offpolicyness,
                 max_concurrent=rollout.max_concurrent_rollouts or self._spec.train_batch_size,
-            )
+            ),
+            trainer=MASTER,
         )
         self._table = ServerTable(policy=rollout.schedule_policy)
         self._committed = CommittedLedger(context.trial)
@@ -134,6 +136,7 @@ class GserverManager(Worker):
                     admitted=admitted.order is not None,
                     order=admitted.order or 0,
                     reason=admitted.reason,
+                    waits_for=list(admitted.waits_for),
                     must_report=not self._admission.knows(request.worker),
                 )
             case Schedule():
@@ -158,14 +161,15 @@ class GserverManager(Worker):
 
     def _route(self, request: Schedule) -> Route:
         if self._version is None:
-            return Route(url=None, reason="the trainer has not published weights yet")
+            return Route(url=None, reason="the trainer has not published weights yet", waits_for=[MASTER])
         version = str(self._version)
         if request.failed_url:
             self._num_retried += 1
             self._suspect_url(request.failed_url)
         server = self._table.route(request.uid, tokens=request.tokens, version=version, failed_url=request.failed_url)
         if server is None:
-            return Route(url=None, reason=f"no generation server is ready at version {version}")
+            reason = f"no generation server is ready at version {version}"
+            return Route(url=None, reason=reason, waits_for=list(self.context.workers("generation_server")))
         return Route(url=server.url)
 
     def _suspect_url(self, url: str) -> None:
@@ -179,7 +183,7 @@ class GserverManager(Worker):
         try:
             record = json.loads(await asyncio.to_thread(self.context.names.get, self.context.keys.policy_version()))
         except NameNotFoundError:
-            self.context.presence.enter("wait for weights", waiting_for="master_worker/0")
+            self.context.presence.enter("wait for weights", waits_for=[MASTER])
             return
         version = PolicyVersion.parse(record["version"])
         if version != self._version:
@@ -195,8 +199,11 @@ class GserverManager(Worker):
             )
             self.context.presence.beat(version=str(version))
         self._start_updates()
-        waiting = "" if self._table.serving(str(version)) else "generation servers to become ready"
-        self.context.presence.enter("route", waiting_for=waiting)
+        if self._table.serving(str(version)):
+            self.context.presence.enter("route")
+        else:
+            servers = self.context.workers("generation_server")
+            self.context.presence.enter("route", waiting_for="no server is ready", waits_for=servers)
 
     def _start_updates(self) -> None:
         """Bring every server that needs it to the present version, all at the same time."""

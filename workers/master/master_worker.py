@@ -126,6 +126,7 @@ class MasterWorker(Worker):
             input_keys=self._graph.dataset_keys,
             batch_size=self._spec.train_batch_size,
             eta=self._spec.max_head_offpolicyness,
+            producers=self.context.workers("rollout_worker"),
             on_drop=ledger.drop,
         )
 

@@ -41,6 +41,9 @@ class SampleSource(Protocol):
     def waiting_for(self) -> str:
         """What is missing, for rl-status."""
 
+    def waits_for(self) -> Sequence[str]:
+        """The workers that it has to come from."""
+
 
 class DatasetSource:
     """Rows in the order of the seed, each once a pass."""
@@ -63,7 +66,10 @@ class DatasetSource:
         return batch
 
     def waiting_for(self) -> str:
-        return "rows from the model workers"
+        return "rows of the dataset"
+
+    def waits_for(self) -> Sequence[str]:
+        return ()
 
 
 class TrajectorySource:
@@ -78,6 +84,7 @@ class TrajectorySource:
         input_keys: Iterable[str],
         batch_size: int,
         eta: int,
+        producers: Sequence[str],
         on_drop: Callable[[str, str], None],
     ) -> None:
         self._buffer = buffer
@@ -86,6 +93,7 @@ class TrajectorySource:
         self._input_keys = tuple(input_keys)
         self._batch_size = batch_size
         self._eta = eta
+        self._producers = tuple(producers)
         self._on_drop = on_drop
         self._missing = batch_size
         self.num_stale = 0
@@ -108,7 +116,10 @@ class TrajectorySource:
         return list(decision.batch) if decision.batch else None
 
     def waiting_for(self) -> str:
-        return f"{self._missing} more of {self._batch_size} trajectories from the rollout workers"
+        return f"{self._missing} more of {self._batch_size} trajectories"
+
+    def waits_for(self) -> Sequence[str]:
+        return self._producers
 
     async def _take_in(self, samples: list[BufferedSample]) -> None:
         known = [sample.uid for sample in samples if not self._buffer.put(sample)]

@@ -88,7 +88,7 @@ class TrainerEpoch:
         """
         parts = self._parts
         state = parts.trial.inside(parts.recovery.commit.directory) if parts.recovery.commit else None
-        with parts.presence.during("initialize", waiting_for="model workers", deadline_s=None):
+        with parts.presence.during("initialize", waits_for=parts.gang.workers, deadline_s=None):
             await parts.gang.initialize(step=self._step, weights=self._weights, state=state)
         parts.publish(self.version, self._weights)
         parts.presence.enter("train")
@@ -132,7 +132,8 @@ class TrainerEpoch:
             batch = await parts.source.poll(version=self._step, remaining=self._remaining())
             if batch is not None:
                 return batch
-            parts.presence.enter("wait for a batch", waiting_for=parts.source.waiting_for())
+            source = parts.source
+            parts.presence.enter("wait for a batch", waiting_for=source.waiting_for(), waits_for=source.waits_for())
             await asyncio.sleep(_POLL_INTERVAL_S)
         return None
 
@@ -141,7 +142,7 @@ class TrainerEpoch:
             return
         parts = self._parts
         started = time.monotonic()
-        with parts.presence.during("train step", waiting_for="model workers", deadline_s=parts.step_timeout_s):
+        with parts.presence.during("train step", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
             stats = await parts.gang.run_step(batch, parts.buffer, step=self._step)
         trained = time.monotonic()
         self._step += 1
@@ -170,7 +171,7 @@ class TrainerEpoch:
         if every is None or (self._step % every != 0 and not last):
             return
         parts = self._parts
-        with parts.presence.during("evaluate", waiting_for="model workers", deadline_s=parts.step_timeout_s):
+        with parts.presence.during("evaluate", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
             values = await parts.gang.evaluate(step=self._step)
         self._metrics.write(self._step, {f"eval/{key}": value for key, value in values.items()})
 
@@ -186,7 +187,7 @@ class TrainerEpoch:
         parts = self._parts
         directory = parts.trial.weights_path / f"v{self._step:08d}-e{parts.writer.epoch}"
         directory.mkdir(mode=0o700, exist_ok=True)
-        with parts.presence.during("write weights", waiting_for="model workers", deadline_s=parts.step_timeout_s):
+        with parts.presence.during("write weights", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
             await parts.gang.save_weights(directory)
             await asyncio.to_thread(write_manifest, directory, {"version": str(self.version)})
         self._weights = directory
@@ -196,7 +197,7 @@ class TrainerEpoch:
         is_new = self._step > self._committed_step or parts.ledger.has_pending
         if not is_new or not (force or self._step % control.commit_every_steps == 0):
             return
-        with parts.presence.during("commit", waiting_for="model workers", deadline_s=parts.step_timeout_s):
+        with parts.presence.during("commit", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
             checkpoint = CheckpointWriter(parts.trial, epoch=parts.writer.epoch, step=self._step)
             await parts.gang.save_state(checkpoint.path, step=self._step)
             link_files(self._weights, checkpoint.path / "weights")

@@ -260,9 +260,14 @@ class TrainerGang:
             self.check_alive()
             raise
 
+    @property
+    def workers(self) -> Sequence[str]:
+        """The model workers, by rank."""
+        return self._workers
+
     async def _wait_for_workers(self) -> None:
         timeout_s = self._context.plan.supervision.setup_timeout_s
-        with self._context.presence.during("connect", waiting_for=", ".join(self._workers), deadline_s=None):
+        with self._context.presence.during("connect", waits_for=self._workers, deadline_s=None):
             await self._client.wait_for_workers(self._workers, timeout_s=timeout_s)
 
     def _note_dead(self, worker: str) -> None:

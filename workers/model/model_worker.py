@@ -120,7 +120,8 @@ class ModelWorker(Worker):
             return init_parallel(device=device)
         timeout_s = self.context.plan.supervision.setup_timeout_s
         key = self.context.keys.gang_rendezvous(self.context.incarnation)
-        self.context.presence.enter("join the gang", waiting_for=f"{world_size} model workers", deadline_s=timeout_s)
+        peers = [worker for worker in self.context.workers("model_worker") if worker != self.context.worker_id]
+        self.context.presence.enter("join the gang", waits_for=peers, is_setting_up=True, deadline_s=timeout_s)
         if rank == 0:
             hosted = host_store(self.context.address, timeout_s=timeout_s)
             self.context.names.add(key, hosted.address, replace=True)
@@ -228,7 +229,7 @@ class ModelWorker(Worker):
     # Requests that the main thread runs, in the order of the master
 
     def _idle(self) -> None:
-        self.context.presence.enter("idle", waiting_for="requests of master_worker/0")
+        self.context.presence.enter("idle", waiting_for="requests of the master")
 
     def _serve(self, stream: WorkerRequestStream, envelope: Envelope) -> None:
         name = _words(type(envelope.request).__name__)

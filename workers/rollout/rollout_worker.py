@@ -16,10 +16,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import aiohttp
 
+from corral.experiments.worker_record import MANAGER, MASTER
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.name_resolve import NameServiceError
 from corral.workers.committed_ledger import CommittedLedger
@@ -73,6 +75,7 @@ class RolloutWorker(Worker):
         self._running: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._gate_reason = ""
+        self._servers = context.workers("generation_server")
         self._num_finished = 0
         self._committed = CommittedLedger(context.trial)
 
@@ -101,7 +104,7 @@ class RolloutWorker(Worker):
                 context.security,
                 ManagerReply,
                 lambda: context.names.get(context.keys.manager()),
-                server="gserver_manager/0",
+                server=MANAGER,
             )
         )
         self._sender = await stack.enter_async_context(
@@ -154,7 +157,7 @@ class RolloutWorker(Worker):
         while not self.context.stopping.is_set():
             uid = self._queue.take()
             if uid is None:
-                self._show("wait for the trainer", "model_worker to train on what is delivered")
+                self._show("wait for the trainer", "to train on what is delivered", waits_for=[MASTER])
                 await asyncio.sleep(_IDLE_PAUSE_S)
                 continue
             order = await self._allocate(uid)
@@ -166,7 +169,7 @@ class RolloutWorker(Worker):
             task = asyncio.create_task(self._roll_out(uid, order))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            self._show("generate", "")
+            self._show("generate")
 
     async def _allocate(self, uid: str) -> int | None:
         """Ask the manager to start a prompt; its order number, or None if the gate is closed."""
@@ -182,7 +185,8 @@ class RolloutWorker(Worker):
             return allocation.order
         self._gate_reason = allocation.reason if isinstance(allocation, Allocation) else ""
         if not self._running:
-            self._show("wait for admission", self._gate_reason)
+            waits_for = allocation.waits_for if isinstance(allocation, Allocation) else ()
+            self._show("wait for admission", self._gate_reason, waits_for=waits_for)
         return None
 
     async def _report(self) -> None:
@@ -261,7 +265,8 @@ class RolloutWorker(Worker):
         route = await self._ask_manager(Schedule(uid=uid, tokens=tokens, failed_url=failed_url))
         if isinstance(route, Route) and route.url is not None:
             return ServerRoute(route.url)
-        self._show("generate", route.reason if isinstance(route, Route) else "")
+        if isinstance(route, Route):
+            self._show("generate", route.reason, waits_for=route.waits_for)
         return None
 
     # The trainer's side
@@ -304,13 +309,13 @@ class RolloutWorker(Worker):
         """
         loop = asyncio.get_running_loop()
         phase = "generate" if self._running else "wait for admission"
-        slow = loop.call_later(_SLOW_ANSWER_S, self._show, phase, "gserver_manager/0 to answer")
+        slow = loop.call_later(_SLOW_ANSWER_S, partial(self._show, phase, "its answer", waits_for=[MANAGER]))
         try:
             answer = await self._manager.request(request, deadline_s=_REQUEST_DEADLINE_S)
         finally:
             slow.cancel()
         if loop.time() >= slow.when():
-            self._show(phase, "")
+            self._show(phase)
         return answer
 
     async def _every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:
@@ -321,5 +326,7 @@ class RolloutWorker(Worker):
                 logger.warning("name-resolve does not answer: %s", error)
             await asyncio.sleep(interval_s)
 
-    def _show(self, phase: str, waiting_for: str) -> None:
-        self.context.presence.enter(phase, waiting_for=waiting_for)
+    def _show(self, phase: str, waiting_for: str = "", *, waits_for: Sequence[str] = ()) -> None:
+        self.context.presence.enter(
+            phase, waiting_for=waiting_for, waits_for=waits_for, works_with=self._servers if self._running else ()
+        )

@@ -70,6 +70,8 @@ class Allocation(_Message, frozen=True, tag="allocation"):
     """Admission number, if admitted."""
     reason: str = ""
     """Why not, for `rl-status`."""
+    waits_for: list[str] = []
+    """The workers that open the gate."""
     must_report: bool = False
     """The manager does not know what this worker has: it must report first."""
 
@@ -81,6 +83,8 @@ class Route(_Message, frozen=True, tag="route"):
     """None: no server is ready; ask again."""
     reason: str = ""
     """Why there is none, for `rl-status`."""
+    waits_for: list[str] = []
+    """The workers that one could come from."""
 
 
 class Ok(_Message, frozen=True, tag="ok"):

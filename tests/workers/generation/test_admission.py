@@ -8,10 +8,12 @@ from corral.scheduling.staleness import StalenessGate
 from corral.workers.generation.admission import Admission
 
 WORKER = "rollout_worker/0"
+MASTER = "master_worker/0"
 
 
-def fresh(batch_size: int = 2, eta: int = 0) -> Admission:
-    return Admission(StalenessGate(batch_size=batch_size, max_staleness=eta, max_concurrent=None))
+def fresh(batch_size: int = 2, eta: int = 0, max_concurrent: int | None = None) -> Admission:
+    gate = StalenessGate(batch_size=batch_size, max_staleness=eta, max_concurrent=max_concurrent)
+    return Admission(gate, trainer=MASTER)
 
 
 def opened(batch_size: int = 2, eta: int = 0) -> Admission:
@@ -24,16 +26,29 @@ def opened(batch_size: int = 2, eta: int = 0) -> Admission:
 def test_nothing_starts_before_weights_are_published() -> None:
     admission = fresh()
     assert admission.allocate(WORKER, "0:a").order is None
-    assert "published" in admission.explain()
+    assert "published" in admission.explain() and admission.opened_by() == (MASTER,)
 
 
 def test_nothing_starts_before_every_living_rollout_worker_has_reported() -> None:
     admission = fresh()
     admission.at_version(PolicyVersion(0, 0), consumed=0, workers=[WORKER, "rollout_worker/1"])
     admission.report(WORKER, incarnation="a", running={}, finished={})
-    assert "rollout_worker/1" in admission.allocate(WORKER, "0:a").reason
+    assert admission.allocate(WORKER, "0:a").waits_for == ("rollout_worker/1",)
     admission.lost("rollout_worker/1")
     assert admission.allocate(WORKER, "0:a").order == 0
+
+
+def test_a_refusal_names_the_workers_that_can_open_the_gate() -> None:
+    stale = opened(batch_size=1, eta=0)
+    assert stale.opened_by() == ()
+    stale.allocate(WORKER, "0:a")
+    assert stale.allocate(WORKER, "0:b").waits_for == (MASTER,)
+    busy = fresh(batch_size=8, max_concurrent=1)
+    busy.at_version(PolicyVersion(0, 0), consumed=0, workers=[WORKER, "rollout_worker/1"])
+    for worker in (WORKER, "rollout_worker/1"):
+        busy.report(worker, incarnation="a", running={}, finished={})
+    busy.allocate(WORKER, "0:a")
+    assert busy.allocate("rollout_worker/1", "0:b").waits_for == (WORKER,)
 
 
 def test_the_places_of_a_dead_rollout_worker_are_free_again() -> None:

@@ -51,7 +51,14 @@ def source_of(
     commits = [PolicyVersion(1, 2)] if epoch > 1 else []
     lineage = Lineage(commits, epoch=epoch)
     source = TrajectorySource(
-        buffer, holders, lineage, input_keys=KEYS, batch_size=batch_size, eta=eta, on_drop=dropped.__setitem__
+        buffer,
+        holders,
+        lineage,
+        input_keys=KEYS,
+        batch_size=batch_size,
+        eta=eta,
+        producers=["rollout_worker/0"],
+        on_drop=dropped.__setitem__,
     )
     return source, buffer, dropped
 

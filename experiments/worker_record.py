@@ -1,0 +1,58 @@
+"""A worker's record: what it says about itself in name-resolve, and what rl-status reads there.
+
+worker --Presence, at most twice a second--> workers/{kind}/{index}, JSON --rl-status--> a row, and who waits for whom
+
+Times are durations of the worker's own, or of the service's clock: no two machines need to agree about the time.
+"""
+
+import msgspec
+
+MASTER = "master_worker/0"
+MANAGER = "gserver_manager/0"
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a worker is, and what it does at the moment of its beat."""
+
+    kind: str = ""
+    index: int = 0
+    pid: int = 0
+    host: str = ""
+    node: str = ""
+    attempt: int = 0
+    incarnation: str = ""
+    """Random; new at each start, and shared by the ranks of one gang start."""
+    control: str = ""
+    """Address of its control channel."""
+    phase: str = "starting"
+    """A word or two for people."""
+    in_phase_s: float = 0.0
+    """How long it had been in this phase at the beat."""
+    waiting_for: str = ""
+    """What it waits for, in words, where the workers that it waits for do not say it all. For people only."""
+    waits_for: tuple[str, ...] = ()
+    """Workers (kind/index) without which it stands still."""
+    works_with: tuple[str, ...] = ()
+    """Workers without which it would soon stand still, while it works."""
+    is_setting_up: bool = False
+    """Whether it is not ready yet; an import may then hold its interpreter for long."""
+    version: str = ""
+    """Tag of the policy version that it holds."""
+    progress: int = 0
+    """Counts up with all that it does."""
+    beat: float = 0.0
+    """When this was published, by the clock of the name service."""
+
+
+def encode_record(record: WorkerRecord) -> str:
+    """The record as JSON."""
+    return msgspec.json.encode(record).decode()
+
+
+def decode_record(text: str) -> WorkerRecord:
+    """The record that a text holds.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    return msgspec.json.decode(text, type=WorkerRecord)
