@@ -1,18 +1,20 @@
 """The ledger: which samples a trial has consumed, so that none is trained twice, skipped, or dropped uncounted.
 
-    train(step, uids) --+
-                        +--> pending --delta_for--> ledger/{epoch}-{step}-*.json --named by--> commit entry -> committed
-    drop(uid, reason) --+
+    train(step, uids) --+               +--delta_for--> ledger/{epoch}-{step}-*.json   what this commit adds
+                        +--> pending ---+
+    drop(uid, reason) --+               +--whole------> checkpoints/.../ledger.json    all that was ever consumed
 
-A commit holds the samples consumed since the commit that it continues, as one delta file; the ledger of a trial is the
-union of the deltas along the lineage of commits. What is pending when a trainer dies was never consumed.
+A commit names both. The whole ledger lies in the checkpoint, beside the weights that it belongs to and under the same
+checksums: whoever loads one has the other, and no older file is needed. The deltas are for those who follow the commits
+one by one, and for whoever looks back. What is pending when a trainer dies was never consumed.
 """
 
 import hashlib
 import secrets as random_tokens
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -20,6 +22,7 @@ import msgspec
 from corral.experiments.trial_directory import TrialDirectory, atomic_write
 from corral.experiments.trial_log_state import Commit
 
+LEDGER_NAME: Final = "ledger.json"
 _SHOWN_UIDS: Final = 5  # an error names a few samples; thousands would hide its first line
 
 
@@ -28,11 +31,11 @@ class LedgerViolationError(Exception):
 
 
 class CorruptLedgerError(Exception):
-    """A delta file is missing or not what its commit says."""
+    """A ledger file is missing or not what its commit says."""
 
 
 class LedgerDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one commit consumed.
+    """What one commit adds to the ledger; as `ledger.json` of a checkpoint, what the commit and its ancestors hold.
 
     >>> LedgerDelta(epoch=1, step=2, trained={1: ["0:a"], 2: ["0:b"]}, dropped={"0:c": "stale"})
     """
@@ -61,16 +64,15 @@ class Ledger:
     _pending_dropped: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, trial_directory: TrialDirectory, commits: Iterable[Commit]) -> "Ledger":
-        """The union of the deltas of `commits`, a lineage, oldest first.
+    def of(cls, *deltas: LedgerDelta) -> "Ledger":
+        """The union of deltas.
 
         Raises:
-            CorruptLedgerError: a delta file is missing or was changed.
-            LedgerViolationError: two deltas hold the same sample.
+            LedgerViolationError: two of them hold the same sample.
         """
         ledger = cls()
-        for commit in commits:
-            ledger.add(read_delta(trial_directory, commit))
+        for delta in deltas:
+            ledger.add(delta)
         return ledger
 
     @property
@@ -128,6 +130,13 @@ class Ledger:
             trained.setdefault(trained_at, []).append(uid)
         return LedgerDelta(epoch=epoch, step=step, trained=trained, dropped=dict(self._pending_dropped))
 
+    def whole(self, *, epoch: int, step: int) -> LedgerDelta:
+        """Everything, committed or pending, for the checkpoint that is about to be committed."""
+        trained: dict[int, list[str]] = {}
+        for uid, trained_at in self.trained.items():
+            trained.setdefault(trained_at, []).append(uid)
+        return LedgerDelta(epoch=epoch, step=step, trained=trained, dropped=self.dropped)
+
     def mark_committed(self, delta: LedgerDelta) -> None:
         """Call when the commit with `delta` is in the trial log: what it holds is pending no more."""
         for group in delta.trained.values():
@@ -135,21 +144,6 @@ class Ledger:
                 del self._pending_trained[uid]
         for uid in delta.dropped:
             del self._pending_dropped[uid]
-
-    def verify_exactly_once(self, expected: Collection[str]) -> None:
-        """Raises LedgerViolationError unless the samples consumed are exactly `expected`.
-
-        That none of them is consumed twice holds for every ledger: recording the second time raises.
-        """
-        consumed = self.trained.keys() | self.dropped.keys()
-        wanted = set(expected)
-        problems = []
-        if wanted - consumed:
-            problems.append(f"never consumed: {_some(wanted - consumed)}")
-        if consumed - wanted:
-            problems.append(f"consumed but never issued: {_some(consumed - wanted)}")
-        if problems:
-            raise LedgerViolationError(f"of {len(wanted)} samples, {len(consumed)} consumed; {'; '.join(problems)}")
 
     def _require_new(self, uids: Sequence[str], by: str) -> None:
         twice = [uid for uid, count in Counter(uids).items() if count > 1]
@@ -160,50 +154,6 @@ class Ledger:
             first = known[0]
             before = f"step {self.trained[first]}" if first in self.trained else f"a drop as {self.dropped[first]}"
             raise LedgerViolationError(f"{by} consumes {_some(known)}, but {before} consumed {first!r} before")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conservation:
-    """Where every issued sample is: issued = trained + dropped + spooled + in_flight."""
-
-    issued: int
-    trained: int
-    dropped: Mapping[str, int]
-    """Count by reason."""
-    spooled: int
-    in_flight: int
-
-
-def check_conservation(
-    ledger: Ledger, *, issued: Collection[str], spooled: Collection[str], in_flight: Collection[str]
-) -> Conservation:
-    """Accounts for each issued sample once, by the last stage that it has reached.
-
-    A sample may be spooled and trained (a spool record lives until a commit covers it), or in flight and spooled
-    (a retry), so stages are looked at from the end.
-
-    Raises:
-        LedgerViolationError: a sample is nowhere, or somewhere without having been issued.
-    """
-    waiting = set(spooled).difference(ledger.trained, ledger.dropped)
-    running = set(in_flight).difference(ledger.trained, ledger.dropped, waiting)
-    accounted = ledger.trained.keys() | ledger.dropped.keys() | waiting | running
-    lost, unknown = set(issued) - accounted, accounted - set(issued)
-    counts = (
-        f"{len(set(issued))} issued, {ledger.trained_count} trained, {ledger.dropped_count} dropped, "
-        f"{len(waiting)} spooled, {len(running)} in flight"
-    )
-    if lost:
-        raise LedgerViolationError(f"samples are lost: {_some(lost)} ({counts})")
-    if unknown:
-        raise LedgerViolationError(f"samples were never issued: {_some(unknown)} ({counts})")
-    return Conservation(
-        issued=len(set(issued)),
-        trained=ledger.trained_count,
-        dropped=Counter(ledger.dropped.values()),
-        spooled=len(waiting),
-        in_flight=len(running),
-    )
 
 
 def write_delta(trial_directory: TrialDirectory, delta: LedgerDelta) -> tuple[str, str]:
@@ -219,33 +169,54 @@ def write_delta(trial_directory: TrialDirectory, delta: LedgerDelta) -> tuple[st
 
 
 def read_delta(trial_directory: TrialDirectory, commit: Commit) -> LedgerDelta:
-    """The delta of a commit.
+    """What a commit added.
 
     Raises:
         CorruptLedgerError: the file is missing or not what the commit says.
     """
-    remedy = "restore it from a backup, or let the trial continue from the commit before"
     try:
         path = trial_directory.inside(commit.ledger_file)
-        data = path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise CorruptLedgerError(f"ledger file {commit.ledger_file} cannot be read ({error}); {remedy}") from error
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != commit.ledger_sha256:
-        raise CorruptLedgerError(
-            f"ledger file {path} has SHA-256 {digest}, but its commit says {commit.ledger_sha256}; {remedy}"
-        )
-    try:
-        delta = msgspec.json.decode(data, type=LedgerDelta)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CorruptLedgerError(f"ledger file {path} is no ledger delta ({error}); {remedy}") from error
+    except ValueError as error:
+        raise CorruptLedgerError(f"ledger file {commit.ledger_file} cannot be read ({error})") from error
+    delta = _read(path, sha256=commit.ledger_sha256)
     held = (delta.epoch, delta.step, delta.trained_count, len(delta.dropped))
     named = (commit.epoch, commit.step, commit.trained, commit.dropped)
     if held != named:
         raise CorruptLedgerError(
-            f"ledger file {path} holds (epoch, step, trained, dropped) {held}, but its commit says {named}; {remedy}"
+            f"ledger file {path} holds (epoch, step, trained, dropped) {held}, but its commit says {named}"
         )
     return delta
+
+
+def write_whole(checkpoint: Path, ledger: LedgerDelta) -> None:
+    """Puts the whole ledger into a checkpoint that is not sealed yet; its manifest will vouch for it."""
+    (checkpoint / LEDGER_NAME).write_bytes(msgspec.json.encode(ledger))
+
+
+def read_whole(checkpoint: Path, *, sha256: str) -> Ledger:
+    """The whole ledger that lies in a checkpoint.
+
+    Args:
+        sha256: of the file, as the checkpoint's manifest has it.
+
+    Raises:
+        CorruptLedgerError: the file is missing or another one.
+    """
+    return Ledger.of(_read(checkpoint / LEDGER_NAME, sha256=sha256))
+
+
+def _read(path: Path, *, sha256: str) -> LedgerDelta:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CorruptLedgerError(f"ledger file {path} cannot be read ({error})") from error
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != sha256:
+        raise CorruptLedgerError(f"ledger file {path} has SHA-256 {digest}, but its commit vouches for {sha256}")
+    try:
+        return msgspec.json.decode(data, type=LedgerDelta)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptLedgerError(f"ledger file {path} is no ledger ({error})") from error
 
 
 def _some(uids: Iterable[str]) -> str:

@@ -4,7 +4,10 @@
     log/00000002  commit epoch 1, step 10
     log/00000003  claim  epoch 2           from here on epoch 1 finds its next slot taken, reads it, and exits
     log/00000004  commit epoch 2, step 20, parent 2
-    log/00000005  done   epoch 2
+    log/00000005  claim  epoch 3
+    log/00000006  fallback epoch 3, to 2   the commit in slot 4 is damaged: what it covered is settled no longer
+    log/00000007  commit epoch 3, step 20, parent 2
+    log/00000008  done   epoch 3
 
 A slot is written by link(2), which a file server decides: it succeeds once, for one writer, and slots are never
 rewritten. A writer appends at the slot after the last entry that it has read, so it cannot pass a claim or a stop
@@ -29,6 +32,7 @@ from corral.experiments.trial_log_state import (
     Done,
     DoneError,
     Entry,
+    FallBack,
     LoggedCommit,
     LogState,
     Stop,
@@ -46,6 +50,7 @@ __all__ = [
     "Done",
     "DoneError",
     "Entry",
+    "FallBack",
     "LogState",
     "LogWriter",
     "LoggedCommit",
@@ -59,7 +64,8 @@ __all__ = [
 ]
 
 MAX_ENTRY_BYTES: Final = 4096
-_DECODER: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(Claim | Commit | Stop | Done)
+_DECODER: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(Claim | Commit | FallBack | Stop | Done)
+_MAX_REASON_CHARACTERS: Final = 500  # at most 2000 bytes of an entry
 _MAX_TRIES: Final = 5  # ESTALE and lost replies of a file server heal on reopening, or not at all
 _VISIBLE_TIMEOUT_S: Final = 75.0  # NFS clients may cache "no such file" for up to 60 s
 
@@ -293,9 +299,6 @@ class LogWriter:
         self._log = log
         self._uncertain = False
         self.epoch: Final = log.state.epoch
-        self.base: Final = log.state.last
-        """The last commit before the claim: nobody can add another one before it any more."""
-        self._parent = self.base.slot if self.base else 0
 
     @property
     def state(self) -> LogState:
@@ -304,7 +307,7 @@ class LogWriter:
     @property
     def parent_slot(self) -> int:
         """Slot of the commit that the next one continues; 0 for the initial weights."""
-        return self._parent
+        return self.state.head
 
     def check(self) -> None:
         """Reads what is new; call it after every long wait.
@@ -315,17 +318,21 @@ class LogWriter:
         self._log.poll()
         self._require_open(self._log.state)
 
-    def fall_back_to(self, slot: int) -> None:
-        """Continues an earlier commit, because all later ones are corrupt.
+    def fall_back_to(self, slot: int, *, reason: str) -> None:
+        """Continues an earlier commit, because all later ones are corrupt; from here on they count for nobody.
+
+        Everyone who follows the log learns it before this epoch commits, or it might never: prompts that only a
+        rejected commit had settled must be issued again to make the next batch.
 
         Raises:
-            ValueError: if `slot` is no ancestor of the base, or this epoch has committed already.
+            ValueError: if `slot` is no ancestor of the last commit, or this epoch has committed already.
+            SupersededError, StoppedError, DoneError: this epoch is over, nothing was written.
         """
-        if self.base is None or slot not in [logged.slot for logged in self.state.lineage(self.base.slot)]:
-            raise ValueError(f"slot {slot} is no ancestor of the commit that epoch {self.epoch} starts from")
-        if any(logged.commit.epoch == self.epoch for logged in self.state.commits):
-            raise ValueError(f"epoch {self.epoch} has committed already; only a new epoch may fall back")
-        self._parent = slot
+        reason = reason[:_MAX_REASON_CHARACTERS]
+        entry = FallBack(epoch=self.epoch, to=slot, reason=reason, nonce=_new_nonce())
+        if problem := self.state.why_not(entry):
+            raise ValueError(f"epoch {self.epoch} cannot fall back to slot {slot}: {problem}")
+        self._append(entry)
 
     def commit(
         self,
@@ -346,7 +353,7 @@ class LogWriter:
         commit = Commit(
             epoch=self.epoch,
             step=step,
-            parent=self._parent,
+            parent=self.parent_slot,
             directory=directory,
             manifest_sha256=manifest_sha256,
             ledger_file=ledger_file,
@@ -355,12 +362,10 @@ class LogWriter:
             dropped=dropped,
             nonce=_new_nonce(),
         )
-        parent = next((logged.commit for logged in self.state.commits if logged.slot == self._parent), None)
+        parent = self.state.last_commit
         if parent is not None and step < parent.step:
             raise ValueError(f"commit of step {step} must not come before step {parent.step}, which it continues")
-        slot = self._append(commit)
-        self._parent = slot
-        return LoggedCommit(slot, commit)
+        return LoggedCommit(self._append(commit), commit)
 
     def stop(self, *, by: str, reason: str = "", then: Literal["", "requeue"] = "") -> None:
         """Ends this epoch such that only a resume, or with `then` the next attempt, continues the trial."""

@@ -1,6 +1,6 @@
 """What the entries of a trial log mean: a pure fold from entries to who may commit, and onto what.
 
-            claim, commit
+      claim, commit, fallback
                +----+
                v    |
 (empty) ---> OPEN --+-- done ---> DONE       nobody may claim again
@@ -8,6 +8,9 @@
    +-- stop ---+  | claim, to resume
                v  |
              STOPPED   a stop that hands over to the next attempt may be followed by one that does not
+
+The head is the commit that the next one continues: each commit becomes it, and a fallback moves it back past commits
+that cannot be loaded. The head and its ancestors are the lineage; what a commit outside of it covered is not settled.
 """
 
 from dataclasses import dataclass, replace
@@ -79,6 +82,16 @@ class Commit(_Entry, frozen=True, kw_only=True):
     """How many samples this commit adds as dropped."""
 
 
+class FallBack(_Entry, frozen=True, kw_only=True):
+    """The commits after slot `to` cannot be loaded: they count no more, for nobody."""
+
+    epoch: int
+    to: int
+    """Slot of an ancestor of the head."""
+    reason: str
+    """For people."""
+
+
 class Stop(_Entry, frozen=True, kw_only=True):
     """Nobody may commit until a claim resumes the trial."""
 
@@ -96,7 +109,7 @@ class Done(_Entry, frozen=True, kw_only=True):
     epoch: int
 
 
-Entry = Claim | Commit | Stop | Done
+Entry = Claim | Commit | FallBack | Stop | Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +130,22 @@ class LogState:
     owner: str = ""
     claim_slot: int = 0
     commits: tuple[LoggedCommit, ...] = ()
+    """All of them, also those that a fallback has left behind."""
+    head: int = 0
+    """Slot of the commit that the next one continues; 0 for the initial weights."""
     stop: Stop | None = None
     """The stop in force; None once a claim has resumed the trial."""
     done: Done | None = None
 
     @property
     def last(self) -> LoggedCommit | None:
-        return self.commits[-1] if self.commits else None
+        """The commit at the head."""
+        return next((logged for logged in reversed(self.commits) if logged.slot == self.head), None)
 
     @property
     def last_commit(self) -> Commit | None:
-        return self.commits[-1].commit if self.commits else None
+        last = self.last
+        return last.commit if last else None
 
     @property
     def is_stopped(self) -> bool:
@@ -143,12 +161,12 @@ class LogState:
         return self.stop is not None and self.stop.then == "requeue"
 
     def lineage(self, slot: int | None = None) -> tuple[LoggedCommit, ...]:
-        """The chain of commits up to `slot` (default: the last one), oldest first.
+        """The chain of commits up to `slot` (default: the head), oldest first.
 
-        It is all commits, unless a recovery had to fall back past a corrupt one, which then is no ancestor.
+        It is all commits, unless a recovery had to fall back past some, which then are no ancestors.
         """
         by_slot = {logged.slot: logged for logged in self.commits}
-        slot = slot if slot is not None else (self.commits[-1].slot if self.commits else 0)
+        slot = self.head if slot is None else slot
         chain: list[LoggedCommit] = []
         while slot:
             chain.append(by_slot[slot])
@@ -162,7 +180,7 @@ class LogState:
             CorruptLogError: if the rules of the log forbid that entry there.
         """
         slot = self.next_slot
-        problem = self._why_not(entry)
+        problem = self.why_not(entry)
         if problem:
             raise CorruptLogError(f"slot {slot:08d} of the trial log holds {entry}, but {problem}")
         match entry:
@@ -171,13 +189,16 @@ class LogState:
                     self, next_slot=slot + 1, epoch=entry.epoch, owner=entry.owner, claim_slot=slot, stop=None
                 )
             case Commit():
-                return replace(self, next_slot=slot + 1, commits=(*self.commits, LoggedCommit(slot, entry)))
+                return replace(self, next_slot=slot + 1, commits=(*self.commits, LoggedCommit(slot, entry)), head=slot)
+            case FallBack():
+                return replace(self, next_slot=slot + 1, head=entry.to)
             case Stop():
                 return replace(self, next_slot=slot + 1, stop=entry)
             case Done():
                 return replace(self, next_slot=slot + 1, done=entry)
 
-    def _why_not(self, entry: Entry) -> str:
+    def why_not(self, entry: Entry) -> str:
+        """Why the rules of the log forbid `entry` in the next slot; "" if they allow it."""
         if self.done:
             return "the trial was done before"
         if isinstance(entry, Claim):
@@ -188,10 +209,23 @@ class LogState:
             return "" if is_final_word else "the trial was stopped before"
         if entry.epoch is not None and entry.epoch != self.epoch:
             return f"the epoch is {self.epoch}"
-        if isinstance(entry, Commit) and entry.parent:
-            parent = next((logged.commit for logged in reversed(self.commits) if logged.slot == entry.parent), None)
-            if parent is None:
-                return f"its parent slot {entry.parent} holds no commit"
-            if entry.step < parent.step:
-                return f"its parent's step is {parent.step} already"
+        if isinstance(entry, Commit):
+            return self._why_not_commit(entry)
+        if isinstance(entry, FallBack):
+            return self._why_not_fall_back(entry)
+        return ""
+
+    def _why_not_commit(self, entry: Commit) -> str:
+        if entry.parent != self.head:
+            return f"it continues slot {entry.parent}, and the commit to continue is slot {self.head}"
+        parent = self.last_commit
+        if parent is not None and entry.step < parent.step:
+            return f"its parent's step is {parent.step} already"
+        return ""
+
+    def _why_not_fall_back(self, entry: FallBack) -> str:
+        if entry.to not in [logged.slot for logged in self.lineage()[:-1]]:
+            return f"slot {entry.to} is no ancestor of slot {self.head}, which it leaves"
+        if any(logged.commit.epoch == self.epoch for logged in self.commits):
+            return f"epoch {self.epoch} has committed already; only a new epoch may fall back"
         return ""

@@ -10,8 +10,12 @@
                                             |
                                             +------> corrupt: reject it with its reason, try its parent
 
-A manifest makes a directory (a checkpoint, or a version of the weights) all or nothing. Torch stays outside: whoever
-has tensors writes files into `CheckpointWriter.path`.
+A manifest makes a directory (a checkpoint, or a version of the weights) all or nothing. A checkpoint holds all that a
+commit stands for: weights, training state, and the whole ledger. Torch stays outside: whoever has tensors writes files
+into `CheckpointWriter.path`.
+
+Checkpoints can be so large that hashing one takes many minutes. Whoever seals or verifies one is told of every piece
+that was hashed (`on_progress`), so a deadline can be one without progress.
 """
 
 import hashlib
@@ -21,15 +25,16 @@ import re
 import secrets as random_tokens
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from corral.experiments.ledger import CorruptLedgerError, read_delta
+from corral.experiments.ledger import LEDGER_NAME, CorruptLedgerError, Ledger, read_whole
 from corral.experiments.trial_directory import TrialDirectory, atomic_write, fsync_directory
 from corral.experiments.trial_log_state import Commit, LoggedCommit, LogState
 
@@ -38,6 +43,7 @@ logger = logging.getLogger(__name__)
 MANIFEST_NAME: Final = "manifest.json"
 MIN_KEPT_COMMITS: Final = 2  # one may turn out to be corrupt
 _HASH_THREADS: Final = 4  # hashing releases the interpreter lock; more threads saturate the file system instead
+_PIECE_BYTES: Final = 4 * 2**20  # hashed in 3 ms; even a slow file system delivers one within a second
 _DIRECTORY_NAME: Final = re.compile(r"step-(?P<step>\d{8,})-e(?P<epoch>\d+)-[0-9a-f]{8}", re.ASCII)
 _REMOVING: Final = ".removing-"
 
@@ -66,10 +72,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     version: int = 1
 
 
-def write_manifest(directory: Path, extra: Mapping[str, Any]) -> str:
+def no_progress() -> None:
+    """For callers without a deadline."""
+
+
+def write_manifest(directory: Path, extra: Mapping[str, Any], *, on_progress: Callable[[], None] = no_progress) -> str:
     """Forces all files of `directory` to disk and seals them with a manifest.
 
     Files whose names start with '.' are not part of the content.
+
+    Args:
+        extra: JSON that belongs to the files.
+        on_progress: called in any thread for every piece that was hashed; what it raises ends the work.
 
     Returns:
         SHA-256 of the manifest, which stands for the whole content.
@@ -79,7 +93,7 @@ def write_manifest(directory: Path, extra: Mapping[str, Any]) -> str:
     """
     paths = list(_content(directory))
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        entries = list(pool.map(_seal_file, paths))
+        entries = list(pool.map(lambda path: _seal_file(path, on_progress), paths))
     files = {path.relative_to(directory).as_posix(): entry for path, entry in zip(paths, entries, strict=True)}
     for folder, _, _ in os.walk(directory):
         fsync_directory(Path(folder))
@@ -113,11 +127,12 @@ def read_manifest(directory: Path, sha256: str | None) -> Manifest:
         raise CorruptCheckpointError(f"{path}: expected a manifest, got something else ({error})") from error
 
 
-def verify_manifest(directory: Path, sha256: str | None) -> Manifest:
+def verify_manifest(directory: Path, sha256: str | None, *, on_progress: Callable[[], None] = no_progress) -> Manifest:
     """Reads every file of `directory` and compares it with the manifest.
 
     Args:
         sha256: of the manifest itself; None trusts the manifest that is there.
+        on_progress: called in any thread for every piece that was read; what it raises ends the work.
 
     Raises:
         CorruptCheckpointError: at the first file that differs, is missing, or is not listed.
@@ -133,15 +148,43 @@ def verify_manifest(directory: Path, sha256: str | None) -> Manifest:
     for name in sorted(manifest.files.keys() - present):
         raise CorruptCheckpointError(f"{directory / name}: expected {manifest.files[name].size} bytes, got no file")
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        for problem in pool.map(lambda name: _problem_of(directory / name, manifest.files[name]), manifest.files):
+        problems = pool.map(
+            lambda name: _problem_of(directory / name, manifest.files[name], on_progress), manifest.files
+        )
+        for problem in problems:
             if problem:
                 raise CorruptCheckpointError(problem)
     return manifest
 
 
-def verify_checkpoint(directory: Path, manifest_sha256: str) -> Manifest:
-    """Like `verify_manifest`, for a checkpoint, whose manifest the trial log vouches for."""
-    return verify_manifest(directory, manifest_sha256)
+def verify_checkpoint(
+    trial_directory: TrialDirectory, commit: Commit, *, on_progress: Callable[[], None] = no_progress
+) -> None:
+    """Reads all that a commit stands for.
+
+    Raises:
+        CorruptCheckpointError: something is missing or damaged.
+    """
+    directory = _directory_of(trial_directory, commit)
+    manifest = verify_manifest(directory, commit.manifest_sha256, on_progress=on_progress)
+    if LEDGER_NAME not in manifest.files:
+        raise CorruptCheckpointError(f"{directory}: expected {LEDGER_NAME} among its files, got none")
+
+
+def committed_ledger(trial_directory: TrialDirectory, commit: Commit) -> Ledger:
+    """What a commit and its ancestors have consumed, from the checkpoint; its other files are not looked at.
+
+    Raises:
+        CorruptCheckpointError: the checkpoint is gone or damaged.
+    """
+    directory = _directory_of(trial_directory, commit)
+    entry = read_manifest(directory, commit.manifest_sha256).files.get(LEDGER_NAME)
+    if entry is None:
+        raise CorruptCheckpointError(f"{directory}: expected {LEDGER_NAME} among its files, got none")
+    try:
+        return read_whole(directory, sha256=entry.sha256)
+    except CorruptLedgerError as error:
+        raise CorruptCheckpointError(str(error)) from error
 
 
 class CheckpointWriter:
@@ -161,9 +204,9 @@ class CheckpointWriter:
         """What the commit entry names."""
         self.path.mkdir(mode=0o700)
 
-    def write_manifest(self, extra: Mapping[str, Any]) -> str:
+    def write_manifest(self, extra: Mapping[str, Any], *, on_progress: Callable[[], None] = no_progress) -> str:
         """Seals the checkpoint; returns the SHA-256 that the commit entry names."""
-        return write_manifest(self.path, {"epoch": self.epoch, "step": self.step, **extra})
+        return write_manifest(self.path, {"epoch": self.epoch, "step": self.step, **extra}, on_progress=on_progress)
 
     def discard(self) -> None:
         """Removes a checkpoint that will not be committed, e.g. because the disk is full."""
@@ -183,7 +226,7 @@ class RecoveryPoint:
     """Where a new epoch continues."""
 
     honoured: tuple[LoggedCommit, ...]
-    """The commits whose ledger deltas count, oldest first; the last one is loaded. Empty: nothing was committed yet.
+    """The lineage, oldest first; its last commit is loaded. Empty: nothing was committed yet.
 
     The samples of rejected commits are not consumed: they will be trained again, from the state before.
     """
@@ -191,36 +234,35 @@ class RecoveryPoint:
     """Newer commits that were passed over, newest first."""
 
     @property
-    def slot(self) -> int | None:
-        """For `LogWriter.fall_back_to`, if anything was rejected."""
-        return self.honoured[-1].slot if self.honoured else None
+    def slot(self) -> int:
+        """Of the commit that is loaded; 0 if there is none."""
+        return self.honoured[-1].slot if self.honoured else 0
 
     @property
     def commit(self) -> Commit | None:
         return self.honoured[-1].commit if self.honoured else None
 
-    @property
-    def commits(self) -> tuple[Commit, ...]:
-        """The honoured commits, for `Ledger.load`."""
-        return tuple(logged.commit for logged in self.honoured)
 
+def last_valid_commit(
+    log_state: LogState, trial_directory: TrialDirectory, *, on_progress: Callable[[], None] = no_progress
+) -> RecoveryPoint:
+    """The newest commit of the lineage whose checkpoint is whole.
 
-def last_valid_commit(log_state: LogState, trial_directory: TrialDirectory) -> RecoveryPoint:
-    """The newest commit whose checkpoint is whole and whose ancestors' ledgers are.
+    Args:
+        on_progress: called in any thread for every piece that was read; what it raises ends the search.
 
     Raises:
         NoValidCheckpointError: there are commits, and none of them can be loaded.
     """
     lineage = log_state.lineage()
-    num_readable, ledger_problem = _readable_ledgers(lineage, trial_directory)
-    rejected = [RejectedCommit(logged, ledger_problem) for logged in reversed(lineage[num_readable:])]
-    num_honoured = num_readable
+    rejected: list[RejectedCommit] = []
+    num_honoured = len(lineage)
     while num_honoured:
         logged = lineage[num_honoured - 1]
         try:
-            verify_checkpoint(trial_directory.inside(logged.commit.directory), logged.commit.manifest_sha256)
+            verify_checkpoint(trial_directory, logged.commit, on_progress=on_progress)
             break
-        except (CorruptCheckpointError, ValueError) as error:
+        except CorruptCheckpointError as error:
             rejected.append(RejectedCommit(logged, str(error)))
         num_honoured -= 1
     for bad in rejected:
@@ -284,14 +326,11 @@ def collect_garbage(
     return removed
 
 
-def _readable_ledgers(lineage: tuple[LoggedCommit, ...], trial_directory: TrialDirectory) -> tuple[int, str]:
-    """How many commits from the oldest on have their ledger delta, and what is wrong with the next one."""
-    for index, logged in enumerate(lineage):
-        try:
-            read_delta(trial_directory, logged.commit)
-        except CorruptLedgerError as error:
-            return index, f"it continues step {logged.commit.step}: {error}" if index + 1 < len(lineage) else str(error)
-    return len(lineage), ""
+def _directory_of(trial_directory: TrialDirectory, commit: Commit) -> Path:
+    try:
+        return trial_directory.inside(commit.directory)
+    except ValueError as error:
+        raise CorruptCheckpointError(str(error)) from error
 
 
 def _content(directory: Path) -> Iterator[Path]:
@@ -313,23 +352,32 @@ def _files_below(directory: Path) -> Iterator[Path]:
             raise ValueError(f"{path} is neither a file nor a folder; a checkpoint holds nothing else, so remove it")
 
 
-def _seal_file(path: Path) -> FileEntry:
-    with open(path, "rb") as file:
+def _seal_file(path: Path, on_progress: Callable[[], None]) -> FileEntry:
+    with open(path, "rb", buffering=0) as file:
         os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = _digest(file, on_progress)
         return FileEntry(size=file.tell(), sha256=digest)
 
 
-def _problem_of(path: Path, expected: FileEntry) -> str:
+def _problem_of(path: Path, expected: FileEntry, on_progress: Callable[[], None]) -> str:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size != expected.size:
                 return f"{path}: expected {expected.size} bytes, got {status.st_size}"
-            actual = hashlib.file_digest(file, "sha256").hexdigest()
+            actual = _digest(file, on_progress)
     except OSError as error:
         return f"{path}: expected {expected.size} bytes, got {error}"
     return "" if actual == expected.sha256 else f"{path}: expected SHA-256 {expected.sha256}, got {actual}"
+
+
+def _digest(file: RawIOBase, on_progress: Callable[[], None]) -> str:
+    digest = hashlib.sha256()
+    piece = memoryview(bytearray(_PIECE_BYTES))
+    while size := file.readinto(piece):
+        digest.update(piece[:size])
+        on_progress()
+    return digest.hexdigest()
 
 
 def _remove_directory(path: Path) -> None:

@@ -1,21 +1,56 @@
 """CommittedLedger: which samples the commits of a trial cover, followed from outside of the trainer.
 
-trial log --new commits--> their deltas --> Ledger --> generation-server manager (the gate's count)
-                                                   --> rollout workers (what needs no keeping any more)
+                  +--> a few commits more: their deltas ------+
+    trial log ----+                                           +--> Ledger of the head --> manager, rollout workers
+                  +--> first look, fallback, damaged delta:   |
+                       the whole ledger of the head's commit -+
+
+What counts is the head of the log and its ancestors. A trainer that falls back past damaged commits says so in the log
+before it trains; what only those had covered is then covered no longer.
 """
 
-from corral.experiments.ledger import Ledger, LedgerDelta, read_delta
+import logging
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from corral.experiments.ledger import CorruptLedgerError, Ledger, read_delta
 from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import Commit, TrialLog
+from corral.experiments.trial_log import Commit, LoggedCommit, TrialLog
+from corral.workers.checkpoint import CorruptCheckpointError, committed_ledger
+
+logger = logging.getLogger(__name__)
+
+_MOST_DELTAS: Final = 16  # one file holds what many more hold one by one
+_RETRY_PAUSE_S: Final = 5.0  # what cannot be read now is likely to stay so until the next commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerNews:
+    """How the committed ledger changed between two looks."""
+
+    trained: tuple[str, ...] = ()
+    """Uids that are newly covered as trained."""
+    dropped: tuple[str, ...] = ()
+    """Uids that are newly covered as dropped."""
+    has_gone_back: bool = False
+    """Whether something that was covered is covered no longer."""
+
+    @property
+    def covered(self) -> tuple[str, ...]:
+        return self.trained + self.dropped
 
 
 class CommittedLedger:
-    """The ledger of the newest commit and its ancestors.
+    """The ledger of the log's head.
+
+    Where it cannot be read, what was known before stays until it can: whoever learns too late what is settled
+    generates again what the trainer then turns away, and no more than that.
 
     Example:
         committed = CommittedLedger(trial)
-        for delta in committed.poll():      # at any interval: no commit is missed
-            forget(delta.dropped)
+        news = committed.poll()             # at any interval: no commit is missed
+        forget(news.covered)
         committed.ledger.consumed("0:problem-17")
     """
 
@@ -24,17 +59,64 @@ class CommittedLedger:
         self._trial = trial
         self._log = TrialLog(trial.log_path)
         self._slot = 0
+        self._unreadable_slot = 0
+        self._retry_at = 0.0
 
-    def poll(self) -> list[LedgerDelta]:
-        """Takes in the commits since the last call; returns what each of them covers, oldest first."""
-        return [self._take_in(slot, entry) for slot, entry in self._log.poll() if isinstance(entry, Commit)]
+    def poll(self) -> LedgerNews:
+        """Takes in what the log says since the last call.
 
-    def _take_in(self, slot: int, commit: Commit) -> LedgerDelta:
-        delta = read_delta(self._trial, commit)
-        if commit.parent == self._slot:
+        Raises:
+            CorruptLogError: the log is damaged.
+        """
+        self._log.poll()
+        head = self._log.state.last
+        if head is None or head.slot == self._slot:
+            return LedgerNews()
+        if head.slot == self._unreadable_slot and time.monotonic() < self._retry_at:
+            return LedgerNews()
+        return self._add_deltas(head) or self._start_over(head)
+
+    def _add_deltas(self, head: LoggedCommit) -> LedgerNews | None:
+        """Adds what the commits up to `head` cover; None if they do not continue what is known, or one is damaged."""
+        commits = self._commits_up_to(head)
+        if not 0 < len(commits) <= _MOST_DELTAS:
+            return None
+        try:
+            deltas = [read_delta(self._trial, commit) for commit in commits]
+        except CorruptLedgerError as error:
+            logger.warning("%s; the whole ledger of step %d is read instead", error, head.commit.step)
+            return None
+        for delta in deltas:
             self.ledger.add(delta)
-        else:  # the trainer fell back past a commit that was corrupt, which does not count any more
-            lineage = self._log.state.lineage(slot)
-            self.ledger = Ledger.load(self._trial, [logged.commit for logged in lineage])
-        self._slot = slot
-        return delta
+        self._slot = head.slot
+        return LedgerNews(
+            trained=tuple(uid for delta in deltas for group in delta.trained.values() for uid in group),
+            dropped=tuple(uid for delta in deltas for uid in delta.dropped),
+        )
+
+    def _commits_up_to(self, head: LoggedCommit) -> list[Commit]:
+        """The ancestors of `head` after the commit that is known, and itself, oldest first; [] if that is none."""
+        chain: list[Commit] = []
+        slot = head.slot
+        for logged in reversed(self._log.state.commits):
+            if slot == self._slot:
+                break
+            if logged.slot == slot:
+                chain.append(logged.commit)
+                slot = logged.commit.parent
+        return chain[::-1] if slot == self._slot else []
+
+    def _start_over(self, head: LoggedCommit) -> LedgerNews:
+        try:
+            ledger = committed_ledger(self._trial, head.commit)
+        except CorruptCheckpointError as error:
+            if head.slot != self._unreadable_slot:
+                logger.error("what the commit of step %d covers is not known yet: %s", head.commit.step, error)
+            self._unreadable_slot, self._retry_at = head.slot, time.monotonic() + _RETRY_PAUSE_S
+            return LedgerNews()
+        before, self.ledger, self._slot = self.ledger, ledger, head.slot
+        return LedgerNews(
+            trained=tuple(uid for uid in ledger.trained if not before.consumed(uid)),
+            dropped=tuple(uid for uid in ledger.dropped if not before.consumed(uid)),
+            has_gone_back=any(not ledger.consumed(uid) for uid in (*before.trained, *before.dropped)),
+        )

@@ -12,10 +12,16 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.ledger import Ledger, check_conservation, write_delta
+from corral.experiments.ledger import Ledger, read_delta, write_delta, write_whole
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import TrialLog
-from corral.workers.checkpoint import CheckpointWriter, collect_garbage, last_valid_commit, verify_checkpoint
+from corral.workers.checkpoint import (
+    CheckpointWriter,
+    collect_garbage,
+    committed_ledger,
+    last_valid_commit,
+    verify_checkpoint,
+)
 from corral.workers.rollout.spool import Spool
 
 _UIDS = ("0:a", "0:b", "0:c")
@@ -65,7 +71,7 @@ def _attempt(trial: TrialDirectory, spool: Spool) -> None:
     writer = TrialLog(trial.log_path).claim("trainer")
     point = last_valid_commit(writer.state, trial)
     assert not point.rejected, "a crash must not make a commit unreadable"
-    ledger = Ledger.load(trial, point.commits)
+    ledger = committed_ledger(trial, point.commit) if point.commit else Ledger()
     spool.discard(list(ledger.trained))
     step = point.commit.step if point.commit else 0
     while waiting := [uid for uid in _UIDS if not ledger.consumed(uid)]:
@@ -74,6 +80,7 @@ def _attempt(trial: TrialDirectory, spool: Spool) -> None:
         ledger.train(step, waiting[:1])
         checkpoint = CheckpointWriter(trial, epoch=writer.epoch, step=step)
         (checkpoint.path / "weights").write_text(" ".join(ledger.trained))
+        write_whole(checkpoint.path, ledger.whole(epoch=writer.epoch, step=step))
         digest = checkpoint.write_manifest({})
         delta = ledger.delta_for(epoch=writer.epoch, step=step)
         ledger_file, ledger_sha256 = write_delta(trial, delta)
@@ -118,14 +125,15 @@ def _run(root: Path, *deaths: int | None) -> tuple[TrialDirectory, int]:
 def _require_exactly_once(trial: TrialDirectory) -> None:
     state = TrialLog(trial.log_path).read()
     assert state.is_done and state.lineage() == state.commits
-    point = last_valid_commit(state, trial)
-    ledger = Ledger.load(trial, point.commits)
-    ledger.verify_exactly_once(_UIDS)
+    deltas = [read_delta(trial, logged.commit) for logged in state.lineage()]
+    assert sorted(uid for delta in deltas for group in delta.trained.values() for uid in group) == sorted(_UIDS)
+    assert state.last_commit is not None
+    assert committed_ledger(trial, state.last_commit).trained == Ledger.of(*deltas).trained
     with Spool(trial.spool_path(0)) as spool:
-        check_conservation(ledger, issued=_UIDS, spooled=spool.uids(), in_flight=[])
+        assert set(spool.uids()) <= set(_UIDS)
     for logged in state.commits[-2:]:
         folder = trial.inside(logged.commit.directory)
-        verify_checkpoint(folder, logged.commit.manifest_sha256)
+        verify_checkpoint(trial, logged.commit)
         assert (folder / "weights").read_text().split() == list(_UIDS)[: logged.commit.step]
 
 

@@ -169,10 +169,9 @@ def _as_mutant(world: World, log: TrialLog, writer: LogWriter) -> LogWriter:
         return CommitAnyway(log)
     if "append_at_tail" in world.mutants:
         return AppendAtTail(log)
-    if "stale_base" in world.mutants and writer.base is not None:
-        lineage = writer.state.lineage()
-        if len(lineage) > 1:
-            writer.fall_back_to(lineage[-2].slot)
+    lineage = writer.state.lineage()
+    if "stale_base" in world.mutants and len(lineage) > 1:
+        writer.fall_back_to(lineage[-2].slot, reason="for no reason")
     return writer
 
 

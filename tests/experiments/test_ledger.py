@@ -1,3 +1,4 @@
+import hashlib
 import json
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from corral.experiments.ledger import (
     Ledger,
     LedgerDelta,
     LedgerViolationError,
-    check_conservation,
+    read_delta,
+    read_whole,
     write_delta,
+    write_whole,
 )
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import Commit
@@ -45,7 +48,7 @@ def test_the_ledger_is_the_union_of_the_commits_deltas(trial: TrialDirectory) ->
         _commit(trial, LedgerDelta(epoch=1, step=2, trained={1: ["0:a", "0:b"], 2: ["0:c"]}, dropped={"0:d": "stale"})),
         _commit(trial, LedgerDelta(epoch=2, step=3, trained={3: ["0:e"]}, dropped={})),
     ]
-    ledger = Ledger.load(trial, commits)
+    ledger = Ledger.of(*(read_delta(trial, commit) for commit in commits))
     assert ledger.trained == {"0:a": 1, "0:b": 1, "0:c": 2, "0:e": 3} and ledger.dropped == {"0:d": "stale"}
     assert ledger.trained_count == 4 and ledger.consumed("0:d") and not ledger.consumed("1:a")
     assert commits[0].ledger_file.startswith("ledger/1-2-")
@@ -58,7 +61,7 @@ def test_a_sample_in_two_commits_is_a_violation(trial: TrialDirectory) -> None:
         LedgerDelta(epoch=2, step=2, trained={}, dropped={"0:a": "stale"}),
     ):
         with pytest.raises(LedgerViolationError, match="'0:a'.*step 1 consumed"):
-            Ledger.load(trial, [first, _commit(trial, second)])
+            Ledger.of(read_delta(trial, first), read_delta(trial, _commit(trial, second)))
 
 
 def test_a_refused_record_changes_nothing() -> None:
@@ -83,7 +86,7 @@ def test_a_commit_covers_what_was_pending_when_it_was_made(trial: TrialDirectory
     ledger.train(2, ["0:c"])
     ledger.mark_committed(delta)
     assert ledger.delta_for(epoch=1, step=2) == LedgerDelta(epoch=1, step=2, trained={2: ["0:c"]}, dropped={})
-    assert ledger.consumed("0:a") and Ledger.load(trial, [_commit(trial, delta)]).trained == {"0:a": 1}
+    assert ledger.consumed("0:a") and read_delta(trial, _commit(trial, delta)).trained == {1: ["0:a"]}
 
 
 @given(
@@ -107,41 +110,10 @@ def test_deltas_of_any_history_add_up_to_its_ledger(history: list[tuple[str, lis
             rebuilt.add(delta)
             ledger.mark_committed(delta)
     assert (rebuilt.trained, rebuilt.dropped) == (ledger.trained, ledger.dropped)
-    rebuilt.verify_exactly_once(seen)
-
-
-def test_skipped_and_invented_samples_are_named() -> None:
-    ledger = Ledger()
-    ledger.train(1, ["0:a", "0:x"])
-    with pytest.raises(LedgerViolationError, match="never consumed: '0:b'; consumed but never issued: '0:x'"):
-        ledger.verify_exactly_once(["0:a", "0:b"])
-    with pytest.raises(LedgerViolationError, match="and 995 more"):
-        Ledger().verify_exactly_once([f"0:{i}" for i in range(1000)])
-
-
-def test_conservation_counts_each_sample_at_the_last_stage_it_reached() -> None:
-    ledger = Ledger()
-    ledger.train(1, ["0:a", "0:b"])
-    ledger.drop("0:c", "stale")
-    result = check_conservation(
-        ledger, issued=[f"0:{x}" for x in "abcdef"], spooled=["0:b", "0:d"], in_flight=["0:d", "0:e", "0:f"]
-    )
-    assert (result.issued, result.trained, result.dropped, result.spooled, result.in_flight) == (
-        6,
-        2,
-        {"stale": 1},
-        1,
-        2,
-    )
-
-
-def test_a_sample_that_is_nowhere_breaks_conservation() -> None:
-    ledger = Ledger()
-    ledger.train(1, ["0:a"])
-    with pytest.raises(LedgerViolationError, match=r"lost: '0:b' \(2 issued, 1 trained"):
-        check_conservation(ledger, issued=["0:a", "0:b"], spooled=[], in_flight=[])
-    with pytest.raises(LedgerViolationError, match="never issued: '0:z'"):
-        check_conservation(ledger, issued=["0:a"], spooled=["0:z"], in_flight=[])
+    assert rebuilt.trained.keys() | rebuilt.dropped.keys() == seen
+    # The whole ledger of the last commit says the same as the deltas of all.
+    whole = Ledger.of(ledger.whole(epoch=1, step=len(history) + 1))
+    assert (whole.trained, whole.dropped) == (rebuilt.trained, rebuilt.dropped)
 
 
 def test_a_delta_file_changed_at_any_byte_is_refused(trial: TrialDirectory) -> None:
@@ -152,17 +124,29 @@ def test_a_delta_file_changed_at_any_byte_is_refused(trial: TrialDirectory) -> N
         for damaged in (whole[:index], whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :]):
             path.write_bytes(damaged)
             with pytest.raises(CorruptLedgerError, match="1-1-"):
-                Ledger.load(trial, [commit])
+                read_delta(trial, commit)
     path.unlink()
     with pytest.raises(CorruptLedgerError, match="cannot be read"):
-        Ledger.load(trial, [commit])
+        read_delta(trial, commit)
+
+
+def test_the_whole_ledger_of_a_checkpoint_is_that_which_its_manifest_names(tmp_path: Path) -> None:
+    ledger = Ledger()
+    ledger.train(1, ["0:a"])
+    ledger.drop("0:b", "stale")
+    write_whole(tmp_path, ledger.whole(epoch=1, step=1))
+    digest = hashlib.sha256((tmp_path / "ledger.json").read_bytes()).hexdigest()
+    assert read_whole(tmp_path, sha256=digest).trained == {"0:a": 1}
+    write_whole(tmp_path, ledger.whole(epoch=1, step=2))
+    with pytest.raises(CorruptLedgerError, match=f"its commit vouches for {digest}"):
+        read_whole(tmp_path, sha256=digest)
 
 
 def test_a_delta_must_hold_what_its_commit_counts(trial: TrialDirectory) -> None:
     good = _commit(trial, LedgerDelta(epoch=1, step=1, trained={1: ["0:a"]}, dropped={}))
     fields = {name: getattr(good, name) for name in good.__struct_fields__}
     with pytest.raises(CorruptLedgerError, match=r"\(1, 1, 1, 0\)"):
-        Ledger.load(trial, [Commit(**{**fields, "trained": 2})])
+        read_delta(trial, Commit(**{**fields, "trained": 2}))
 
 
 def test_a_ledger_path_out_of_the_trial_is_not_followed(trial: TrialDirectory) -> None:
@@ -170,4 +154,4 @@ def test_a_ledger_path_out_of_the_trial_is_not_followed(trial: TrialDirectory) -
     (trial.path.parent / "evil.json").write_text(json.dumps({}))
     fields = {name: getattr(good, name) for name in good.__struct_fields__}
     with pytest.raises(CorruptLedgerError, match="inside the trial directory"):
-        Ledger.load(trial, [Commit(**{**fields, "ledger_file": "../evil.json"})])
+        read_delta(trial, Commit(**{**fields, "ledger_file": "../evil.json"}))

@@ -17,6 +17,7 @@ from corral.experiments.trial_log import (
     DirectoryStorage,
     Done,
     DoneError,
+    FallBack,
     LoggedCommit,
     LogWriter,
     Stop,
@@ -49,10 +50,11 @@ def _commit(writer: LogWriter, step: int) -> LoggedCommit:
 
 def test_a_trial_is_claims_commits_and_done_in_numbered_files(path: Path) -> None:
     writer = TrialLog(path).claim("job 1")
-    assert (writer.epoch, writer.base) == (1, None)
+    assert (writer.epoch, writer.parent_slot) == (1, 0)
     _commit(writer, 10)
     second = TrialLog(path).claim("job 2")
-    assert second.epoch == 2 and second.base is not None and (second.base.slot, second.base.commit.step) == (2, 10)
+    assert (second.epoch, second.parent_slot) == (2, 2)
+    assert second.state.last_commit is not None and second.state.last_commit.step == 10
     _commit(second, 20)
     second.done()
     assert sorted(os.listdir(path)) == ["00000001", "00000002", "00000003", "00000004", "00000005"]
@@ -112,8 +114,8 @@ def test_an_epoch_that_stops_itself_is_resumed_from_its_last_commit(path: Path) 
     writer.stop(by="master_worker/0", reason="rl-stop")
     with pytest.raises(StoppedError):
         writer.done()
-    base = TrialLog(path).claim("job 2", resume=True).base
-    assert base is not None and base.commit.step == 5
+    last = TrialLog(path).claim("job 2", resume=True).state.last_commit
+    assert last is not None and last.step == 5
 
 
 def test_a_finished_trial_cannot_be_claimed_stopped_or_resumed(path: Path) -> None:
@@ -167,15 +169,35 @@ def test_falling_back_leaves_the_corrupt_commit_out_of_the_lineage(path: Path) -
     for step in (10, 20, 30):
         _commit(first, step)
     second = TrialLog(path).claim("job 2")
-    second.fall_back_to(2)
+    second.fall_back_to(2, reason="a shard is damaged")
+    # Whoever reads the log knows it from now on, and not only once there is another commit.
+    state = TrialLog(path).read()
+    assert state.head == 2 and state.last_commit is not None and state.last_commit.step == 10
+    assert [logged.commit.step for logged in state.lineage()] == [10]
     assert _commit(second, 15).commit.parent == 2
     _commit(second, 25)
     third = TrialLog(path).claim("job 3")
     assert [logged.commit.step for logged in third.state.lineage()] == [10, 15, 25]
     with pytest.raises(ValueError, match="no ancestor"):
-        third.fall_back_to(3)
+        third.fall_back_to(3, reason="")
+    with pytest.raises(ValueError, match="no ancestor"):
+        third.fall_back_to(third.parent_slot, reason="")
+    _commit(third, 26)
     with pytest.raises(ValueError, match="committed already"):
-        second.fall_back_to(2)
+        third.fall_back_to(2, reason="")
+
+
+def test_the_next_epoch_does_not_look_again_at_what_was_left_behind(path: Path) -> None:
+    first = TrialLog(path).claim("job 1")
+    for step in (10, 20):
+        _commit(first, step)
+    second = TrialLog(path).claim("job 2")
+    second.fall_back_to(2, reason="x" * 10_000)
+    third = TrialLog(path).claim("job 3")
+    with pytest.raises(SupersededError):
+        _commit(second, 20)
+    assert third.state.head == 2
+    assert _commit(third, 20).commit.parent == 2
 
 
 def test_an_entry_must_fit_into_its_limit(path: Path) -> None:
@@ -193,6 +215,10 @@ def _entry(epoch: int, step: int, parent: int) -> Commit:
     return Commit(epoch=epoch, step=step, parent=parent, trained=0, dropped=0, **texts)
 
 
+def _fallback(epoch: int, to: int) -> FallBack:
+    return FallBack(epoch=epoch, to=to, reason="", nonce=f"f{epoch}")
+
+
 @pytest.mark.parametrize(
     ("entries", "problem"),
     [
@@ -200,7 +226,11 @@ def _entry(epoch: int, step: int, parent: int) -> Commit:
         ([_claim(1), _claim(1)], "next epoch is 2"),
         ([_entry(1, 1, 0)], "epoch is 0"),
         ([_claim(1), _claim(2), _entry(1, 1, 0)], "epoch is 2"),
-        ([_claim(1), _entry(1, 1, 1)], "slot 1 holds no commit"),
+        ([_claim(1), _entry(1, 1, 1)], "continues slot 1, and the commit to continue is slot 0"),
+        ([_claim(1), _entry(1, 1, 0), _entry(1, 2, 2), _claim(2), _entry(2, 2, 2)], "the commit to continue is slot 3"),
+        ([_claim(1), _entry(1, 1, 0), _claim(2), _fallback(2, 2)], "slot 2 is no ancestor"),
+        ([_claim(1), _entry(1, 1, 0), _entry(1, 2, 2), _fallback(1, 2)], "committed already"),
+        ([_claim(1), _entry(1, 1, 0), _entry(1, 2, 2), _claim(2), _fallback(1, 2)], "epoch is 2"),
         ([_claim(1), _entry(1, 3, 0), _entry(1, 2, 2)], "step is 3 already"),
         ([_claim(1), Stop(epoch=None, by="a", reason="", nonce="s"), _entry(1, 1, 0)], "stopped before"),
         ([_claim(1), Stop(epoch=None, by="a", reason="", nonce="s"), Done(epoch=1, nonce="d")], "stopped before"),
@@ -333,8 +363,8 @@ def test_an_entry_that_may_not_be_on_disk_ends_the_epoch(path: Path, monkeypatch
         _commit(writer, 1)
     with pytest.raises(UncertainAppendError):
         writer.done()
-    base = TrialLog(path).claim("job 2").base
-    assert base is not None and base.commit.step == 1
+    last = TrialLog(path).claim("job 2").state.last_commit
+    assert last is not None and last.step == 1
 
 
 def test_a_slot_that_a_cache_still_hides_is_waited_for(path: Path) -> None:
@@ -373,7 +403,7 @@ def test_a_killed_writer_loses_no_commit_that_it_was_told_of(path: Path) -> None
     code = (
         "import itertools, sys; from pathlib import Path; from corral.experiments.trial_log import TrialLog\n"
         "writer = TrialLog(Path(sys.argv[1])).claim('job', resume=True)\n"
-        "first = writer.base.commit.step + 1 if writer.base else 1\n"
+        "last = writer.state.last_commit\nfirst = last.step + 1 if last else 1\n"
         "for step in itertools.count(first):\n"
         "    writer.commit(step=step, directory='d', manifest_sha256='m', ledger_file='l', ledger_sha256='s',"
         " trained=0, dropped=0)\n"

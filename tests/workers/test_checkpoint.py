@@ -7,14 +7,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from corral.experiments.ledger import Ledger, LedgerDelta, LedgerViolationError, write_delta
+from corral.experiments.ledger import Ledger, LedgerViolationError, write_delta, write_whole
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import LoggedCommit, LogWriter, TrialLog
+from corral.workers import checkpoint
 from corral.workers.checkpoint import (
     CheckpointWriter,
     CorruptCheckpointError,
     NoValidCheckpointError,
     collect_garbage,
+    committed_ledger,
     last_valid_commit,
     verify_checkpoint,
     verify_manifest,
@@ -35,8 +37,12 @@ def _save(trial: TrialDirectory, writer: LogWriter, step: int, trained: list[str
     (new.path / "optimizer").mkdir()
     (new.path / "optimizer" / "rank-0.distcp").write_bytes(bytes(100))
     (new.path / "state.json").write_text("{}")
+    parent = writer.state.last_commit
+    ledger = committed_ledger(trial, parent) if parent else Ledger()
+    ledger.train(step, trained)
+    write_whole(new.path, ledger.whole(epoch=writer.epoch, step=step))
     digest = new.write_manifest({"layout": "d2"})
-    delta = LedgerDelta(epoch=writer.epoch, step=step, trained={step: trained}, dropped={})
+    delta = ledger.delta_for(epoch=writer.epoch, step=step)
     file, ledger_sha256 = write_delta(trial, delta)
     return writer.commit(
         step=step,
@@ -102,6 +108,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "truncated manifest": (_edit("manifest.json", lambda data: data[:-10]), "manifest.json: expected SHA-256"),
     "other manifest": (_edit("manifest.json", lambda data: data.replace(b"d2", b"d4")), "expected SHA-256"),
     "unlisted shard": (lambda folder: (folder / "rank-1.safetensors").touch(), "no such file"),
+    "flipped ledger": (_edit("ledger.json", lambda data: data.replace(b"0:b", b"0:c")), "ledger.json: .* SHA-256"),
+    "missing ledger": (lambda folder: (folder / "ledger.json").unlink(), "ledger.json: .* no file"),
     "shard by link": (_replace_by_link, "neither a file nor a folder"),
     "missing directory": (shutil.rmtree, "cannot be read"),
 }
@@ -115,45 +123,56 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
     writer = TrialLog(trial.log_path).claim("job 1")
     good = _save(trial, writer, 10, ["0:a"])
     bad = _save(trial, writer, 20, ["0:b"])
-    verify_checkpoint(_directory(trial, bad), bad.commit.manifest_sha256)
+    verify_checkpoint(trial, bad.commit)
     damage(_directory(trial, bad))
     with pytest.raises(CorruptCheckpointError, match=message):
-        verify_checkpoint(_directory(trial, bad), bad.commit.manifest_sha256)
+        verify_checkpoint(trial, bad.commit)
 
     second = TrialLog(trial.log_path).claim("job 2")
     point = last_valid_commit(second.state, trial)
     assert point.commit == good.commit and [rejected.logged for rejected in point.rejected] == [bad]
     assert "commit of step 20" in caplog.text and "continuing from step 10" in caplog.text
-    assert Ledger.load(trial, point.commits).trained == {"0:a": 10}
+    assert committed_ledger(trial, good.commit).trained == {"0:a": 10}
 
-    second.fall_back_to(good.slot)
+    second.fall_back_to(point.slot, reason=point.rejected[0].reason)
     again = _save(trial, second, 11, ["0:b"])
     point = last_valid_commit(TrialLog(trial.log_path).read(), trial)
     assert point.slot == again.slot and not point.rejected
-    assert Ledger.load(trial, point.commits).trained == {"0:a": 10, "0:b": 11}
+    assert committed_ledger(trial, again.commit).trained == {"0:a": 10, "0:b": 11}
 
 
 def test_without_any_commit_a_trial_starts_from_its_initial_weights(trial: TrialDirectory) -> None:
     point = last_valid_commit(TrialLog(trial.log_path).claim("job 1").state, trial)
-    assert (point.commit, point.slot, point.honoured, point.rejected) == (None, None, (), ())
+    assert (point.commit, point.slot, point.honoured, point.rejected) == (None, 0, (), ())
 
 
 def test_a_trial_never_starts_from_scratch_silently(trial: TrialDirectory) -> None:
     writer = TrialLog(trial.log_path).claim("job 1")
-    for step in (1, 2):
-        shutil.rmtree(_directory(trial, _save(trial, writer, step, [f"0:{step}"])))
+    for logged in [_save(trial, writer, step, [f"0:{step}"]) for step in (1, 2)]:
+        shutil.rmtree(_directory(trial, logged))
     with pytest.raises(NoValidCheckpointError, match=r"none of the 2 commits(.|\n)*step 2: (.|\n)*step 1: "):
         last_valid_commit(writer.state, trial)
 
 
-def test_a_commit_without_its_ledger_is_no_place_to_continue_from(trial: TrialDirectory) -> None:
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_a_damaged_ledger_delta_costs_no_commit(trial: TrialDirectory, damaged: int) -> None:
     writer = TrialLog(trial.log_path).claim("job 1")
     saved = [_save(trial, writer, step, [f"0:{step}"]) for step in (1, 2, 3)]
-    (trial.path / saved[1].commit.ledger_file).write_bytes(b"{}")
+    (trial.path / saved[damaged].commit.ledger_file).write_bytes(b"{}")
     point = last_valid_commit(writer.state, trial)
-    assert point.commit == saved[0].commit
-    assert [rejected.logged.slot for rejected in point.rejected] == [saved[2].slot, saved[1].slot]
-    assert all("ledger/1-2-" in rejected.reason for rejected in point.rejected)
+    assert point.commit == saved[2].commit and not point.rejected
+    assert committed_ledger(trial, point.commit).trained == {"0:1": 1, "0:2": 2, "0:3": 3}
+
+
+def test_a_checkpoint_without_a_ledger_is_no_place_to_continue_from(trial: TrialDirectory) -> None:
+    writer = TrialLog(trial.log_path).claim("job 1")
+    good = _save(trial, writer, 1, ["0:1"])
+    bare = CheckpointWriter(trial, epoch=1, step=2)
+    fields = {name: getattr(good.commit, name) for name in ("ledger_file", "ledger_sha256", "trained", "dropped")}
+    digest = bare.write_manifest({})
+    writer.commit(step=2, directory=bare.relative_path, manifest_sha256=digest, **fields)
+    point = last_valid_commit(writer.state, trial)
+    assert point.commit == good.commit and "expected ledger.json" in point.rejected[0].reason
 
 
 def test_forgetting_to_fall_back_is_noticed_by_the_ledger(trial: TrialDirectory) -> None:
@@ -162,9 +181,33 @@ def test_forgetting_to_fall_back_is_noticed_by_the_ledger(trial: TrialDirectory)
     (_directory(trial, _save(trial, writer, 20, ["0:b"])) / "state.json").unlink()
     second = TrialLog(trial.log_path).claim("job 2")
     assert last_valid_commit(second.state, trial).slot == 2
-    _save(trial, second, 30, ["0:b"])
     with pytest.raises(LedgerViolationError, match="'0:b'"):
-        Ledger.load(trial, [logged.commit for logged in TrialLog(trial.log_path).read().lineage()])
+        _save(trial, second, 30, ["0:b"])
+
+
+def test_every_piece_that_is_hashed_counts_as_progress(trial: TrialDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_PIECE_BYTES", 100)
+    folder = trial.checkpoints_path / "sealed"
+    folder.mkdir()
+    (folder / "rank-0").write_bytes(os.urandom(1050))
+    pieces: list[int] = []
+    digest = write_manifest(folder, {}, on_progress=lambda: pieces.append(1))
+    assert len(pieces) == 11
+    verify_manifest(folder, digest, on_progress=lambda: pieces.append(1))
+    assert len(pieces) == 22
+
+
+def test_a_search_for_a_checkpoint_can_be_ended(trial: TrialDirectory) -> None:
+    class Leaving(Exception):
+        pass
+
+    def leave() -> None:
+        raise Leaving
+
+    writer = TrialLog(trial.log_path).claim("job 1")
+    _save(trial, writer, 1, ["0:a"])
+    with pytest.raises(Leaving):
+        last_valid_commit(writer.state, trial, on_progress=leave)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -187,7 +230,7 @@ def test_any_change_of_any_byte_is_noticed(trial: TrialDirectory, data: st.DataO
     path.write_bytes(changed)
     try:
         with pytest.raises(CorruptCheckpointError, match=path.name):
-            verify_checkpoint(folder, (trial.path / "digest").read_text())
+            verify_manifest(folder, (trial.path / "digest").read_text())
     finally:
         path.write_bytes(whole)
 
@@ -202,7 +245,7 @@ def test_swapped_shards_are_noticed(trial: TrialDirectory) -> None:
     os.rename(folder / "rank-1", folder / "rank-0")
     os.rename(folder / "x", folder / "rank-1")
     with pytest.raises(CorruptCheckpointError, match="rank-0: expected SHA-256"):
-        verify_checkpoint(folder, digest)
+        verify_manifest(folder, digest)
 
 
 def test_two_attempts_at_one_step_never_share_a_directory(trial: TrialDirectory) -> None:
@@ -290,7 +333,7 @@ def test_after_a_fall_back_the_commits_continued_from_stay(trial: TrialDirectory
     saved = [_save(trial, first, step, [f"0:{step}"]) for step in (1, 2, 3)]
     (_directory(trial, saved[2]) / "state.json").unlink()
     second = TrialLog(trial.log_path).claim("job 2")
-    second.fall_back_to(last_valid_commit(second.state, trial).slot or 0)
+    second.fall_back_to(last_valid_commit(second.state, trial).slot, reason="state.json is gone")
     new = _save(trial, second, 3, ["0:3"])
     collect_garbage(trial, second.state, epoch=2, keep=2)
     assert _names(trial) == {saved[1].commit.directory, new.commit.directory}

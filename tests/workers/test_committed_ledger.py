@@ -1,11 +1,13 @@
+import shutil
 from pathlib import Path
 
 import pytest
 
-from corral.experiments.ledger import LedgerDelta, write_delta
+from corral.experiments.ledger import Ledger, write_delta, write_whole
 from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import LogWriter, TrialLog
-from corral.workers.committed_ledger import CommittedLedger
+from corral.experiments.trial_log import LoggedCommit, LogWriter, TrialLog
+from corral.workers.checkpoint import CheckpointWriter
+from corral.workers.committed_ledger import CommittedLedger, LedgerNews
 
 
 @pytest.fixture
@@ -15,45 +17,100 @@ def trial(tmp_path: Path) -> TrialDirectory:
     return trial
 
 
-def commit(trial: TrialDirectory, writer: LogWriter, step: int, *trained: str) -> int:
-    delta = LedgerDelta(epoch=writer.epoch, step=step, trained={step: list(trained)}, dropped={})
-    file, digest = write_delta(trial, delta)
-    return writer.commit(
-        step=step,
-        directory=f"checkpoints/{step}",
-        manifest_sha256="",
-        ledger_file=file,
-        ledger_sha256=digest,
-        trained=len(trained),
-        dropped=0,
-    ).slot
+class Trainer:
+    """Commits what it is told, as a trainer epoch does."""
+
+    def __init__(self, trial: TrialDirectory, writer: LogWriter, ledger: Ledger | None = None) -> None:
+        self.trial, self.writer, self.ledger = trial, writer, ledger or Ledger()
+
+    def commit(self, step: int, *trained: str, dropped: tuple[str, ...] = ()) -> LoggedCommit:
+        self.ledger.train(step, trained)
+        for uid in dropped:
+            self.ledger.drop(uid, "reward_error")
+        checkpoint = CheckpointWriter(self.trial, epoch=self.writer.epoch, step=step)
+        write_whole(checkpoint.path, self.ledger.whole(epoch=self.writer.epoch, step=step))
+        manifest = checkpoint.write_manifest({})
+        delta = self.ledger.delta_for(epoch=self.writer.epoch, step=step)
+        file, digest = write_delta(self.trial, delta)
+        self.ledger.mark_committed(delta)
+        return self.writer.commit(
+            step=step,
+            directory=checkpoint.relative_path,
+            manifest_sha256=manifest,
+            ledger_file=file,
+            ledger_sha256=digest,
+            trained=len(trained),
+            dropped=len(dropped),
+        )
 
 
-def test_commits_that_appear_together_are_all_counted(trial: TrialDirectory) -> None:
-    writer = TrialLog(trial.log_path).claim("a")
+@pytest.fixture
+def trainer(trial: TrialDirectory) -> Trainer:
+    return Trainer(trial, TrialLog(trial.log_path).claim("a"))
+
+
+def test_commits_that_appear_together_are_all_counted(trial: TrialDirectory, trainer: Trainer) -> None:
     committed = CommittedLedger(trial)
-    assert committed.poll() == []
-    for step in (1, 2, 3):
-        commit(trial, writer, step, f"0:{step}")
-    assert [delta.step for delta in committed.poll()] == [1, 2, 3]
+    assert committed.poll() == LedgerNews()
+    for step in (1, 2):
+        trainer.commit(step, f"0:{step}")
+    trainer.commit(3, "0:3", dropped=("0:x",))
+    assert committed.poll() == LedgerNews(trained=("0:1", "0:2", "0:3"), dropped=("0:x",))
     assert committed.ledger.trained == {"0:1": 1, "0:2": 2, "0:3": 3}
-    commit(trial, writer, 4, "0:4")
-    assert [delta.step for delta in committed.poll()] == [4]
-    assert committed.poll() == [] and committed.ledger.trained_count == 4
+    trainer.commit(4, "0:4")
+    assert committed.poll() == LedgerNews(trained=("0:4",))
+    assert committed.poll() == LedgerNews() and committed.ledger.trained_count == 4
+
+
+def test_whoever_comes_late_reads_one_file_and_not_every_delta(trial: TrialDirectory, trainer: Trainer) -> None:
+    for step in range(1, 21):
+        trainer.commit(step, f"0:{step}")
+    shutil.rmtree(trial.ledger_path)
+    committed = CommittedLedger(trial)
+    assert len(committed.poll().trained) == 20
+    assert committed.ledger.trained == trainer.ledger.trained
 
 
 @pytest.mark.parametrize("looks_between", [True, False])
-def test_what_a_corrupt_commit_covered_counts_no_more(trial: TrialDirectory, looks_between: bool) -> None:
-    first = TrialLog(trial.log_path).claim("a")
-    kept = commit(trial, first, 1, "0:a")
-    commit(trial, first, 2, "0:b")
+def test_what_a_rejected_commit_covered_counts_no_more_before_the_next_commit(
+    trial: TrialDirectory, trainer: Trainer, looks_between: bool
+) -> None:
+    kept = trainer.commit(1, "0:a")
+    trainer.commit(2, "0:b")
     committed = CommittedLedger(trial)
     if looks_between:
         committed.poll()
         assert committed.ledger.consumed("0:b")
-    second = TrialLog(trial.log_path).claim("b")
-    second.fall_back_to(kept)
-    commit(trial, second, 2, "0:c")
-    commit(trial, second, 3, "0:b")
-    committed.poll()
+    writer = TrialLog(trial.log_path).claim("b")
+    writer.fall_back_to(kept.slot, reason="a shard is damaged")
+    # The trainer cannot commit before the prompt is issued again, so this must not take a commit to be noticed.
+    assert committed.poll().has_gone_back == looks_between
+    assert committed.ledger.trained == {"0:a": 1}
+    second = Trainer(trial, writer, Ledger(trained={"0:a": 1}))
+    second.commit(2, "0:c")
+    second.commit(3, "0:b")
+    assert committed.poll() == LedgerNews(trained=("0:c", "0:b"))
     assert committed.ledger.trained == {"0:a": 1, "0:c": 2, "0:b": 3}
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}"])
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_a_damaged_delta_is_made_up_for(trial: TrialDirectory, trainer: Trainer, damaged: int, damage: bytes) -> None:
+    committed = CommittedLedger(trial)
+    saved = [trainer.commit(step, f"0:{step}") for step in (1, 2, 3)]
+    (trial.path / saved[damaged].commit.ledger_file).write_bytes(damage)
+    assert committed.poll() == LedgerNews(trained=("0:1", "0:2", "0:3"))
+    trainer.commit(4, "0:4")
+    assert committed.poll() == LedgerNews(trained=("0:4",))
+
+
+def test_what_cannot_be_read_at_all_is_known_with_the_next_commit(trial: TrialDirectory, trainer: Trainer) -> None:
+    committed = CommittedLedger(trial)
+    trainer.commit(1, "0:a")
+    committed.poll()
+    bad = trainer.commit(2, "0:b")
+    (trial.path / bad.commit.ledger_file).unlink()
+    (trial.path / bad.commit.directory / "ledger.json").unlink()
+    assert committed.poll() == LedgerNews() and committed.ledger.trained == {"0:a": 1}
+    trainer.commit(3, "0:c")
+    assert committed.poll() == LedgerNews(trained=("0:b", "0:c"))

@@ -70,16 +70,19 @@ class Admission:
             case GateLimit.NONE:
                 return ()
 
-    def at_version(self, version: PolicyVersion, *, consumed: int, workers: Iterable[str]) -> None:
+    def at_version(
+        self, version: PolicyVersion, *, consumed: int, workers: Iterable[str], starts_over: bool = False
+    ) -> None:
         """The trainer has published weights.
 
         Args:
             version: of these weights.
             consumed: samples trained by all commits; counts only where the gate starts anew.
             workers: the rollout workers that live; where the gate starts anew, each must report.
+            starts_over: commits that were counted are rejected, so the gate starts anew whatever the version.
         """
         before, self._version = self._version, version
-        if before is not None and version.step >= before.step:
+        if before is not None and version.step >= before.step and not starts_over:
             self._gate.set_version(version.step)
             return
         self._gate.rebuild(version=version.step, consumed=consumed, running={}, finished={})

@@ -73,6 +73,8 @@ class GserverManager(Worker):
         self._committed = CommittedLedger(context.trial)
         self._version: PolicyVersion | None = None
         self._weights = Path()
+        self._has_gone_back = False
+        """Whether commits were rejected that the gate has counted."""
         self._updates: dict[str, asyncio.Task[None]] = {}
         self._num_retried = 0
 
@@ -186,7 +188,7 @@ class GserverManager(Worker):
             self.context.presence.enter("wait for weights", waits_for=[MASTER])
             return
         version = PolicyVersion.parse(record["version"])
-        if version != self._version:
+        if version != self._version or self._has_gone_back:
             self._version, self._weights = version, Path(record["weights"])
             workers = await asyncio.to_thread(
                 self.context.names.find_subtree, self.context.keys.worker_kind_root("rollout_worker")
@@ -196,7 +198,9 @@ class GserverManager(Worker):
                 version,
                 consumed=self._committed.ledger.trained_count,
                 workers=[name.removeprefix("workers/") for name in workers],
+                starts_over=self._has_gone_back,
             )
+            self._has_gone_back = False
             self.context.presence.beat(version=str(version))
         self._start_updates()
         if self._table.serving(str(version)):
@@ -263,5 +267,6 @@ class GserverManager(Worker):
         self._take_in_commits()
 
     def _take_in_commits(self) -> None:
-        for delta in self._committed.poll():
-            self._admission.consumed(uid for group in delta.trained.values() for uid in group)
+        news = self._committed.poll()
+        self._admission.consumed(news.trained)
+        self._has_gone_back |= news.has_gone_back

@@ -13,6 +13,7 @@
 It holds metadata only and imports no torch.
 """
 
+import asyncio
 import json
 import logging
 import os
@@ -35,13 +36,20 @@ from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec
 from corral.name_resolve import Lease
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.policy_version import Lineage, PolicyVersion
-from corral.workers.checkpoint import RecoveryPoint, last_valid_commit
+from corral.workers.checkpoint import RecoveryPoint, committed_ledger, last_valid_commit
 from corral.workers.data.prompts import load_planned_rows, uids_of_share
 from corral.workers.master.sample_source import DatasetSource, SampleSource, TrajectorySource
 from corral.workers.master.sequence_buffer import SequenceBuffer
 from corral.workers.master.trainer_epoch import EpochParts, Outcome, TrainerEpoch
 from corral.workers.master.trainer_gang import GangLostError, TrainerGang
-from corral.workers.worker import BadConfigurationError, SupersededWorkerError, Worker, WorkerContext, run_async
+from corral.workers.worker import (
+    BadConfigurationError,
+    StopRequested,
+    SupersededWorkerError,
+    Worker,
+    WorkerContext,
+    run_async,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +99,9 @@ class MasterWorker(Worker):
             return
 
     async def _run_epoch(self, writer: LogWriter, gang: TrainerGang) -> Outcome:
-        recovery = last_valid_commit(writer.state, self.context.trial)
-        if recovery.rejected and recovery.slot is not None:
-            writer.fall_back_to(recovery.slot)
-        ledger = Ledger.load(self.context.trial, recovery.commits)
-        commits = [PolicyVersion(commit.epoch, commit.step) for commit in recovery.commits]
+        recovery = await self._recover(writer)
+        ledger = committed_ledger(self.context.trial, recovery.commit) if recovery.commit else Ledger()
+        commits = [PolicyVersion(logged.commit.epoch, logged.commit.step) for logged in recovery.honoured]
         lineage = Lineage(commits, epoch=writer.epoch)
         buffer = SequenceBuffer(is_consumed=ledger.consumed)
         parts = EpochParts(
@@ -115,6 +121,24 @@ class MasterWorker(Worker):
         )
         _log_start(writer, recovery)
         return await TrainerEpoch(parts).run()
+
+    async def _recover(self, writer: LogWriter) -> RecoveryPoint:
+        """Find the newest commit that is whole; what is not is left behind in the log, where everyone reads it."""
+        presence, stopping = self.context.presence, self.context.stopping
+
+        def on_progress() -> None:
+            if stopping.is_set():  # a thread cannot be cancelled, and its work may take many minutes
+                raise StopRequested("while a checkpoint was verified")
+            presence.beat()
+
+        deadline_s = self.context.plan.supervision.setup_timeout_s
+        with presence.during("verify the last commit", waiting_for="the file system", deadline_s=deadline_s):
+            recovery = await asyncio.to_thread(
+                last_valid_commit, writer.state, self.context.trial, on_progress=on_progress
+            )
+        if recovery.rejected:
+            writer.fall_back_to(recovery.slot, reason=recovery.rejected[0].reason)
+        return recovery
 
     def _source(self, buffer: SequenceBuffer, gang: TrainerGang, lineage: Lineage, ledger: Ledger) -> SampleSource:
         if self._spec.source == "dataset":

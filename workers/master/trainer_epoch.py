@@ -21,7 +21,7 @@ from enum import Enum
 from pathlib import Path
 
 from corral.experiments.journal import Journal
-from corral.experiments.ledger import Ledger, write_delta
+from corral.experiments.ledger import Ledger, write_delta, write_whole
 from corral.experiments.trial_directory import TrialDirectory, link_files
 from corral.experiments.trial_log import LogWriter
 from corral.experiments.worker_specs import MasterWorkerSpec
@@ -189,7 +189,9 @@ class TrainerEpoch:
         directory.mkdir(mode=0o700, exist_ok=True)
         with parts.presence.during("write weights", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
             await parts.gang.save_weights(directory)
-            await asyncio.to_thread(write_manifest, directory, {"version": str(self.version)})
+            await asyncio.to_thread(
+                write_manifest, directory, {"version": str(self.version)}, on_progress=parts.presence.beat
+            )
         self._weights = directory
 
     async def _commit_if_due(self, *, force: bool = False) -> None:
@@ -201,7 +203,10 @@ class TrainerEpoch:
             checkpoint = CheckpointWriter(parts.trial, epoch=parts.writer.epoch, step=self._step)
             await parts.gang.save_state(checkpoint.path, step=self._step)
             link_files(self._weights, checkpoint.path / "weights")
-            digest = await asyncio.to_thread(checkpoint.write_manifest, {"version": str(self.version)})
+            write_whole(checkpoint.path, parts.ledger.whole(epoch=parts.writer.epoch, step=self._step))
+            digest = await asyncio.to_thread(
+                checkpoint.write_manifest, {"version": str(self.version)}, on_progress=parts.presence.beat
+            )
             delta = parts.ledger.delta_for(epoch=parts.writer.epoch, step=self._step)
             ledger_file, ledger_sha256 = write_delta(parts.trial, delta)
             parts.writer.commit(

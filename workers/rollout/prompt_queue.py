@@ -1,8 +1,9 @@
 """PromptQueue: which prompt a rollout worker starts next; each is issued until a commit covers it.
 
     waiting ──take──► running ──finished──► spooled ──covered by a commit──► done
-       ▲                 │ failed               │ rejected as stale
-       └──── first ──────┴──────────────────────┘
+     ▲  ▲                │ failed               │ rejected as stale            │ the trainer fell back
+     │  └──── first ─────┴──────────────────────┘                              │ past that commit
+     └──── start_over ─────────────────────────────────────────────────────────┘
 
 Pure; what is done comes from the ledger, what is spooled from the spool.
 """
@@ -15,12 +16,13 @@ class PromptQueue:
     """The prompts of one rollout worker, in the order of the seed; those issued again come first.
 
     Args:
-        uids: all uids of this worker's share, in order.
+        share: gives all uids of this worker's share, in order, each time that it is called.
         is_settled: whether a uid is in the ledger or in the spool, and must not be generated.
     """
 
-    def __init__(self, uids: Iterable[str], *, is_settled: Callable[[str], bool]) -> None:
-        self._fresh: Iterator[str] = iter(uids)
+    def __init__(self, share: Callable[[], Iterable[str]], *, is_settled: Callable[[str], bool]) -> None:
+        self._share = share
+        self._fresh: Iterator[str] = iter(share())
         self._again: deque[str] = deque()
         self._is_settled = is_settled
 
@@ -36,3 +38,7 @@ class PromptQueue:
         """A prompt was taken and not started, failed, or was rejected: it is issued again."""
         if uid not in self._again:
             self._again.append(uid)
+
+    def start_over(self) -> None:
+        """Something that was settled is so no longer: the whole share is looked at again, from its beginning."""
+        self._fresh = iter(self._share())

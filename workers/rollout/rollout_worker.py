@@ -138,7 +138,8 @@ class RolloutWorker(Worker):
             raise BadConfigurationError(str(error)) from error
         self._tokenizer = load_tokenizer(spec.tokenizer)
         self._eos = eos_token_id(spec.tokenizer)
-        uids = uids_of_share(
+        share = partial(
+            uids_of_share,
             list(self._rows),
             seed=self.context.plan.seed,
             num_epochs=spec.total_train_epochs,
@@ -147,7 +148,7 @@ class RolloutWorker(Worker):
             num_shares=spec.num_rollout_workers,
         )
         self._queue = PromptQueue(
-            uids,
+            share,
             is_settled=lambda uid: uid in self._records or uid in self._running or self._committed.ledger.consumed(uid),
         )
 
@@ -279,9 +280,12 @@ class RolloutWorker(Worker):
         self._sender.raise_failure()
 
     async def _watch_commits(self) -> None:
-        for delta in self._committed.poll():
-            covered = [uid for group in delta.trained.values() for uid in group] + list(delta.dropped)
-            await asyncio.to_thread(self._records.remove, covered, self._sender)
+        news = self._committed.poll()
+        if news.has_gone_back:
+            logger.warning("the trainer fell back to an earlier commit; what later ones covered is issued again")
+            self._queue.start_over()
+        if news.covered:
+            await asyncio.to_thread(self._records.remove, news.covered, self._sender)
 
     def _forget_covered(self, is_covered: Callable[[str], bool]) -> None:
         """Records whose commit came while this worker was away."""

@@ -68,6 +68,20 @@ def test_a_restarted_manager_counts_what_was_finished_and_runs() -> None:
     assert admission.allocate(WORKER, "0:z").order == 8
 
 
+def test_when_commits_are_rejected_the_gate_forgets_what_it_counted_for_them() -> None:
+    # The trainer dies after it has committed step 1 and before it publishes it; the commit then proves damaged, and
+    # the next epoch publishes the version that the manager knows already.
+    admission = opened(batch_size=2, eta=0)
+    for uid in ("0:a", "0:b"):
+        admission.allocate(WORKER, uid)
+        admission.finish(WORKER, uid, delivered=True)
+    admission.consumed(["0:a", "0:b"])
+    assert admission.allocate(WORKER, "0:a").order is None
+    admission.at_version(PolicyVersion(0, 0), consumed=0, workers=[WORKER], starts_over=True)
+    admission.report(WORKER, incarnation="a", running={}, finished={})
+    assert admission.allocate(WORKER, "0:a").order is not None
+
+
 def test_a_rejected_sample_may_start_again() -> None:
     admission = opened()
     admission.allocate(WORKER, "0:a")
