@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from corral.experiments.checks import (
-    EXACT_MATCH,
     MODEL_CONTEXT,
     check_batch,
     check_concurrency,
@@ -21,10 +20,18 @@ from corral.experiments.checks import (
     check_model,
     check_ppo,
 )
-from corral.experiments.config import EngineConfig, ModelConfig, PPOConfig, RolloutConfig, TrainedModelConfig
+from corral.experiments.config import (
+    EXACT_MATCH,
+    EngineConfig,
+    ModelConfig,
+    PPOConfig,
+    RolloutConfig,
+    TrainedModelConfig,
+)
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment import Experiment, ExperimentConfig
 from corral.experiments.model_directory import ModelFacts
+from corral.experiments.tokens import LengthLimits
 from corral.experiments.worker_specs import (
     DatasetSpec,
     GenerationServerSpec,
@@ -32,6 +39,7 @@ from corral.experiments.worker_specs import (
     MasterWorkerSpec,
     ModelRoleSpec,
     ModelWorkerSpec,
+    RewardSpec,
     RolloutWorkerSpec,
     WorkerSpec,
 )
@@ -166,7 +174,11 @@ class AsyncPPOExperiment(Experiment):
                 calls=self.calls(),
                 dataset=None,
                 evaluation=self.evaluation,
-                reward=self.rollout.reward,
+                reward=RewardSpec(
+                    function=self.rollout.reward,
+                    timeout_s=self.rollout.reward_timeout_s,
+                    retries=self.rollout.reward_retries,
+                ),
                 temperature=self.rollout.sampling.temperature,
                 total_steps=self.control.total_steps(num_rows=dataset.num_rows, batch_size=self.train_batch_size),
             )
@@ -189,6 +201,9 @@ class AsyncPPOExperiment(Experiment):
             for index in range(count)
         ]
 
+    def length_limits(self) -> LengthLimits:
+        return LengthLimits(self.actor.path, max_prompt_tokens=self.dataset.max_prompt_tokens)
+
     def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
         facts, problems = check_model(self.actor, ("actor",))
         yield from problems
@@ -205,7 +220,7 @@ class AsyncPPOExperiment(Experiment):
                 training_ranks=self.known_training_ranks(),
             )
         if self.evaluation is not None:
-            yield from check_evaluation(self.evaluation, facts, needs_answer=self.needs_answers)
+            yield from check_evaluation(self.evaluation, self.actor.path, facts, needs_answer=self.needs_answers)
 
     def _ref_problems(self, actor: ModelFacts | None) -> Iterator[ConfigProblem]:
         if self.ref is None:

@@ -6,6 +6,7 @@ in by the loader.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from corral.experiments.config import (
     ClusterConfig,
@@ -17,9 +18,10 @@ from corral.experiments.config import (
     RolloutConfig,
 )
 from corral.experiments.dataset_file import DatasetReader
-from corral.experiments.errors import ConfigProblem, KeyPath, display_path, show_value, split_remedy
+from corral.experiments.errors import ConfigProblem, KeyPath, display_path, dotted, show_value, split_remedy
 from corral.experiments.import_paths import check_import_path
 from corral.experiments.model_directory import ModelFacts, inspect_model
+from corral.experiments.tokens import LengthLimits
 from corral.scheduling.allocation import EVERY_ROLE, Allocation, parse_allocation
 from corral.scheduling.placement import NodeShape, place
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling
@@ -28,9 +30,9 @@ from corral.scheduling.worker_information import WorkerKind
 BUILT_GENERATION_BACKENDS = ("hf",)
 BUILT_TRAINING_BACKENDS = ("fsdp",)
 MODEL_CONTEXT = "the model's max_position_embeddings"
-EXACT_MATCH = "corral.workers.rollout.rewards:exact_match"
 
 _ALLOCATION = ("allocation",)
+_MAX_LONG_ROWS = 3  # more of the same kind would only scroll the first ones away
 # What the file leaves open, only the cluster can tell.
 _ANY_NODE = NodeShape(cpus=1 << 20, gpus=1 << 12, mem_mb=1 << 40)
 
@@ -175,13 +177,26 @@ def check_placement(scheduling: ExperimentScheduling, cluster: ClusterConfig) ->
 
 
 def check_dataset(
-    config: DatasetConfig, path: KeyPath, *, needs_answer: bool
+    config: DatasetConfig, path: KeyPath, *, needs_answer: bool, limits: LengthLimits
 ) -> tuple[int | None, list[ConfigProblem]]:
     """Rows of a dataset (None if it is broken), and what is wrong with it."""
     reader = DatasetReader(config=config, needs_answer=needs_answer)
-    reader.read_to_end()
+    too_long: list[ConfigProblem] = []
+    try:
+        for row in reader:
+            if excess := limits.find_excess(row.prompt, row.answer):
+                place = f"{display_path(config.path)}:{row.line}"
+                hint = f"shorten or remove the row, or raise {dotted(path)}.max_prompt_tokens and what has to hold it"
+                too_long.append(ConfigProblem(message=f"{place}: {excess}", hint=hint))
+                if len(too_long) >= _MAX_LONG_ROWS:
+                    break
+    except ValueError as error:
+        message, hint = split_remedy(str(error))
+        too_long.append(ConfigProblem(message=message, hint=hint))
     where = (*path, "path")
-    problems = [replace(problem, path=where, shown=display_path(config.path)) for problem in reader.problems]
+    problems = [
+        replace(problem, path=where, shown=display_path(config.path)) for problem in (*reader.problems, *too_long)
+    ]
     return (None if problems else reader.num_rows), problems
 
 
@@ -230,10 +245,12 @@ def check_length(
 
 
 def check_evaluation(
-    evaluation: EvaluationConfig, facts: ModelFacts | None, *, needs_answer: bool
+    evaluation: EvaluationConfig, model: Path, facts: ModelFacts | None, *, needs_answer: bool
 ) -> Iterator[ConfigProblem]:
     """Held-out problems that are broken or too long for the model."""
-    yield from check_dataset(evaluation.dataset, ("evaluation", "dataset"), needs_answer=needs_answer)[1]
+    limits = LengthLimits(model, max_prompt_tokens=evaluation.dataset.max_prompt_tokens)
+    path = ("evaluation", "dataset")
+    yield from check_dataset(evaluation.dataset, path, needs_answer=needs_answer, limits=limits)[1]
     if facts is not None:
         yield from check_length(
             max_prompt_tokens=evaluation.dataset.max_prompt_tokens,

@@ -13,7 +13,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from corral.experiments.config import EvaluationConfig, FrozenConfig, ImportPath
+from corral.experiments.config import EvaluationConfig, FrozenConfig
+from corral.experiments.worker_specs import RewardSpec
 
 
 class EvaluationRequest(FrozenConfig):
@@ -31,8 +32,8 @@ class EvaluationRequest(FrozenConfig):
     """Problems, and the longest answer; `every_steps` has no meaning here."""
     dataset_sha256: str
     """Digest of the problems; a file that changed in between would make results that cannot be compared."""
-    reward: ImportPath | None
-    """Who judges; None is the exact match."""
+    reward: RewardSpec
+    """Who judges."""
     dtype: Literal["float32", "bfloat16"]
     """Type of the weights in memory."""
     batch_size: int = Field(default=256, ge=1)
@@ -47,13 +48,15 @@ class EvaluationResult(FrozenConfig):
     step: int
     """Policy version of the weights."""
     accuracy: float
-    """Share of answers with full reward."""
+    """Share of judged answers with full reward."""
     mean_reward: float
-    """Mean over all answers."""
+    """Mean over all judged answers."""
     mean_response_tokens: float
     """Mean length of an answer."""
     num_prompts: int
     """Problems that were answered."""
+    num_unjudged: int = 0
+    """Answers that the reward failed on; accuracy and mean reward leave them out."""
     seconds: float
     """Time that answering and judging took, over all starts of the job."""
     num_starts: int

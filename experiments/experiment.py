@@ -34,6 +34,7 @@ from corral.experiments.config import (
 from corral.experiments.config.cluster import DEFAULT_SCHEDULING
 from corral.experiments.dataset_file import DatasetReader
 from corral.experiments.errors import ConfigProblem
+from corral.experiments.tokens import LengthLimits
 from corral.experiments.trial_directory import validate_name
 from corral.experiments.worker_specs import DatasetSpec, ModelWorkerSpec, WorkerSpec
 from corral.scheduling.allocation import Allocation, parse_allocation
@@ -134,6 +135,10 @@ class Experiment(FrozenConfig):
         """Roles of the models that are held."""
 
     @abstractmethod
+    def length_limits(self) -> LengthLimits:
+        """How long a row of the dataset may be."""
+
+    @abstractmethod
     def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
         """Mistakes that only this kind of experiment can have; `num_rows` is None if the dataset is broken."""
 
@@ -206,7 +211,9 @@ class Experiment(FrozenConfig):
             yield from group_problems
             if not group_problems:
                 yield from check_placement(self.scheduling_setup(), self.cluster)
-        num_rows, problems = check_dataset(self.dataset, ("dataset",), needs_answer=self.needs_answers)
+        num_rows, problems = check_dataset(
+            self.dataset, ("dataset",), needs_answer=self.needs_answers, limits=self.length_limits()
+        )
         yield from problems
         yield from self.find_own_problems(num_rows=num_rows)
 

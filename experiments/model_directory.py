@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.errors import ConfigProblem, display_path
+from corral.experiments.tokens import eos_token_ids
 
 _LFS_BEGINNING = b"version https://git-lfs"
 _HEADER_LENGTH_BYTES = 8  # a safetensors file starts with the length of its JSON header
@@ -29,7 +30,7 @@ def inspect_model(directory: Path) -> tuple[ModelFacts | None, list[ConfigProble
     problems += _weight_problems(directory)
     if not (directory / "tokenizer.json").is_file():
         problems.append(_problem(f"model {display_path(directory)} has no tokenizer.json", _tokenizer_hint(directory)))
-    if config is not None and not _names_end_of_answer(directory, config):
+    if config is not None and not _names_end_of_answer(directory):
         hint = 'add "eos_token_id" to config.json: the id of the token that ends an answer'
         problems.append(_problem(f"model {display_path(directory)} names no eos_token_id", hint))
     facts = None if config is None else _facts(config)
@@ -57,13 +58,11 @@ def _read_config(directory: Path) -> tuple[dict[str, Any] | None, list[ConfigPro
     return config, []
 
 
-def _names_end_of_answer(directory: Path, config: dict[str, Any]) -> bool:
+def _names_end_of_answer(directory: Path) -> bool:
     try:
-        generation = json.loads((directory / "generation_config.json").read_bytes())
+        return bool(eos_token_ids(directory))
     except (OSError, ValueError, RecursionError):
-        generation = {}
-    given = (generation.get("eos_token_id") if isinstance(generation, dict) else None, config.get("eos_token_id"))
-    return any(isinstance(value, int) or (isinstance(value, list) and value) for value in given)
+        return False
 
 
 def _weight_problems(directory: Path) -> list[ConfigProblem]:

@@ -12,7 +12,8 @@ from corral.experiments.checks import check_batch, check_evaluation, check_model
 from corral.experiments.config import TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment import Experiment, ExperimentConfig
-from corral.experiments.worker_specs import MasterWorkerSpec, ModelRoleSpec, ModelWorkerSpec
+from corral.experiments.tokens import LengthLimits
+from corral.experiments.worker_specs import MasterWorkerSpec, ModelRoleSpec, ModelWorkerSpec, RewardSpec
 from corral.scheduling.dataflow import (
     CallType,
     DataTransferHook,
@@ -90,12 +91,19 @@ class SFTExperiment(Experiment):
                 calls=calls,
                 dataset=dataset,
                 evaluation=self.evaluation,
-                reward=None,
+                reward=RewardSpec(),
                 total_steps=self.control.total_steps(num_rows=dataset.num_rows, batch_size=self.train_batch_size),
             )
             for rank in range(self.num_training_ranks)
         ]
         return ExperimentConfig.build(calls=calls, dataset_keys=ROW_KEYS, workers=[master, *ranks])
+
+    def length_limits(self) -> LengthLimits:
+        return LengthLimits(
+            self.model.path,
+            max_prompt_tokens=self.dataset.max_prompt_tokens,
+            max_row_tokens=self.model.max_tokens_per_micro_batch,
+        )
 
     def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
         facts, problems = check_model(self.model, ("model",))
@@ -108,4 +116,4 @@ class SFTExperiment(Experiment):
                 training_ranks=self.known_training_ranks(),
             )
         if self.evaluation is not None:
-            yield from check_evaluation(self.evaluation, facts, needs_answer=True)
+            yield from check_evaluation(self.evaluation, self.model.path, facts, needs_answer=True)

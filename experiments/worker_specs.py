@@ -6,10 +6,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from corral.experiments.config import (
+    EXACT_MATCH,
     DatasetConfig,
     EngineConfig,
     EvaluationConfig,
     FrozenConfig,
+    ImportPath,
     ModelConfig,
     OptimizerConfig,
     PPOConfig,
@@ -43,6 +45,17 @@ class ModelRoleSpec(FrozenConfig):
     """None for a model that is only read."""
     ppo: PPOConfig | None = None
     """Settings of `ppo_actor`."""
+
+
+class RewardSpec(FrozenConfig):
+    """Who judges answers, and how long it may take. Without any setting: the exact match."""
+
+    function: ImportPath = EXACT_MATCH
+    """A function (problem, answer text) -> float."""
+    timeout_s: float = Field(default=15.0, gt=0.0)
+    """Deadline of one call."""
+    retries: int = Field(default=2, ge=0)
+    """Further tries of a call that failed."""
 
 
 class MasterWorkerSpec(FrozenConfig):
@@ -90,8 +103,8 @@ class ModelWorkerSpec(FrozenConfig):
     """The rows of a dataset source; None where samples arrive from rollout workers."""
     evaluation: EvaluationConfig | None
     """Held-out problems."""
-    reward: str | None
-    """Import path of the reward that judges held-out answers; None for the exact match."""
+    reward: RewardSpec
+    """Who judges held-out answers."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature of the behaviour policy."""
     total_steps: int = Field(ge=1)

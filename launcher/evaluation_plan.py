@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from corral.experiments.checks import EXACT_MATCH
-from corral.experiments.config import DatasetConfig, EvaluationConfig
+from corral.experiments.config import EXACT_MATCH, DatasetConfig, EvaluationConfig
 from corral.experiments.dataset_file import DatasetReader
 from corral.experiments.errors import ConfigError
 from corral.experiments.evaluation import EvaluationRequest, progress_path, request_path, result_path
@@ -106,10 +105,10 @@ def make_requests(
         ConfigError: if the problems are no good, or the reward cannot be found.
     """
     spec = _model_worker(plan)
-    reader = DatasetReader(config=evaluation.dataset, needs_answer=spec.reward in (None, EXACT_MATCH))
+    reader = DatasetReader(config=evaluation.dataset, needs_answer=spec.reward.function == EXACT_MATCH)
     reader.read_to_end()
     reader.raise_problems()
-    if spec.reward is not None and (problem := check_import_path(spec.reward)) is not None:
+    if (problem := check_import_path(spec.reward.function)) is not None:
         raise ConfigError([problem])
     return [
         EvaluationRequest(

@@ -92,7 +92,8 @@ class EvaluationReader:
         result = read_result(result_path(self._folder, step))
         job_id = job.job_id if job is not None else ""
         if result is not None:
-            return EvaluationStatus(step=step, state="DONE", job_id=job_id, result=result)
+            note = f"the reward failed on {result.num_unjudged} of the answers" if result.num_unjudged else ""
+            return EvaluationStatus(step=step, state="DONE", job_id=job_id, note=note, result=result)
         if job is None:
             return EvaluationStatus(step=step, state="FAILED", note="it ended without a result; ask for it again")
         info = self._watcher.get_info(job.job_id)

@@ -32,13 +32,12 @@ from corral.experiments.evaluation import (
 )
 from corral.experiments.trial_directory import atomic_write
 from corral.workers.generation.engine import DTYPES, load_model
-from corral.workers.model.evaluation import HeldOutProblems, means
+from corral.workers.model.evaluation import SUMS, HeldOutProblems, means
 from corral.workers.worker import EXIT_BAD_CONFIGURATION, EXIT_DONE
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_NOTHING: Mapping[str, float] = {"correct": 0.0, "reward": 0.0, "tokens": 0.0, "count": 0.0}
 
 
 def evaluate(request: EvaluationRequest) -> EvaluationResult:
@@ -70,12 +69,17 @@ def evaluate(request: EvaluationRequest) -> EvaluationResult:
 
 def _result(request: EvaluationRequest, progress: EvaluationProgress) -> EvaluationResult:
     values = means(progress.sums)
+    if "accuracy" not in values:
+        raise ValueError(
+            f"the reward failed on the answers to all {progress.num_done} problems; the lines above say with what"
+        )
     return EvaluationResult(
         step=request.step,
         accuracy=values["accuracy"],
         mean_reward=values["reward/mean"],
         mean_response_tokens=values["response_length/mean"],
         num_prompts=progress.num_done,
+        num_unjudged=int(values["unjudged"]),
         seconds=round(progress.seconds, 3),
         num_starts=progress.num_starts,
         dataset=request.evaluation.dataset.path,
@@ -96,7 +100,7 @@ def _read_progress(request: EvaluationRequest) -> EvaluationProgress:
             f"{reader.sha256}, then {request.dataset_sha256}); run rl-eval again"
         )
     path = progress_path(request.result)
-    progress = EvaluationProgress(num_done=0, sums=dict(_NOTHING), seconds=0.0, num_starts=0)
+    progress = EvaluationProgress(num_done=0, sums=dict.fromkeys(SUMS, 0.0), seconds=0.0, num_starts=0)
     if path.exists():
         progress = EvaluationProgress.model_validate_json(path.read_bytes())
     progress = progress.model_copy(update={"num_starts": progress.num_starts + 1})

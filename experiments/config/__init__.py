@@ -12,9 +12,10 @@ from corral.experiments.config.cluster import (
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.config.model import ModelConfig, OptimizerConfig, TrainedModelConfig
-from corral.experiments.config.rollout import EngineConfig, ImportPath, RolloutConfig, SamplingConfig
+from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, ImportPath, RolloutConfig, SamplingConfig
 
 __all__ = [
+    "EXACT_MATCH",
     "ClusterConfig",
     "DatasetConfig",
     "EngineConfig",

@@ -19,7 +19,7 @@ class DatasetConfig(FrozenConfig):
     id_key: str = Field(default="id", min_length=1)
     """Field that identifies the row; a row without it is known by its line number, counted from 0."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Longest prompt in tokens; a longer one is an error when the trial starts."""
+    """Longest prompt in tokens; a longer one is refused at submission, and one that an agent makes is dropped."""
     shuffle: bool = True
     """Whether each pass over the data has an order of its own, drawn from the trial's seed."""
 

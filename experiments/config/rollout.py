@@ -7,6 +7,9 @@ from pydantic import AfterValidator, Field, field_validator
 
 from corral.experiments.config.base import FrozenConfig
 
+EXACT_MATCH = "corral.workers.rollout.rewards:exact_match"
+"""Import path of the reward that compares with the row's answer."""
+
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -55,12 +58,12 @@ class RolloutConfig(FrozenConfig):
     """How the manager spreads requests over generation servers."""
     agent: ImportPath = "corral.workers.rollout.agents:single_turn"
     """An async function (problem, prompt_ids, sample_group, judge) -> JudgedGroup, see workers/rollout/agents.py."""
-    reward: ImportPath = "corral.workers.rollout.rewards:exact_match"
+    reward: ImportPath = EXACT_MATCH
     """A function (problem, answer text) -> float."""
     reward_timeout_s: float = Field(default=15.0, gt=0.0)
-    """Deadline of one reward call."""
+    """Deadline of one reward call, counted from when the function is called."""
     reward_retries: int = Field(default=2, ge=0)
-    """Further tries of a failed reward; then the prompt is dropped and counted, never given a reward of 0."""
+    """Further tries of a failed reward or agent; then the prompt is dropped and counted, never given a reward of 0."""
     request_timeout_s: float = Field(default=300.0, gt=0.0)
     """Deadline of one request to a generation server or of one weight update."""
 

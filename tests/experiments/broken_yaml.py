@@ -128,6 +128,14 @@ def _row(**fields: object) -> str:
     return json.dumps(fields) + "\n"
 
 
+def _tokenizer() -> str:
+    """A tokenizer.json of one token a character."""
+    vocabulary = {character: number for number, character in enumerate("?0123456789+=")}
+    split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"}
+    return json.dumps({"version": "1.0", "pre_tokenizer": split, "model": model})
+
+
 SYNTAX_CASES = (
     BrokenCase(name="tab-indentation", edit=("  path: model\n", "\tpath: model\n"), words=("YAML", "tabs"), line=6),
     BrokenCase(name="unclosed-bracket", edit=("", "cluster: {max_nodes: 1\n"), words=("not valid YAML",)),
@@ -470,6 +478,41 @@ FILE_CASES = (
         name="missing-dataset",
         files={"train.jsonl": None},
         words=("cannot read dataset", "train.jsonl", "no such file", "relative to that file's folder"),
+        line=17,
+    ),
+    BrokenCase(
+        name="prompt-too-long",
+        files={
+            "model/tokenizer.json": _tokenizer(),
+            "train.jsonl": rows(39) + _row(id="long", prompt="1+" * 8 + "1=", answer="9"),
+        },
+        words=("train.jsonl:40", "prompt has 18 tokens", "max_prompt_tokens 16", "raise dataset.max_prompt_tokens"),
+        line=17,
+    ),
+    BrokenCase(
+        name="row-too-long-for-a-micro-batch",
+        base=VALID_SFT,
+        overrides=("model.max_tokens_per_micro_batch=20",),
+        files={
+            "model/tokenizer.json": _tokenizer(),
+            "train.jsonl": rows(39) + _row(id="long", prompt="1+1=", answer="2" * 16),
+        },
+        words=("train.jsonl:40", "4 + 17 tokens", "max_tokens_per_micro_batch 20"),
+        line=8,
+    ),
+    BrokenCase(
+        name="held-out-prompt-too-long",
+        files={
+            "model/tokenizer.json": _tokenizer(),
+            "heldout.jsonl": _row(prompt="1+" * 8 + "1=", answer="9"),
+        },
+        words=("heldout.jsonl:1", "prompt has 18 tokens", "evaluation.dataset.max_prompt_tokens"),
+        line=24,
+    ),
+    BrokenCase(
+        name="long-prompts-and-no-tokenizer-to-measure-them",
+        files={"train.jsonl": rows(39) + _row(prompt="1+" * 8 + "1=", answer="9")},
+        words=("cannot use the tokenizer", "download it again"),
         line=17,
     ),
     BrokenCase(name="empty-dataset", files={"train.jsonl": "\n\n"}, words=("no rows", "JSON object"), line=17),

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.config import DatasetConfig, EvaluationConfig, ModelConfig
+from corral.experiments.config import EXACT_MATCH, DatasetConfig, EvaluationConfig, ModelConfig
 from corral.experiments.journal import Journal
 from corral.experiments.plan import ModelRoleSpec, ModelWorkerSpec, RunPlan
 from corral.experiments.trial_directory import TrialDirectory, link_files
 from corral.experiments.trial_log import TrialLog
+from corral.experiments.worker_specs import RewardSpec
 from corral.workers.data.arithmetic import make_problems
 from tests.launcher.trials import make_plan
 
@@ -29,13 +30,13 @@ def make_evaluable_trial(
     commits: Sequence[int] = (1, 2),
     exports: Sequence[int] = (),
     final: int | None = None,
-    reward: str | None = None,
+    reward: str = EXACT_MATCH,
     **plan: Any,
 ) -> TrialDirectory:
     """A trial with copies of `model` as the weights of some steps.
 
     Args:
-        reward: import path; None is the exact match.
+        reward: import path.
         plan: for `make_plan`.
     """
     directory = TrialDirectory(fileroot / "exp" / "trial")
@@ -65,7 +66,7 @@ def make_evaluable_trial(
     return directory
 
 
-def _plan(path: Path, model: Path, problems: Path, reward: str | None, plan: dict[str, Any]) -> RunPlan:
+def _plan(path: Path, model: Path, problems: Path, reward: str, plan: dict[str, Any]) -> RunPlan:
     made = make_plan(path, model_workers=1, **({"task": {"cpu": 1, "mem": 1500}} | plan))
     spec = ModelWorkerSpec(
         index=0,
@@ -74,7 +75,7 @@ def _plan(path: Path, model: Path, problems: Path, reward: str | None, plan: dic
         calls=[],
         dataset=None,
         evaluation=EvaluationConfig(dataset=DatasetConfig(path=problems), max_new_tokens=4),
-        reward=reward,
+        reward=RewardSpec(function=reward, timeout_s=120.0),
         total_steps=3,
     )
     workers = [spec if worker.kind == "model_worker" else worker for worker in made.workers]

@@ -15,7 +15,7 @@ def crash(problem: Mapping[str, Any], answer: str) -> float:
 
 
 def gated(problem: Mapping[str, Any], answer: str) -> float:
-    """Judges as many problems as the number in a file allows; the next one waits until it allows more."""
+    """Judges as many problems as the number in a file allows; with one more, all wait until it allows more."""
     gate = Path(os.environ["CORRAL_TEST_GATE"])
     judged = gate.with_suffix(".judged")
     with judged.open("a") as file:

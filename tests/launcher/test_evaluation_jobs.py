@@ -158,7 +158,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path, model: P
     gate.write_text("5")
     first = subprocess.Popen(command, env=environment_of(tmp_path))
     try:
-        wait_until(lambda: judged.exists() and len(judged.read_text().split()) == 6, "the sixth problem", timeout_s=60)
+        wait_until(lambda: judged.exists() and len(judged.read_text().split()) == 8, "the second batch", timeout_s=60)
     finally:
         first.kill()
         first.wait()
@@ -166,7 +166,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path, model: P
     subprocess.run(command, env=environment_of(tmp_path), check=True, timeout=60)
     result = read_result(result_path(directory.evaluations_path, 1))
     assert result is not None and (result.num_starts, result.num_prompts) == (2, NUM_PROBLEMS)
-    assert len(judged.read_text().split()) == 6 + NUM_PROBLEMS - 4  # the first batch of four was kept
+    assert len(judged.read_text().split()) == 8 + NUM_PROBLEMS - 4  # the first batch of four was kept
     assert not progress_path(result_path(directory.evaluations_path, 1)).exists()
 
 

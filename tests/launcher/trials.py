@@ -32,7 +32,7 @@ from corral.experiments.plan import (
 )
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.worker_specs import DatasetSpec, RolloutWorkerSpec
+from corral.experiments.worker_specs import DatasetSpec, RewardSpec, RolloutWorkerSpec
 from corral.launcher.lock import lock_path, read_lock
 from corral.launcher.processes import is_process_alive, kill_trial_processes, trial_processes
 from corral.launcher.trials import read_facts
@@ -88,7 +88,7 @@ def make_plan(
             calls=[],
             dataset=None,
             evaluation=None,
-            reward=None,
+            reward=RewardSpec(),
             total_steps=3,
         )
         for index in range(model_workers)

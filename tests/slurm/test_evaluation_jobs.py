@@ -107,7 +107,7 @@ def test_crashed_cancelled_and_interrupted_evaluations_end_as_what_they_are(
     assert "the evaluation ended with -9" in failed.note
 
     # Its time is up in the middle of its third batch; submitit puts it back into the queue.
-    wait_until(lambda: judged.exists() and len(judged.read_text().split()) == 10, "the tenth problem", timeout_s=WAIT_S)
+    wait_until(lambda: judged.exists() and len(judged.read_text().split()) == 12, "the third batch", timeout_s=WAIT_S)
     assert json.loads(progress_path(result_path(gated[0].evaluations_path, 2)).read_text())["num_done"] == 8
     assert site.run("scancel", "--signal=USR2", resumed_job).returncode == 0
     (cancelled_job,) = submit(gated[1]).values()

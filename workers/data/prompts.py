@@ -3,18 +3,12 @@
 row (a JSON object) --uid "{dataset_epoch}:{row_id}"--> rollout workers (prompts) or model workers (SFT rows)
 """
 
-import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from corral.experiments.config import DatasetConfig
 from corral.experiments.dataset_file import DatasetReader, DatasetRow, load_rows
 from corral.experiments.worker_specs import DatasetSpec
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 RowsById = dict[str, DatasetRow]
 
@@ -61,27 +55,3 @@ def split_uid(uid: str) -> tuple[int, str]:
     """(dataset_epoch, row_id) of a uid."""
     dataset_epoch, _, row_id = uid.partition(":")
     return int(dataset_epoch), row_id
-
-
-def load_tokenizer(directory: Path) -> "Tokenizer":
-    """The `tokenizers.Tokenizer` of a model directory: text <-> token ids without importing torch or transformers."""
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(directory / "tokenizer.json"))
-
-
-def eos_token_id(directory: Path) -> int:
-    """The id of the token that ends an answer, from generation_config.json or config.json.
-
-    Raises:
-        ValueError: if the model names none.
-    """
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        if path.exists():
-            value = json.loads(path.read_text()).get("eos_token_id")
-            if isinstance(value, list) and value:
-                value = value[0]
-            if isinstance(value, int):
-                return value
-    raise ValueError(f"model {directory} names no eos_token_id in generation_config.json or config.json; add one")

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
+from corral.experiments.config import EvaluationConfig
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec
 from corral.scheduling.dataflow import ModelFunctionCall
 from corral.workers.algorithms.base import ModelInterface
@@ -143,9 +144,13 @@ class ModelWorker(Worker):
         else:
             self._inbox = self._open_inbox(stack)
         if self._spec.evaluation is not None:
-            self._evaluator = Evaluator(
-                self._spec.evaluation, trained.model.path, reward=self._spec.reward, context=self._parallel
-            )
+            self._evaluator = self._make_evaluator(self._spec.evaluation, trained)
+
+    def _make_evaluator(self, evaluation: EvaluationConfig, trained: ModelRoleSpec) -> Evaluator:
+        try:
+            return Evaluator(evaluation, trained.model.path, reward=self._spec.reward, context=self._parallel)
+        except ValueError as error:
+            raise BadConfigurationError(str(error)) from error
 
     def _open_inbox(self, stack: ExitStack) -> TrajectoryInbox:
         batch = max(call.n_seqs for call in self._spec.calls)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from corral.experiments.tokens import encode_answer, encode_prompt, end_of_answer_id, load_tokenizer
 from corral.experiments.worker_specs import DatasetSpec
-from corral.workers.data.prompts import eos_token_id, load_planned_rows, load_tokenizer, split_uid
+from corral.workers.data.prompts import load_planned_rows, split_uid
 from corral.workers.data.sequence_sample import SequenceSample
 
 
@@ -24,7 +25,7 @@ class RowLoader:
     def __init__(self, spec: DatasetSpec, model: Path) -> None:
         self._rows = load_planned_rows(spec)
         self._tokenizer = load_tokenizer(model)
-        self._eos = eos_token_id(model)
+        self._end_of_answer = end_of_answer_id(model, self._tokenizer)
         self._max_prompt_tokens = spec.config.max_prompt_tokens
 
     def load(self, uids: Iterable[str]) -> list[SequenceSample]:
@@ -34,13 +35,13 @@ class RowLoader:
     def _sample(self, uid: str) -> SequenceSample:
         _, row_id = split_uid(uid)
         row = self._rows[row_id]
-        prompt = self._tokenizer.encode(row.prompt).ids
+        prompt = encode_prompt(self._tokenizer, row.prompt)
         if len(prompt) > self._max_prompt_tokens:
             raise ValueError(
                 f"row {row_id!r} (line {row.line}) has a prompt of {len(prompt)} tokens, more than "
                 f"dataset.max_prompt_tokens {self._max_prompt_tokens}; raise that limit or shorten the row"
             )
-        answer = [*self._tokenizer.encode(row.answer or "").ids, self._eos]
+        answer = [*encode_answer(self._tokenizer, row.answer or ""), self._end_of_answer]
         ids = np.asarray([*prompt, *answer], dtype=np.int32)
         mask = np.zeros(len(ids), dtype=np.bool_)
         mask[: len(prompt)] = True

@@ -1,17 +1,25 @@
-"""Judge: calls the reward function with a deadline and retries; what fails is a failure, never a reward of zero."""
+"""RewardJudge: calls the reward function with a deadline and retries; what fails is a failure, never a reward of zero.
+
+answer ids ──decode──► RewardThreads ──a finite number in time──► reward
+                            └──raised, too late, not finite──► next try ... ──► RewardFailedError
+"""
 
 import asyncio
 import logging
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from corral.experiments.config import RolloutConfig
+import numpy as np
+
 from corral.workers.rollout.partial_rollout import PartialAnswer
+from corral.workers.rollout.reward_threads import RewardThreads
 from corral.workers.rollout.rewards import Problem, RewardFunction
+from corral.workers.rollout.user_code import describe_error
 
 logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 4
+_LARGEST = float(np.finfo(np.float32).max)  # rewards are float32 in a sample
 
 
 class RewardFailedError(RuntimeError):
@@ -21,38 +29,67 @@ class RewardFailedError(RuntimeError):
 class RewardJudge:
     """Judges answers in threads, so that a slow reward holds up nothing else."""
 
-    def __init__(self, reward: RewardFunction, tokenizer: Any, *, eos_token_id: int, config: RolloutConfig) -> None:
+    def __init__(
+        self, reward: RewardFunction, tokenizer: Any, *, stop_token_ids: Collection[int], timeout_s: float, retries: int
+    ) -> None:
+        """
+        Args:
+            stop_token_ids: a last token that is one of them is not part of the answer's text.
+            timeout_s: of one call, from the moment that a thread takes it up.
+            retries: further tries of a call that failed.
+        """
         self._reward = reward
         self._tokenizer = tokenizer
-        self._eos = eos_token_id
-        self._config = config
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="reward")
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._timeout_s = timeout_s
+        self._tries = 1 + retries
+        self._threads = RewardThreads(_NUM_THREADS)
         self._is_closed = False
 
     async def __call__(self, problem: Problem, answer: PartialAnswer) -> float:
+        """`judge` an answer as an agent holds it."""
+        return await self.judge(problem, answer.output_ids)
+
+    async def judge(self, problem: Problem, output_ids: Sequence[int]) -> float:
         """The reward of one answer.
 
         Raises:
             RewardFailedError: naming the last cause.
+            ThreadsHangError: if so many calls hang that only a new process can go on.
             CancelledError: if the worker leaves: nothing was judged, so nothing failed, and its prompt is not dropped.
         """
-        ids = answer.output_ids[:-1] if answer.output_ids[-1:] == [self._eos] else answer.output_ids
-        text = self._tokenizer.decode(ids)
-        cause = ""
-        for _ in range(1 + self._config.reward_retries):
+        ended = len(output_ids) > 0 and output_ids[-1] in self._stop_token_ids
+        text = self._tokenizer.decode(list(output_ids[:-1] if ended else output_ids))
+        cause, error = "", None
+        for _ in range(self._tries):
             if self._is_closed:
                 raise asyncio.CancelledError
-            try:
-                async with asyncio.timeout(self._config.reward_timeout_s):
-                    loop = asyncio.get_running_loop()
-                    return float(await loop.run_in_executor(self._threads, self._reward, problem, text))
-            except TimeoutError:
-                cause = f"no result within {self._config.reward_timeout_s:g} s"
-            except Exception as error:  # user code: anything may come out of it
-                cause = f"{type(error).__name__}: {error}"
+            outcome = await self._call_once(problem, text)
+            if isinstance(outcome, float):
+                return outcome
+            error = outcome
+            cause = describe_error(error) if error else f"no result within {self._timeout_s:g} s"
             logger.warning("the reward function failed: %s", cause)
-        raise RewardFailedError(f"the reward function failed {1 + self._config.reward_retries} times, last: {cause}")
+        raise RewardFailedError(f"the reward function failed {self._tries} times, last: {cause}") from error
+
+    async def _call_once(self, problem: Problem, text: str) -> float | BaseException | None:
+        """What came out of one call: a reward, what it raised, or None if its time was up."""
+        call = self._threads.submit(lambda: _checked(self._reward(problem, text)))
+        try:
+            await asyncio.wrap_future(call.started)  # without a deadline: every call before it has one
+            await asyncio.wait([asyncio.wrap_future(call.outcome)], timeout=self._timeout_s)
+        finally:
+            self._threads.abandon(call)
+        return call.outcome.result() if call.outcome.done() else None
 
     def close(self) -> None:
         self._is_closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
+
+
+def _checked(value: Any) -> float:
+    """The value as a reward; ValueError if no training step could use it."""
+    reward = float(value)
+    if not abs(reward) <= _LARGEST:
+        raise ValueError(f"a reward must be a finite float32, got {reward}")
+    return reward

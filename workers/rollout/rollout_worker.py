@@ -21,12 +21,13 @@ from typing import Any
 
 import aiohttp
 
+from corral.experiments.tokens import encode_prompt, eos_token_ids, load_tokenizer
 from corral.experiments.worker_record import MANAGER, MASTER
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.name_resolve import NameServiceError
 from corral.workers.committed_ledger import CommittedLedger
 from corral.workers.data.delivery import delivery_id, uid_of_delivery
-from corral.workers.data.prompts import eos_token_id, load_planned_rows, load_tokenizer, split_uid, uids_of_share
+from corral.workers.data.prompts import load_planned_rows, split_uid, uids_of_share
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError
 from corral.workers.rollout.generation_client import Route as ServerRoute
@@ -120,12 +121,16 @@ class RolloutWorker(Worker):
             session,
             self._route,
             sampling=spec.rollout.sampling,
-            stop_token_ids=[self._eos],
+            stop_token_ids=self._stop_token_ids,
             new_tokens_per_chunk=spec.rollout.new_tokens_per_chunk,
             request_timeout_s=spec.rollout.request_timeout_s,
         )
         self._judge = RewardJudge(
-            load_function(spec.rollout.reward), self._tokenizer, eos_token_id=self._eos, config=spec.rollout
+            load_function(spec.rollout.reward),
+            self._tokenizer,
+            stop_token_ids=self._stop_token_ids,
+            timeout_s=spec.rollout.reward_timeout_s,
+            retries=spec.rollout.reward_retries,
         )
         stack.callback(self._judge.close)
         self._agent: Callable[..., Awaitable[JudgedGroup]] = load_function(spec.rollout.agent)
@@ -137,7 +142,7 @@ class RolloutWorker(Worker):
         except ValueError as error:
             raise BadConfigurationError(str(error)) from error
         self._tokenizer = load_tokenizer(spec.tokenizer)
-        self._eos = eos_token_id(spec.tokenizer)
+        self._stop_token_ids = eos_token_ids(spec.tokenizer)
         share = partial(
             uids_of_share,
             list(self._rows),
@@ -207,7 +212,7 @@ class RolloutWorker(Worker):
         row = self._rows[row_id]
         started = time.monotonic()
         try:
-            prompt_ids = self._tokenizer.encode(row.prompt).ids
+            prompt_ids = encode_prompt(self._tokenizer, row.prompt)
 
             async def sample_group(ids: Sequence[int]) -> list[PartialAnswer]:
                 return await self._client.sample_group(uid, ids, group_size=self._spec.group_size)

@@ -1,0 +1,134 @@
+"""Text and token ids of a model directory, without torch: the one place that says how prompts and answers are encoded.
+
+prompt ──► [<bos>] prompt tokens        as the model's tokenizer begins a text
+answer ──► answer tokens, end of answer nothing in between: the answer continues the prompt
+"""
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_SPECIAL_TOKENS = 4  # no tokenizer puts more around a text
+
+
+def load_tokenizer(directory: Path) -> "Tokenizer":
+    """The `tokenizers.Tokenizer` of a model directory.
+
+    Raises:
+        ValueError: if its tokenizer.json cannot be used.
+    """
+    from tokenizers import Tokenizer  # only who encodes something pays for it
+
+    path = directory / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exceptions
+        raise ValueError(f"cannot use the tokenizer {path}: {error}; download it again") from error
+
+
+def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
+    """With the special tokens that the tokenizer gives to a text of its own, such as <bos>."""
+    return list(tokenizer.encode(prompt).ids)
+
+
+def encode_answer(tokenizer: Any, answer: str) -> list[int]:
+    """Without special tokens: a <bos> between prompt and answer would be learned as part of every answer."""
+    return list(tokenizer.encode(answer, add_special_tokens=False).ids)
+
+
+def eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Every id that ends an answer, as generation_config.json and then config.json name them.
+
+    Raises:
+        ValueError: if the model names none.
+    """
+    declared = [_read(directory / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
+    listed = [value for entry in declared for value in (entry if isinstance(entry, list) else [entry])]
+    ids = dict.fromkeys(value for value in listed if isinstance(value, int) and not isinstance(value, bool))
+    if not ids:
+        raise ValueError(f"model {directory} names no eos_token_id in generation_config.json or config.json; add one")
+    return tuple(ids)
+
+
+def end_of_answer_id(directory: Path, tokenizer: Any) -> int:
+    """The id that answers are taught to end with: the tokenizer's eos_token where the model ends there, else the first.
+
+    A model may name several: an end of turn and an end of text, or its padding.
+
+    Raises:
+        ValueError: if the model names none.
+    """
+    ids = eos_token_ids(directory)
+    named = _read(directory / "tokenizer_config.json").get("eos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    own = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    return own if own in ids else ids[0]
+
+
+class LengthLimits:
+    """How long the rows of a dataset may be, in tokens of a model. Reads its tokenizer when a row could be too long.
+
+    Example:
+        limits = LengthLimits(model, max_prompt_tokens=1024)
+        limits.find_excess(prompt, None)      # "", or "the prompt has 1100 tokens, more than ..."
+    """
+
+    def __init__(self, model: Path, *, max_prompt_tokens: int, max_row_tokens: int | None = None) -> None:
+        """
+        Args:
+            model: directory with the tokenizer.
+            max_prompt_tokens: of the prompt, special tokens included.
+            max_row_tokens: of prompt, answer and its end together; None where answers are not trained on.
+        """
+        self._model = model
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_row_tokens = max_row_tokens
+
+    def find_excess(self, prompt: str, answer: str | None) -> str:
+        """What of a row is too long; empty if nothing is.
+
+        Raises:
+            ValueError: if the tokenizer cannot be used.
+        """
+        is_prompt_short = _at_most(prompt) <= self._max_prompt_tokens
+        is_row_short = (
+            self._max_row_tokens is None
+            or answer is None
+            or _at_most(prompt) + _at_most(answer) <= self._max_row_tokens
+        )
+        if is_prompt_short and is_row_short:
+            return ""
+        num_prompt = len(encode_prompt(self._tokenizer, prompt))
+        if num_prompt > self._max_prompt_tokens:
+            return f"the prompt has {num_prompt} tokens, more than max_prompt_tokens {self._max_prompt_tokens}"
+        if self._max_row_tokens is None or answer is None:
+            return ""
+        num_answer = len(encode_answer(self._tokenizer, answer)) + 1
+        if num_prompt + num_answer > self._max_row_tokens:
+            return (
+                f"prompt and answer have {num_prompt} + {num_answer} tokens, more than max_tokens_per_micro_batch "
+                f"{self._max_row_tokens}"
+            )
+        return ""
+
+    @cached_property
+    def _tokenizer(self) -> "Tokenizer":
+        return load_tokenizer(self._model)
+
+
+def _at_most(text: str) -> int:
+    """As many tokens as a text can have, for nearly nothing: each stands for a byte at least, or is a special one."""
+    return len(text.encode(errors="surrogatepass")) + _SPECIAL_TOKENS
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object; empty if there is no such file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    return content if isinstance(content, dict) else {}
