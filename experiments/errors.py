@@ -67,7 +67,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(problem.render() for problem in self.problems))
 
     @classmethod
-    def of(cls, message: str, *, hint: str = "", path: KeyPath = (), shown: str = "", place: str = "") -> "ConfigError":
+    def of(cls, message: str, *, hint: str = "", path: KeyPath = (), shown: str = "", place: str = "") -> Self:
         """An error with one problem."""
         return cls([ConfigProblem(message=message, hint=hint, path=path, shown=shown, place=place)])
 

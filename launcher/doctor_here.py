@@ -16,9 +16,9 @@ from corral.experiments.redis_server import find_redis_executable
 from corral.launcher.doctor import Finding, fail, ok, warn
 from corral.launcher.doctor_node import DISTRIBUTION
 from corral.launcher.local import visible_gpus
+from corral.launcher.trials import node_local_folder
 
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
-_NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 _NODE_LOCAL_TYPES = ("tmpfs", "ramfs", "overlay")
 _LITTLE_SPACE_GB = 10.0
 
@@ -105,7 +105,7 @@ def _fileroot(fileroot: Path) -> Iterator[Finding]:
     kind, shown = file_system_of(fileroot), f"{fileroot} is writable, {free_gb:.0f} GB free"
     if free_gb < _LITTLE_SPACE_GB:
         yield warn(check, shown, "checkpoints hold parameters, optimizer and weights; a full disk stops a trial")
-    elif kind in _NODE_LOCAL_TYPES or str(fileroot.resolve()).startswith(_NODE_LOCAL):
+    elif kind in _NODE_LOCAL_TYPES or node_local_folder(fileroot):
         advice = "fine with --local; nodes of a cluster will not see it"
         yield warn(check, f"{shown}, on {kind}, which belongs to this machine alone", advice)
     else:

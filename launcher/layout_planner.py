@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from corral.experiments.errors import ConfigError, KeyPath
+from corral.experiments.errors import ConfigError, KeyPath, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout import Allocation, AllocationRole, Layout, LayoutKind, Step
-from corral.scheduling.placement import SLACK_CPUS, SLACK_MEM_MB, NodeShape, Placement, place
+from corral.scheduling.placement import SLACK_CPUS, SLACK_MEM_MB, NodeShape, Placement, PlacementError, place
 from corral.scheduling.scheduling import AllocationNeeds, Scheduling, TasksGroup
 from corral.scheduling.worker_information import WorkerKind, parse_worker_id, worker_id
 
@@ -43,7 +43,8 @@ def plan_layout(plan: RunPlan, shapes: NodeShapes | None = None, *, default_part
         default_partition: its name, if known: who names it and who leaves the partition out ask for the same.
 
     Raises:
-        ConfigError: if a group fits no node, or groups that must share an allocation ask for different ones.
+        UnsatisfiableError: if a group fits no node, or all of them not the nodes that the trial may use.
+        ConfigError: if groups that must share an allocation ask for different ones.
     """
     plan = _with_default_partition(plan, default_partition)
     pools = _pools(plan)
@@ -271,7 +272,7 @@ def _place(
     max_nodes: int | None,
 ) -> Placement:
     if max_nodes is not None and max_nodes < 1:
-        raise ConfigError.of(
+        raise UnsatisfiableError.of(
             f"trial can never start: {', '.join(groups)} need nodes of their own, and the other groups use all of "
             f"cluster.max_nodes={plan.cluster.max_nodes}",
             hint="raise cluster.max_nodes, or let all groups share an allocation",
@@ -280,11 +281,12 @@ def _place(
         )
     try:
         return place(groups, shape, has_slack=role == "head", max_nodes=max_nodes)
-    except ValueError as error:
-        raise ConfigError.of(
+    except PlacementError as error:
+        raise UnsatisfiableError.of(
             f"trial can never start: {error}",
             hint="a node's shape is what sinfo shows, or cluster.cpus_per_node, cluster.mem_per_node and "
             "cluster.gpus_per_node",
+            path=("groups", error.kind, "scheduling", error.resource),
         ) from error
 
 

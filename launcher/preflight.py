@@ -4,6 +4,8 @@
                              |                                                                              |
                        no answer: a warning, and SLURM alone decides                 ConfigError, UnsatisfiableError
 
+Refused is what no waiting cures. Nodes that are down and a start that is not yet possible are warnings, and where
+`sbatch --test-only` refuses for them, its refusal is one too: sbatch takes such a job, and it waits.
 One sinfo and one `scontrol show partition`; nothing is written outside a temporary folder.
 """
 
@@ -12,12 +14,14 @@ import re
 import shlex
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigProblem, ConfigSource, UnsatisfiableError
+from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.layout import Allocation, Layout
@@ -25,9 +29,11 @@ from corral.launcher.layout_planner import plan_layout
 from corral.launcher.sbatch import COMPONENT_SEPARATOR, member_options, render_holder, render_script, sbatch_options
 from corral.launcher.slurm import SlurmClient, SlurmError, SlurmUnreachableError, user_name
 from corral.launcher.slurm_asks import Ask, asks_of, check_values, shapes_for
-from corral.launcher.slurm_capacity import check_layout, describe
-from corral.launcher.slurm_checks import check_asks, explain_refusal, node_local_warning
+from corral.launcher.slurm_capacity import Capacity, check_layout, describe
+from corral.launcher.slurm_checks import check_asks, node_local_warning
+from corral.launcher.slurm_complaints import Complaint
 from corral.launcher.slurm_facts import ClusterFacts, read_cluster
+from corral.launcher.slurm_refusals import explain_refusal
 
 _FAR_AWAY_S = 366 * 86400.0
 
@@ -48,6 +54,7 @@ def check_on_slurm(
     client: SlurmClient,
     *,
     source: ConfigSource = NO_SOURCE,
+    has_checks: bool = True,
     now: datetime | None = None,
 ) -> Preflight:
     """Plans the allocations of a trial and checks that they can ever start.
@@ -57,6 +64,7 @@ def check_on_slurm(
         directory: its folder; it need not exist.
         client: the cluster.
         source: where the values came from, for messages.
+        has_checks: whether the cluster is compared with the trial; without it is asked only what its nodes are.
         now: the clock; None is the present.
 
     Raises:
@@ -66,18 +74,24 @@ def check_on_slurm(
     """
     try:
         asks = asks_of(plan, source)
-        check_values(asks, source, now=now or datetime.now())
+        check_values(asks, plan, source, now=now or datetime.now())
         local = node_local_warning(directory.path)
         warnings = [local] if local else []
-        checks: list[str] = []
         facts = _read(client, asks, warnings)
+        if not has_checks:
+            layout = _plan(plan, asks, facts)
+            return Preflight(layout=layout, checks=("cluster not checked (--no-checks)",), warnings=tuple(warnings))
         if facts is not None:
             warnings += check_asks(asks, plan, facts, source)
         layout = _plan(plan, asks, facts)
-        if facts is not None:
-            checks += check_layout(layout, plan, facts, source)
-        start = _ask_slurm(plan, layout, directory, client, source)
-        return Preflight(layout=layout, checks=(*checks, *start), warnings=tuple(warnings))
+        found = Capacity([], []) if facts is None else check_layout(layout, plan, facts, source)
+        warnings += found.waits_for_nodes
+        known = {Complaint.NODES} if found.waits_for_nodes else set()
+        if facts is not None and any(facts.begins_later(name) for ask in asks for name in ask.reservations):
+            known.add(Complaint.TIME)
+        started = _ask_slurm(plan, layout, directory, client, source, known=known)
+        warnings += started.warnings
+        return Preflight(layout=layout, checks=(*found.checks, *started.checks), warnings=tuple(warnings))
     except ConfigError as error:
         raise error.located(source) from error
 
@@ -86,7 +100,8 @@ def _read(client: SlurmClient, asks: Sequence[Ask], warnings: list[str]) -> Clus
     try:
         return read_cluster(
             client,
-            wants_reservation=any("reservation" in ask.values for ask in asks),
+            wanted_partitions=[name for ask in asks for name in ask.values.get("partition", "").split(",") if name],
+            wants_reservation=any(ask.reservations for ask in asks),
             wants_account=any(name in ask.values for ask in asks for name in ("account", "qos")),
             user=user_name(),
         )
@@ -100,36 +115,36 @@ def _read(client: SlurmClient, asks: Sequence[Ask], warnings: list[str]) -> Clus
 def _plan(plan: RunPlan, asks: Sequence[Ask], facts: ClusterFacts | None) -> Layout:
     if facts is None:
         return plan_layout(plan)
-    try:
-        shapes = shapes_for(asks, plan, facts)
-        return plan_layout(plan, shapes, default_partition=facts.default_partition)
-    except ConfigError as error:
-        if all(problem.message.startswith("trial can never start") for problem in error.problems):
-            raise UnsatisfiableError(map(_with_key, error.problems)) from error
-        raise
+    return plan_layout(plan, shapes_for(asks, plan, facts), default_partition=facts.default_partition)
 
 
-_WANTS = re.compile(r"(?P<kind>[a-z_]+)(?:/\d+)? (?:must run on node 0 and )?wants [0-9]+ (?P<unit>CPUs|GPUs|MB)\b")
-_FIELD_BY_UNIT = {"CPUs": "cpu", "GPUs": "gpu", "MB": "mem"}
+class _Answer(NamedTuple):
+    """What SLURM says about the jobs of a trial."""
 
-
-def _with_key(problem: ConfigProblem) -> ConfigProblem:
-    """A problem of placement, with the key of the group that it is about."""
-    match = _WANTS.search(problem.message)
-    if problem.path or match is None:
-        return problem
-    return replace(problem, path=("groups", match["kind"], "scheduling", _FIELD_BY_UNIT[match["unit"]]))
+    checks: list[str]
+    warnings: list[str]
 
 
 def _ask_slurm(
-    plan: RunPlan, layout: Layout, directory: TrialDirectory, client: SlurmClient, source: ConfigSource
-) -> list[str]:
-    """What `sbatch --test-only` says about every job of the trial; when its head would start."""
+    plan: RunPlan,
+    layout: Layout,
+    directory: TrialDirectory,
+    client: SlurmClient,
+    source: ConfigSource,
+    *,
+    known: Set[Complaint],
+) -> _Answer:
+    """What `sbatch --test-only` says about every job of the trial; when its head would start.
+
+    Args:
+        known: complaints of which the user has been warned already.
+    """
+    ask = partial(_test, plan, client, source, known | {Complaint.TIME})
     with tempfile.TemporaryDirectory(prefix="corral-check-") as folder:
         script, holder = Path(folder) / "trial.sbatch", Path(folder) / "holder.sbatch"
         script.write_bytes(os.fsencode(render_script(plan, layout, directory)))
         start_with = [one for one in layout.allocations if one.role in ("head", "component")]
-        answers = [_test(plan, script, [], sbatch_options(plan, layout, directory), start_with, client, source)]
+        answers = [ask(script, [], sbatch_options(plan, layout, directory), start_with)]
         members = [index for index, one in enumerate(layout.allocations) if one.role in ("group", "elastic")]
         if members:
             holder.write_bytes(os.fsencode(render_holder(directory)))
@@ -141,9 +156,14 @@ def _ask_slurm(
             if text not in asked:
                 asked.add(text)
                 options = member_options(plan, layout, index, directory)
-                answers.append(_test(plan, holder, options, options, [allocation], client, source))
-    start = re.search(r" to start at (\S+)", answers[0])
-    return [f"est. start {_estimate(start[1], now=time.time())}"] if start else []
+                answers.append(ask(holder, options, options, [allocation]))
+    doubts = dict.fromkeys(
+        answer.said for answer in answers if isinstance(answer, SlurmError) and answer.complaint not in known
+    )
+    warnings = [f"sbatch takes this job, but could not start it at present: {said}" for said in doubts]
+    head = answers[0]
+    start = None if isinstance(head, SlurmError) else re.search(r" to start at (\S+)", head)
+    return _Answer([f"est. start {_estimate(start[1], now=time.time())}"] if start else [], warnings)
 
 
 def _estimate(start: str, *, now: float) -> str:
@@ -157,23 +177,27 @@ def _estimate(start: str, *, now: float) -> str:
 
 def _test(
     plan: RunPlan,
+    client: SlurmClient,
+    source: ConfigSource,
+    tolerated: Set[Complaint],
     script: Path,
     options: Sequence[str],
     all_options: Sequence[str],
     allocations: Sequence[Allocation],
-    client: SlurmClient,
-    source: ConfigSource,
-) -> str:
-    """SLURM's answer about one job; `all_options` are those of the command line and of the script."""
+) -> str | SlurmError:
+    """SLURM's answer about one job, or its complaint if that is tolerated.
+
+    `all_options` are those of the command line and of the script.
+    """
     try:
         return client.test_submission(options, script)
     except SlurmUnreachableError:
         raise
     except SlurmError as error:
-        said = str(error).partition(": ")[2] or str(error)
+        if error.complaint in tolerated:
+            return error
         asked_for = [describe(allocation) for allocation in allocations]
-        command = _shown_command(all_options)
-        raise explain_refusal(said, plan, asked_for, source, command=command) from error
+        raise explain_refusal(error, plan, asked_for, source, command=_shown_command(all_options)) from error
 
 
 _NOT_SHOWN = ("--job-name=", "--comment=", "--output=", "--open-mode=", "--export=", "--signal=", "--requeue")

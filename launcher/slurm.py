@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from corral.launcher.processes import TRIAL_UUID_VARIABLE
+from corral.launcher.slurm_complaints import Complaint, complaint_of
 
 _SLURM_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_")
-_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")  # how the commands find the cluster at all
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # how the commands find the cluster at all, and may ask it
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 # Name and comment last: they may hold anything, the separator included.
@@ -29,7 +30,16 @@ _NODE_FORMAT = "%N|%P|%c|%m|%G|%f|%t|%l"
 
 
 class SlurmError(RuntimeError):
-    """A SLURM command failed; the text is the command and what it said."""
+    """A SLURM command failed; the text is the command and what it said.
+
+    complaint: why, for those who decide.
+    said: what it printed, on one line.
+    """
+
+    def __init__(self, message: str, *, complaint: Complaint = Complaint.OTHER, said: str = "") -> None:
+        super().__init__(message)
+        self.complaint = complaint
+        self.said = said or message
 
 
 _NO_SLURM_HINT = "run this where the cluster's commands work, or add --local to run on this machine"
@@ -145,8 +155,8 @@ class SlurmClient:
         try:
             answer = self._run(["sbatch", "--parsable", *options, str(script)])
         except SlurmUnreachableError as error:
-            if re.search("did not answer within|timed out", str(error)):
-                raise UncertainSubmissionError(str(error)) from error
+            if error.complaint is Complaint.NO_ANSWER:
+                raise UncertainSubmissionError(str(error), complaint=error.complaint, said=error.said) from error
             raise
         return parse_job_id(answer)
 
@@ -155,7 +165,7 @@ class SlurmClient:
         command = ["sbatch", "--test-only", *options, str(script)]
         completed = self._complete(command)
         if completed.returncode != 0:
-            raise SlurmError(_failure(command, completed))
+            raise _failure(command, completed)
         return completed.stderr.strip()
 
     def queue(self) -> list[QueuedJob]:
@@ -177,9 +187,10 @@ class SlurmClient:
         command = ["scontrol", "show", "job", "-d", "-o", job_id]
         completed = self._complete(command)
         if completed.returncode != 0:
-            if "Invalid job id" in completed.stderr:
+            failure = _failure(command, completed)
+            if failure.complaint is Complaint.NO_SUCH_JOB:
                 return None
-            raise SlurmError(_failure(command, completed))
+            raise failure
         return parse_key_values(completed.stdout)
 
     def accounting_storage(self) -> str:
@@ -199,10 +210,10 @@ class SlurmClient:
         """Ends a job or a step, or sends it a signal; one that has ended already is no error."""
         command = ["scancel", *([f"--signal={signal_name}"] if signal_name else []), job_or_step]
         completed = self._complete(command)
-        if completed.returncode != 0 and not re.search(
-            "already|invalid job|not found", completed.stderr, re.IGNORECASE
-        ):
-            raise SlurmError(_failure(command, completed))
+        if completed.returncode != 0:
+            failure = _failure(command, completed)
+            if failure.complaint not in (Complaint.NO_SUCH_JOB, Complaint.HAS_ENDED):
+                raise failure
 
     def nodes(self) -> list[Node]:
         """All nodes, once for each partition they are in."""
@@ -210,9 +221,7 @@ class SlurmClient:
 
     def partitions(self) -> dict[str, dict[str, str]]:
         """Settings of every partition, by its name."""
-        lines = self._run(["scontrol", "show", "partition", "-o"]).splitlines()
-        settings = (parse_key_values(line) for line in lines if line.strip())
-        return {partition["PartitionName"]: partition for partition in settings if "PartitionName" in partition}
+        return parse_records(self._run(["scontrol", "show", "partition", "-o"]), key="PartitionName")
 
     def hostnames(self, node_list: str) -> list[str]:
         """n[1-3] -> n1, n2, n3."""
@@ -229,7 +238,7 @@ class SlurmClient:
     def _run(self, command: Sequence[str]) -> str:
         completed = self._complete(command)
         if completed.returncode != 0:
-            raise SlurmError(_failure(command, completed))
+            raise _failure(command, completed)
         return completed.stdout
 
     def _complete(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -252,13 +261,13 @@ class SlurmClient:
         except OSError as error:  # no process or memory left at the moment, which ends no trial
             raise SlurmUnreachableError(f"{command[0]} could not be run: {error}") from error
         except subprocess.TimeoutExpired as error:
-            raise SlurmUnreachableError(f"{command[0]} did not answer within {self._timeout_s:.0f} s") from error
-        if completed.returncode != 0 and re.search(
-            "unable to contact|connection refused|configuration source|socket timed out",
-            completed.stderr,
-            re.IGNORECASE,
-        ):
-            raise SlurmUnreachableError(f"{_failure(command, completed)}\n  hint: {_NO_SLURM_HINT}")
+            message = f"{command[0]} did not answer within {self._timeout_s:.0f} s"
+            raise SlurmUnreachableError(message, complaint=Complaint.NO_ANSWER) from error
+        if completed.returncode != 0:
+            failure = _failure(command, completed)
+            if failure.complaint in (Complaint.NO_ANSWER, Complaint.UNREACHABLE):
+                message = f"{failure}\n  hint: {_NO_SLURM_HINT}"
+                raise SlurmUnreachableError(message, complaint=failure.complaint, said=failure.said)
         return completed
 
 
@@ -334,6 +343,12 @@ def parse_key_values(text: str) -> dict[str, str]:
     return values
 
 
+def parse_records(text: str, *, key: str) -> dict[str, dict[str, str]]:
+    """The lines of `scontrol show ... -o` by one of their values; a line without it is skipped."""
+    records = (parse_key_values(line) for line in text.splitlines() if line.strip())
+    return {record[key]: record for record in records if key in record}
+
+
 def parse_settings(text: str) -> dict[str, str]:
     """`scontrol show config`: one `Name = value` a line."""
     pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
@@ -381,6 +396,7 @@ def _leading_int(text: str) -> int:
     return int(match[0]) if match else 0
 
 
-def _failure(command: Sequence[str], completed: subprocess.CompletedProcess[str]) -> str:
+def _failure(command: Sequence[str], completed: subprocess.CompletedProcess[str]) -> SlurmError:
     said = " ".join((completed.stderr or completed.stdout).split()) or "nothing"
-    return f"{command[0]} failed with exit {completed.returncode}: {said}"
+    message = f"{command[0]} failed with exit {completed.returncode}: {said}"
+    return SlurmError(message, complaint=complaint_of(completed.stderr), said=said)

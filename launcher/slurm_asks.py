@@ -1,6 +1,7 @@
 """Who asks the cluster for what, and under which key of the configuration each value stands.
 
-groups, elastic parts, launch --asks_of--> [Ask] --check_values-> times fit the clock, nodes are not excluded
+groups, elastic parts, launch --asks_of--> [Ask] --check_values--> times fit the clock and the signal before the end,
+                                                                  nodes are not excluded
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from datetime import datetime, timedelta
 
 from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, KeyPath
 from corral.experiments.plan import RunPlan
-from corral.launcher.layout_planner import ALLOCATION_FIELDS
+from corral.launcher.layout_planner import ALLOCATION_FIELDS, SUPERVISED
 from corral.launcher.slurm import Node
 from corral.launcher.slurm_facts import (
     ClusterFacts,
@@ -22,6 +23,9 @@ from corral.launcher.slurm_facts import (
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import Scheduling
 from corral.scheduling.slurm_formats import format_time_limit, parse_point_in_time, parse_time_limit
+
+_SIGNAL_EARLY_S = 30  # slurmctld looks at time limits this often, and sends what is due before its next look
+_SIGNAL_PATH: KeyPath = ("launch", "signal_before_end_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,13 @@ class Ask:
     values: Mapping[str, str]
     """ALLOCATION_FIELDS that are set."""
     path_by_field: Mapping[str, KeyPath]
+    is_signalled: bool = True
+    """Whether SLURM tells its job that the end comes near: the trial's own job, not those beside it."""
+
+    @property
+    def reservations(self) -> list[str]:
+        """The reservations that its job may run in."""
+        return [name for name in self.values.get("reservation", "").split(",") if name]
 
     def problem(
         self, name: str, message: str, *, hint: str, shown: str | None = None, evidence: str = ""
@@ -55,14 +66,15 @@ def asks_of(plan: RunPlan, source: ConfigSource) -> list[Ask]:
     asks = []
     for kind, group in plan.scheduling.items():
         own: KeyPath = ("groups", kind, "scheduling")
-        asks.append(_ask(plan, kind, group.scheduling, own))
+        in_own_job = plan.launch.layout != "jobs" or kind in SUPERVISED
+        asks.append(_ask(plan, kind, group.scheduling, own, is_signalled=in_own_job))
         if group.elastic is not None:
             path = source.first_given(("groups", kind, "elastic", "scheduling"), own)
-            asks.append(_ask(plan, f"elastic {kind}", group.elastic.scheduling, path))
+            asks.append(_ask(plan, f"elastic {kind}", group.elastic.scheduling, path, is_signalled=False))
     return asks
 
 
-def _ask(plan: RunPlan, who: str, task: Scheduling, path: KeyPath) -> Ask:
+def _ask(plan: RunPlan, who: str, task: Scheduling, path: KeyPath, *, is_signalled: bool) -> Ask:
     values: dict[str, str] = {}
     path_by_field: dict[str, KeyPath] = {}
     for name in ALLOCATION_FIELDS:
@@ -71,17 +83,45 @@ def _ask(plan: RunPlan, who: str, task: Scheduling, path: KeyPath) -> Ask:
             values[name], path_by_field[name] = own, (*path, name)
         elif common is not None:
             values[name], path_by_field[name] = common, ("launch", name)
-    return Ask(who=who, task=task, path=path, values=values, path_by_field=path_by_field)
+    return Ask(who=who, task=task, path=path, values=values, path_by_field=path_by_field, is_signalled=is_signalled)
 
 
-def check_values(asks: Sequence[Ask], source: ConfigSource, *, now: datetime) -> None:
+def check_values(asks: Sequence[Ask], plan: RunPlan, source: ConfigSource, *, now: datetime) -> None:
     """Values against each other and the clock.
 
     Raises:
         ConfigError: if no cluster could do what is asked for.
     """
-    problems = [problem for ask in asks for problem in (*_time_problems(ask, now), *_node_problems(ask))]
+    problems = [
+        problem
+        for ask in asks
+        for problem in (*_signal_problems(ask, plan, source), *_time_problems(ask, now), *_node_problems(ask))
+    ]
     raise_problems(ConfigError, problems, source)
+
+
+def leaves_time(limit_s: int, signal_before_end_s: int) -> bool:
+    """Whether a job of this time limit runs at all before SLURM signals that its end comes near."""
+    minutes = -(-limit_s // 60)  # SLURM rounds limits up
+    return minutes * 60 > signal_before_end_s + _SIGNAL_EARLY_S
+
+
+def _signal_problems(ask: Ask, plan: RunPlan, source: ConfigSource) -> Iterator[ConfigProblem]:
+    limit, signal_s = ask.values.get("time_limit"), plan.launch.signal_before_end_s
+    if not ask.is_signalled or limit is None or leaves_time(parse_time_limit(limit), signal_s):
+        return
+    shown = format_time_limit(parse_time_limit(limit))
+    least = format_time_limit(60 * ((signal_s + _SIGNAL_EARLY_S) // 60 + 1))
+    message = (
+        f"a time limit of {shown} leaves no time to train: SLURM signals its end {signal_s} s before it "
+        f"(launch.signal_before_end_s), up to {_SIGNAL_EARLY_S} s early"
+    )
+    hint = f"set time_limit to at least '{least}', or launch.signal_before_end_s lower"
+    path = source.first_given(ask.path_by_field["time_limit"], _SIGNAL_PATH)
+    if path == _SIGNAL_PATH:
+        yield ConfigProblem(message=message, hint=hint, path=path, shown=str(signal_s))
+    else:
+        yield ask.problem("time_limit", message, hint=hint)
 
 
 def _node_problems(ask: Ask) -> Iterator[ConfigProblem]:

@@ -1,17 +1,18 @@
 """Whether the nodes of a cluster can ever hold a layout: each allocation alone, then those that run together.
 
-    allocation + partition --_shortfall--> problem: node too small, too few nodes, partition's limits
+    allocation + partition --_shortfalls--> problem: node too small, too few nodes, partition's limits
     hetjob     components never share a node (backfill wants one each): for every set of components the sum of their
                nodes must not exceed the nodes that any of them could have
     jobs       jobs may share nodes: CPUs, memory and GPUs of all must not exceed those of the nodes
     elastic    each alone; the trial runs without them
 
-SLURM queues all of these requests, and hetjob sums pass `sbatch --test-only` too.
+SLURM queues all of these requests, and hetjob sums pass `sbatch --test-only` too. All nodes count, whatever their
+state: those that are down or drained come back. That too few of them are up at present is a warning.
 """
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -30,8 +31,17 @@ from corral.scheduling.worker_information import WorkerKind, parse_worker_id
 _MAX_COMPONENTS = 8  # of a heterogeneous job; there are five kinds of workers
 
 
-def check_layout(layout: Layout, plan: RunPlan, facts: ClusterFacts, source: ConfigSource) -> list[str]:
-    """Compares every allocation with the cluster; returns facts worth printing.
+class Capacity(NamedTuple):
+    """What was found about the nodes."""
+
+    checks: list[str]
+    """Facts worth printing."""
+    waits_for_nodes: list[str]
+    """What waits until nodes are up again; SLURM says of them only that they are not available."""
+
+
+def check_layout(layout: Layout, plan: RunPlan, facts: ClusterFacts, source: ConfigSource) -> Capacity:
+    """Compares every allocation with the cluster.
 
     Raises:
         UnsatisfiableError: with what is asked for, what there is, and what would fit.
@@ -39,10 +49,10 @@ def check_layout(layout: Layout, plan: RunPlan, facts: ClusterFacts, source: Con
     checks = _Checks(layout=layout, plan=plan, facts=facts, source=source)
     problems = [problem for index in range(len(layout.allocations)) for problem in checks.of_allocation(index)]
     if not problems:
-        problems = list(checks.of_all_together())
+        problems = list(checks.of_all_together(list(facts.nodes)))
     if problems:
         raise UnsatisfiableError(problems).located(source)
-    return checks.summary()
+    return Capacity(checks=checks.summary(), waits_for_nodes=checks.waits_for_nodes())
 
 
 def describe(allocation: Allocation) -> str:
@@ -135,7 +145,6 @@ class _Checks:
             yield self._too_many(index, name, len(fitting), f"{len(fitting)} such nodes of {len(members)}")
         else:
             yield from self._limits(index, name)
-            yield from self._states(allocation, name, fitting)
         wanted = expand_host_list(allocation.options.get("nodelist", ""))
         if len(wanted) > allocation.num_nodes:
             path = self._option_path(index, "nodelist")
@@ -251,42 +260,56 @@ class _Checks:
                         evidence=evidence,
                     )
 
-    def _states(self, allocation: Allocation, name: str, fitting: Sequence[Node]) -> Iterator[ConfigProblem]:
-        up = [node for node in fitting if node.is_up]
-        if allocation.num_nodes > len(up):
-            states = ", ".join(f"{count} {state}" for state, count in Counter(node.state for node in fitting).items())
-            yield ConfigProblem(
-                message=f"trial cannot start: it needs {allocation.num_nodes} nodes, {len(up)} of partition {name!r} "
-                f"are up ({states})",
-                hint="wait until the nodes are back, or choose another partition",
-                path=("launch", "partition"),
-                shown=name,
-                evidence="sinfo -R",
-            )
+    def waits_for_nodes(self) -> list[str]:
+        """What cannot start on the nodes that are up, of a layout that all nodes could hold."""
+        waiting = [line for index in range(len(self.layout.allocations)) for line in self._waits(index)]
+        up = [node for node in self.facts.nodes if node.is_up]
+        if not waiting and any(self.of_all_together(up)):
+            waiting.append("of the nodes that are up, there are too few for all jobs of this trial together")
+        return [f"{line}: it waits until nodes are back (sinfo -R says why they are not)" for line in waiting]
 
-    def of_all_together(self) -> Iterator[ConfigProblem]:
+    def _waits(self, index: int) -> Iterator[str]:
+        allocation = self.layout.allocations[index]
+        fitting_by_partition = {
+            name: fitting
+            for name in partitions_asked(allocation.options, self.facts)
+            if (fitting := self._fitting(allocation, name))
+        }
+        ups = {name: sum(node.is_up for node in fitting) for name, fitting in fitting_by_partition.items()}
+        if not ups or max(ups.values()) >= allocation.num_nodes:
+            return
+        name = max(ups, key=lambda name: ups[name])
+        states = Counter(node.state for node in fitting_by_partition[name])
+        shown = ", ".join(f"{count} {state}" for state, count in states.items())
+        yield (
+            f"{self._who(index)} needs {allocation.num_nodes} nodes, {ups[name]} of partition {name!r} are up "
+            f"at present ({shown})"
+        )
+
+    def of_all_together(self, nodes: Sequence[Node]) -> Iterator[ConfigProblem]:
         """Allocations that only start together, on nodes that each of them could have alone."""
+        names = {node.name for node in nodes}
+        indices = [index for index, one in enumerate(self.layout.allocations) if one.role != "elastic"]
+        usable = {index: self._usable(index, names) for index in indices}
         if self.layout.kind == "hetjob":
-            yield from self._components_together()
+            yield from self._components_together(usable)
         elif self.layout.kind == "jobs":
-            yield from self._jobs_together()
+            yield from self._jobs_together(usable)
 
-    def _usable(self, index: int) -> dict[str, Node]:
+    def _usable(self, index: int, names: Set[str]) -> dict[str, Node]:
         allocation = self.layout.allocations[index]
         return {
             node.name: node
             for name in partitions_asked(allocation.options, self.facts)
             for node in self._fitting(allocation, name)
-            if node.is_up
+            if node.name in names
         }
 
-    def _components_together(self) -> Iterator[ConfigProblem]:
-        indices = [index for index, one in enumerate(self.layout.allocations) if one.role != "elastic"]
-        usable = {index: self._usable(index) for index in indices}
+    def _components_together(self, usable: Mapping[int, Mapping[str, Node]]) -> Iterator[ConfigProblem]:
         if not all(usable.values()):
             return
-        for size in range(2, min(len(indices), _MAX_COMPONENTS) + 1):
-            for chosen in combinations(indices, size):
+        for size in range(2, min(len(usable), _MAX_COMPONENTS) + 1):
+            for chosen in combinations(usable, size):
                 nodes = {name for index in chosen for name in usable[index]}
                 counts = [self.layout.allocations[index].num_nodes for index in chosen]
                 if sum(counts) > len(nodes):
@@ -313,12 +336,11 @@ class _Checks:
             evidence=shlex.join(nodes_command()),
         )
 
-    def _jobs_together(self) -> Iterator[ConfigProblem]:
-        indices = [index for index, one in enumerate(self.layout.allocations) if one.role != "elastic"]
-        nodes = {name: node for index in indices for name, node in self._usable(index).items()}
+    def _jobs_together(self, usable: Mapping[int, Mapping[str, Node]]) -> Iterator[ConfigProblem]:
+        nodes = {name: node for of_one in usable.values() for name, node in of_one.items()}
         if not nodes:
             return
-        allocations = [self.layout.allocations[index] for index in indices]
+        allocations = [self.layout.allocations[index] for index in usable]
         totals = [
             ("CPUs", sum(one.num_nodes * one.cpus_per_node for one in allocations), [n.cpus for n in nodes.values()]),
             ("MB", sum(one.num_nodes * one.mem_mb_per_node for one in allocations), [n.mem_mb for n in nodes.values()]),
@@ -326,7 +348,7 @@ class _Checks:
         ]
         for unit, asked, offered in totals:
             if asked > sum(offered) and not (unit == "GPUs" and self.plan.cluster.gpu_request == "none"):
-                largest = max(indices, key=lambda index: self.layout.allocations[index].num_nodes)
+                largest = max(usable, key=lambda index: self.layout.allocations[index].num_nodes)
                 yield ConfigProblem(
                     message=f"trial can never start: its jobs need {asked} {unit} together, the {len(nodes)} nodes "
                     f"that they could run on have {sum(offered)}",

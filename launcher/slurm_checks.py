@@ -1,33 +1,33 @@
 """What can never start is refused before sbatch, with the numbers: a job that waits for ever looks like one that waits.
 
     Ask (slurm_asks.py) + ClusterFacts (slurm_facts.py) --check_asks--> UnsatisfiableError | warnings
-    what `sbatch --test-only` said ------------------explain_refusal--> UnsatisfiableError
 
-Pure; preflight.py asks SLURM. Each check yields all of its problems, and each problem names a key.
+Pure; preflight.py asks SLURM. Each check yields all of its problems, and each problem names a key. What waiting cures
+is a warning: nodes and partitions that are down, a reservation that is yet to begin.
 """
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError, closest
+from corral.experiments.errors import ConfigProblem, ConfigSource, UnsatisfiableError, closest
 from corral.experiments.plan import RunPlan
+from corral.launcher.queue_cache import keeps_accounts
 from corral.launcher.slurm import Node, nodes_command
-from corral.launcher.slurm_asks import Ask, partitions_asked, raise_problems
+from corral.launcher.slurm_asks import Ask, leaves_time, partitions_asked, raise_problems
 from corral.launcher.slurm_facts import (
-    NO_ACCOUNTING,
     ClusterFacts,
     biggest_nodes,
     expand_host_list,
     gpus_of,
     some_nodes,
 )
+from corral.launcher.trials import node_local_folder
 from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
 
 UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
-_NODE_LOCAL = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm", "/run"))
 _FEATURE = re.compile(r"[A-Za-z_][A-Za-z0-9_.:=-]*")
 
 
@@ -48,6 +48,7 @@ def check_asks(asks: Sequence[Ask], plan: RunPlan, facts: ClusterFacts, source: 
         partition = partitions_asked(ask.values, facts)[0]
         problems += _constraint_problems(ask, partition, facts)
         problems += _time_limit_problems(ask, facts)
+        problems += _signal_problems(ask, plan, facts) if ask.is_signalled else ()
         problems += _access_problems(ask, facts)
         problems += _task_problems(ask, plan, partition, facts)
         warnings += _warnings(ask, partition, facts)
@@ -66,6 +67,14 @@ def _partition_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem
         )
         return
     for name in partitions_asked(ask.values, facts):
+        if name in facts.closed:
+            yield ask.problem(
+                "partition",
+                f"partition {name!r} is open to the groups {facts.closed[name]} only, and you are in none of them",
+                hint=f"choose one of {facts.shown_partitions}, or ask the administrators",
+                evidence=f"scontrol -a show partition {name}",
+            )
+            continue
         if name not in known:
             near = closest(name, known)
             yield ask.problem(
@@ -77,10 +86,10 @@ def _partition_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem
             continue
         state = facts.settings(name).get("State", "UP")
         others = [other for other in known if other != name and facts.settings(other).get("State") == "UP"]
-        if state != "UP":
+        if state not in ("UP", "DOWN"):  # one that is DOWN takes jobs, and starts them when it is UP again
             yield ask.problem(
                 "partition",
-                f"partition {name!r} is {state}: jobs in it do not start",
+                f"partition {name!r} is {state}: it takes no jobs",
                 hint=f"choose another one: {', '.join(others)}" if others else "wait until it is UP again",
                 evidence=f"scontrol show partition {name}",
             )
@@ -118,9 +127,9 @@ def _node_name_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem
 
 
 def _reservation_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
-    if facts.reservations is None or "reservation" not in ask.values:
+    if facts.reservations is None:
         return
-    for name in ask.values["reservation"].split(","):
+    for name in ask.reservations:
         if name not in facts.reservations:
             near = closest(name, list(facts.reservations))
             there_are = f"there are {', '.join(facts.reservations)}" if facts.reservations else "remove it: none exists"
@@ -158,7 +167,8 @@ def _time_limit_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProble
     longer = [
         other
         for other in facts.partition_names
-        if (_limit_s(facts.settings(other).get("MaxTime", "")) or 1 << 62) >= parse_time_limit(asked)
+        if facts.settings(other).get("State", "UP") == "UP"
+        and (_limit_s(facts.settings(other).get("MaxTime", "")) or 1 << 62) >= parse_time_limit(asked)
     ]
     yield ask.problem(
         "time_limit",
@@ -168,6 +178,30 @@ def _time_limit_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProble
         + (f"; or choose partition {' or '.join(map(repr, longer[:3]))}" if longer else ""),
         evidence=f"scontrol show partition {name}",
     )
+
+
+def _signal_problems(ask: Ask, plan: RunPlan, facts: ClusterFacts) -> Iterator[ConfigProblem]:
+    """A partition's own time limit that leaves no time before SLURM signals its end."""
+    names = partitions_asked(ask.values, facts)
+    limits = [_limit_in_force_s(ask, facts.settings(name)) for name in names]
+    shortest = min((limit for limit in limits if limit is not None), default=None)
+    if "time_limit" in ask.values or shortest is None or leaves_time(shortest, plan.launch.signal_before_end_s):
+        return
+    name = names[limits.index(shortest)]
+    yield ask.problem(
+        "time_limit",
+        f"no time limit is asked for, and that of partition {name!r}, {format_time_limit(shortest)}, leaves no time to "
+        f"train: SLURM signals its end {plan.launch.signal_before_end_s} s before it (launch.signal_before_end_s)",
+        hint="set launch.time_limit, or lower launch.signal_before_end_s",
+        evidence=f"scontrol show partition {name}",
+    )
+
+
+def _limit_in_force_s(ask: Ask, settings: Mapping[str, str]) -> int | None:
+    """The time limit of a job in a partition; None if it has none."""
+    if "time_limit" in ask.values:
+        return parse_time_limit(ask.values["time_limit"])
+    return _limit_s(settings.get("DefaultTime", "")) or _limit_s(settings.get("MaxTime", ""))
 
 
 def _limit_s(text: str) -> int | None:
@@ -304,67 +338,28 @@ def _bigger_partitions(size: Callable[[Node], int], asked: int, facts: ClusterFa
 
 def _warnings(ask: Ask, partition: str, facts: ClusterFacts) -> Iterator[str]:
     settings = facts.settings(partition)
-    if settings and "time_limit" not in ask.values and _limit_s(settings.get("DefaultTime", "")) is None:
-        if _limit_s(settings.get("MaxTime", "")) is None:
-            yield (
-                f"no launch.time_limit, and partition {partition!r} has none either: "
-                "SLURM never starts such a job early in a gap (backfill)"
-            )
+    if settings and _limit_in_force_s(ask, settings) is None:
+        yield (
+            f"no launch.time_limit, and partition {partition!r} has none either: "
+            "SLURM never starts such a job early in a gap (backfill)"
+        )
+    asked = partitions_asked(ask.values, facts)
+    if all(facts.settings(name).get("State") == "DOWN" for name in asked):
+        yield f"partition {' and '.join(asked)} is DOWN: the job waits until it is UP again"
+    for name in ask.reservations:
+        if begin := facts.begins_later(name):
+            yield f"reservation {name!r} begins at {begin}: the job waits for it"
     for name in ("account", "qos"):
-        if name in ask.values and facts.accounting == NO_ACCOUNTING:
+        if name in ask.values and facts.accounting and not keeps_accounts(facts.accounting):
             yield f"this cluster keeps no accounting: {name} {ask.values[name]!r} has no effect"
 
 
 def node_local_warning(directory: Path) -> str | None:
     """What to say of a trial directory that other nodes are unlikely to see."""
-    real = directory.resolve()
-    for folder in _NODE_LOCAL:
-        if real.is_relative_to(folder):
-            return (
-                f"{directory} is below {folder}, which every node usually has for itself: if so, workers elsewhere "
-                "fail without a log; set cluster.fileroot or $CORRAL_FILEROOT to a shared folder"
-            )
-    return None
-
-
-_KEY_OF_REFUSAL: tuple[tuple[str, KeyPath], ...] = (
-    (r"reservation", ("launch", "reservation")),
-    (r"account", ("launch", "account")),
-    (r"qos", ("launch", "qos")),
-    (r"feature|constraint", ("launch", "constraint")),
-    (r"node name|--nodelist|number of nodes", ("launch", "nodelist")),
-    (r"time limit|--time\b", ("launch", "time_limit")),
-    (r"begin|deadline", ("launch", "begin")),
-)
-
-
-def explain_refusal(
-    said: str, plan: RunPlan, allocations: Sequence[str], source: ConfigSource, *, command: str
-) -> UnsatisfiableError:
-    """SLURM's own refusal, with what was asked for beside it and the key that it is most likely about.
-
-    Args:
-        said: the answer of `sbatch --test-only`.
-        plan: the trial.
-        allocations: what was asked for, a line each.
-        source: where the values came from.
-        command: the command that shows the answer.
-    """
-    extra = plan.launch.extra_sbatch_arguments
-    named = next((argument for argument in extra if argument.partition("=")[0] in said), None)
-    if named is None:
-        words = [argument for argument in extra if argument.partition("=")[0].lstrip("-").rstrip("s") in said.lower()]
-        named = next(iter(words), None)
-    path: KeyPath = ("launch", "extra_sbatch_arguments") if named else ()
-    for pattern, candidate in _KEY_OF_REFUSAL:
-        if not path and getattr(plan.launch, str(candidate[-1])) and re.search(pattern, said, re.IGNORECASE):
-            path = candidate
-    value = named or (getattr(plan.launch, str(path[-1])) if path else "")
-    problem = ConfigProblem(
-        message="\n".join([f"SLURM refuses this trial: {said}", *(f"asked for: {line}" for line in allocations)]),
-        hint="correct it" if path else "ask for less, or for something else; the administrators know this site's rules",
-        path=path,
-        shown=value,
-        evidence=command,
+    folder = node_local_folder(directory)
+    if folder is None:
+        return None
+    return (
+        f"{directory} is below {folder}, which every node usually has for itself: if so, workers elsewhere "
+        "fail without a log; set cluster.fileroot or $CORRAL_FILEROOT to a shared folder"
     )
-    return UnsatisfiableError([problem]).located(source)

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from corral.launcher.slurm import Node, SlurmClient, SlurmError
+from corral.launcher.queue_cache import keeps_accounts
+from corral.launcher.slurm import Node, SlurmClient, SlurmError, parse_records
 from corral.scheduling.placement import NodeShape
 
-NO_ACCOUNTING = "accounting_storage/none"
 _MAX_RANGE = 1 << 16  # SLURM's own bound of a host list; a mistyped range must not fill the memory
 _MAX_DIGITS = 10
 
@@ -34,8 +34,10 @@ class ClusterFacts:
     """Once for each partition that a node is in."""
     partitions: Mapping[str, Mapping[str, str]]
     """Settings by partition."""
-    reservations: Sequence[str] | None = None
-    """Names; None if nobody asked."""
+    closed: Mapping[str, str] = field(default_factory=dict)
+    """Partitions that sinfo hides from this user, of those that a trial names, with the groups that may use them."""
+    reservations: Mapping[str, Mapping[str, str]] | None = None
+    """Settings by name; None if nobody asked."""
     accounting: str | None = None
     """AccountingStorageType; None if nobody asked."""
     associations: Sequence[Association] = field(default=())
@@ -58,31 +60,40 @@ class ClusterFacts:
         """The nodes of a partition."""
         return [node for node in self.nodes if node.partition == partition]
 
+    def begins_later(self, reservation: str) -> str:
+        """When a reservation begins that is still to come; "" for all others."""
+        settings = (self.reservations or {}).get(reservation, {})
+        return settings.get("StartTime", "") if settings.get("State") == "INACTIVE" else ""
+
     def settings(self, partition: str) -> Mapping[str, str]:
         return self.partitions.get(partition, {})
 
 
-def read_cluster(client: SlurmClient, *, wants_reservation: bool, wants_account: bool, user: str) -> ClusterFacts:
+def read_cluster(
+    client: SlurmClient, *, wanted_partitions: Sequence[str], wants_reservation: bool, wants_account: bool, user: str
+) -> ClusterFacts:
     """Asks SLURM; what only some sites have may fail without harm.
 
     Raises:
         SlurmError: if nodes or partitions cannot be asked for.
     """
     nodes, partitions = client.nodes(), client.partitions()
+    hidden = [name for name in wanted_partitions if name not in partitions]
+    everything = _or_none(client, ["scontrol", "-a", "show", "partition", "-o"]) if hidden else None
     reservations = _or_none(client, ["scontrol", "show", "reservation", "-o"]) if wants_reservation else None
     accounting: str | None = None
     associations: list[Association] = []
     if wants_account:
         accounting = _accounting(client)
-        if accounting not in ("", NO_ACCOUNTING, "(null)"):
+        if keeps_accounts(accounting):
             command = ["sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=account,qos"]
             associations = parse_associations(_or_none(client, command) or "")
+    closed = parse_records(everything or "", key="PartitionName")
     return ClusterFacts(
         nodes=nodes,
         partitions=partitions,
-        reservations=None
-        if reservations is None
-        else re.findall(r"^ReservationName=(\S+)", reservations, re.MULTILINE),
+        closed={name: closed[name].get("AllowGroups", "") for name in hidden if name in closed},
+        reservations=None if reservations is None else parse_records(reservations, key="ReservationName"),
         accounting=accounting,
         associations=associations,
     )

@@ -82,6 +82,7 @@ def prepare(
     profile: str | None = None,
     sbatch_arguments: Sequence[str] = (),
     client: SlurmClient | None = None,
+    has_checks: bool = True,
 ) -> Submission:
     """Reads and checks everything; writes nothing.
 
@@ -93,6 +94,7 @@ def prepare(
         profile: name or path of a profile beneath the file, over those of the site and the user.
         sbatch_arguments: added to `launch.extra_sbatch_arguments`.
         client: the cluster.
+        has_checks: whether the cluster is compared with the trial.
 
     Raises:
         ConfigError: with every mistake that was found.
@@ -118,7 +120,7 @@ def prepare(
     except ConfigError as error:
         raise error.located(loaded.source) from error
     plan = make_run_plan(experiment, _identity(experiment, directory, trial=trial), mode)
-    layout, checks, warnings = _check_resources(plan, directory, client, loaded.source)
+    layout, checks, warnings = _check_resources(plan, directory, client, loaded.source, has_checks=has_checks)
     return Submission(
         plan=plan,
         directory=directory,
@@ -129,7 +131,7 @@ def prepare(
     )
 
 
-def prepare_resume(facts: TrialFacts, *, client: SlurmClient | None = None) -> Submission:
+def prepare_resume(facts: TrialFacts, *, client: SlurmClient | None = None, has_checks: bool = True) -> Submission:
     """Checks that a trial can go on from its last commit.
 
     Raises:
@@ -144,7 +146,7 @@ def prepare_resume(facts: TrialFacts, *, client: SlurmClient | None = None) -> S
     _refuse_living(plan, directory, client)
     if TrialLog(directory.log_path).read().is_done:
         raise SubmissionError(f"trial {facts.name} is complete; there is nothing to resume")
-    layout, checks, warnings = _check_resources(plan, directory, client)
+    layout, checks, warnings = _check_resources(plan, directory, client, has_checks=has_checks)
     return Submission(plan=plan, directory=directory, warnings=warnings, checks=checks, layout=layout)
 
 
@@ -322,11 +324,16 @@ def _check_fileroot(fileroot: Path, directory: TrialDirectory) -> None:
 
 
 def _check_resources(
-    plan: RunPlan, directory: TrialDirectory, client: SlurmClient | None, source: ConfigSource = NO_SOURCE
+    plan: RunPlan,
+    directory: TrialDirectory,
+    client: SlurmClient | None,
+    source: ConfigSource = NO_SOURCE,
+    *,
+    has_checks: bool,
 ) -> tuple[Layout | None, tuple[str, ...], tuple[str, ...]]:
     """Layout, checks and warnings."""
     if plan.mode == "slurm":
-        preflight = check_on_slurm(plan, directory, client or SlurmClient(), source=source)
+        preflight = check_on_slurm(plan, directory, client or SlurmClient(), source=source, has_checks=has_checks)
         return preflight.layout, preflight.checks, preflight.warnings
     gpus_wanted: dict[str, int] = {
         kind: sum(group.scheduling_of(index).gpu for index in range(group.total_count))

@@ -13,6 +13,8 @@ import msgspec
 from corral.experiments.errors import closest
 from corral.experiments.trial_directory import TrialDirectory, validate_name
 
+_NODE_LOCAL = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm", "/run"))
+
 
 class TrialNotFoundError(LookupError):
     """No trial is meant by that, or more than one."""
@@ -43,6 +45,12 @@ def default_fileroot() -> Path:
     """Where trials are, unless an experiment or --fileroot says otherwise."""
     configured = os.environ.get("CORRAL_FILEROOT")
     return Path(configured).expanduser() if configured else Path.home() / "corral"
+
+
+def node_local_folder(directory: Path) -> Path | None:
+    """The folder above this one that every node usually has for itself; None if there is none."""
+    real = directory.resolve()
+    return next((folder for folder in _NODE_LOCAL if real.is_relative_to(folder)), None)
 
 
 def list_trials(fileroot: Path) -> list[TrialFacts]:

@@ -10,6 +10,7 @@ Redis run too, one core and 1 GiB of every node stay free for them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from corral.scheduling.scheduling import GIB_MB, ExperimentScheduling, Scheduling, TasksGroup
 from corral.scheduling.worker_information import WorkerKind, worker_id
@@ -19,6 +20,23 @@ SLACK_MEM_MB = GIB_MB
 
 Groups = ExperimentScheduling | Mapping[WorkerKind, TasksGroup]
 """All groups of a trial, or those that share an allocation."""
+
+
+Resource = Literal["cpu", "gpu", "mem"]
+"""A field of Scheduling that says how much a task takes of a node."""
+
+
+class PlacementError(ValueError):
+    """Tasks that the nodes cannot hold.
+
+    kind: the group that found no place.
+    resource: what it lacks.
+    """
+
+    def __init__(self, message: str, *, kind: WorkerKind, resource: Resource) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.resource = resource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +103,8 @@ def place(
         tasks_together: by kind, how many consecutive tasks must share a node (tensor-parallel ranks); 1 if not given.
 
     Raises:
-        ValueError: naming the group, what it asks for, and what a node or the nodes have.
+        PlacementError: naming the group, what it asks for, and what a node or the nodes have.
+        ValueError: if tasks cannot be split as `tasks_together` says.
     """
     slack = (SLACK_CPUS, SLACK_MEM_MB) if has_slack else (0, 0)
     blocks = _blocks(scheduling, node, slack, tasks_together or {})
@@ -145,16 +164,21 @@ def _check_fits_a_node(kind: WorkerKind, task: Scheduling, size: int, node: Node
     tasks = "one task" if size == 1 else f"{size} tasks that share a node"
     slack_cpus, slack_mem_mb = slack
     if size * task.gpu > node.gpus:
-        raise ValueError(f"{kind} wants {size * task.gpu} GPUs in {tasks}; a node has {node.gpus}")
+        message = f"{kind} wants {size * task.gpu} GPUs in {tasks}; a node has {node.gpus}"
+        raise PlacementError(message, kind=kind, resource="gpu")
     if size * task.cpu > node.cpus - slack_cpus:
         of_which = f", of which {slack_cpus} stays free for the supervisor" if slack_cpus else ""
-        raise ValueError(
-            f"{kind} wants {size * task.cpu} CPUs in {tasks}; a node has {node.cpus}{of_which}; lower {kind}'s cpu"
+        raise PlacementError(
+            f"{kind} wants {size * task.cpu} CPUs in {tasks}; a node has {node.cpus}{of_which}; lower {kind}'s cpu",
+            kind=kind,
+            resource="cpu",
         )
     if size * task.mem > node.mem_mb - slack_mem_mb:
         of_which = f", of which {slack_mem_mb} stay free for the supervisor" if slack_mem_mb else ""
-        raise ValueError(
-            f"{kind} wants {size * task.mem} MB in {tasks}; a node has {node.mem_mb}{of_which}; lower {kind}'s mem"
+        raise PlacementError(
+            f"{kind} wants {size * task.mem} MB in {tasks}; a node has {node.mem_mb}{of_which}; lower {kind}'s mem",
+            kind=kind,
+            resource="mem",
         )
 
 
@@ -167,8 +191,13 @@ class _Room:
     gpus: list[int] = field(default_factory=list)
     """Free GPU indices, ascending."""
 
-    def holds(self, block: _Block) -> bool:
-        return block.cpus <= self.cpus and block.mem_mb <= self.mem_mb and block.gpus <= len(self.gpus)
+    def lacks(self, block: _Block) -> Resource | None:
+        """The first thing that the block needs more of than there is; None if there is room."""
+        if block.cpus > self.cpus:
+            return "cpu"
+        if block.mem_mb > self.mem_mb:
+            return "mem"
+        return "gpu" if block.gpus > len(self.gpus) else None
 
 
 class _Nodes:
@@ -190,10 +219,12 @@ class _Nodes:
         return len(self._rooms)
 
     def put_on_first(self, block: _Block) -> None:
-        if not self._rooms[0].holds(block):
-            raise ValueError(
+        if lacking := self._rooms[0].lacks(block):
+            raise PlacementError(
                 f"{block.kind} must run on node 0 and wants {_amount(block)}; there are {self._left(0)} left on it "
-                f"beside {', '.join(sorted({kind for kind, _ in self.tasks}))}; lower their cpu or mem"
+                f"beside {', '.join(sorted({kind for kind, _ in self.tasks}))}; lower their cpu or mem",
+                kind=block.kind,
+                resource=lacking,
             )
         self._put(0, block)
 
@@ -208,14 +239,16 @@ class _Nodes:
 
     def _first_with_room(self, numbers: Sequence[int], block: _Block) -> int:
         for number in numbers:
-            if self._rooms[number].holds(block):
+            if self._rooms[number].lacks(block) is None:
                 return number
         if self._max_nodes is not None and len(self._rooms) >= self._max_nodes:
             left = "; ".join(f"node {number}: {self._left(number)}" for number in range(min(len(self._rooms), 4)))
-            raise ValueError(
+            raise PlacementError(
                 f"{worker_id(block.kind, block.indices[0])} wants {_amount(block)}, and the {len(self._rooms)} nodes "
                 f"that there are have no room left for it ({left}{'; ...' if len(self._rooms) > 4 else ''}); "
-                f"lower the groups' counts or sizes, or allow more nodes"
+                f"lower the groups' counts or sizes, or allow more nodes",
+                kind=block.kind,
+                resource=self._rooms[-1].lacks(block) or "cpu",
             )
         self._rooms.append(self._empty())
         return len(self._rooms) - 1

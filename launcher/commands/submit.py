@@ -65,6 +65,10 @@ def submit(
         DryRun | None,
         typer.Option("--dry-run", help="Check and show the plan, or (=script) print the batch script; write nothing."),
     ] = None,
+    no_checks: Annotated[
+        bool,
+        typer.Option("--no-checks", help="Submit without comparing the trial with the cluster; SLURM alone decides."),
+    ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Show progress until the trial has ended.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Print what the workers print until it has ended.")] = False,
     resume: Annotated[
@@ -77,9 +81,13 @@ def submit(
     with user_errors():
         if wait and follow:
             raise typer.BadParameter("--follow waits too; choose one of --wait and --follow")
+        if no_checks and local:
+            raise typer.BadParameter("--no-checks is about a cluster; with --local there is none")
         if resume is not None:
             options = (experiment, trial, override, profile, layout, sbatch_arg, local or None)
-            submission = _prepared_resume(resume, fileroot, has_other_options=any(option for option in options))
+            submission = _prepared_resume(
+                resume, fileroot, has_other_options=any(option for option in options), has_checks=not no_checks
+            )
         elif experiment is None:
             raise typer.BadParameter("name an experiment file, or a trial to --resume")
         else:
@@ -94,6 +102,7 @@ def submit(
                 mode="local" if local else "slurm",
                 profile=profile,
                 sbatch_arguments=arguments,
+                has_checks=not no_checks,
             )
         if dry_run is DryRun.SCRIPT:
             _print_script(submission)
@@ -140,13 +149,13 @@ def _checked_arguments(arguments: Sequence[str]) -> Sequence[str]:
     return arguments
 
 
-def _prepared_resume(name: str, fileroot: Path | None, *, has_other_options: bool) -> "Submission":
+def _prepared_resume(name: str, fileroot: Path | None, *, has_other_options: bool, has_checks: bool) -> "Submission":
     from corral.launcher.submit import prepare_resume
     from corral.launcher.trials import default_fileroot, find_trial
 
     if has_other_options:
         raise typer.BadParameter("--resume continues a trial as it was planned; it takes no experiment, name or -s")
-    return prepare_resume(find_trial(name, fileroot or default_fileroot()))
+    return prepare_resume(find_trial(name, fileroot or default_fileroot()), has_checks=has_checks)
 
 
 def _print_plan(submission: "Submission", out: TextIO) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.errors import NO_SOURCE, ConfigError, UnsatisfiableError
+from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout_planner import plan_layout
-from corral.launcher.slurm import Node, parse_nodes
+from corral.launcher.slurm import Node, SlurmError, parse_nodes
 from corral.launcher.slurm_asks import asks_of, check_values, shapes_for
 from corral.launcher.slurm_capacity import check_layout
-from corral.launcher.slurm_checks import check_asks, explain_refusal, node_local_warning
+from corral.launcher.slurm_checks import check_asks, node_local_warning
+from corral.launcher.slurm_complaints import Complaint, complaint_of
 from corral.launcher.slurm_facts import Association, ClusterFacts, expand_host_list, node_shapes, parse_associations
+from corral.launcher.slurm_refusals import explain_refusal
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup
 from tests.launcher.trials import make_plan
@@ -59,7 +61,8 @@ def _plan(*, cluster: Mapping[str, Any] | None = None, **values: Any) -> RunPlan
 def _check(plan: RunPlan, facts: ClusterFacts) -> tuple[list[str], list[str]]:
     warnings = check_asks(asks_of(plan, NO_SOURCE), plan, facts, NO_SOURCE)
     layout = plan_layout(plan, shapes_for(asks_of(plan, NO_SOURCE), plan, facts))
-    return check_layout(layout, plan, facts, NO_SOURCE), warnings
+    found = check_layout(layout, plan, facts, NO_SOURCE)
+    return found.checks, [*warnings, *found.waits_for_nodes]
 
 
 def _replanned(plan: RunPlan, **groups: TasksGroup) -> RunPlan:
@@ -96,7 +99,7 @@ def _replanned(plan: RunPlan, **groups: TasksGroup) -> RunPlan:
         ({"task": {"cpu": 6}, "launch": {"partition": "mixed"}}, ["allows 16 (MaxCPUsPerNode)", "cpus_per_node: 16"]),
         ({"task": {"mem": "40G"}, "launch": {"partition": "mixed"}}, ["allows 100000 (MaxMemPerNode)"]),
         ({"model_workers": 16, "gpu": 1, "servers": 0}, []),
-        ({"model_workers": 24, "gpu": 1, "servers": 0}, ["needs 3 nodes, 2 of partition 'h100' are up", "1 drain"]),
+        ({"model_workers": 24, "gpu": 1, "servers": 0}, []),
         ({"model_workers": 32, "gpu": 1, "servers": 0}, ["needs 4 nodes", "has 3 such nodes of 3", "'big' (5 such"]),
         ({"model_workers": 9, "gpu": 1, "servers": 0, "launch": {"exclude": "h[2-3]"}}, ["has 1 such nodes of 3"]),
     ],
@@ -153,6 +156,49 @@ def test_a_site_without_gres_takes_trials_with_gpus_only_if_told_that_it_needs_n
     _check(_plan(gpu=1, cluster={"gpu_request": "none", "gpus_per_node": 8}), facts)
     with pytest.raises(UnsatisfiableError, match="(?s)how many GPUs a node has.*cluster.gpus_per_node"):
         _check(_plan(gpu=1, cluster={"gpu_request": "none"}), facts)
+
+
+@pytest.mark.parametrize("state", ["drain", "down*", "maint", "boot^", "resv", "comp*"])
+def test_nodes_in_any_state_are_nodes_and_too_few_of_them_a_warning(state: str) -> None:
+    two = "".join(f"n{n}|p*|8|8000|(null)|(null)|{now}|1\n" for n, now in enumerate(("idle", state)))
+    facts = _facts(two, partitions={"p": {}})
+    _, warnings = _check(_plan(task={"cpu": 1}, model_workers=9), facts)
+    told = [warning for warning in warnings if "it waits until nodes are back" in warning]
+    is_down = state not in ("boot^", "resv")
+    assert len(told) == is_down, warnings
+    assert not is_down or f"needs 2 nodes, 1 of partition 'p' are up at present (1 idle, 1 {state})" in told[0]
+
+
+def test_jobs_that_only_the_nodes_that_are_up_cannot_hold_together_are_a_warning() -> None:
+    lines = "".join(f"n{n}|p*|8|8000|(null)|(null)|{now}|1\n" for n, now in enumerate(("idle", "drain")))
+    facts = _facts(lines, partitions={"p": {"State": "UP"}})
+    _, warnings = _check(_plan(launch={"layout": "jobs"}, task={"cpu": 2}, model_workers=3), facts)
+    assert any("too few for all jobs of this trial together" in warning for warning in warnings), warnings
+
+
+def test_a_partition_that_is_down_is_waited_for_and_one_that_takes_no_jobs_is_refused() -> None:
+    line = "n1|p*|8|8000|(null)|(null)|idle|1\n"
+    _, warnings = _check(_plan(), _facts(line, partitions={"p": {"State": "DOWN"}}))
+    assert any("partition p is DOWN: the job waits until it is UP again" in warning for warning in warnings)
+    for state in ("DRAIN", "INACTIVE"):
+        with pytest.raises(UnsatisfiableError, match=f"partition 'p' is {state}: it takes no jobs"):
+            _check(_plan(launch={"partition": "p"}), _facts(line, partitions={"p": {"State": state}}))
+
+
+def test_a_partition_that_slurm_hides_is_known_and_closed() -> None:
+    with pytest.raises(UnsatisfiableError, match="(?s)'vip' is open to the groups physics only.*scontrol -a show"):
+        _check(_plan(launch={"partition": "vip"}), _facts(closed={"vip": "physics"}))
+
+
+def test_a_longer_partition_is_not_offered_if_it_is_down() -> None:
+    line = "n1|p*|8|8000|(null)|(null)|idle|1\nn1|q|8|8000|(null)|(null)|idle|1\nn1|r|8|8000|(null)|(null)|idle|1\n"
+    limits = {
+        "p": {"MaxTime": "1:00:00"},
+        "q": {"MaxTime": "UNLIMITED", "State": "DOWN"},
+        "r": {"MaxTime": "UNLIMITED"},
+    }
+    with pytest.raises(UnsatisfiableError, match="or choose partition 'r'\n"):
+        _check(_plan(launch={"time_limit": "2:00:00"}), _facts(line, partitions=limits))
 
 
 @pytest.mark.parametrize(
@@ -253,28 +299,130 @@ def test_only_a_partition_without_any_limit_brings_the_warning_about_backfill() 
     ids=str,
 )
 def test_times_are_compared_with_the_clock(launch: dict[str, str], words: str) -> None:
-    asks = asks_of(_plan(launch=launch), NO_SOURCE)
+    plan = _plan(launch=launch)
+    asks = asks_of(plan, NO_SOURCE)
     if not words:
-        check_values(asks, NO_SOURCE, now=NOON)
+        check_values(asks, plan, NO_SOURCE, now=NOON)
         return
     with pytest.raises(ConfigError) as refused:
-        check_values(asks, NO_SOURCE, now=NOON)
+        check_values(asks, plan, NO_SOURCE, now=NOON)
     assert words in str(refused.value) and refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [
+        ({"time_limit": "3"}, "a time limit of 00:03:00 leaves no time to train"),
+        ({"time_limit": "3:30"}, ""),  # four minutes, as SLURM rounds it
+        ({"time_limit": "4", "signal_before_end_s": 210}, "set time_limit to at least '00:05:00'"),
+        ({"time_limit": "1", "signal_before_end_s": 10}, ""),
+        ({"time_limit": "1:00:00", "signal_before_end_s": 3600}, "launch.time_limit: 1:00:00"),
+    ],
+    ids=str,
+)
+def test_a_time_limit_that_is_signalled_at_once_is_refused(launch: dict[str, Any], words: str) -> None:
+    plan = _plan(launch=launch)
+    if not words:
+        check_values(asks_of(plan, NO_SOURCE), plan, NO_SOURCE, now=NOON)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_values(asks_of(plan, NO_SOURCE), plan, NO_SOURCE, now=NOON)
+    assert words in str(refused.value) and refused.value.exit_code == 2
+
+
+def test_the_key_that_is_given_is_blamed_for_a_signal_that_comes_too_early() -> None:
+    """The time limit may be a profile's or a group's, and the signal what somebody typed."""
+
+    def blamed(plan: RunPlan, *given: tuple[str, ...]) -> tuple[str | int, ...]:
+        source = ConfigSource(line_by_path={path: 1 for path in given}, override_by_path={})
+        with pytest.raises(ConfigError) as refused:
+            check_values(asks_of(plan, source), plan, source, now=NOON)
+        return refused.value.problems[0].path
+
+    short = _plan(launch={"time_limit": "2"})
+    late = _plan(launch={"time_limit": "60", "signal_before_end_s": 3600})
+    assert blamed(short, ("launch", "time_limit")) == ("launch", "time_limit")
+    assert blamed(late, ("launch", "signal_before_end_s")) == ("launch", "signal_before_end_s")
+    task = Scheduling(cpu=1, mem=64, time_limit="2")
+    of_group = _replanned(_plan(), model_worker=TasksGroup(count=2, scheduling=task))
+    assert blamed(of_group) == ("groups", "model_worker", "scheduling", "time_limit")
+
+
+def test_jobs_beside_the_trials_own_may_be_short_since_nobody_signals_them() -> None:
+    server, short = Scheduling(cpu=1, mem=64), Scheduling(cpu=1, mem=64, time_limit="2")
+    elastic = TasksGroup(count=1, scheduling=server, elastic=ElasticTasks(count=2, scheduling=short))
+    for plan in (
+        _replanned(_plan(servers=3), generation_server=elastic),
+        _replanned(_plan(launch={"layout": "jobs"}), model_worker=TasksGroup(count=2, scheduling=short)),
+    ):
+        check_values(asks_of(plan, NO_SOURCE), plan, NO_SOURCE, now=NOON)
+
+
+@pytest.mark.parametrize(
+    ("settings", "launch", "is_refused"),
+    [
+        ({"MaxTime": "00:03:00"}, {}, True),
+        ({"MaxTime": "UNLIMITED", "DefaultTime": "00:03:00"}, {}, True),
+        ({"MaxTime": "1:00:00", "DefaultTime": "00:03:00"}, {"time_limit": "30"}, False),
+        ({"MaxTime": "1:00:00", "DefaultTime": "00:03:00"}, {"signal_before_end_s": 60}, False),
+        ({"MaxTime": "1:00:00", "DefaultTime": "NONE"}, {}, False),
+    ],
+    ids=str,
+)
+def test_a_partitions_own_time_limit_counts_where_none_is_asked_for(
+    settings: dict[str, str], launch: dict[str, Any], is_refused: bool
+) -> None:
+    facts = _facts("n1|p*|8|8000|(null)|(null)|idle|1\n", partitions={"p": settings})
+    if not is_refused:
+        _check(_plan(launch=launch), facts)
+        return
+    with pytest.raises(
+        UnsatisfiableError, match="(?s)that of partition 'p', 00:03:00, leaves no time.*launch.time_limit"
+    ):
+        _check(_plan(launch=launch), facts)
 
 
 def test_a_refusal_of_slurm_is_told_with_its_key_and_what_was_asked_for() -> None:
     plan = _plan(launch={"extra_sbatch_arguments": ["--licenses=a:1", "--nice=x"], "qos": "q"})
 
     def explained(said: str) -> str:
+        error = SlurmError(f"sbatch failed with exit 1: {said}", complaint=complaint_of(said), said=said)
         return str(
-            explain_refusal(said, plan, ["head: 1 x (3 CPUs, 64 MB)"], NO_SOURCE, command="sbatch --test-only x")
+            explain_refusal(error, plan, ["head: 1 x (3 CPUs, 64 MB)"], NO_SOURCE, command="sbatch --test-only x")
         )
 
     assert "launch.extra_sbatch_arguments: --licenses=a:1" in explained("Invalid license specification")
     assert "launch.extra_sbatch_arguments: --nice=x" in explained("Invalid --nice value")
     assert "launch.qos: q" in explained("Invalid qos specification")
-    assert "asked for: head: 1 x (3 CPUs, 64 MB)" in explained("Job violates accounting/QOS policy")
+    assert "asked for: head: 1 x (3 CPUs, 64 MB)" in explained("something new")
     assert explained("something new").endswith("checked with: sbatch --test-only x")
+    limit = explained("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)")
+    assert "launch.qos: q" in limit and "sacctmgr show qos" in limit and "launch.account" not in limit
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", Complaint.NO_ANSWER),
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", Complaint.UNREACHABLE),
+        ("slurm_load_jobs error: Invalid job id specified", Complaint.NO_SUCH_JOB),
+        ("scancel: error: Kill job error on job id 7: Job/step already completing or completed", Complaint.HAS_ENDED),
+        ("allocation failure: Requested node configuration is not available", Complaint.NODES),
+        ("allocation failure: Required node not available (down, drained or reserved)", Complaint.NODES),
+        ("allocation failure: Invalid time specified", Complaint.TIME),
+        ("Requested time limit is invalid (missing or exceeds some limit)", Complaint.TIME_LIMIT),
+        ("Required partition not available (inactive or drain)", Complaint.PARTITION),
+        ("Access denied to requested reservation", Complaint.RESERVATION),
+        ("Invalid account or account/partition combination specified", Complaint.ACCOUNT),
+        ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", Complaint.LIMIT),
+        ("Invalid qos specification", Complaint.QOS),
+        ("Invalid feature specification", Complaint.FEATURE),
+        ("sbatch: error: invalid number of nodes (-N 2-1)", Complaint.NODE_NAMES),
+        ("sbatch: unrecognized option '--nosuch=3'", Complaint.OTHER),
+    ],
+)
+def test_what_slurm_complains_of_is_a_value(said: str, complaint: Complaint) -> None:
+    assert complaint_of(said) is complaint
 
 
 def test_node_shapes_are_those_of_most_usable_nodes() -> None:
@@ -330,4 +478,5 @@ def test_a_folder_that_only_one_node_sees_is_told(tmp_path: Path) -> None:
     assert "/tmp" in (node_local_warning(Path("/tmp/trials/x")) or "")
     (tmp_path / "link").symlink_to("/dev/shm")
     assert "/dev/shm" in (node_local_warning(tmp_path / "link" / "x") or "")
+    assert node_local_warning(Path("/runs/alice/x")) is None
     assert node_local_warning(Path("/home/me/corral/x")) is None

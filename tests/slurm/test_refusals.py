@@ -1,6 +1,7 @@
 """What this cluster can never run is refused before sbatch: with the key, its line, the numbers and a way out."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import pytest
 
 from corral.experiments.errors import ConfigError
 from corral.launcher import submit
-from corral.launcher.slurm import SlurmClient, SlurmUnreachableError
+from corral.launcher.slurm import SlurmClient, SlurmUnreachableError, user_name
 from tests.experiments.broken_yaml import write_inputs
+from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster
 from tests.slurm.wrong_configurations import (
     CAN_NEVER_RUN,
@@ -36,13 +38,25 @@ def _prepare(file: Path, *overrides: str, client: SlurmClient | None = None) -> 
 
 
 def _run(file: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return _run_submit(str(file), "--fileroot", str(file.parent / "trials"), *arguments)
+
+
+def _run_submit(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [str(RL_SUBMIT), str(file), "--fileroot", str(file.parent / "trials"), *arguments],
+        [str(RL_SUBMIT), *arguments],
         env=os.environ | {"NO_COLOR": "1", "COLUMNS": "200"},
         capture_output=True,
         text=True,
         timeout=30,
     )
+
+
+def is_queued(cluster: Cluster, job_id: str) -> bool:
+    return bool(cluster.run("squeue", "-h", "-j", job_id, "-t", "PD,R,CG").stdout.strip())
+
+
+def node_states(cluster: Cluster) -> set[str]:
+    return set(cluster.run("sinfo", "-h", "-N", "-o", "%t").stdout.split())
 
 
 @pytest.fixture
@@ -196,13 +210,67 @@ def test_a_reservation_of_others_is_refused_by_slurm_and_named(experiment: Path,
         cluster.run("scontrol", "delete", "reservation=workshop")
 
 
-def test_a_partition_that_is_down_is_refused(experiment: Path, cluster: Cluster) -> None:
-    cluster.run("scontrol", "update", "partitionname=spot", "state=down")
+@pytest.mark.parametrize("state", ["drain", "down"])
+def test_nodes_that_are_away_are_a_warning_and_slurm_queues_the_trial(
+    experiment: Path, cluster: Cluster, state: str
+) -> None:
+    """As before a maintenance, or after a controller's restart: whoever submits now is the first in the queue."""
+    cluster.run("scontrol", "update", "nodename=n[1-4]", f"state={state}", "reason=maintenance")
     try:
-        with pytest.raises(ConfigError, match=r"(?s)partition 'spot' is DOWN.*debug, short"):
+        submission = _prepare(experiment)
+        said = "\n".join(submission.warnings)
+        assert f"0 of partition 'debug' are up at present (4 {state}" in said and "sinfo -R" in said, said
+        assert "SLURM refuses" not in said
+    finally:
+        cluster.run("scontrol", "update", "nodename=n[1-4]", "state=resume")
+        wait_until(lambda: node_states(cluster) == {"idle"}, "all nodes to be idle again")
+
+
+def test_a_partition_that_is_down_is_a_warning_and_one_that_takes_no_jobs_is_refused(
+    experiment: Path, cluster: Cluster
+) -> None:
+    try:
+        cluster.run("scontrol", "update", "partitionname=spot", "state=down")
+        assert "partition spot is DOWN" in "\n".join(_prepare(experiment, "launch.partition=spot").warnings)
+        cluster.run("scontrol", "update", "partitionname=spot", "state=drain")
+        with pytest.raises(ConfigError, match=r"(?s)partition 'spot' is DRAIN: it takes no jobs.*debug, short"):
             _prepare(experiment, "launch.partition=spot")
     finally:
         cluster.run("scontrol", "update", "partitionname=spot", "state=up")
+
+
+def test_a_reservation_that_begins_later_is_waited_for(experiment: Path, cluster: Cluster) -> None:
+    created = cluster.run(
+        "scontrol", "create", "reservation", "reservationname=course", "starttime=now+1hour", "duration=60",
+        "nodes=n[1-2]", f"users={user_name()}",
+    )  # fmt: skip
+    assert created.returncode == 0, created.stderr
+    try:
+        submission = _prepare(experiment, "launch.reservation=course")
+        told = [warning for warning in submission.warnings if "'course' begins at " in warning]
+        assert len(told) == 1 and "Invalid time" not in "\n".join(submission.warnings), submission.warnings
+    finally:
+        cluster.run("scontrol", "delete", "reservation=course")
+
+
+def test_without_checks_slurm_alone_decides(experiment: Path, cluster: Cluster, tmp_path: Path) -> None:
+    impossible = ["-s", "launch.partition=short", "-s", "launch.time_limit=10", "-n", "t"]
+    assert _run(experiment, *impossible).returncode == CAN_NEVER_RUN
+    submitted = _run(experiment, *impossible, "--no-checks")
+    assert submitted.returncode == 0, submitted.stderr
+    assert "cluster not checked (--no-checks)" in submitted.stdout
+    job_id = re.search(r"^job +(\d+)", submitted.stdout, re.MULTILINE)
+    assert job_id is not None
+    try:
+        shown = cluster.run("squeue", "-h", "-j", job_id[1], "-o", "%T").stdout.strip()
+        assert shown == "PENDING"
+        cluster.run("scancel", job_id[1])
+        wait_until(lambda: not is_queued(cluster, job_id[1]), "the end of the job that can never start")
+        resume = ["--resume", str(tmp_path / "trials" / "small-grpo" / "t"), "--dry-run"]
+        assert _run_submit(*resume).returncode == CAN_NEVER_RUN
+        assert "cluster not checked" in _run_submit(*resume, "--no-checks").stdout
+    finally:
+        cluster.run("scancel", job_id[1])
 
 
 def test_a_partition_may_be_closed_to_an_account(experiment: Path, cluster: Cluster) -> None:

@@ -125,7 +125,7 @@ NAME_CASES = (
     RefusedCase(
         name="node-of-another-partition",
         edit=_launch("nodelist: n2\n  partition: short"),
-        overrides=("launch.time_limit=1",),
+        overrides=("launch.time_limit=1", "launch.signal_before_end_s=5"),
         words=("n2 is not in partition 'short'", "n1"),
         line=20,
     ),
@@ -250,7 +250,12 @@ SIZE_CASES = (
     RefusedCase(
         name="more-nodes-than-the-partition-allows",
         edit=_launch("partition: short"),
-        overrides=("launch.time_limit=1", "groups.rollout_worker.count=9", "groups.rollout_worker.scheduling.cpu=1"),
+        overrides=(
+            "launch.time_limit=1",
+            "launch.signal_before_end_s=5",
+            "groups.rollout_worker.count=9",
+            "groups.rollout_worker.scheduling.cpu=1",
+        ),
         words=("needs 2 nodes", "partition 'short' has 1", "partition 'debug' (4 such nodes)"),
     ),
     RefusedCase(
@@ -283,6 +288,29 @@ TIME_CASES = (
         edit=("  time_limit: 1:00:00\n", "  time_limit: 10:00\n  partition: short\n"),
         words=("time limit 00:10:00", "partition 'short' allows (MaxTime 00:01:00)", "'debug' or 'spot'"),
         line=19,
+    ),
+    RefusedCase(
+        name="signalled-as-soon-as-it-runs",
+        edit=("  time_limit: 1:00:00\n", "  time_limit: '3'\n"),
+        words=("a time limit of 00:03:00 leaves no time", "launch.signal_before_end_s", "at least '00:04:00'"),
+        line=19,
+        exit_code=WRONG_VALUE,
+    ),
+    RefusedCase(
+        name="signal-as-long-as-the-time-limit",
+        edit=_launch("signal_before_end_s: 3600"),
+        words=("a time limit of 01:00:00 leaves no time", "launch.time_limit: 1:00:00"),
+        line=19,
+        exit_code=WRONG_VALUE,
+    ),
+    RefusedCase(
+        name="partition-whose-own-limit-is-signalled-at-once",
+        edit=("  time_limit: 1:00:00\n", "  partition: short\n"),
+        words=(
+            "that of partition 'short', 00:01:00, leaves no time",
+            "set launch.time_limit",
+            "scontrol show partition",
+        ),
     ),
     RefusedCase(
         name="bogus-time",
