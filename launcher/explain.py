@@ -9,6 +9,7 @@ from corral.launcher.metrics import headline
 from corral.launcher.queue_cache import QueueAnswer
 from corral.launcher.slurm import queue_command
 from corral.launcher.status import TrialStatus
+from corral.launcher.terminal import printable
 
 _INDENT = "  "
 
@@ -21,7 +22,7 @@ def explain(evidence: Evidence, status: TrialStatus, answer: QueueAnswer) -> str
     if evidence.facts.mode == "slurm":
         lines += [f"{_INDENT}{line}" for line in _slurm(evidence, answer)]
     lines += [f"{_INDENT}{line}" for line in _redis(evidence, status)]
-    return "\n".join("".join(c if c.isprintable() else " " for c in line) for line in lines)
+    return "\n".join(printable(line) for line in lines)
 
 
 def _own_records(evidence: Evidence) -> Iterator[str]:

@@ -17,9 +17,11 @@ from typing import Any
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.exits import how_it_ended, is_consequence, is_out_of_memory, read_exits, tail_lines
+from corral.launcher.terminal import printable
 
 _MAX_FOLLOWED = 20
 _OUTSIDE = ("NODE_FAILED", "PREEMPTED", "TIMED_OUT", "CANCELLED", "OOM")
+_ENDS = ("attempt_ended", "trial_ended")
 _SAME_EVENT_S = 60.0  # SLURM tells about a dead node long after its workers were seen to end
 _SLURM_LINE = re.compile(
     r"slurmstepd: error|srun: error|oom.kill|exceeded memory limit|DUE TO (TIME LIMIT|PREEMPTION|NODE FAILURE)|"
@@ -51,7 +53,7 @@ def describe_failures(directory: TrialDirectory, *, attempt: int | None, num_lin
     if not incidents:
         text = "nothing has failed" + ("" if attempt is None else f" in attempt {attempt}")
         said = _slurm_says(directory)
-        return "\n".join([text, "SLURM said:", *said]) if said else text
+        return "\n".join(printable(line) for line in ([text, "SLURM said:", *said] if said else [text]))
     first = find_first_cause(incidents)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first.time))
     where = f" on {first.node}" if first.node else ""
@@ -66,7 +68,7 @@ def describe_failures(directory: TrialDirectory, *, attempt: int | None, num_lin
         lines += [f"  {one.who} {one.what} {one.time - first.time:+.1f}s" for one in followed[:_MAX_FOLLOWED]]
     if len(followed) > _MAX_FOLLOWED:
         lines.append(f"  ... and {len(followed) - _MAX_FOLLOWED} more")
-    return "\n".join(lines)
+    return "\n".join(printable(line) for line in lines)
 
 
 def find_incidents(
@@ -74,7 +76,7 @@ def find_incidents(
 ) -> list[Incident]:
     """Everything that went wrong, in time. Pure."""
     found = [_incident_of_exit(record, num_lines) for record in exits if record["returncode"] != 0]
-    found += [one for event in events if (one := _incident_of_event(event)) is not None]
+    found += [one for event in _without_first_words(events) if (one := _incident_of_event(event)) is not None]
     return sorted(found, key=lambda one: one.time)
 
 
@@ -89,6 +91,12 @@ def find_first_cause(incidents: Sequence[Incident]) -> Incident:
         if one.is_outside and is_close and one.node in ("", first.node):
             return one
     return first
+
+
+def _without_first_words(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of the ends of each attempt the last one alone: the end of a trial tells that of its attempt again."""
+    last = {event.get("attempt"): event for event in events if event["event"] in _ENDS}
+    return [event for event in events if event["event"] not in _ENDS or event is last[event.get("attempt")]]
 
 
 def _incident_of_exit(record: Mapping[str, Any], num_lines: int) -> Incident:
@@ -122,7 +130,7 @@ def _incident_of_event(event: Mapping[str, Any]) -> Incident | None:
         # At the end Redis is ended by us, which is no failure.
         is_ours = name == "redis_exited" and event.get("returncode") in (0, -9, -15)
         return None if is_ours else Incident(time=moment, who=who, what=what, attempt=attempt)
-    if name in ("attempt_ended", "trial_ended") and (state in _OUTSIDE or cause.startswith("supervisor:")):
+    if name in _ENDS and (state in _OUTSIDE or event.get("failed") == "supervisor"):
         what = f"{state}: {cause}" if cause else state
         return Incident(time=moment, who="attempt", what=what, attempt=attempt, is_outside=True)
     if name == "trial_ended" and state == "FAILED":

@@ -1,15 +1,23 @@
 """Lines of log files: the last ones, those since a moment, those that match. Pure, but for reading.
 
+the end of a file --last_lines--> as many as are wanted, whatever its length
+a moment --_offset_before, from the end--> the lines from there on
+
 Workers begin a line with local time, `2026-11-21 08:14:02,123`; a line without one (a traceback, a print) belongs to
 the time of the line before it.
 """
 
+import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
+
+from corral.launcher.terminal import printable
 
 _STAMP = re.compile(r"(\d{4}-\d{2}-\d{2})[ T](\d{2}:\d{2}:\d{2})")
 _AGO = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
@@ -31,6 +39,9 @@ class LineFilter:
     def matches(self, line: str) -> bool:
         """Whether the pattern, if there is one, is found in the line."""
         return self.pattern is None or self.pattern.search(line) is not None
+
+
+EVERY_LINE = LineFilter()
 
 
 def parse_since(text: str, *, now: float) -> float:
@@ -69,51 +80,95 @@ def stamp_of(line: str) -> float | None:
         return None
 
 
-def select_lines(path: Path, *, count: int | None, chosen: LineFilter) -> list[str]:
-    """The last `count` lines of a file that are meant; None is all of them. A file that is not there has none."""
-    lines: Iterable[str] = (line for line in _lines_since(path, chosen.since) if chosen.matches(line))
-    if count is None:
-        return list(lines)
-    return list(deque(lines, maxlen=count)) if count else []
+def text_of(raw: bytes) -> str:
+    """A line as people see it: of a bar that redraws itself its last state, and nothing that a terminal obeys."""
+    return printable(raw.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2])
 
 
-def _lines_since(path: Path, since: float | None) -> Iterator[str]:
+def select_lines(path: Path, *, count: int | None, chosen: LineFilter, end: int | None = None) -> list[str]:
+    """The last `count` lines of a file that are meant; None is all of them. A file that is not there has none.
+
+    Args:
+        end: of the part that is looked at, in bytes; all of the file unless given.
+    """
     try:
         with path.open("rb") as file:
-            if since is not None:
-                if path.stat().st_mtime < since:
-                    return
-                file.seek(_offset_before(path, since))
-            is_late = since is None
-            has_stamps = False
-            early: list[str] = []
-            for raw in file:
-                line = raw.decode(errors="replace").rstrip("\r\n")
-                if not is_late and since is not None:
-                    stamp = stamp_of(line)
-                    has_stamps = has_stamps or stamp is not None
-                    is_late = stamp is not None and stamp >= since
-                if is_late:
-                    yield line
-                elif not has_stamps:
-                    early.append(line)
-            # A program that prints no times: the file was written to since, and nobody can say which part.
-            if not is_late and not has_stamps:
-                yield from early
+            end = file.seek(0, 2) if end is None else end
+            if chosen.since is not None:
+                lines = (line for line in _lines_since(file, end, chosen.since) if chosen.matches(line))
+                return list(lines if count is None else deque(lines, maxlen=count))
+            lines = (line for raw in _backwards(file, end) if chosen.matches(line := text_of(raw)))
+            return list(islice(lines, count))[::-1]
     except FileNotFoundError:
+        return []
+
+
+def end_of_lines(path: Path) -> int:
+    """Where the last whole line of a file ends: what comes after it is not written to its end yet."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, 2)
+            while end:
+                start = max(0, end - _CHUNK_BYTES)
+                file.seek(start)
+                place = file.read(end - start).rfind(b"\n")
+                if place >= 0:
+                    return start + place + 1
+                end = start
+    except FileNotFoundError:
+        pass
+    return 0
+
+
+def _backwards(file: BinaryIO, end: int) -> Iterator[bytes]:
+    """The lines before a place, the last one first."""
+    later: list[bytes] = []  # pieces of a line whose beginning has not been read, the last one first
+    is_last = True
+    while end > 0:
+        start = max(0, end - _CHUNK_BYTES)
+        file.seek(start)
+        first, *others = file.read(end - start).split(b"\n")
+        for piece in reversed(others):
+            line = piece + b"".join(reversed(later))
+            later.clear()
+            if line or not is_last:  # after the last newline there is no line
+                yield line
+            is_last = False
+        later.append(first)
+        end = start
+    if later and (not is_last or any(later)):
+        yield b"".join(reversed(later))
+
+
+def _lines_since(file: BinaryIO, end: int, since: float) -> Iterator[str]:
+    if os.fstat(file.fileno()).st_mtime < since:
         return
+    file.seek(_offset_before(file, end, since))
+    is_late = has_stamps = False
+    early: list[str] = []
+    while (place := file.tell()) < end and (raw := file.readline(end - place)):
+        line = text_of(raw)
+        if not is_late:
+            stamp = stamp_of(line)
+            has_stamps = has_stamps or stamp is not None
+            is_late = stamp is not None and stamp >= since
+        if is_late:
+            yield line
+        elif not has_stamps:
+            early.append(line)
+    # A program that prints no times: the file was written to since, and nobody can say which part.
+    if not is_late and not has_stamps:
+        yield from early
 
 
-def _offset_before(path: Path, since: float) -> int:
+def _offset_before(file: BinaryIO, end: int, since: float) -> int:
     """A place in the file before the first line of that time, found from the end: logs are long."""
-    with path.open("rb") as file:
-        end = file.seek(0, 2)
-        size = _CHUNK_BYTES
-        while size < end:
-            file.seek(end - size)
-            lines = file.read(min(size, _MAX_LINE_BYTES)).decode(errors="replace").split("\n")[1:]
-            stamp = next((stamp for line in lines if (stamp := stamp_of(line)) is not None), None)
-            if stamp is not None and stamp < since:
-                return end - size
-            size *= 2
+    size = _CHUNK_BYTES
+    while size < end:
+        file.seek(end - size)
+        lines = file.read(min(size, _MAX_LINE_BYTES)).decode(errors="replace").split("\n")[1:]
+        stamp = next((stamp for line in lines if (stamp := stamp_of(line)) is not None), None)
+        if stamp is not None and stamp < since:
+            return end - size
+        size *= 2
     return 0

@@ -1,22 +1,18 @@
-"""What workers print, found, prefixed and followed. Files are read by size, since inotify sees nothing on NFS.
+"""Which log files a trial has, and the last lines of each.
 
-logs/attempt-N/{kind}-{index}.log --read_new--> "rollout_worker/0 | line"
+logs/attempt-N/{kind}-{index}.log, logs/slurm-JOB.log --LogFinder--> files --print_tails--> "rollout_worker/0 | line"
 """
 
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.log_lines import LineFilter, select_lines
+from corral.launcher.log_lines import EVERY_LINE, LineFilter, select_lines
 
-_POLL_INTERVAL_S = 0.3
 _NAME = re.compile(r"(?P<kind>[a-z_]+?)-(?P<index>\d+)\.log")
-_CHUNK_BYTES = 1 << 20
-_EVERY_LINE = LineFilter()
 OTHER_LOGS = ("redis", "supervisor")
 """Of no worker; shown to who asks for them."""
 
@@ -33,30 +29,71 @@ class LogFile:
     path: Path
 
 
-def find_logs(directory: TrialDirectory, selectors: Sequence[str], *, attempt: str | None = None) -> list[LogFile]:
-    """The log files that are meant.
+class LogFinder:
+    """Finds the log files that are meant, again and again while a trial runs.
 
     Args:
         selectors: kind, kind/index, `redis` or `supervisor` (on SLURM, what the batch step printed); none for every
             worker.
         attempt: a number, `all`, or None for the last one.
-
-    Raises:
-        NoLogsError: saying what there is.
     """
-    attempts = _attempts(directory, attempt)
-    files = [log for number in attempts for log in _files_of(directory, number, with_attempt=len(attempts) > 1)]
-    if selectors:
-        chosen = [log for log in files if any(_matches(log.label, selector) for selector in selectors)]
-    else:
-        # Where nothing came so far as to start a worker, the others are all there is to read.
-        chosen = [log for log in files if not any(_matches(log.label, other) for other in OTHER_LOGS)] or files
-    if not chosen:
-        have = ", ".join(sorted({log.label for log in files})) or "none yet"
-        raise NoLogsError(
-            f"no log of {', '.join(selectors) or 'any worker'} in {directory.logs_path}; there are: {have}"
-        )
-    return chosen
+
+    def __init__(self, directory: TrialDirectory, selectors: Sequence[str], *, attempt: str | None = None) -> None:
+        self._directory = directory
+        self._selectors = tuple(selectors)
+        self._attempt = attempt
+        self._jobs: dict[int, str] = {}
+        self._journal_seen: tuple[int, int] = (0, 0)
+
+    def find(self) -> list[LogFile]:
+        """What there is now.
+
+        Raises:
+            NoLogsError: saying what there is.
+        """
+        attempts = _attempts(self._directory, self._attempt)
+        files = [log for number in attempts for log in self._files_of(number, with_attempt=len(attempts) > 1)]
+        if self._selectors:
+            chosen = [log for log in files if any(_matches(log.label, selector) for selector in self._selectors)]
+        else:
+            # Where nothing came so far as to start a worker, the others are all there is to read.
+            chosen = [log for log in files if not any(_matches(log.label, other) for other in OTHER_LOGS)] or files
+        if not chosen:
+            have = ", ".join(sorted({log.label for log in files})) or "none yet"
+            wanted = ", ".join(self._selectors) or "any worker"
+            raise NoLogsError(f"no log of {wanted} in {self._directory.logs_path}; there are: {have}")
+        return chosen
+
+    def _files_of(self, attempt: int, *, with_attempt: bool) -> Iterator[LogFile]:
+        suffix = f"@{attempt}" if with_attempt else ""
+        if job_id := self._job_of(attempt):
+            path = self._directory.logs_path / f"slurm-{job_id}.log"
+            if path.exists():
+                yield LogFile(label=f"supervisor{suffix}", path=path)
+        for path in sorted(self._directory.attempt_logs(attempt).glob("*.log"), key=_order):
+            match = _NAME.fullmatch(path.name)
+            label = f"{match['kind']}/{match['index']}" if match else path.stem
+            yield LogFile(label=f"{label}{suffix}", path=path)
+
+    def _job_of(self, attempt: int) -> str:
+        """The job of an attempt; one that SLURM put back into the queue has several attempts, and one log."""
+        self._read_jobs()
+        before = [number for number in self._jobs if number <= attempt]
+        return self._jobs[max(before)] if before else ""
+
+    def _read_jobs(self) -> None:
+        """The journal of a long trial is long: it is read again only after it has changed."""
+        path = self._directory.journal_path
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            return
+        if (found.st_size, found.st_mtime_ns) == self._journal_seen:
+            return
+        self._journal_seen = found.st_size, found.st_mtime_ns
+        for event in read_journal(path):
+            if event["event"] == "submitted" and event.get("job_id") and isinstance(event.get("attempt"), int):
+                self._jobs[event["attempt"]] = str(event["job_id"])
 
 
 def print_tails(
@@ -64,39 +101,19 @@ def print_tails(
     count: int | None,
     write: Callable[[str], None],
     *,
-    chosen: LineFilter = _EVERY_LINE,
+    ends: Mapping[Path, int] | None = None,
+    chosen: LineFilter = EVERY_LINE,
     prefix: bool = True,
 ) -> None:
-    """The last lines of each file that are meant, each line with its worker."""
+    """The last lines of each file that are meant, each line with its worker.
+
+    Args:
+        ends: how far each file is read; to its end unless given.
+    """
     width = max(len(file.label) for file in files)
     for file in files:
-        for line in select_lines(file.path, count=count, chosen=chosen):
+        for line in select_lines(file.path, count=count, chosen=chosen, end=(ends or {}).get(file.path)):
             write(f"{file.label.ljust(width)} | {line}" if prefix else line)
-
-
-def follow(
-    find: Callable[[], Sequence[LogFile]],
-    write: Callable[[str], None],
-    *,
-    has_ended: Callable[[], bool],
-    poll_interval_s: float = _POLL_INTERVAL_S,
-    chosen: LineFilter = _EVERY_LINE,
-    prefix: bool = True,
-) -> None:
-    """Prints what is appended to the files, and to those that appear, until the trial has ended and all is printed."""
-    offsets = {file.path: _size(file.path) for file in find()}
-    partial: dict[Path, bytes] = {}
-    while True:
-        is_over = has_ended()  # asked first: what was written before the end is still printed
-        files = find()
-        width = max((len(file.label) for file in files), default=0)
-        for file in files:
-            for line in _read_new(file.path, offsets, partial):
-                if chosen.matches(line):
-                    write(f"{file.label.ljust(width)} | {line}" if prefix else line)
-        if is_over:
-            return
-        time.sleep(poll_interval_s)
 
 
 def _attempts(directory: TrialDirectory, attempt: str | None) -> list[int]:
@@ -124,28 +141,6 @@ def attempt_number(directory: TrialDirectory, attempt: str | None) -> int | None
     return None if attempt in (None, "all") else _attempts(directory, attempt)[0]
 
 
-def _files_of(directory: TrialDirectory, attempt: int, *, with_attempt: bool) -> Iterator[LogFile]:
-    suffix = f"@{attempt}" if with_attempt else ""
-    for job_id in _jobs_of(directory, attempt):
-        path = directory.logs_path / f"slurm-{job_id}.log"
-        if path.exists():
-            yield LogFile(label=f"supervisor{suffix}", path=path)
-    for path in sorted(directory.attempt_logs(attempt).glob("*.log"), key=_order):
-        match = _NAME.fullmatch(path.name)
-        label = f"{match['kind']}/{match['index']}" if match else path.stem
-        yield LogFile(label=f"{label}{suffix}", path=path)
-
-
-def _jobs_of(directory: TrialDirectory, attempt: int) -> list[str]:
-    """The jobs of an attempt; one that SLURM put back into the queue has several attempts, and one log."""
-    jobs = {}
-    for event in read_journal(directory.journal_path):
-        if event["event"] == "submitted" and event.get("job_id"):
-            jobs[event.get("attempt")] = str(event["job_id"])
-    before = [job for number, job in jobs.items() if isinstance(number, int) and number <= attempt]
-    return before[-1:]
-
-
 def _order(path: Path) -> tuple[str, int]:
     match = _NAME.fullmatch(path.name)
     return (match["kind"], int(match["index"])) if match else (path.stem, 0)
@@ -154,24 +149,3 @@ def _order(path: Path) -> tuple[str, int]:
 def _matches(label: str, selector: str) -> bool:
     name = label.partition("@")[0]
     return name == selector or name.partition("/")[0] == selector
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _read_new(path: Path, offsets: dict[Path, int], partial: dict[Path, bytes]) -> Iterator[str]:
-    # Opened anew each time: over NFS that is what makes another node's writes visible.
-    try:
-        with path.open("rb") as file:
-            file.seek(offsets.get(path, 0))
-            data = file.read(_CHUNK_BYTES)
-    except FileNotFoundError:
-        return
-    offsets[path] = offsets.get(path, 0) + len(data)
-    *lines, partial[path] = (partial.get(path, b"") + data).split(b"\n")
-    for line in lines:
-        yield line.decode(errors="replace").rstrip("\r")

@@ -11,6 +11,7 @@ from corral.launcher.durations import format_duration
 from corral.launcher.evidence import AttemptEnd
 from corral.launcher.metrics import headline
 from corral.launcher.status import TrialStatus, WorkerRow
+from corral.launcher.terminal import printable
 from corral.launcher.waits import describe_wait, render_chain
 from corral.launcher.worker_rows import GroupRow
 
@@ -85,17 +86,17 @@ def render_trial(status: TrialStatus, *, wide: bool = False, colour: bool = Fals
     """
     lines = _headline(status, colour=colour, width=width)
     if status.note and status.note != headline(dict(status.metrics)):
-        lines.append(f"  {_printable(status.note)}")
+        lines.append(f"  {printable(status.note)}")
     if wide:
         lines.append(render_workers(status.workers, colour=colour, width=width))
     else:
         lines.append(render_groups(status.groups, width=width))
     # A healthy trial is full of waits that end at once.
     waits = [chain for chain in status.waits if (chain.steps[0].since_s or 0.0) >= _SHORT_WAIT_S]
-    lines += [fold(f"waits      {_printable(render_chain(chain))}", width) for chain in waits[:_MAX_WAITS]]
+    lines += [fold(f"waits      {printable(render_chain(chain))}", width) for chain in waits[:_MAX_WAITS]]
     if len(waits) > _MAX_WAITS:
         lines.append(f"           and {len(waits) - _MAX_WAITS} more; -o json shows all")
-    lines += [_printable(_describe_end(end)) for end in status.history if end.attempt != status.attempt]
+    lines += [printable(_describe_end(end)) for end in status.history if end.attempt != status.attempt]
     if advice := _ADVICE.get(status.state):
         name = f"{status.experiment}/{status.trial}"
         lines.append(f"next       {advice.format(trial=name)}")  # whole: it is there to be copied
@@ -157,7 +158,7 @@ def render_table(
     Args:
         width: of the terminal; the last column goes on below itself where it ends, if that leaves room for words.
     """
-    cells = [tuple(_printable(cell) for cell in row) for row in (header, *rows)]
+    cells = [tuple(printable(cell) for cell in row) for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     indent = sum(widths[:-1]) + 2 * (len(widths) - 1)
     room = width - indent if width is not None and width - indent >= _MIN_LAST_COLUMN else max(1, widths[-1])
@@ -244,8 +245,3 @@ def _or_dash(value: object) -> str:
 def _coloured(text: str, *, colour: bool) -> str:
     name = _COLOUR_BY_STATE.get(text.strip())
     return f"{_ANSI[name]}{text}{_RESET}" if colour and name else text
-
-
-def _printable(text: str) -> str:
-    # Causes quote what programs printed; a terminal must not obey it.
-    return "".join(character if character.isprintable() else " " for character in text)

@@ -174,7 +174,11 @@ def run_supervisor(directory: TrialDirectory, attempt: int, make: Callable[[], S
         return make().run()
     except Exception as error:
         Journal(directory.journal_path).append(
-            "trial_ended", attempt=attempt, state=Outcome.FAILED.value, cause=f"supervisor: {error}"
+            "trial_ended",
+            attempt=attempt,
+            state=Outcome.FAILED.value,
+            cause=f"supervisor: {error}",
+            failed="supervisor",
         )
         TrialSecrets.destroy(directory.secrets_path)
         raise

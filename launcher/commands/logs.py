@@ -2,6 +2,7 @@
 
 import re
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,6 +20,7 @@ from corral.launcher.completion import complete_trial, complete_worker
 
 if TYPE_CHECKING:
     from corral.launcher.log_lines import LineFilter
+    from corral.launcher.logs import LogFinder
     from corral.launcher.trials import TrialFacts
 
 _DEFAULT_LINES = 100
@@ -51,7 +53,8 @@ def logs(
     """Show what a trial's workers print."""
     with user_errors():
         from corral.launcher.failures import describe_failures
-        from corral.launcher.logs import NoLogsError, attempt_number, find_logs, print_tails
+        from corral.launcher.log_lines import end_of_lines
+        from corral.launcher.logs import LogFinder, NoLogsError, attempt_number, print_tails
         from corral.launcher.trials import default_fileroot, find_trial
 
         chosen = _line_filter(since, grep)
@@ -60,14 +63,17 @@ def logs(
             if errors:
                 print(describe_failures(facts.directory, attempt=attempt_number(facts.directory, attempt)))
                 return
-            files = find_logs(facts.directory, workers or [], attempt=attempt)
+            finder = LogFinder(facts.directory, workers or [], attempt=attempt)
+            files = finder.find()
             if path:
                 print("\n".join(str(file.path) for file in files))
                 return
             count = lines if lines is not None else (None if since else _DEFAULT_LINES)
-            print_tails(files, count, print, chosen=chosen, prefix=not no_prefix)
+            # Where following goes on: a line that is being written is printed once it is whole.
+            ends = {file.path: end_of_lines(file.path) for file in files} if follow else {}
+            print_tails(files, count, print, ends=ends, chosen=chosen, prefix=not no_prefix)
             if follow:
-                _follow(facts, workers or [], attempt, chosen, prefix=not no_prefix)
+                _follow(facts, finder, ends, chosen, prefix=not no_prefix)
         except NoLogsError as error:
             fail(str(error), EXIT_NOT_FOUND)
 
@@ -87,30 +93,17 @@ def _line_filter(since: str | None, grep: str | None) -> "LineFilter":
 
 
 def _follow(
-    facts: "TrialFacts", workers: list[str], attempt: str | None, chosen: "LineFilter", *, prefix: bool
+    facts: "TrialFacts",
+    finder: "LogFinder",
+    read_before: dict[Path, int],
+    chosen: "LineFilter",
+    *,
+    prefix: bool,
 ) -> None:
-    from corral.launcher.logs import find_logs, follow
-    from corral.launcher.queue_cache import CachedQueue
-    from corral.launcher.slurm import SlurmClient
-    from corral.launcher.status_reader import StatusReader
-
-    client = SlurmClient(timeout_s=10.0)
-    reader = StatusReader(client, queue=CachedQueue(client))
-    last_look = [0.0, False]
-
-    def has_ended() -> bool:
-        if time.monotonic() - last_look[0] > 2.0:
-            last_look[:] = [time.monotonic(), reader.read([facts])[0].is_final]
-        return bool(last_look[1])
+    from corral.launcher.log_following import follow_trial
 
     try:
-        follow(
-            lambda: find_logs(facts.directory, workers, attempt=attempt),
-            lambda line: print(line, flush=True),
-            has_ended=has_ended,
-            chosen=chosen,
-            prefix=prefix,
-        )
+        follow_trial(facts, finder, read_before=read_before, chosen=chosen, prefix=prefix)
     except KeyboardInterrupt:
         print(f"\n(the trial keeps running; rl-stop {facts.name} ends it)")
 

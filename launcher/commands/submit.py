@@ -1,7 +1,6 @@
 """rl-submit: an experiment file becomes a trial, on SLURM or on this machine."""
 
 import sys
-import time
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -20,11 +19,8 @@ from corral.launcher.commands.common import (
 )
 
 if TYPE_CHECKING:
-    from corral.launcher.logs import LogFile
     from corral.launcher.submit import Submission
     from corral.launcher.trials import TrialFacts
-
-_END_LOOK_INTERVAL_S = 5.0  # squeue is shared by everyone on the cluster
 
 
 class DryRun(StrEnum):
@@ -220,33 +216,15 @@ def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bo
 
 
 def _follow(facts: "TrialFacts", name: str) -> None:
-    """Prints the workers' lines from the first one on, until the trial has ended."""
-    from corral.launcher.logs import NoLogsError, find_logs, follow
-    from corral.launcher.queue_cache import CachedQueue
-    from corral.launcher.slurm import SlurmClient
-    from corral.launcher.status_reader import StatusReader
+    """Prints the workers' lines from the first one of this attempt on, until the trial has ended."""
+    from corral.experiments.attempts import last_attempt
+    from corral.launcher.log_following import follow_trial, logs_before
+    from corral.launcher.logs import LogFinder
 
-    client = SlurmClient()
-    reader = StatusReader(client, queue=CachedQueue(client))
-    looked_at, is_over, is_first = float("-inf"), False, True
-
-    def has_ended() -> bool:
-        nonlocal looked_at, is_over
-        if time.monotonic() - looked_at > (1.0 if facts.mode == "local" else _END_LOOK_INTERVAL_S):
-            looked_at, is_over = time.monotonic(), reader.read([facts])[0].is_final
-        return is_over
-
-    def find() -> "Sequence[LogFile]":
-        nonlocal is_first
-        # What is there at the first look counts as read; here nothing has been.
-        was_first, is_first = is_first, False
-        try:
-            return [] if was_first else find_logs(facts.directory, [])
-        except NoLogsError:
-            return []
-
+    attempt = last_attempt(facts.directory)
+    read_before = logs_before(facts.directory, attempt.attempt if attempt else 0)
     try:
-        follow(find, lambda line: print(line, flush=True), has_ended=has_ended)
+        follow_trial(facts, LogFinder(facts.directory, []), read_before=read_before)
     except KeyboardInterrupt:
         print(f"\nthe trial keeps running; rl-stop {name} ends it, rl-logs {name} -f shows it")
         raise typer.Exit(0) from None

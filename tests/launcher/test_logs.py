@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.failures import describe_failures
-from corral.launcher.log_lines import LineFilter, parse_since, select_lines
-from corral.launcher.logs import LogFile, NoLogsError, attempt_number, find_logs, follow
+from corral.launcher.log_following import follow, logs_before
+from corral.launcher.log_lines import LineFilter, end_of_lines, parse_since, select_lines
+from corral.launcher.logs import LogFile, LogFinder, NoLogsError, attempt_number, print_tails
 
 
 @pytest.fixture
@@ -23,6 +25,10 @@ def directory(tmp_path: Path) -> TrialDirectory:
         for worker in (("rollout_worker", 2), ("rollout_worker", 10), ("master_worker", 0)):
             directory.worker_log(attempt, *worker).write_text(f"{worker} {attempt}\n")
     return directory
+
+
+def find_logs(directory: TrialDirectory, selectors: Sequence[str], *, attempt: str | None = None) -> list[LogFile]:
+    return LogFinder(directory, selectors, attempt=attempt).find()
 
 
 def labels(files: Sequence[LogFile]) -> list[str]:
@@ -82,9 +88,88 @@ def test_following_prints_whole_lines_and_new_files_until_the_end(directory: Tri
             lambda: log.open("a").write("last\n") > 0,
         ]
     )
-    follow(lambda: find_logs(directory, []), lines.append, has_ended=lambda: next(script)(), poll_interval_s=0.001)
+    finder = LogFinder(directory, [])
+    before = {file.path: end_of_lines(file.path) for file in finder.find()}
+    follow(finder.find, lines.append, has_ended=lambda: next(script)(), read_before=before, poll_interval_s=0.001)
     assert [line.split(" | ")[1] for line in lines] == ["first half", "second", "new", "last"]
     assert lines[0].startswith("master_worker/0")
+
+
+def test_following_prints_all_that_was_written_before_the_end(directory: TrialDirectory) -> None:
+    log = directory.worker_log(1, "master_worker", 0)
+    written = [f"line {number} {'x' * 80}" for number in range(40_000)]
+    log.write_text("\n".join([*written, "without an end"]))
+    lines: list[str] = []
+    follow(LogFinder(directory, ["master_worker"]).find, lines.append, has_ended=lambda: True, prefix=False)
+    assert lines == [*written, "without an end"]
+
+
+def test_a_line_that_is_being_written_is_printed_once_and_whole(directory: TrialDirectory) -> None:
+    log = directory.worker_log(1, "master_worker", 0)
+    log.write_text("whole\nha")
+    finder = LogFinder(directory, ["master_worker"])
+    files, lines = finder.find(), list[str]()
+    ends = {file.path: end_of_lines(file.path) for file in files}
+    with log.open("a") as file:
+        file.write("lf\n")  # between the tail and the first look
+    print_tails(files, 100, lines.append, ends=ends, prefix=False)
+    follow(finder.find, lines.append, has_ended=lambda: True, read_before=ends, prefix=False)
+    assert lines == ["whole", "half"]
+
+
+def test_what_earlier_attempts_printed_is_not_followed(directory: TrialDirectory) -> None:
+    lines: list[str] = []
+    finder = LogFinder(directory, [], attempt="all")
+    follow(finder.find, lines.append, has_ended=lambda: True, read_before=logs_before(directory, 1), prefix=False)
+    assert lines and all(line.endswith(" 1") for line in lines)
+
+
+def test_the_journal_is_read_again_only_after_it_has_changed(
+    directory: TrialDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[Path] = []
+    monkeypatch.setattr("corral.launcher.logs.read_journal", lambda path: reads.append(path) or read_journal(path))
+    write_event(directory, 1.0, "submitted", attempt=0, job_id="7")
+    finder = LogFinder(directory, [], attempt="all")
+    for _ in range(5):
+        finder.find()
+    assert len(reads) == 1
+    write_event(directory, 2.0, "submitted", attempt=1, job_id="8")
+    (directory.logs_path / "slurm-8.log").write_text("x\n")
+    assert "supervisor@1" in {file.label for file in LogFinder(directory, ["supervisor"], attempt="all").find()}
+    assert len(finder.find()) > 0 and len(reads) == 3
+
+
+def test_the_last_lines_of_a_long_log_cost_no_more_than_they_are(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    size = 1 << 33
+    with log.open("wb") as file:
+        file.truncate(size)  # eight gigabytes that nobody could read in time
+        file.seek(size)
+        file.write(b"\n" + b"".join(b"line %d\n" % number for number in range(100_000)))
+    lines = select_lines(log, count=50_000, chosen=LineFilter())
+    assert lines == [f"line {number}" for number in range(50_000, 100_000)]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "a\n", "\n", "\n\n", "a\n\nb", "x" * 200_000 + "\nend", "y" * 70_000 + "\n" * 3]
+)
+def test_lines_read_from_the_end_are_those_read_from_the_beginning(text: str, tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text(text)
+    for count in (None, 1, 2, 5):
+        wanted = text.splitlines() if count is None else text.splitlines()[-count:]
+        assert select_lines(log, count=count, chosen=LineFilter()) == wanted
+    assert end_of_lines(log) == text.rfind("\n") + 1
+
+
+def test_a_terminal_is_not_given_what_it_would_obey(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_bytes(b"\x1b[31mred\x1b[0m\tanswer: \x1b]0;title\x07\x1b[2J\x07\xe2\x80\xae\xff\n 10%\r100% done\r\n")
+    assert select_lines(log, count=None, chosen=LineFilter()) == [
+        "red     answer: \\x07\\u202e\N{REPLACEMENT CHARACTER}",
+        "100% done",
+    ]
 
 
 def test_the_first_cause_is_not_a_consequence(directory: TrialDirectory) -> None:
@@ -126,6 +211,15 @@ def test_a_node_that_failed_explains_its_workers_though_they_were_seen_first(dir
     assert "model_worker/0 exit -9 -25.0s" in text and "attempt NODE_FAILED: n1 +1.0s" in text
 
 
+def test_an_end_is_told_once_and_quotes_nothing_that_a_terminal_obeys(directory: TrialDirectory) -> None:
+    write_exit(directory, "rollout_worker/0", 1, 10.0, last_lines=["\x1b[2Jbad\x07"])
+    write_event(directory, 120.0, "attempt_ended", state="TIMED_OUT", cause="the time limit is near")
+    write_event(directory, 120.1, "trial_ended", state="TIMED_OUT", cause="the time limit is near; resume it")
+    text = describe_failures(directory, attempt=None)
+    assert text.count("TIMED_OUT") == 1 and "resume it" in text
+    assert "\x1b" not in text and "  bad\\x07" in text
+
+
 def test_a_failure_long_before_the_end_is_not_blamed_on_it(directory: TrialDirectory) -> None:
     write_exit(directory, "rollout_worker/0", 1, 10.0, last_lines=["ValueError: own fault"])
     write_event(directory, 9000.0, "attempt_ended", state="PREEMPTED", cause="")
@@ -148,7 +242,7 @@ def test_an_end_from_outside_is_a_cause_and_slurms_own_words_are_shown(state: st
 
 
 def test_a_supervisor_that_crashed_is_named_with_its_traceback(directory: TrialDirectory) -> None:
-    write_event(directory, 10.0, "trial_ended", state="FAILED", cause="supervisor: no space left")
+    write_event(directory, 10.0, "trial_ended", state="FAILED", cause="supervisor: no space left", failed="supervisor")
     (directory.logs_path / "slurm-7.log").write_text("Traceback (most recent call last):\n  x\nOSError: no space\n")
     text = describe_failures(directory, attempt=1)
     assert "supervisor: no space left" in text and "OSError: no space" in text

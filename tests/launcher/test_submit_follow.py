@@ -10,7 +10,7 @@ import pytest
 
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher import logs, submit
+from corral.launcher import log_following, submit
 from corral.launcher.commands.submit import main, normalise
 from corral.launcher.trials import list_trials
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs
@@ -60,7 +60,7 @@ def test_leaving_does_not_stop_the_trial_and_says_so(
     def left(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(logs, "follow", left)
+    monkeypatch.setattr(log_following, "follow_trial", left)
     assert _follow(experiment, monkeypatch, "finish 1.0") == 0
     assert "the trial keeps running; rl-stop small-grpo/f" in capsys.readouterr().out
     directory = TrialDirectory(tmp_path / "trials" / "small-grpo" / "f")

@@ -1,0 +1,127 @@
+"""What workers print while they print it. Files are read by size, since inotify sees nothing on NFS.
+
+every 0.3 s: files that are there --read to their end--> whole lines --> "rollout_worker/0 | line"
+has the trial ended? asked before a look, so that what was written before its end is still printed
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.log_lines import EVERY_LINE, LineFilter, text_of
+from corral.launcher.logs import LogFile, LogFinder, NoLogsError
+from corral.launcher.queue_cache import CachedQueue
+from corral.launcher.slurm import SlurmClient
+from corral.launcher.status_reader import StatusReader
+from corral.launcher.trials import TrialFacts
+
+_POLL_INTERVAL_S = 0.3
+_END_INTERVAL_S = 2.0
+_CHUNK_BYTES = 1 << 20
+_MAX_LINE_BYTES = 1 << 20  # of what never ends a line, such as a bar that redraws itself, no more is kept
+
+
+@dataclass(slots=True, kw_only=True)
+class _Reading:
+    """One file, and how far it was read."""
+
+    label: str
+    path: Path
+    offset: int
+    partial: bytes = b""
+
+    def new_lines(self) -> Iterator[bytes]:
+        """The whole lines up to what is its end now."""
+        # Opened anew each time: over NFS that is what makes another node's writes visible.
+        try:
+            with self.path.open("rb") as file:
+                end = file.seek(0, 2)
+                file.seek(self.offset)
+                while self.offset < end and (data := file.read(min(_CHUNK_BYTES, end - self.offset))):
+                    self.offset += len(data)
+                    *lines, rest = (self.partial + data).split(b"\n")
+                    self.partial = rest[-_MAX_LINE_BYTES:]
+                    yield from lines
+        except FileNotFoundError:
+            return
+
+    def last_line(self) -> Iterator[bytes]:
+        """What was written without a newline, where nothing more will come."""
+        if self.partial:
+            yield self.partial
+        self.partial = b""
+
+
+def follow(
+    find: Callable[[], Sequence[LogFile]],
+    write: Callable[[str], None],
+    *,
+    has_ended: Callable[[], bool],
+    read_before: Mapping[Path, int] | None = None,
+    chosen: LineFilter = EVERY_LINE,
+    prefix: bool = True,
+    poll_interval_s: float = _POLL_INTERVAL_S,
+) -> None:
+    """Prints the files, and those that appear, until the trial has ended and all is printed.
+
+    Args:
+        find: the files that are there; those of an earlier call stay.
+        read_before: bytes at the beginning of files that are not printed.
+    """
+    readings: dict[Path, _Reading] = {}
+    while True:
+        is_over = has_ended()  # asked first: what was written before the end is still printed
+        for file in find():
+            offset = (read_before or {}).get(file.path, 0)
+            readings.setdefault(file.path, _Reading(label=file.label, path=file.path, offset=offset))
+        width = max((len(reading.label) for reading in readings.values()), default=0)
+        for reading in readings.values():
+            for raw in (*reading.new_lines(), *reading.last_line()) if is_over else reading.new_lines():
+                if chosen.matches(line := text_of(raw)):
+                    write(f"{reading.label.ljust(width)} | {line}" if prefix else line)
+        if is_over:
+            return
+        time.sleep(poll_interval_s)
+
+
+def follow_trial(
+    facts: TrialFacts,
+    finder: LogFinder,
+    *,
+    read_before: Mapping[Path, int] | None = None,
+    chosen: LineFilter = EVERY_LINE,
+    prefix: bool = True,
+) -> None:
+    """Prints what the workers of a trial print until it has ended. Ctrl-C raises KeyboardInterrupt, no more."""
+    client = SlurmClient()
+    reader = StatusReader(client, queue=CachedQueue(client))
+    looked_at, is_over = float("-inf"), False
+
+    def has_ended() -> bool:
+        nonlocal looked_at, is_over
+        if time.monotonic() - looked_at > _END_INTERVAL_S:
+            looked_at, is_over = time.monotonic(), reader.read([facts])[0].is_final
+        return is_over
+
+    def find() -> Sequence[LogFile]:
+        try:
+            return finder.find()
+        except NoLogsError:  # of a new attempt there are none yet
+            return []
+
+    follow(
+        find,
+        lambda line: print(line, flush=True),
+        has_ended=has_ended,
+        read_before=read_before,
+        chosen=chosen,
+        prefix=prefix,
+    )
+
+
+def logs_before(directory: TrialDirectory, attempt: int) -> dict[Path, int]:
+    """What `follow` need not print where an attempt begins: the logs of those before it, with their sizes."""
+    own = directory.attempt_logs(attempt)
+    return {path: path.stat().st_size for path in directory.logs_path.rglob("*.log") if path.parent != own}
