@@ -68,6 +68,7 @@ _DECODER: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(Claim | Commit
 _MAX_REASON_CHARACTERS: Final = 500  # at most 2000 bytes of an entry
 _MAX_TRIES: Final = 5  # ESTALE and lost replies of a file server heal on reopening, or not at all
 _VISIBLE_TIMEOUT_S: Final = 75.0  # NFS clients may cache "no such file" for up to 60 s
+_HIDDEN_SLOT_PAUSE_S: Final = 0.05
 
 
 class SlotStorage(Protocol):
@@ -78,6 +79,9 @@ class SlotStorage(Protocol):
 
     def put_if_absent(self, slot: int, data: bytes) -> bytes | None:
         """Stores `data` durably and returns None, or returns what the slot holds already."""
+
+    def highest_slot(self) -> int:
+        """The highest slot that a listing shows, or 0; it may be out of date, and decides nothing."""
 
     def remove_leftovers(self, below_slot: int) -> None:
         """Removes what writers that died left behind for slots that are taken."""
@@ -136,6 +140,9 @@ class DirectoryStorage:
             f"slot {slot:08d} of the trial log {self._path}: the file system answered {last_error} {_MAX_TRIES} times; "
             f"the entry may be there or not, so exit and claim a new epoch"
         ) from last_error
+
+    def highest_slot(self) -> int:
+        return max((int(name) for name in os.listdir(self._path) if name.isdecimal()), default=0)
 
     def remove_leftovers(self, below_slot: int) -> None:
         for temporary in self._path.glob(".*.tmp"):
@@ -201,6 +208,28 @@ class TrialLog:
             slot += 1
         return entries
 
+    def require_no_hole(self) -> None:
+        """Refuses a log that goes on after a slot that is missing.
+
+        A link into the hole would succeed, and what comes after it would never be read again.
+
+        Raises:
+            CorruptLogError: naming the slot that is missing.
+        """
+        highest = self._storage.highest_slot()
+        deadline = time.monotonic() + _VISIBLE_TIMEOUT_S
+        while self._state.next_slot <= highest:
+            self.poll()
+            if self._state.next_slot > highest:
+                return
+            if time.monotonic() > deadline:
+                raise CorruptLogError(
+                    f"slot {self._state.next_slot:08d} of the trial log {self._path} is missing, but slot "
+                    f"{highest:08d} is there; put it back from a backup, or start a new trial from the last good "
+                    f"checkpoint"
+                )
+            time.sleep(_HIDDEN_SLOT_PAUSE_S)
+
     def claim(self, owner: str, *, resume: bool = False) -> "LogWriter":
         """Begins a new trainer epoch, which ends all earlier ones.
 
@@ -211,6 +240,7 @@ class TrialLog:
         Raises:
             DoneError: the trial is complete.
             StoppedError: the trial was stopped, and `resume` is false.
+            CorruptLogError: the log is damaged.
         """
         nonce = _new_nonce()
 
@@ -226,6 +256,7 @@ class TrialLog:
             return Claim(epoch=state.epoch + 1, owner=owner, nonce=nonce)
 
         self.read()
+        self.require_no_hole()
         slot = self.append(entry)
         self._storage.remove_leftovers(slot)
         return LogWriter(self)
@@ -241,6 +272,7 @@ class TrialLog:
         """
         nonce = _new_nonce()
         self.read()
+        self.require_no_hole()
         try:
             return self.append(lambda state: self._outside_stop(state, by=by, reason=reason, then=then, nonce=nonce))
         except DoneError:

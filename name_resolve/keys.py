@@ -7,6 +7,7 @@
     streams/trajectories/{index}     the trajectory receivers      -> address
     generation/manager               the generation-server manager -> address
     generation/servers/{index}       the generation servers        -> address
+    generation/weights_in_use        directories of weights that servers read now
     policy_version                   "{epoch}.{version}" published last
     rendezvous/{incarnation}         where the ranks of one gang meet
     status                           of the experiment
@@ -73,6 +74,9 @@ class TrialKeys:
 
     def generation_server(self, index: int) -> str:
         return f"{self.generation_servers_root()}/{_check_index(index)}"
+
+    def weights_in_use(self) -> str:
+        return "generation/weights_in_use"
 
     def policy_version(self) -> str:
         return "policy_version"

@@ -5,7 +5,7 @@
                 │          ├─ SIGTERM: finish what is cheap, leave (exit 0)
                 │          ├─ superseded: another process has its place (exit 75)
                 │          └─ error: traceback in the log (exit 1); the supervisor restarts it
-                └─ bad configuration (exit 2): never restarted
+                └─ bad configuration, or damage that only a person can mend (exit 2): never restarted
 
 A worker wires parts that are handed to it in a WorkerContext. Its control channel and its presence record live in
 threads of their own, so that both go on while the main thread computes.
@@ -28,6 +28,7 @@ from pydantic import BaseModel
 from corral.experiments.plan import RunPlan
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial_log import CorruptLogError
 from corral.name_resolve import NameService, TrialKeys
 from corral.workers.presence import EXIT_SUPERSEDED, Presence
 from corral.workers.streams.security import StreamSecurity
@@ -44,6 +45,10 @@ EXIT_GANG_BROKEN = 76
 
 class BadConfigurationError(ValueError):
     """What the user wrote cannot work; restarting would not help."""
+
+
+class CannotContinueError(RuntimeError):
+    """What the trial stands on is damaged or makes no progress; restarting would not help."""
 
 
 class SupersededWorkerError(RuntimeError):
@@ -165,20 +170,33 @@ def run_to_exit_code(worker: Worker) -> int:
     except BadConfigurationError as error:
         logger.error("%s cannot work with this configuration: %s", worker_id, error)
         return EXIT_BAD_CONFIGURATION
+    except CannotContinueError as error:
+        logger.error("%s cannot go on: %s", worker_id, error)
+        return EXIT_BAD_CONFIGURATION
     except SupersededWorkerError as error:
         logger.warning("%s leaves: %s", worker_id, error)
         return EXIT_SUPERSEDED
     except GangBrokenError as error:
         logger.error("%s leaves: %s", worker_id, error)
         return EXIT_GANG_BROKEN
-    except Exception:  # the last line of the log must be the cause; the supervisor decides what follows
+    except Exception as error:  # the last line of the log must be the cause; the supervisor decides what follows
         if worker.context.stopping.is_set():
             logger.info("%s was interrupted while it stopped:\n%s", worker_id, traceback.format_exc())
             return EXIT_DONE
+        if (damage := _damage_in(error)) is not None:
+            logger.error("%s cannot go on: %s", worker_id, damage)
+            return EXIT_BAD_CONFIGURATION
         logger.error("%s failed:\n%s", worker_id, traceback.format_exc())
         return EXIT_ERROR
     logger.info("%s is done", worker_id)
     return EXIT_DONE
+
+
+def _damage_in(error: BaseException) -> CorruptLogError | None:
+    """The trial log cannot be read, whichever of a worker's tasks has noticed it."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((damage for inner in error.exceptions if (damage := _damage_in(inner)) is not None), None)
+    return error if isinstance(error, CorruptLogError) else None
 
 
 def flush_output() -> None:

@@ -132,6 +132,10 @@ class SimulatedStorage:
             raise UncertainAppendError("the reply was lost for good")
         return occupant
 
+    def highest_slot(self) -> int:
+        self._process.pause()
+        return max(self._world.slots, default=0)
+
     def remove_leftovers(self, below_slot: int) -> None:
         self._process.pause()
 
@@ -310,6 +314,9 @@ class _PlainStorage:
         return self._world.slots.get(slot)
 
     def put_if_absent(self, slot: int, data: bytes) -> bytes | None:
+        raise NotImplementedError
+
+    def highest_slot(self) -> int:
         raise NotImplementedError
 
     def remove_leftovers(self, below_slot: int) -> None:

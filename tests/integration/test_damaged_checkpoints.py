@@ -42,6 +42,8 @@ def test_a_trial_falls_back_past_a_damaged_checkpoint_and_goes_on(start_trial: C
     check_no_token_was_too_old(trial, eta=1)
     fallbacks = [entry for entry in History.of(trial).entries.values() if entry["kind"] == "fallback"]
     assert [entry["epoch"] for entry in fallbacks] == [2, 3]
+    living = {f"v{commit['step']:08d}-e{commit['epoch']}" for commit in History.of(trial).lineage()}
+    assert {path.name for path in trial.directory.weights_path.iterdir()} <= living
     assert all("train_state-00000-of-00001.safetensors: expected SHA-256" in entry["reason"] for entry in fallbacks)
 
 

@@ -124,7 +124,9 @@ def test_a_resumed_run_equals_an_unfaulted_one_bit_for_bit(tmp_path: Path) -> No
     first.save_state(tmp_path / "state")
     torch.rand(7)  # what another process has drawn before it resumes must not matter
     second = make_engine(directory, seed=999)
-    second.load_state(tmp_path / "state")
+    pieces: list[int] = []
+    second.load_state(tmp_path / "state", on_progress=lambda: pieces.append(1))
+    assert len(pieces) == len(list(second.model.parameters()))
     assert second.step == 2
     resumed_stats += [second.train_batch(batch, loss_fn=negative_logprobs) for batch in batches[2:]]
 

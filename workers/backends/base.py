@@ -63,5 +63,8 @@ class TrainEngine(Protocol):
     def save_state(self, directory: Path) -> None:
         """Write what training resumes from, bit for bit: full-precision weights, optimizer, step count, seed."""
 
-    def load_state(self, directory: Path) -> None:
-        """Continue from what `save_state` wrote, possibly with another number of ranks."""
+    def load_state(self, directory: Path, *, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Continue from what `save_state` wrote, possibly with another number of ranks.
+
+        `on_progress` is called for every parameter, since a large state takes longer than any deadline that is useful.
+        """

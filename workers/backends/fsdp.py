@@ -9,7 +9,7 @@ sample ─► micro-batches ─► packed forward ─► loss_fn ─► backward
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -217,11 +217,13 @@ class FSDPEngine:
             train_state.write_header(directory, header)
         self._context.barrier()
 
-    def load_state(self, directory: Path) -> None:
+    def load_state(self, directory: Path, *, on_progress: Callable[[], None] = lambda: None) -> None:
         """See `TrainEngine.load_state`."""
         optimizer, _ = self._require_optimizer()
         header = train_state.read_header(directory)
-        train_state.read_shards(directory, self._parameters(), optimizer, num_ranks=header.num_ranks)
+        train_state.read_shards(
+            directory, self._parameters(), optimizer, num_ranks=header.num_ranks, on_progress=on_progress
+        )
         self._step, self._seed = header.step, header.seed
 
     def _parameters(self) -> dict[str, nn.Parameter]:

@@ -9,7 +9,7 @@ number of ranks can cut them anew. There is no random state to keep: every step 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,9 +77,16 @@ def read_header(directory: Path) -> TrainStateHeader:
 
 @torch.no_grad()
 def read_shards(
-    directory: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, *, num_ranks: int
+    directory: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    *,
+    num_ranks: int,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Load parameters and moments that `num_ranks` ranks wrote; each rank keeps the rows it holds now.
+
+    `on_progress` is called after every parameter.
 
     Raises:
         ValueError: if the files' parameters are not exactly this model's.
@@ -92,6 +99,7 @@ def read_shards(
             directory, {n.removeprefix("parameter.") for n in stored if n.startswith("parameter.")}, parameters
         )
         for name, parameter in parameters.items():
+            on_progress()
             whole = _whole(shards, f"parameter.{name}", parameter)
             _local(parameter).copy_(_local(whole))
             if f"step.{name}" not in stored:

@@ -23,7 +23,7 @@ import msgspec
 
 from corral.experiments.worker_record import MASTER
 from corral.experiments.worker_specs import GserverManagerSpec
-from corral.name_resolve import NameNotFoundError, NameServiceError
+from corral.name_resolve import Lease, NameNotFoundError, NameServiceError
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
 from corral.workers.committed_ledger import CommittedLedger
@@ -42,6 +42,7 @@ from corral.workers.streams.messages_manager import (
     Schedule,
 )
 from corral.workers.streams.rpc import AsyncRequestServer
+from corral.workers.weights_in_use import NOTHING_IN_USE, WeightsInUse
 from corral.workers.worker import Worker, WorkerContext, run_async
 
 logger = logging.getLogger(__name__)
@@ -106,19 +107,21 @@ class GserverManager(Worker):
             ) as server,
         ):
             self._client = GenerationServerClient(session, update_timeout_s=self._spec.rollout.request_timeout_s)
-            with context.names.lease(
-                context.keys.manager(),
-                server.endpoint,
-                ttl_s=context.plan.supervision.lease_ttl_s,
-                owner=context.incarnation,
-                take_over=True,
+            with (
+                self._lease(context.keys.weights_in_use(), NOTHING_IN_USE) as in_use,
+                self._lease(context.keys.manager(), server.endpoint),
             ):
+                self._in_use = WeightsInUse(in_use)
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._every(_VERSION_POLL_S, self._watch_weights))
                     tasks.create_task(self._every(_SERVER_POLL_S, self._watch_servers))
                     tasks.create_task(self._every(_PROBE_INTERVAL_S, self._probe_servers))
                     tasks.create_task(self._every(_COMMIT_POLL_S, self._watch_commits))
                     tasks.create_task(self._every(_WORKER_POLL_S, self._watch_workers))
+
+    def _lease(self, key: str, value: str) -> Lease:
+        ttl_s = self.context.plan.supervision.lease_ttl_s
+        return self.context.names.lease(key, value, ttl_s=ttl_s, owner=self.context.incarnation, take_over=True)
 
     async def _every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:
         while not self.context.stopping.is_set():
@@ -220,7 +223,8 @@ class GserverManager(Worker):
 
     async def _update(self, server: Server, version: str, weights: Path) -> None:
         try:
-            await self._client.bring_to(server.url, version=version, weights=weights)
+            async with self._in_use.reading(weights):
+                await self._client.bring_to(server.url, version=version, weights=weights)
         except ServerError as error:
             logger.warning("%s could not be brought to version %s: %s", server.name, version, error)
             await asyncio.sleep(_RETRY_PAUSE_S)

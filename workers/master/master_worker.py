@@ -25,6 +25,7 @@ from typing import Any
 from corral.experiments.attempts import may_resume
 from corral.experiments.journal import Journal
 from corral.experiments.ledger import Ledger
+from corral.experiments.log_witnesses import read_whole_log
 from corral.experiments.trial_log import (
     DoneError,
     LogWriter,
@@ -36,14 +37,17 @@ from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec
 from corral.name_resolve import Lease
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.policy_version import Lineage, PolicyVersion
-from corral.workers.checkpoint import RecoveryPoint, committed_ledger, last_valid_commit
+from corral.workers.checkpoint import NoValidCheckpointError, RecoveryPoint, committed_ledger, last_valid_commit
 from corral.workers.data.prompts import load_planned_rows, uids_of_share
 from corral.workers.master.sample_source import DatasetSource, SampleSource, TrajectorySource
 from corral.workers.master.sequence_buffer import SequenceBuffer
 from corral.workers.master.trainer_epoch import EpochParts, Outcome, TrainerEpoch
 from corral.workers.master.trainer_gang import GangLostError, TrainerGang
+from corral.workers.streams.errors import StaleEpochError
+from corral.workers.weights_in_use import read_weights_in_use
 from corral.workers.worker import (
     BadConfigurationError,
+    CannotContinueError,
     StopRequested,
     SupersededWorkerError,
     Worker,
@@ -70,8 +74,10 @@ class MasterWorker(Worker):
     def run(self) -> None:
         try:
             run_async(self._main(), self.context.stopping)
-        except SupersededError as error:
+        except (SupersededError, StaleEpochError) as error:  # the log says so, or a model worker that has read it
             raise SupersededWorkerError(str(error)) from error
+        except NoValidCheckpointError as error:
+            raise CannotContinueError(str(error)) from error
         except DoneError:
             logger.info("the trial is complete")
         except StoppedError as error:
@@ -81,7 +87,10 @@ class MasterWorker(Worker):
         return {"epoch": self._epoch}
 
     async def _main(self) -> None:
+        # What is slow to show on a network file system is waited for, and nobody needs this loop before the claim.
+        read_whole_log(self.context.trial, self._log)
         resume = may_resume(self.context.trial, self.context.attempt, self._log)
+        num_lost = 0
         while True:
             writer = self._log.claim(self._owner, resume=resume)
             resume = False  # only the first claim of an attempt may continue a stopped trial
@@ -93,10 +102,23 @@ class MasterWorker(Worker):
             except GangLostError as error:
                 logger.warning("epoch %d ends: %s", writer.epoch, error)
                 self._journal.append("epoch_lost", epoch=writer.epoch, cause=str(error))
+                last = writer.state.last_commit
+                has_committed = last is not None and last.epoch == writer.epoch
+                num_lost = 1 if has_committed else num_lost + 1
+                self._require_progress(num_lost, str(error))
                 continue
             logger.info("the trial is %s", outcome.value)
             self._journal.append("epoch_ended", epoch=writer.epoch, outcome=outcome.value)
             return
+
+    def _require_progress(self, num_lost: int, cause: str) -> None:
+        """Nobody else may count these: an epoch can end without the end of any process."""
+        limit = self.context.plan.supervision.max_restarts
+        if num_lost > limit:
+            raise CannotContinueError(
+                f"{num_lost} epochs in a row ended without a commit, more than supervision.max_restarts = {limit}; "
+                f"the last one because {cause}"
+            )
 
     async def _run_epoch(self, writer: LogWriter, gang: TrainerGang) -> Outcome:
         recovery = await self._recover(writer)
@@ -117,6 +139,7 @@ class MasterWorker(Worker):
             buffer=buffer,
             source=self._source(buffer, gang, lineage, ledger),
             publish=self._publish,
+            weights_in_use=self._weights_in_use,
             step_timeout_s=self.context.plan.supervision.step_timeout_s,
         )
         _log_start(writer, recovery)
@@ -132,7 +155,7 @@ class MasterWorker(Worker):
             presence.beat()
 
         deadline_s = self.context.plan.supervision.setup_timeout_s
-        with presence.during("verify the last commit", waiting_for="the file system", deadline_s=deadline_s):
+        with presence.during("verify the last commit", deadline_s=deadline_s):
             recovery = await asyncio.to_thread(
                 last_valid_commit, writer.state, self.context.trial, on_progress=on_progress
             )
@@ -180,6 +203,11 @@ class MasterWorker(Worker):
             )
         else:
             self._published.update(text)
+
+    def _weights_in_use(self) -> frozenset[Path] | None:
+        if self._spec.source == "dataset":
+            return frozenset()  # nobody generates
+        return read_weights_in_use(self.context.names, self.context.keys.weights_in_use())
 
 
 def _dataflow_of(spec: MasterWorkerSpec) -> DataflowGraph:

@@ -28,6 +28,7 @@ from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.workers.checkpoint import CheckpointWriter, RecoveryPoint, collect_garbage, write_manifest
 from corral.workers.master.metrics import MetricsWriter
+from corral.workers.master.old_weights import remove_old_weights, weights_name
 from corral.workers.master.sample_source import SampleSource
 from corral.workers.master.sequence_buffer import SequenceBuffer
 from corral.workers.master.trainer_gang import TrainerGang
@@ -36,7 +37,6 @@ from corral.workers.presence import Presence
 logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 0.02
-_KEPT_WEIGHTS = 3  # a server may still be reading the version before the last one
 
 
 class Outcome(Enum):
@@ -61,6 +61,8 @@ class EpochParts:
     source: SampleSource
     publish: Callable[[PolicyVersion, Path], None]
     """Make weights known to the generation-server manager."""
+    weights_in_use: Callable[[], frozenset[Path] | None]
+    """Directories of weights that generation servers are reading; None if nobody knows at the moment."""
     step_timeout_s: float
 
 
@@ -154,7 +156,7 @@ class TrainerEpoch:
         self._metrics.record(self._step, [parts.buffer.samples[uid] for uid in batch])
         parts.buffer.release(batch)
         await parts.gang.clear(batch)
-        self._remove_old_weights()
+        await self._remove_old_weights()
         stats["time/train_s"] = trained - started
         stats["time/save_s"] = time.monotonic() - trained
         stats["data/samples_trained"] = float(parts.ledger.trained_count)
@@ -185,7 +187,7 @@ class TrainerEpoch:
 
     async def _write_weights(self) -> None:
         parts = self._parts
-        directory = parts.trial.weights_path / f"v{self._step:08d}-e{parts.writer.epoch}"
+        directory = parts.trial.weights_path / weights_name(self.version)
         directory.mkdir(mode=0o700, exist_ok=True)
         with parts.presence.during("write weights", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
             await parts.gang.save_weights(directory)
@@ -220,7 +222,7 @@ class TrainerEpoch:
             )
         parts.ledger.mark_committed(delta)
         self._committed_step = self._step
-        collect_garbage(parts.trial, parts.writer.state, epoch=parts.writer.epoch, keep=control.keep_commits)
+        await self._remove_old_checkpoints()
 
     async def _stop(self) -> Outcome:
         """Commit what is trained and end the attempt in the log; `rl-submit --resume` goes on from there."""
@@ -238,8 +240,30 @@ class TrainerEpoch:
         link_files(self._weights, target)
         self._parts.journal.append("weights_exported", version=str(self.version), directory=str(target))
 
-    def _remove_old_weights(self) -> None:
-        present = sorted(self._parts.trial.weights_path.glob("v*"))
-        for directory in present[:-_KEPT_WEIGHTS]:
-            if directory != self._weights:
-                shutil.rmtree(directory)
+    # What nobody needs any more
+
+    async def _remove_old_checkpoints(self) -> None:
+        parts = self._parts
+        in_use = await asyncio.to_thread(parts.weights_in_use)
+        if in_use is None:
+            return
+        # Servers start from the weights of a commit after every start of the trainer.
+        read_now = {
+            parts.trial.relative(path.parent) for path in in_use if path.parent.parent == parts.trial.checkpoints_path
+        }
+        await asyncio.to_thread(
+            collect_garbage,
+            parts.trial,
+            parts.writer.state,
+            epoch=parts.writer.epoch,
+            keep=parts.spec.control.keep_commits,
+            protect=read_now,
+        )
+
+    async def _remove_old_weights(self) -> None:
+        parts = self._parts
+        in_use = await asyncio.to_thread(parts.weights_in_use)
+        if in_use is not None:
+            await asyncio.to_thread(
+                remove_old_weights, parts.trial.weights_path, parts.lineage, present=self.version, in_use=in_use
+            )

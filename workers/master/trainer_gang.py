@@ -9,6 +9,7 @@ One gang serves one trainer epoch: it binds the epoch's request stream, and dies
 
 import asyncio
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -111,14 +112,18 @@ class TrainerGang:
     # Requests, in the order of an epoch's life
 
     async def initialize(self, *, step: int, weights: Path, state: Path | None) -> None:
-        """Let every rank load weights and, where there is a commit, optimizer state; whatever it held is forgotten."""
+        """Let every rank load weights and, where there is a commit, optimizer state; whatever it held is forgotten.
+
+        How long that takes depends on the size of the model and on the file system. Each rank watches its own progress
+        and leaves when there is none, so this waits for as long as all of them live.
+        """
         request = Initialize(
             weights_directory=str(weights),
             state_directory=str(state) if state else None,
             step=step,
             seed=self._context.plan.seed,
         )
-        await self._all(request, deadline_s=self._context.plan.supervision.setup_timeout_s)
+        await self._all(request, deadline_s=math.inf)
 
     async def fetch(self) -> list[BufferedSample]:
         replies = await self._now(Fetch(max_samples=_FETCH_AT_MOST))

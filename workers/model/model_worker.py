@@ -289,7 +289,9 @@ class ModelWorker(Worker):
                 directory = Path(request.weights_directory) if role.optimizer is not None else role.model.path
                 self._engines[role.role] = self._make_engine(role, directory, seed=request.seed)
         if request.state_directory is not None:
-            self._engines[self._trained_role().role].load_state(Path(request.state_directory))
+            self._engines[self._trained_role().role].load_state(
+                Path(request.state_directory), on_progress=self.context.presence.beat
+            )
         if self._inbox is not None:
             self._inbox.start_session(f"{epoch}-{self.context.incarnation}")
         self.context.presence.beat(version=str(request.step))

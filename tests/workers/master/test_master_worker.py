@@ -1,0 +1,172 @@
+"""How the master ends, and what it does while it looks for the commit to continue."""
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
+
+import pytest
+
+from corral.experiments.journal import Journal
+from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial_log import CorruptLogError, TrialLog
+from corral.workers.checkpoint import NoValidCheckpointError, RecoveryPoint
+from corral.workers.master import master_worker
+from corral.workers.master.master_worker import MasterWorker
+from corral.workers.master.trainer_gang import GangLostError, TrainerGang
+from corral.workers.presence import EXIT_SUPERSEDED
+from corral.workers.streams.errors import StaleEpochError
+from corral.workers.worker import EXIT_BAD_CONFIGURATION, EXIT_ERROR, CannotContinueError, Worker, run_to_exit_code
+
+
+class Presence:
+    """Counts beats."""
+
+    def __init__(self) -> None:
+        self.beats = 0
+        self.deadlines: list[float | None] = []
+
+    def during(self, phase: str, *, deadline_s: float | None = None, **more: object) -> "Presence":
+        self.deadlines.append(deadline_s)
+        return self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def beat(self) -> None:
+        self.beats += 1
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> MasterWorker:
+    """A master without streams: its trial, its log, and the settings that it reads here."""
+    trial = TrialDirectory(tmp_path / "trial")
+    trial.create()
+    worker = object.__new__(MasterWorker)
+    supervision = SimpleNamespace(max_restarts=3, setup_timeout_s=7.0, step_timeout_s=11.0)
+    worker.context = cast(
+        Any,
+        SimpleNamespace(
+            worker_id="master_worker/0",
+            trial=trial,
+            attempt=0,
+            plan=SimpleNamespace(supervision=supervision, seed=1),
+            presence=Presence(),
+            stopping=threading.Event(),
+        ),
+    )
+    worker._log = TrialLog(trial.log_path)
+    worker._journal = Journal(trial.journal_path)
+    worker._owner = "host:1"
+    worker._spec = cast(Any, SimpleNamespace(num_model_workers=1))
+    worker._graph = cast(Any, None)
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (StaleEpochError(peer="model_worker/0", epoch=1, max_epoch=2), EXIT_SUPERSEDED),
+        (NoValidCheckpointError("none of the 2 commits can be loaded"), EXIT_BAD_CONFIGURATION),
+        (CorruptLogError("slot 2 is missing"), EXIT_BAD_CONFIGURATION),
+        (OSError("stale file handle"), EXIT_ERROR),
+    ],
+)
+def test_the_exit_code_says_whether_a_restart_would_help(
+    master: MasterWorker, monkeypatch: pytest.MonkeyPatch, error: Exception, exit_code: int
+) -> None:
+    async def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(master, "_main", fail)
+    assert run_to_exit_code(master) == exit_code
+
+
+def test_a_damaged_log_that_one_of_several_tasks_meets_is_not_tried_again(master: MasterWorker) -> None:
+    class Follower(Worker):
+        def run(self) -> NoReturn:
+            raise ExceptionGroup("tasks", [ExceptionGroup("inner", [CorruptLogError("slot 2 is no entry")])])
+
+    assert run_to_exit_code(Follower(master.context)) == EXIT_BAD_CONFIGURATION
+
+
+class UnreachableGang:
+    """Model workers that live, so nobody counts their deaths, and never answer."""
+
+    def __init__(self, *arguments: object, epoch: int) -> None:
+        assert epoch < 100, "epochs without a commit follow each other for ever"
+
+    async def __aenter__(self) -> NoReturn:
+        raise GangLostError("model_worker/0 did not connect")
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+
+def test_epochs_that_end_without_a_commit_are_counted(master: MasterWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(master_worker, "TrainerGang", UnreachableGang)
+    monkeypatch.setattr(master_worker, "may_resume", lambda *arguments: False)
+    with pytest.raises(CannotContinueError, match=r"^4 epochs in a row .*max_restarts = 3; .*model_worker/0 did not"):
+        asyncio.run(master._main())
+    assert TrialLog(master.context.trial.log_path).read().epoch == 4
+
+
+def test_a_commit_gives_the_epochs_their_whole_budget_back(
+    master: MasterWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gang(UnreachableGang):
+        async def __aenter__(self) -> Any:
+            return None
+
+    async def run_epoch(writer: Any, gang: Any) -> NoReturn:
+        if writer.epoch == 3:
+            texts = dict.fromkeys(["directory", "manifest_sha256", "ledger_file", "ledger_sha256"], "x")
+            writer.commit(step=1, trained=0, dropped=0, **texts)
+        raise GangLostError("model_worker/0 died")
+
+    monkeypatch.setattr(master_worker, "TrainerGang", Gang)
+    monkeypatch.setattr(master_worker, "may_resume", lambda *arguments: False)
+    monkeypatch.setattr(master, "_run_epoch", run_epoch)
+    with pytest.raises(CannotContinueError, match="^4 epochs in a row"):
+        asyncio.run(master._main())
+    assert TrialLog(master.context.trial.log_path).read().epoch == 6
+
+
+def test_the_master_answers_while_a_checkpoint_is_verified_and_each_piece_is_progress(
+    master: MasterWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = threading.Event()
+
+    def verify(state: object, trial: object, *, on_progress: Callable[[], None]) -> RecoveryPoint:
+        for _ in range(5):
+            on_progress()
+        assert answered.wait(30.0), "the loop stands still while a checkpoint is verified"
+        return RecoveryPoint(honoured=(), rejected=())
+
+    monkeypatch.setattr(master_worker, "last_valid_commit", verify)
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().call_soon(answered.set)
+        await master._recover(master._log.claim("host:1"))
+
+    asyncio.run(scenario())
+    presence = cast(Any, master.context.presence)
+    assert (presence.beats, presence.deadlines) == (5, [7.0])
+
+
+def test_loading_a_model_takes_as_long_as_its_ranks_make_progress(
+    master: MasterWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines: list[float] = []
+
+    async def note(request: object, *, deadline_s: float) -> dict[str, Any]:
+        deadlines.append(deadline_s)
+        return {}
+
+    gang = TrainerGang(master.context, master._spec, cast(Any, None), epoch=1)
+    monkeypatch.setattr(gang, "_all", note)
+    asyncio.run(gang.initialize(step=0, weights=Path("weights"), state=None))
+    assert deadlines == [math.inf]

@@ -1,0 +1,49 @@
+"""Which versions of the weights may go, and their removal.
+
+weights/v00000089-e1  v00000090-e1        the lineage: its newest versions stay
+        v00000091-e1  v00000092-e1        orphans, since epoch 2 continues step 90: they go, however high their number
+        v00000091-e2                      the present version
+"""
+
+import re
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from corral.scheduling.policy_version import Lineage, PolicyVersion
+
+_KEPT: Final = 3  # a server that was told of a version just now may not have said yet that it reads it
+_NAME: Final = re.compile(r"v(?P<step>\d{8,})-e(?P<epoch>\d+)", re.ASCII)
+
+
+def weights_name(version: PolicyVersion) -> str:
+    """Name of the directory of a version."""
+    return f"v{version.step:08d}-e{version.epoch}"
+
+
+def remove_old_weights(
+    directory: Path, lineage: Lineage, *, present: PolicyVersion, in_use: Collection[Path]
+) -> list[str]:
+    """Removes orphans, and the lineage's versions before its newest ones.
+
+    Args:
+        directory: holds one folder per version.
+        present: the version that the trainer holds; folders of a later epoch than its own are not its business.
+        in_use: folders that a server reads.
+
+    Returns:
+        The names that were removed.
+    """
+    matches = [match for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    versions = [PolicyVersion(int(match["epoch"]), int(match["step"])) for match in matches]
+    living = sorted((version for version in versions if lineage.contains(version)), key=lambda version: version.step)
+    kept = {*living[-_KEPT:], present}
+    removed: list[str] = []
+    for version in sorted(versions):
+        path = directory / weights_name(version)
+        if version in kept or version.epoch > present.epoch or path in in_use:
+            continue
+        shutil.rmtree(path)
+        removed.append(path.name)
+    return removed
