@@ -44,6 +44,8 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How long the trial may take to commit before it is cancelled."""
     then: Literal["", "requeue"] = ""
     """`requeue`: checkpoint, then go on in the next attempt."""
+    state: str = ""
+    """How the attempt ends by this, as a word of rl-status, where a supervisor asks for its job's sake."""
 
 
 @dataclass(frozen=True, slots=True)

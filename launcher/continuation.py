@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from corral.experiments.attempt_ends import failed_nodes
-from corral.experiments.journal import read_journal
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.job_ends import JobEnd, explain_end
+from corral.experiments.trial_directory import TrialDirectory, atomic_write
+from corral.launcher.end_actions import EndState
+from corral.launcher.job_ends import JobEnd, explain_end, is_being_preempted
 from corral.launcher.layout import Layout
 from corral.launcher.node_loss import nodes_that_are_down, note_failed_node
 from corral.launcher.sbatch import successor_options
@@ -64,8 +66,15 @@ class Continuation:
         self._restart_count = restart_count
         self._hosts = tuple(hosts)
         self._record = record
-        self.successor = _successor_of(directory, job_id)
+        self.successor = read_successor(directory, after=job_id)
         """Job id of the successor; "" if there is none."""
+
+    def is_preempted(self) -> bool:
+        """Whether our nodes are wanted for another job, and we may use them for a while yet."""
+        try:
+            return is_being_preempted(self._client.job(self._job_id))
+        except SlurmError:
+            return False
 
     def explain(self) -> JobEnd:
         """Why SLURM sends SIGTERM; records the nodes that failed, if it is that."""
@@ -75,7 +84,7 @@ class Continuation:
             job = None
         output = _tail(self._directory.logs_path / f"slurm-{self._job_id}.log")
         end = explain_end(job, output, job_id=self._job_id, restart_count=self._restart_count)
-        if end.state == "NODE_FAILED":
+        if end.state is EndState.NODE_FAILED:
             self.record_failed_nodes()
         return end
 
@@ -100,22 +109,25 @@ class Continuation:
             )
         except SlurmError as error:
             self._record("successor_refused", cause=str(error))
-            return f"no further job could be submitted: {error}"
+            return str(error)
+        self._remember(self.successor)
         self._record("successor_submitted", job_id=self.successor, after=self._job_id, excluded=excluded)
         return ""
 
-    def revoke(self) -> None:
-        """Nothing is to follow: takes the successor out of the queue."""
+    def revoke(self) -> bool:
+        """Nothing is to follow: takes the successor out of the queue; whether none is left there."""
         if not self.successor:
-            return
+            return True
         try:
             self._client.cancel(self.successor)
         except SlurmError as error:
             # It will find in the trial log that nothing is to follow, and end.
             self._record("successor_not_cancelled", job_id=self.successor, cause=str(error))
-            return
+            return False
         self._record("successor_cancelled", job_id=self.successor)
         self.successor = ""
+        self._remember("")
+        return True
 
     def requeue(self) -> str:
         """Lets SLURM start our own job again, which ends it now; returns why not, or ""."""
@@ -142,6 +154,12 @@ class Continuation:
                     return
                 time.sleep(_SWEEP_INTERVAL_S)
 
+    def _remember(self, successor: str) -> None:
+        try:
+            write_successor(self._directory, successor, after=self._job_id)
+        except OSError as error:
+            self._record("successor_not_written", job_id=successor, cause=str(error))
+
     def _is_successor(self, job: QueuedJob) -> bool:
         return is_head_of(self._plan.trial.uuid)(job) and job.job_id != self._job_id and job.state == "PENDING"
 
@@ -151,15 +169,22 @@ class Continuation:
         return job is not None and job.get("HetJobId") == self._job_id
 
 
-def _successor_of(directory: TrialDirectory, job_id: str) -> str:
-    """The successor that still waits for the end of this job: of an earlier supervisor, or before a requeue."""
-    waiting = ""
-    for event in read_journal(directory.journal_path):
-        if event["event"] == "successor_submitted" and event.get("after") == job_id:
-            waiting = str(event["job_id"])
-        elif event["event"] == "successor_cancelled" and str(event["job_id"]) == waiting:
-            waiting = ""
-    return waiting
+def write_successor(directory: TrialDirectory, job_id: str, *, after: str) -> None:
+    """Notes which job goes on after a job has ended; "" if none is to."""
+    atomic_write(_successor_path(directory), msgspec.json.encode({"job_id": job_id, "after": after}))
+
+
+def read_successor(directory: TrialDirectory, *, after: str) -> str:
+    """The successor that waits for the end of this job: of an earlier supervisor, or of before a requeue; or ""."""
+    try:
+        noted = msgspec.json.decode(_successor_path(directory).read_bytes(), type=dict[str, str])
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+    return noted.get("job_id", "") if noted.get("after") == after else ""
+
+
+def _successor_path(directory: TrialDirectory) -> Path:
+    return directory.control_path / "successor.json"
 
 
 def _tail(path: Path) -> str:

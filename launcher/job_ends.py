@@ -18,43 +18,45 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from corral.launcher.end_actions import EndState
 from corral.launcher.slurm_words import state_word
 
 _DAEMON_LINE = re.compile(r"\*\*\* JOB (\d+) ON \S+ CANCELLED AT \S+ *(?:DUE TO ([A-Z ]+?))?(?:,[^*]*)? *\*\*\*")
 _STATE_BY_DAEMON_WORD = {
-    "TIME LIMIT": "TIMED_OUT",
-    "PREEMPTION": "PREEMPTED",
-    "NODE FAILURE": "NODE_FAILED",
-    "JOB REQUEUE": "REQUEUED",
+    "TIME LIMIT": EndState.TIMED_OUT,
+    "PREEMPTION": EndState.PREEMPTED,
+    "NODE FAILURE": EndState.NODE_FAILED,
+    "JOB REQUEUE": EndState.REQUEUED,
 }
-_STATE_BY_REASON = {"TimeLimit": "TIMED_OUT", "NodeDown": "NODE_FAILED"}
+_STATE_BY_REASON = {"TimeLimit": EndState.TIMED_OUT, "NodeDown": EndState.NODE_FAILED}
 _STATE_BY_WORD = {
-    "TIMEOUT": "TIMED_OUT",
-    "DEADLINE": "TIMED_OUT",
-    "PREEMPTED": "PREEMPTED",
-    "REVOKED": "PREEMPTED",
-    "NODE_FAIL": "NODE_FAILED",
-    "BOOT_FAIL": "NODE_FAILED",
-    "CANCELLED": "CANCELLED",
-    "REQUEUED": "REQUEUED",
+    "TIMEOUT": EndState.TIMED_OUT,
+    "DEADLINE": EndState.TIMED_OUT,
+    "PREEMPTED": EndState.PREEMPTED,
+    "REVOKED": EndState.PREEMPTED,
+    "NODE_FAIL": EndState.NODE_FAILED,
+    "BOOT_FAIL": EndState.NODE_FAILED,
+    "CANCELLED": EndState.CANCELLED,
+    "REQUEUED": EndState.REQUEUED,
 }
 _CAUSE_BY_STATE = {
-    "CANCELLED": "cancelled outside of corral (scancel)",
-    "TIMED_OUT": "the time limit was reached",
-    "PREEMPTED": "preempted",
-    "NODE_FAILED": "a node failed",
-    "REQUEUED": "requeued (scontrol requeue)",
-    "UNKNOWN": "SLURM ended the job, and could not be asked why",
-    "STOPPED": "SIGTERM to the supervisor",
+    EndState.CANCELLED: "cancelled outside of corral (scancel)",
+    EndState.TIMED_OUT: "the time limit was reached",
+    EndState.PREEMPTED: "preempted",
+    EndState.NODE_FAILED: "a node failed",
+    EndState.REQUEUED: "requeued (scontrol requeue)",
+    EndState.UNKNOWN: "SLURM ended the job, and could not be asked why",
+    EndState.STOPPED: "SIGTERM to the supervisor",
 }
+_NEVER = ("None", "N/A", "Unknown", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
     """What SLURM does with our job."""
 
-    state: str
-    """Word of rl-status; STOPPED if the job itself goes on, so that only this script was asked to end."""
+    state: EndState
+    """STOPPED if the job itself goes on, so that only this script was asked to end."""
     is_requeued: bool
     """Whether SLURM will start the job again by itself."""
 
@@ -66,12 +68,13 @@ class JobEnd:
     @property
     def needs_successor(self) -> bool:
         """Whether the trial should go on, and SLURM will not see to it."""
-        return self.state in ("TIMED_OUT", "PREEMPTED", "NODE_FAILED") and not self.is_requeued
+        is_over = self.state in (EndState.TIMED_OUT, EndState.PREEMPTED, EndState.NODE_FAILED)
+        return is_over and not self.is_requeued
 
-    @property
-    def may_go_on(self) -> bool:
-        """Whether a next attempt may follow without a human; if nothing is known, SLURM's requeue says so."""
-        return self.state in ("TIMED_OUT", "PREEMPTED", "NODE_FAILED", "REQUEUED", "UNKNOWN")
+
+def is_being_preempted(job: Mapping[str, str] | None) -> bool:
+    """Whether a job's nodes are wanted for another one, at once or after a grace period."""
+    return job is not None and job.get("PreemptTime", "") not in _NEVER
 
 
 def explain_end(job: Mapping[str, str] | None, job_output: str, *, job_id: str, restart_count: int) -> JobEnd:
@@ -86,23 +89,23 @@ def explain_end(job: Mapping[str, str] | None, job_output: str, *, job_id: str, 
     said = [match[2] for match in _DAEMON_LINE.finditer(job_output) if match[1] == job_id]
     # A line that an earlier start of this job got stays in the file: one for each requeue.
     own_words = said[restart_count:]
-    by_daemon = _STATE_BY_DAEMON_WORD.get(own_words[-1] or "", "CANCELLED") if own_words else ""
+    by_daemon = _STATE_BY_DAEMON_WORD.get(own_words[-1] or "", EndState.CANCELLED) if own_words else None
     if job is None:
         # Our jobs ask to be requeued, so where nothing else is known they are.
-        is_requeued = by_daemon in ("REQUEUED", "NODE_FAILED", "PREEMPTED")
-        return JobEnd(state=by_daemon or "UNKNOWN", is_requeued=is_requeued)
+        is_requeued = by_daemon in (EndState.REQUEUED, EndState.NODE_FAILED, EndState.PREEMPTED)
+        return JobEnd(state=by_daemon or EndState.UNKNOWN, is_requeued=is_requeued)
     is_requeued = _number(job.get("Restarts", "")) > restart_count
-    if by_daemon not in ("", "CANCELLED"):
+    if by_daemon not in (None, EndState.CANCELLED):
         return JobEnd(state=by_daemon, is_requeued=is_requeued)
     if is_requeued:
-        return JobEnd(state="REQUEUED", is_requeued=True)
+        return JobEnd(state=EndState.REQUEUED, is_requeued=True)
     word = state_word(job.get("JobState", ""))
-    if job.get("PreemptTime", "None") not in ("None", "N/A", "Unknown", ""):
-        state = "PREEMPTED"
+    if is_being_preempted(job):
+        state = EndState.PREEMPTED
     elif word == "RUNNING":
-        state = "STOPPED"  # also with a line of slurmstepd, which `scancel --batch --signal=TERM` leaves
+        state = EndState.STOPPED  # also with a line of slurmstepd, which `scancel --batch --signal=TERM` leaves
     else:
-        state = _STATE_BY_REASON.get(job.get("Reason", "")) or _STATE_BY_WORD.get(word, "CANCELLED")
+        state = _STATE_BY_REASON.get(job.get("Reason", "")) or _STATE_BY_WORD.get(word, EndState.CANCELLED)
     return JobEnd(state=state, is_requeued=False)
 
 

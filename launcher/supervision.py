@@ -28,8 +28,9 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import StopRequest, TrialDirectory, atomic_write
 from corral.experiments.trial_log import Done, Stop, StoppedError, TrialLog
-from corral.launcher.attempt_end import AttemptEnd
+from corral.launcher.attempt_ending import AttemptEnding
 from corral.launcher.continuation import Continuation
+from corral.launcher.end_actions import EndState
 from corral.launcher.exits import ExitRecorder
 from corral.launcher.members import Members
 from corral.launcher.node_loss import NodeLoss, note_failed_node
@@ -164,7 +165,7 @@ class Supervisor:
         self._failed_starts: list[tuple[str, int]] = []
         self._lost_allocation = ""
         self._signals = [*signals]
-        self._ends = AttemptEnd(
+        self._ends = AttemptEnding(
             directory=directory,
             attempt=attempt.attempt,
             plan=plan,
@@ -237,7 +238,7 @@ class Supervisor:
         for worker, step in {**relocation.moves, **relocation.shares}.items():
             self._record("worker_moved", worker=worker, cause=cause, node=self._node_loss.host_of(step))
         if relocation.why_over:
-            self._ends.hand_over("NODE_FAILED", f"{cause}, and {relocation.why_over}")
+            self._ends.nodes_lost(f"{cause}, and {relocation.why_over}")
             self._apply(
                 self._supervision.stop_requested(reason=cause, grace_s=0.0, immediately=True, now=time.monotonic())
             )
@@ -250,7 +251,7 @@ class Supervisor:
         """The next attempt gets all of its nodes again."""
         cause, self._lost_allocation = self._lost_allocation, ""
         if cause and self._continuation is not None and self._supervision.phase is TrialPhase.RUNNING:
-            self._ends.hand_over("NODE_FAILED", cause)
+            self._ends.nodes_lost(cause)
             self._apply(
                 self._supervision.stop_requested(reason=cause, grace_s=0.0, immediately=True, now=time.monotonic())
             )
@@ -405,7 +406,7 @@ class Supervisor:
         # Done may have been appended between our last look and the kill: the log, not the signal, says what happened.
         verdict = self._ends.judge(end, self._log.state)
         if self._ends.is_job_ending:
-            verdict = self._ends.close(verdict, self._log)  # first of all: SLURM may kill us at any moment
+            verdict = self._ends.close(self._log)  # first of all: SLURM may kill us at any moment
         left = kill_trial_processes(self._plan.trial.uuid, spare=(os.getpid(), os.getppid()))
         if left:
             self._record("leftovers_killed", pids=left)
@@ -415,8 +416,8 @@ class Supervisor:
         if not verdict.goes_on:
             self._draw_report()
         if not self._ends.is_job_ending:
-            verdict = self._ends.close(verdict, self._log)
-        return 1 if verdict.state == Outcome.FAILED else 0
+            verdict = self._ends.close(self._log)
+        return 1 if verdict.state is EndState.FAILED else 0
 
     def _draw_report(self) -> None:
         if not self._directory.metrics_path.exists():

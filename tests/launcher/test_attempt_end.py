@@ -1,407 +1,242 @@
 """How an attempt ends: whoever asks, in whatever order, one job at most goes on, and none after a final word."""
 
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.experiments.attempts import begin_attempt, record_attempt
-from corral.experiments.journal import Journal
-from corral.experiments.trial_directory import StopRequest, TrialDirectory
-from corral.experiments.trial_log import TrialLog
-from corral.launcher import continuation
-from corral.launcher.attempt_end import AttemptEnd, Verdict
-from corral.launcher.continuation import Continuation
-from corral.launcher.layout_planner import plan_layout
-from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, SlurmUnreachableError
+from corral.experiments.attempts import Refusal, WhyNot
+from corral.launcher.attempt_end import AttemptEnd, EndPhase
+from corral.launcher.end_actions import (
+    AskForSuccessor,
+    EndAction,
+    EndState,
+    RecordAttemptEnd,
+    RecordTrialEnd,
+    RequeueOwnJob,
+    RevokeSuccessor,
+    SealLog,
+    SweepQueue,
+    Verdict,
+)
+from corral.launcher.job_ends import JobEnd
 from corral.launcher.unit_actions import EndTrial, Outcome
-from tests.launcher.trials import StubTrial
 
-OWN = "7"
 STOPPED = EndTrial(Outcome.STOPPED, "the grace period ended")
 FAILED = EndTrial(Outcome.FAILED, "model_worker used up its restarts")
-# What scontrol says of our job when SIGTERM arrives.
-SCANCEL = {"JobState": "COMPLETING", "Restarts": "0", "Reason": "None"}
-TIME_LIMIT = SCANCEL | {"Reason": "TimeLimit"}
-REQUEUED = SCANCEL | {"Restarts": "1"}
-PREEMPTED = SCANCEL | {"PreemptTime": "2026-11-21T08:11:27"}
-KILLED = SCANCEL | {"JobState": "RUNNING"}
-STOP = StopRequest(requested_at=0.0, by="me@here", now=False, grace_s=5.0)
-REQUEUE = StopRequest(requested_at=0.0, by="me@here", now=False, grace_s=5.0, then="requeue")
+COMPLETE = EndTrial(Outcome.COMPLETE, "")
+NO_PROGRESS = Refusal(WhyNot.NO_PROGRESS, "attempts 0 and 1 both ended before their first commit")
+SCANCEL = JobEnd(state=EndState.CANCELLED, is_requeued=False)
+TIME_LIMIT = JobEnd(state=EndState.TIMED_OUT, is_requeued=False)
+REQUEUED = JobEnd(state=EndState.REQUEUED, is_requeued=True)
+UNKNOWN = JobEnd(state=EndState.UNKNOWN, is_requeued=False)
+JOB_ENDS = [
+    JobEnd(state=state, is_requeued=is_requeued)
+    for state in (EndState.TIMED_OUT, EndState.PREEMPTED, EndState.NODE_FAILED)
+    for is_requeued in (False, True)
+] + [SCANCEL, REQUEUED, UNKNOWN]
 
 
-class Slurm(SlurmClient):
-    """A queue in memory: what is alive in it, and which commands are refused."""
+@dataclass
+class Slurm:
+    """A queue that takes and gives up jobs, or does not."""
 
-    def __init__(self) -> None:
-        self.alive: set[str] = set()
-        self.answer: dict[str, str] | None = KILLED
-        self.refused: set[str] = set()
-        self.options: list[Sequence[str]] = []
-        self.uuid = ""
-        self.requeues = 0
+    end: AttemptEnd
+    alive: set[str] = field(default_factory=set)
+    takes_jobs: bool = True
+    cancels: bool = True
+    requeues: bool = True
+    num_requeued: int = 0
+    actions: list[EndAction] = field(default_factory=list)
 
-    def submit(self, options: Sequence[str], script: Path) -> str:
-        self._may("sbatch")
-        self.options.append(options)
-        job_id = str(100 + len(self.options))
-        self.alive.add(job_id)
-        return job_id
+    def do(self, actions: list[EndAction]) -> None:
+        pending = [*actions]
+        while pending:
+            action = pending.pop(0)
+            self.actions.append(action)
+            match action:
+                case AskForSuccessor():
+                    assert not self.alive, "a second successor was asked for"
+                    if self.takes_jobs:
+                        self.alive.add("101")
+                        pending += self.end.successor_found("101")
+                    else:
+                        pending += self.end.successor_refused("QOSMaxSubmitJobPerUserLimit")
+                case RevokeSuccessor() if self.cancels:
+                    self.alive.clear()
+                    pending += self.end.successor_revoked()
+                case RequeueOwnJob():
+                    self.num_requeued += self.requeues
+                    if not self.requeues:
+                        pending += self.end.requeue_refused("presently disabled")
+                case SweepQueue() if self.cancels:
+                    self.alive.clear()
 
-    def job(self, job_id: str) -> dict[str, str] | None:
-        if self.answer is None:
-            raise SlurmUnreachableError("scontrol did not answer within 5 s")
-        return self.answer if job_id == OWN else {"JobId": job_id}
+    def all(self, kind: type) -> list[Any]:
+        """The actions of one kind so far."""
+        return [action for action in self.actions if isinstance(action, kind)]
 
-    def cancel(self, job_or_step: str, *, signal_name: str | None = None) -> None:
-        self._may("scancel")
-        self.alive.discard(job_or_step)
-
-    def ask(self, command: Sequence[str]) -> str:
-        assert command == ["scontrol", "requeue", OWN]
-        self._may("requeue")
-        self.requeues += 1
-        return ""
-
-    def queue(self) -> list[QueuedJob]:
-        fields = dict.fromkeys(["reason", "start", "end", "elapsed", "num_nodes", "nodes", "submitted", "name"], "")
-        comment = f'{{"corral": 1, "trial_uuid": "{self.uuid}"}}'
-        ids = [OWN, *sorted(self.alive)]
-        return [QueuedJob(job_id=job_id, state="PENDING", comment=comment, **fields) for job_id in ids]
-
-    def nodes(self) -> list[Any]:
-        return []
-
-    def _may(self, command: str) -> None:
-        if command in self.refused:
-            raise SlurmError(f"{command} failed with exit 1: no")
-
-
-class Attempt:
-    """The end of an attempt, and all that it touches."""
-
-    def __init__(self, root: Path, *, is_on_slurm: bool = True) -> None:
-        self.trial = StubTrial(root, {}, model_workers=1, servers=0)
-        self.directory: TrialDirectory = self.trial.directory
-        record_attempt(self.directory, attempt=0, resume=False, mode="slurm")
-        self.log = TrialLog(self.directory.log_path)
-        self.master = self.log.claim("master")
-        self.slurm = Slurm()
-        self.slurm.uuid = self.trial.plan.trial.uuid
-        self.events = self.trial.events
-        self.is_on_slurm = is_on_slurm
-        self.begin()
-
-    def begin(self) -> None:
-        """As each supervisor of the attempt does."""
-        journal = Journal(self.directory.journal_path)
-
-        def record(event: str, **fields: object) -> None:
-            journal.append(event, attempt=0, **fields)
-
-        slurm = Continuation(
-            client=self.slurm,
-            plan=self.trial.plan,
-            layout=plan_layout(self.trial.plan),
-            directory=self.directory,
-            job_id=OWN,
-            restart_count=0,
-            hosts=(),
-            record=record,
-        )
-        self.end = AttemptEnd(
-            directory=self.directory,
-            attempt=0,
-            plan=self.trial.plan,
-            continuation=slurm if self.is_on_slurm else None,
-            record=record,
-        )
-
-    def term(self, answer: dict[str, str] | None) -> StopRequest | None:
-        self.slurm.answer = answer
-        return self.end.signalled(signal.SIGTERM, was_asked=False)
-
-    def usr2(self, *, was_asked: bool = False) -> StopRequest | None:
-        return self.end.signalled(signal.SIGUSR2, was_asked=was_asked)
-
-    def finish(self, end: EndTrial = STOPPED) -> Verdict:
-        """As the supervisor does it: the stop goes into the log, then the end is judged and closed."""
-        state = self.log.read()
-        if end.outcome is Outcome.STOPPED and not state.is_stopped and not state.is_done:
-            self.log.request_stop("supervisor", then=self.end.then)
-        self.log.poll()
-        return self.end.close(self.end.judge(end, self.log.state), self.log)
-
-    def recorded(self) -> tuple[str, str]:
-        (event,) = self.events("attempt_ended")
-        return event["state"], event["then"]
-
-    def has_ended(self) -> bool:
-        return bool(self.events("trial_ended"))
+    def finish(self, end: EndTrial = STOPPED, *, is_done: bool = False, refusal: Refusal | None = None) -> Verdict:
+        self.end.judge(end, is_done=is_done, refusal=refusal)
+        self.do(self.end.close())
+        return self.end.verdict
 
 
 @pytest.fixture
-def attempt(tmp_path: Path) -> Attempt:
-    return Attempt(tmp_path)
+def slurm() -> Slurm:
+    return Slurm(AttemptEnd(has_queue=True))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_patience() -> Iterator[None]:
-    """What scancel refuses is not tried for long."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continuation, "_SWEEP_TIMEOUT_S", 0.0)
-        yield
+def test_a_hand_over_asks_for_one_successor_and_goes_on(slurm: Slurm) -> None:
+    slurm.do(slurm.end.hand_over(EndState.TIMED_OUT, "soon"))
+    slurm.do(slurm.end.hand_over(EndState.NODE_FAILED, "n2 failed"))
+    assert slurm.end.then == "requeue" and slurm.actions == [AskForSuccessor()]
+    assert slurm.finish() == Verdict(state=EndState.NODE_FAILED, cause="n2 failed", goes_on=True)
+    assert slurm.actions[1:] == [RecordAttemptEnd(EndState.NODE_FAILED, "n2 failed", "successor")]
 
 
-@contextmanager
-def throw_away_attempt() -> Iterator[Attempt]:
-    with TemporaryDirectory() as folder:
-        yield Attempt(Path(folder))
+def test_a_refused_successor_is_asked_for_again_and_then_our_own_job_is_requeued(slurm: Slurm) -> None:
+    slurm.takes_jobs = False
+    slurm.do(slurm.end.hand_over(EndState.TIMED_OUT, "soon"))
+    assert slurm.finish().goes_on
+    recorded = RecordAttemptEnd(EndState.TIMED_OUT, "soon", "requeue")
+    # It is recorded before it is done, because it ends us.
+    assert slurm.actions == [AskForSuccessor(), AskForSuccessor(), recorded, RequeueOwnJob()]
 
 
-def test_near_its_time_limit_an_attempt_hands_over_to_one_successor(attempt: Attempt) -> None:
-    request = attempt.usr2()
-    assert request is not None and request.then == "requeue"
-    assert attempt.usr2(was_asked=True) is None
-    assert attempt.finish() == Verdict(state="TIMED_OUT", cause="the time limit is near", goes_on=True)
-    assert attempt.recorded() == ("TIMED_OUT", "successor") and not attempt.has_ended()
-    assert attempt.slurm.alive == {"101"} and attempt.slurm.options == [[f"--dependency=afterany:{OWN}"]]
-    assert attempt.log.read().is_handed_over
+def test_if_both_ways_are_closed_the_trial_ends_with_advice(slurm: Slurm) -> None:
+    slurm.takes_jobs = slurm.requeues = False
+    slurm.do(slurm.end.hand_over(EndState.TIMED_OUT, "soon"))
+    verdict = slurm.finish()
+    assert (verdict.state, verdict.goes_on) == (EndState.STOPPED, False)
+    assert "presently disabled" in verdict.cause and verdict.cause.endswith("continue with rl-submit --resume")
+    assert slurm.all(RecordTrialEnd) == [RecordTrialEnd(EndState.STOPPED, verdict.cause)]
+    assert len(slurm.all(RecordAttemptEnd)) == 1
 
 
 @pytest.mark.parametrize(
-    ("answer", "state", "then", "has_successor"),
-    [
-        (REQUEUED, "REQUEUED", "requeue", False),
-        (TIME_LIMIT, "TIMED_OUT", "successor", True),
-        (PREEMPTED, "PREEMPTED", "successor", True),
-        (None, "UNKNOWN", "requeue", False),
-    ],
+    ("job_end", "then"),
+    [(TIME_LIMIT, "successor"), (REQUEUED, "requeue"), (UNKNOWN, "requeue"), (JOB_ENDS[3], "requeue")],
 )
-def test_what_slurm_ends_goes_on(
-    attempt: Attempt, answer: dict[str, str] | None, state: str, then: str, has_successor: bool
-) -> None:
-    request = attempt.term(answer)
-    assert request is not None and request.then == "requeue" and attempt.end.is_job_ending
-    assert attempt.recorded() == (state, then)  # before the workers have ended: SLURM may kill us
-    assert attempt.finish().goes_on and not attempt.has_ended()
-    assert bool(attempt.slurm.alive) is has_successor
+def test_an_end_by_slurm_is_recorded_at_once(slurm: Slurm, job_end: JobEnd, then: str) -> None:
+    slurm.do(slurm.end.job_ends(job_end))
+    (recorded,) = slurm.all(RecordAttemptEnd)
+    assert (recorded.state, recorded.then) == (job_end.state, then)
+    assert slurm.end.job_ends(job_end) == []  # SLURM says it more than once
+    assert slurm.finish().goes_on and slurm.all(RecordTrialEnd) == []
 
 
-def test_scancel_is_final_and_takes_the_successor_along(attempt: Attempt) -> None:
-    attempt.usr2()
-    request = attempt.term(SCANCEL)
-    assert request is not None and request.now and attempt.slurm.alive == set()
-    assert attempt.has_ended()  # before the workers have ended: SLURM may kill us
-    verdict = attempt.finish()
-    assert (verdict.state, verdict.goes_on) == ("CANCELLED", False)
-    assert attempt.recorded() == ("CANCELLED", "") and len(attempt.events("trial_ended")) == 1
+def test_a_refusal_at_the_time_limit_leaves_no_second_way(slurm: Slurm) -> None:
+    slurm.takes_jobs = False
+    slurm.do(slurm.end.job_ends(TIME_LIMIT))
+    assert slurm.end.phase is EndPhase.FINAL and slurm.end.then == ""
+    (ended,) = slurm.all(RecordTrialEnd)
+    assert "QOSMaxSubmitJobPerUserLimit" in ended.cause and "--resume" in ended.cause
+    assert not slurm.finish().goes_on and slurm.all(RequeueOwnJob) == []
 
 
-def test_a_trial_that_is_done_while_it_is_cancelled_is_complete(attempt: Attempt) -> None:
-    attempt.term(SCANCEL)
-    attempt.master.done()
-    assert attempt.finish().state == "COMPLETE"
-    assert attempt.events("trial_ended")[-1]["state"] == "COMPLETE"
+def test_of_two_final_words_the_first_one_counts(slurm: Slurm) -> None:
+    slurm.do(slurm.end.stop())
+    slurm.do(slurm.end.job_ends(SCANCEL))
+    assert slurm.finish().state is EndState.STOPPED
+    other = Slurm(AttemptEnd(has_queue=True))
+    other.do(other.end.job_ends(SCANCEL))
+    other.do(other.end.stop())
+    assert other.finish().state is EndState.CANCELLED
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_supervisor_alone_stops_the_trial_and_a_second_one_at_once(
-    attempt: Attempt, number: signal.Signals
-) -> None:
-    first, second = (attempt.end.signalled(number, was_asked=was_asked) for was_asked in (False, True))
-    assert first is not None and second is not None
-    assert (first.then, first.now, second.now) == ("", False, True) and number.name in first.by
-    assert attempt.finish() == Verdict(state="STOPPED", cause=STOPPED.cause, goes_on=False)
+def test_a_failure_is_final_unless_slurm_ends_the_job(slurm: Slurm) -> None:
+    slurm.do(slurm.end.hand_over(EndState.TIMED_OUT, "soon"))
+    assert slurm.finish(FAILED) == Verdict(state=EndState.FAILED, cause=FAILED.cause, goes_on=False)
+    assert slurm.alive == set()
+    other = Slurm(AttemptEnd(has_queue=True))
+    other.do(other.end.job_ends(REQUEUED))
+    assert other.finish(FAILED).goes_on
 
 
-def test_a_stop_after_the_hand_over_began_wins(attempt: Attempt) -> None:
-    attempt.usr2()
-    attempt.log.request_stop("supervisor", then="requeue")  # the master has checkpointed already
-    attempt.end.requested(STOP)
-    verdict = attempt.finish()
-    assert (verdict.state, verdict.goes_on) == ("STOPPED", False) and attempt.slurm.alive == set()
-    assert not attempt.log.read().is_handed_over
+def test_without_progress_nothing_follows(slurm: Slurm) -> None:
+    slurm.do(slurm.end.hand_over(EndState.TIMED_OUT, "soon"))
+    verdict = slurm.finish(refusal=NO_PROGRESS)
+    assert not verdict.goes_on and NO_PROGRESS.text in verdict.cause and "--resume" in verdict.cause
+    assert slurm.alive == set() and slurm.all(SealLog)
 
 
-@pytest.mark.parametrize("answer", [REQUEUED, TIME_LIMIT, PREEMPTED, None, SCANCEL])
-def test_a_stop_stays_a_stop_if_slurm_ends_the_job_meanwhile(attempt: Attempt, answer: dict[str, str] | None) -> None:
-    attempt.end.requested(STOP)
-    request = attempt.term(answer)
-    assert request is not None and request.then == ""
-    verdict = attempt.finish()
-    assert (verdict.state, verdict.goes_on) == ("STOPPED", False) and attempt.slurm.alive == set()
-    assert attempt.recorded() == ("STOPPED", "") and not attempt.log.read().is_handed_over
+def test_without_a_queue_nothing_is_handed_over() -> None:
+    here = Slurm(AttemptEnd(has_queue=False))
+    here.do(here.end.hand_over(EndState.REQUEUED, "asked for"))
+    assert here.end.phase is EndPhase.OPEN and here.actions == []
+    assert here.finish() == Verdict(state=EndState.STOPPED, cause=STOPPED.cause, goes_on=False)
+    assert [type(action) for action in here.actions] == [RecordAttemptEnd, RecordTrialEnd]
 
 
-def test_a_stop_while_slurm_ends_the_job_is_heeded(attempt: Attempt) -> None:
-    attempt.term(TIME_LIMIT)
-    attempt.end.requested(STOP)
-    assert attempt.finish().state == "STOPPED" and attempt.slurm.alive == set() and attempt.has_ended()
+def test_a_successor_of_an_earlier_supervisor_is_not_asked_for_again() -> None:
+    slurm = Slurm(AttemptEnd(has_queue=True, successor="101"), alive={"101"})
+    slurm.do(slurm.end.hand_over(EndState.TIMED_OUT, "soon"))
+    assert slurm.finish().goes_on and slurm.all(AskForSuccessor) == []
 
 
-def test_a_lost_node_does_not_revive_a_trial_that_is_being_stopped(attempt: Attempt) -> None:
-    attempt.end.requested(STOP)
-    attempt.end.hand_over("NODE_FAILED", "node n2 failed")
-    assert attempt.finish().state == "STOPPED" and attempt.slurm.options == []
-
-
-def test_a_request_to_requeue_does_not_revive_a_cancelled_job(attempt: Attempt) -> None:
-    attempt.term(SCANCEL)
-    attempt.end.requested(REQUEUE)
-    assert attempt.usr2() is None
-    assert attempt.finish().state == "CANCELLED" and attempt.slurm.options == []
-
-
-def test_our_own_request_is_nobody_elses(attempt: Attempt) -> None:
-    request = attempt.usr2()
-    assert request is not None
-    attempt.directory.write_stop_request(request)
-    found = attempt.directory.read_stop_request()
-    assert found is not None
-    attempt.end.requested(found)
-    assert attempt.finish().state == "TIMED_OUT"
-
-
-def test_a_supervisor_that_takes_over_goes_on_with_what_the_one_before_it_was_told(attempt: Attempt) -> None:
-    request = attempt.usr2()
-    assert request is not None
-    attempt.begin()
-    attempt.end.requested(request)
-    assert attempt.finish() == Verdict(state="TIMED_OUT", cause="the time limit is near", goes_on=True)
-    assert attempt.slurm.alive == {"101"} and len(attempt.slurm.options) == 1
-
-
-def test_if_sbatch_fails_slurm_requeues_and_if_that_fails_too_a_human_is_told(attempt: Attempt) -> None:
-    attempt.slurm.refused = {"sbatch"}
-    attempt.end.requested(REQUEUE)
-    assert attempt.finish().goes_on
-    assert attempt.recorded() == ("REQUEUED", "requeue") and attempt.slurm.requeues == 1
-
-
-def test_if_nothing_can_be_submitted_a_human_is_told(attempt: Attempt) -> None:
-    attempt.slurm.refused = {"sbatch", "requeue"}
-    attempt.end.requested(REQUEUE)
-    verdict = attempt.finish()
-    assert (
-        not verdict.goes_on and "no further job could be submitted; continue with rl-submit --resume" in verdict.cause
-    )
-    assert attempt.has_ended() and not attempt.log.read().is_handed_over
-
-
-def test_at_the_time_limit_a_refusal_leaves_no_second_way(attempt: Attempt) -> None:
-    attempt.slurm.refused = {"sbatch"}
-    request = attempt.term(TIME_LIMIT)
-    assert request is not None and request.then == ""
-    verdict = attempt.finish()
-    assert (verdict.state, verdict.goes_on, attempt.slurm.requeues) == ("TIMED_OUT", False, 0)
-    assert "sbatch failed" in verdict.cause and "--resume" in verdict.cause
-
-
-@pytest.mark.parametrize("ask", [lambda end: end.usr2(), lambda end: end.end.requested(REQUEUE)])
-def test_the_last_attempt_of_a_chain_stops_with_advice(tmp_path: Path, ask: Any) -> None:
-    attempt = Attempt(tmp_path)
-    begin_attempt(attempt.directory, job_id="6", restart_count=0, mode="slurm")
-    begin_attempt(attempt.directory, job_id=OWN, restart_count=0, mode="slurm")
-    ask(attempt)
-    verdict = attempt.finish()
-    assert not verdict.goes_on and "before their first commit" in verdict.cause and "--resume" in verdict.cause
-    assert attempt.slurm.alive == set() and attempt.has_ended()
-
-
-def test_a_failure_is_final_whoever_waits_to_go_on(attempt: Attempt) -> None:
-    attempt.usr2()
-    assert attempt.finish(FAILED) == Verdict(state="FAILED", cause=FAILED.cause, goes_on=False)
-    assert attempt.slurm.alive == set() and attempt.recorded() == ("FAILED", "")
-
-
-def test_a_failure_while_slurm_ends_the_job_is_slurms_doing(attempt: Attempt) -> None:
-    attempt.term(REQUEUED)
-    assert attempt.finish(FAILED).goes_on
-
-
-def test_a_trial_that_is_done_is_complete_whatever_was_asked(attempt: Attempt) -> None:
-    attempt.usr2()
-    attempt.term(REQUEUED)
-    attempt.master.done()
-    assert attempt.finish() == Verdict(state="COMPLETE", cause="", goes_on=False)
-    assert attempt.slurm.alive == set() and attempt.has_ended()
-
-
-def test_a_successor_that_cannot_be_cancelled_finds_a_stop(attempt: Attempt) -> None:
-    attempt.usr2()
-    attempt.slurm.refused = {"scancel"}
-    attempt.finish(FAILED)
-    assert attempt.slurm.alive == {"101"}
-    stop = attempt.log.read().stop
-    assert stop is not None and stop.then == ""
-
-
-def test_on_this_machine_every_signal_stops_the_trial_with_advice(tmp_path: Path) -> None:
-    attempt = Attempt(tmp_path, is_on_slurm=False)
-    request = attempt.usr2()
-    assert request is not None and "time limit" in request.by and "--resume" in request.by
-    attempt.end.requested(REQUEUE)  # there is no queue
-    assert attempt.finish().state == "STOPPED"
-    assert attempt.recorded() == ("STOPPED", "") and attempt.has_ended()
-
-
-REQUESTS = {"stop": STOP, "requeue": REQUEUE}
+HAND_OVERS = [EndState.TIMED_OUT, EndState.REQUEUED, EndState.NODE_FAILED, EndState.PREEMPTED]
 EVENTS = st.one_of(
-    st.sampled_from(["usr2", "int", "stop", "requeue", "node lost", "master stops", "done"]),
-    st.sampled_from([SCANCEL, TIME_LIMIT, REQUEUED, PREEMPTED, KILLED, None]),
-    st.sets(st.sampled_from(["sbatch", "scancel", "requeue"])),
+    st.just("stop"),
+    st.sampled_from(HAND_OVERS),
+    st.sampled_from(JOB_ENDS),
+    st.fixed_dictionaries({name: st.booleans() for name in ("takes_jobs", "cancels", "requeues")}),
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(events=st.lists(EVENTS, max_size=6), ends_in=st.sampled_from([STOPPED, FAILED]))
+@settings(max_examples=1000, deadline=None)
+@given(
+    has_queue=st.booleans(),
+    events=st.lists(EVENTS, max_size=8),
+    ends_in=st.sampled_from([STOPPED, FAILED, COMPLETE]),
+    refusal=st.sampled_from([None, NO_PROGRESS]),
+)
 def test_whatever_comes_in_whatever_order_one_job_at_most_goes_on_and_none_after_a_final_word(
-    events: list[Any], ends_in: EndTrial
+    has_queue: bool, events: list[Any], ends_in: EndTrial, refusal: Refusal | None
 ) -> None:
-    with throw_away_attempt() as attempt:
-        slurm, was_asked, is_final, is_requeued = attempt.slurm, False, False, False
-        for event in events:
-            state = attempt.log.read()
-            is_open = not state.is_stopped and not state.is_done
-            if event == "usr2":
-                was_asked |= attempt.usr2(was_asked=was_asked) is not None
-            elif event == "int":
-                attempt.end.signalled(signal.SIGINT, was_asked=was_asked)
-                was_asked = is_final = True
-            elif event in ("stop", "requeue"):
-                attempt.end.requested(REQUESTS[event])
-                was_asked, is_final = True, is_final or event == "stop"
-            elif event == "node lost":
-                attempt.end.hand_over("NODE_FAILED", "node n2 failed")
-            elif event == "master stops" and is_open:
-                attempt.log.request_stop("master", then=attempt.end.then)
-            elif event == "done" and is_open:
-                attempt.master.done()
-            elif isinstance(event, set):
-                slurm.refused = event
-            elif event is None or isinstance(event, dict):
-                if not attempt.end.is_job_ending:
-                    is_final |= event in (SCANCEL, KILLED)
-                    is_requeued = event in (REQUEUED, None)
-                was_asked |= attempt.term(event) is not None
-            assert len(slurm.alive) <= 1
-            assert not (is_final and attempt.end.then), "somebody's final word was taken back"
-        verdict, state = attempt.finish(ends_in), attempt.log.read()
-        assert attempt.has_ended() is not verdict.goes_on
-        assert len(attempt.events("attempt_ended")) == 1
-        assert len(slurm.alive) + slurm.requeues <= 1
-        if verdict.goes_on:
-            assert not is_final and not state.is_done
-            assert slurm.alive or slurm.requeues or is_requeued, "nothing goes on"
-            assert state.stop is None or state.is_handed_over
-        else:
-            assert not state.is_handed_over
-            if slurm.alive:  # scancel did not work; what starts finds in the log that nothing is to follow
-                assert "scancel" in slurm.refused and (state.is_done or state.is_stopped)
+    slurm = Slurm(AttemptEnd(has_queue=has_queue))
+    end, final, job_end = slurm.end, None, None
+    for event in events:
+        match event:
+            case "stop":
+                slurm.do(end.stop())
+                final = final or EndState.STOPPED
+            case EndState():
+                slurm.do(end.hand_over(event, "handed over"))
+            case JobEnd() if has_queue and job_end is None:
+                job_end = event
+                is_refused = end.phase is not EndPhase.FINAL and event.needs_successor and not slurm.takes_jobs
+                slurm.do(end.job_ends(event))
+                if not event.state.may_go_on or (is_refused and not slurm.alive):
+                    final = final or event.state
+            case dict():
+                slurm.takes_jobs, slurm.cancels, slurm.requeues = event.values()
+        assert len(slurm.alive) <= 1
+        assert end.then == ("requeue" if end.phase is EndPhase.HANDING_OVER else "")
+        if final is not None:
+            assert end.phase is EndPhase.FINAL, "a final word was taken back"
+        if job_end is None:
+            assert slurm.all(RecordAttemptEnd) == slurm.all(RecordTrialEnd) == []
+    is_done = ends_in is COMPLETE
+    verdict = slurm.finish(ends_in, is_done=is_done, refusal=refusal)
+
+    (attempt_ended,) = slurm.all(RecordAttemptEnd)
+    trial_ended = slurm.all(RecordTrialEnd)
+    assert len(slurm.alive) + slurm.num_requeued <= 1
+    assert end.close() == [] and end.stop() == [] and end.verdict == verdict
+    if verdict.goes_on:
+        assert final is None and not is_done and refusal is None and trial_ended == []
+        assert attempt_ended.then == "requeue" or (attempt_ended.then == "successor" and slurm.alive)
+        is_requeued = job_end is not None and (job_end.is_requeued or job_end is UNKNOWN)
+        assert slurm.alive or slurm.num_requeued or is_requeued, "nothing goes on"
+        return
+    assert trial_ended and trial_ended[-1].state is verdict.state
+    assert len({ended.state for ended in trial_ended}) == len(trial_ended)
+    assert bool(slurm.all(SealLog)) is has_queue
+    assert slurm.num_requeued == 0 and (not slurm.alive or not slurm.cancels)
+    if is_done:
+        assert verdict.state is EndState.COMPLETE
+    elif final is not None and ends_in is not FAILED:
+        assert verdict.state is final

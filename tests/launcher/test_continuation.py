@@ -156,6 +156,7 @@ def test_a_successor_that_sbatch_took_without_saying_so_is_found_in_the_queue(at
 
 def test_a_successor_is_remembered_by_a_new_supervisor_and_by_a_requeued_job(attempt: Attempt) -> None:
     attempt.continuation.arrange()
+    attempt.directory.journal_path.unlink()  # the journal is told; what decides is in control/
     for again in (attempt.again(), attempt.again(attempt=1, restart_count=1)):
         assert again.successor == "101"
         assert again.arrange() == ""

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from corral.launcher.end_actions import EndState
 from corral.launcher.job_ends import JobEnd, explain_end
 from corral.launcher.slurm import parse_key_values
 
@@ -50,7 +51,7 @@ TIME_LIMIT = ENDING.replace("Reason=None", "Reason=TimeLimit")
     ],
 )
 def test_the_end_of_a_job_is_explained(answer: Answer, state: str, is_requeued: bool) -> None:
-    assert answer.explain() == JobEnd(state=state, is_requeued=is_requeued)
+    assert answer.explain() == JobEnd(state=EndState(state), is_requeued=is_requeued)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_the_end_of_a_job_is_explained(answer: Answer, state: str, is_requeued: 
     ],
 )
 def test_a_template_that_writes_elsewhere_leaves_scontrol_to_tell(scontrol: str, state: str, is_requeued: bool) -> None:
-    assert Answer(scontrol).explain() == JobEnd(state=state, is_requeued=is_requeued)
+    assert Answer(scontrol).explain() == JobEnd(state=EndState(state), is_requeued=is_requeued)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_a_template_that_writes_elsewhere_leaves_scontrol_to_tell(scontrol: str,
     ],
 )
 def test_without_a_controller_the_line_in_the_jobs_output_tells(daemon: str, state: str, is_requeued: bool) -> None:
-    assert Answer("", daemon).explain() == JobEnd(state=state, is_requeued=is_requeued)
+    assert Answer("", daemon).explain() == JobEnd(state=EndState(state), is_requeued=is_requeued)
 
 
 def test_lines_of_earlier_starts_and_of_other_jobs_are_not_ours() -> None:
@@ -108,6 +109,6 @@ def test_lines_of_earlier_starts_and_of_other_jobs_are_not_ours() -> None:
     ],
 )
 def test_who_sees_to_the_next_attempt(state: str, is_requeued: bool, may_go_on: bool, needs_successor: bool) -> None:
-    end = JobEnd(state=state, is_requeued=is_requeued)
-    assert (end.may_go_on, end.needs_successor) == (may_go_on, needs_successor)
+    end = JobEnd(state=EndState(state), is_requeued=is_requeued)
+    assert (end.state.may_go_on, end.needs_successor) == (may_go_on, needs_successor)
     assert end.cause

@@ -1,0 +1,210 @@
+"""The hands of an attempt's end: signals and requests become events of AttemptEnd, its actions calls and records.
+
+    SIGUSR2, SIGTERM, SIGINT --+                                        +--> sbatch, scancel, scontrol requeue
+    control/stop.json ---------+--> AttemptEnd (pure) --EndAction--> ---+--> control/end-N.json, then the journal
+    lost nodes, last exit -----+           ^                            +--> Stop in the trial log
+                                           +---- SLURM's answer --------+
+
+A signal becomes a stop request in control/, because the master has to see it too, and a supervisor that takes over.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from corral.experiments.attempt_ends import AttemptEndRecord, Follows, write_end
+from corral.experiments.attempts import read_attempts, why_not_another
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial_directory import StopRequest, TrialDirectory
+from corral.experiments.trial_log import LogState, StoppedError, TrialLog
+from corral.launcher.attempt_end import ADVICE, AttemptEnd
+from corral.launcher.continuation import Continuation
+from corral.launcher.end_actions import (
+    AskForSuccessor,
+    EndAction,
+    EndState,
+    RecordAttemptEnd,
+    RecordTrialEnd,
+    RequeueOwnJob,
+    RevokeSuccessor,
+    SealLog,
+    SweepQueue,
+    Verdict,
+)
+from corral.launcher.unit_actions import EndTrial
+
+_CAUSE_BY_STATE = {
+    EndState.TIMED_OUT: "the time limit is near",
+    EndState.PREEMPTED: "its nodes are wanted for another job",
+}
+_LOCAL_MEANING = {
+    signal.SIGUSR2: f"SIGUSR2: {_CAUSE_BY_STATE[EndState.TIMED_OUT]}; {ADVICE}",
+    signal.SIGTERM: "SIGTERM to the supervisor",
+    signal.SIGINT: "SIGINT to the supervisor",
+}
+# SLURM has sent SIGTERM to the steps too, and kills after KillWait: whoever has not ended by then will not checkpoint.
+_ENDING_GRACE_S = 1.0
+
+
+class AttemptEnding:
+    """Sees the end of one attempt through; `continuation` is None where there is no SLURM."""
+
+    def __init__(
+        self,
+        *,
+        directory: TrialDirectory,
+        attempt: int,
+        plan: RunPlan,
+        continuation: Continuation | None,
+        record: Callable[..., None],
+    ) -> None:
+        self._directory = directory
+        self._attempt = attempt
+        self._plan = plan
+        self._continuation = continuation
+        self._record = record
+        successor = continuation.successor if continuation is not None else ""
+        self._end = AttemptEnd(has_queue=continuation is not None, successor=successor)
+        self._own_request: StopRequest | None = None
+
+    @property
+    def is_job_ending(self) -> bool:
+        """Whether SLURM is about to kill us."""
+        return self._end.is_job_ending
+
+    @property
+    def then(self) -> Literal["", "requeue"]:
+        """What follows a stop of the trial log that the supervisor itself appends."""
+        return self._end.then
+
+    def signalled(self, number: signal.Signals, *, was_asked: bool) -> StopRequest | None:
+        """What a signal asks for; None if it says nothing new.
+
+        Args:
+            number: the signal.
+            was_asked: whether the trial is being stopped already; a second signal means now.
+        """
+        continuation = self._continuation
+        if continuation is not None and number is signal.SIGUSR2:
+            # Sites may let SLURM send the same signal at the beginning of a preemption's grace period.
+            is_wanted = not was_asked and not self._end.is_settled
+            return self._leave_in_time(number.name, continuation) if is_wanted else None
+        if continuation is not None and number is signal.SIGTERM:
+            if self.is_job_ending:
+                return None  # SLURM says it more than once
+            job_end = continuation.explain()
+            if job_end.state is not EndState.STOPPED:
+                self._do(self._end.job_ends(job_end))
+                # Whoever cancels wants no checkpoint, and SLURM does not wait for workers that ignore SIGTERM.
+                is_now = not job_end.state.may_go_on
+                return self._request(
+                    f"SLURM ({job_end.cause})", grace_s=_ENDING_GRACE_S, state=job_end.state, now=is_now
+                )
+        self._do(self._end.stop())
+        is_now = was_asked and number is not signal.SIGUSR2
+        return self._request(_LOCAL_MEANING[number], grace_s=self._plan.supervision.stop_grace_s, now=is_now)
+
+    def left_early(self, *, was_asked: bool) -> StopRequest | None:
+        """Workers have left as if asked to: in the grace period of a preemption SLURM asks the steps, and not us."""
+        continuation = self._continuation
+        if continuation is None or was_asked or self._end.is_settled or not continuation.is_preempted():
+            return None
+        return self._leave(EndState.PREEMPTED, "SLURM")
+
+    def requested(self, request: StopRequest) -> None:
+        """A stop request was found."""
+        if request == self._own_request:
+            return
+        # Set if the supervisor before us, which was killed, has asked for its job's sake.
+        state = EndState(request.state) if request.state in tuple(EndState) else None
+        if self._continuation is None or not request.then:
+            self._do(self._end.stop(state or EndState.STOPPED, request.by if state else ""))
+        else:
+            cause = _CAUSE_BY_STATE.get(state, request.by) if state else f"asked for by {request.by}"
+            self._do(self._end.hand_over(state or EndState.REQUEUED, cause))
+
+    def nodes_lost(self, cause: str) -> None:
+        """The allocation is not what it was: the next attempt gets all of its nodes again."""
+        self._do(self._end.hand_over(EndState.NODE_FAILED, cause))
+
+    def judge(self, end: EndTrial, log: LogState) -> Verdict:
+        """What the end means, with what the trial log holds by now."""
+        refusal = why_not_another(read_attempts(self._directory), log)
+        return self._end.judge(end, is_done=log.is_done, refusal=refusal)
+
+    def close(self, log: TrialLog) -> Verdict:
+        """Sees to what follows, and records the end; returns what it became."""
+        self._do(self._end.close(), log)
+        return self._end.verdict
+
+    def _leave_in_time(self, by: str, continuation: Continuation) -> StopRequest:
+        return self._leave(EndState.PREEMPTED if continuation.is_preempted() else EndState.TIMED_OUT, by)
+
+    def _leave(self, state: EndState, by: str) -> StopRequest:
+        """A last commit, and then the next attempt; if the time for it is too short, SLURM ends us."""
+        self._do(self._end.hand_over(state, _CAUSE_BY_STATE[state]))
+        grace_s = self._plan.supervision.stop_grace_s
+        return self._request(f"{by}: {_CAUSE_BY_STATE[state]}", grace_s=grace_s, state=state)
+
+    def _request(self, by: str, *, grace_s: float, state: EndState | None = None, now: bool = False) -> StopRequest:
+        self._own_request = StopRequest(
+            requested_at=time.time(), by=by, now=now, grace_s=grace_s, then=self._end.then, state=state or ""
+        )
+        return self._own_request
+
+    def _do(self, actions: Sequence[EndAction], log: TrialLog | None = None) -> None:
+        pending = [*actions]
+        while pending:
+            pending += self._carry_out(pending.pop(0), log)
+
+    def _carry_out(self, action: EndAction, log: TrialLog | None) -> list[EndAction]:
+        """Does it; what the answer leads to comes back."""
+        match action:
+            case RecordAttemptEnd(state, cause, then):
+                self._write_end(state, cause, then)
+                successor = self._continuation.successor if self._continuation is not None else ""
+                self._record("attempt_ended", state=state, cause=cause, then=then, successor=successor)
+            case RecordTrialEnd(state, cause):
+                self._write_end(state, cause, "")
+                self._record("trial_ended", state=state, cause=cause)
+            case SealLog() if log is not None:
+                self._seal(log)
+            case _ if self._continuation is not None:
+                return self._ask_slurm(action, self._continuation)
+        return []
+
+    def _ask_slurm(self, action: EndAction, continuation: Continuation) -> list[EndAction]:
+        match action:
+            case AskForSuccessor():
+                why_not = continuation.arrange()
+                if why_not:
+                    return self._end.successor_refused(why_not)
+                return self._end.successor_found(continuation.successor)
+            case RevokeSuccessor():
+                return self._end.successor_revoked() if continuation.revoke() else []
+            case RequeueOwnJob():
+                why_not = continuation.requeue()
+                if why_not:
+                    self._record("requeue_refused", cause=why_not)
+                    return self._end.requeue_refused(why_not)
+            case SweepQueue():
+                continuation.sweep()
+        return []
+
+    def _seal(self, log: TrialLog) -> None:
+        log.poll()
+        has_successor = self._continuation is not None and bool(self._continuation.successor)
+        if log.state.is_handed_over or (has_successor and not log.state.is_stopped):
+            try:
+                log.request_stop("supervisor", reason="no further attempt follows by itself")
+            except StoppedError:
+                return
+
+    def _write_end(self, state: EndState, cause: str, then: Follows) -> None:
+        """What later starts of the trial decide on; the journal is only told."""
+        end = AttemptEndRecord(attempt=self._attempt, state=state, cause=cause, then=then)
+        try:
+            write_end(self._directory, end)
+        except OSError as error:
+            self._record("end_not_written", cause=str(error))
