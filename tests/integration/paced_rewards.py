@@ -1,15 +1,43 @@
-"""A reward for the trials here, imported by their workers: untrained models earn some of it, and it can be slow."""
+"""A reward for the trials here, imported by their workers: untrained models earn some of it, and it can be slow.
 
+A test writes the pace into the file that CORRAL_TEST_PACE names: {"pause_s": 0.1, "until_step": 7}. Every reward takes
+so long; and from that train step on none is given, so that however slow the test is, the trial does not run out of work
+before the test has acted. Without the file rewards take no time.
+"""
+
+import json
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_POLL_INTERVAL_S = 0.05
+
 
 def digits(problem: Mapping[str, Any], answer: str) -> float:
-    """The share of digits in the answer. Takes as many seconds as the file CORRAL_TEST_PAUSE says, if there is one."""
-    pause = Path(os.environ["CORRAL_TEST_PAUSE"])
-    if pause.exists():
-        time.sleep(float(pause.read_text()))
+    """The share of digits in the answer, at the pace of the test."""
+    # A worker that leaves waits for its threads.
+    while (pace := _read_pace()) is not None and threading.main_thread().is_alive():
+        if pace["until_step"] is None or _last_step() < pace["until_step"]:
+            time.sleep(pace["pause_s"])
+            break
+        time.sleep(_POLL_INTERVAL_S)
     return sum(character.isdigit() for character in answer) / max(len(answer), 1)
+
+
+def _read_pace() -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(Path(os.environ["CORRAL_TEST_PACE"]).read_bytes()))
+    except FileNotFoundError:
+        return None
+
+
+def _last_step() -> int:
+    """The newest train step in the trial's metrics."""
+    try:
+        lines = Path(os.environ["CORRAL_TEST_METRICS"]).read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return 0
+    return int(json.loads(lines[-1])["step"]) if lines else 0

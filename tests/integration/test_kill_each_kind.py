@@ -41,10 +41,7 @@ def test_any_process_can_be_killed_and_the_trial_trains_every_prompt_once(
     trial.wait_for_steps(2)
     for victim in VICTIMS:
         # Right after a commit there would be nothing to take back.
-        trial.wait_for(
-            lambda: commit_every_steps == 1 or trial.train_steps()[-1] % commit_every_steps == 1,
-            "the first step after a commit",
-        )
+        trial.wait_for_uncommitted_step(commit_every_steps=commit_every_steps)
         trial.kill(victim)
         trial.wait_for_steps(2)
     rows = trial.wait_until_running()

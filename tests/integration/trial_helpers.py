@@ -29,6 +29,7 @@ PROGRAMS = Path(sys.executable).parent
 WORKERS = ("master_worker/0", "model_worker/0", "generation_server/0", "gserver_manager/0", "rollout_worker/0")
 DEADLINE_S = 120.0  # a worker that imports torch beside others on a busy machine needs a good part of it
 _POLL_INTERVAL_S = 0.05
+_STEPS_AHEAD = 3  # of a slow trial beyond what its test has waited for: it is at work whenever the test acts
 T = TypeVar("T")
 
 
@@ -55,17 +56,40 @@ def write_rows(path: Path, count: int) -> list[str]:
     return [row["id"] for row in rows]
 
 
+class Pace:
+    """How fast a trial's rewards are given, and up to which step; see paced_rewards.py."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._pace: dict[str, Any] | None = None
+
+    def set(self, **changes: Any) -> None:
+        """Changes `pause_s` or `until_step`."""
+        self._pace = {**(self._pace or {"until_step": None}), **changes}
+        temporary = self.path.with_suffix(".new")
+        temporary.write_text(json.dumps(self._pace))
+        temporary.rename(self.path)
+
+    def allow(self, until_step: int) -> None:
+        """Lets a trial whose steps are counted go on to this one."""
+        if self._pace is not None and self._pace["until_step"] is not None:
+            self.set(until_step=until_step)
+
+    def lift(self) -> None:
+        """As fast as it can."""
+        self._pace = None
+        self.path.unlink()
+
+
 class Trial:
     """A trial that was submitted, and everything that a test asks it."""
 
-    def __init__(
-        self, directory: Path, *, uids: Sequence[str], environment: Mapping[str, str], pause_file: Path
-    ) -> None:
+    def __init__(self, directory: Path, *, uids: Sequence[str], environment: Mapping[str, str], pace: "Pace") -> None:
         self.directory = TrialDirectory(directory)
         self.uids = list(uids)
         """Every sample that has to be consumed once."""
         self._environment = dict(environment)
-        self._pause_file = pause_file
+        self._pace = pace
 
     # Commands
 
@@ -143,18 +167,27 @@ class Trial:
 
     def pace(self, pause_s: float) -> None:
         """Every reward of a slow trial takes so long from now on."""
-        temporary = self._pause_file.with_suffix(".new")
-        temporary.write_text(str(pause_s))
-        temporary.rename(self._pause_file)
+        self._pace.set(pause_s=pause_s)
 
     def full_speed(self) -> None:
-        """Rewards of a slow trial take no time from now on."""
-        self._pause_file.unlink()
+        """Rewards of a slow trial take no time from now on, and it may run to its end."""
+        self._pace.lift()
 
     def wait_for_steps(self, more: int) -> None:
-        """Until `more` train steps have run from now on."""
-        before = len(self.train_steps())
+        """Until `more` train steps have run from now on; a slow trial then stops a few steps later."""
+        steps = self.train_steps()
+        before = len(steps)
+        self._pace.allow(max(steps, default=0) + more + _STEPS_AHEAD)
         self.wait_for(lambda: len(self.train_steps()) >= before + more, f"{more} train steps after {before}")
+
+    def wait_for_uncommitted_step(self, *, commit_every_steps: int) -> None:
+        """Until a slow trial has run the first step after a commit, and stops before the next one is due."""
+        last = max(self.train_steps())
+        target = last + 1
+        while commit_every_steps > 1 and target % commit_every_steps != 1:
+            target += 1
+        self._pace.allow(target)
+        self.wait_for(lambda: max(self.train_steps()) >= target, f"step {target}")
 
     def wait_until_running(self) -> dict[str, dict[str, Any]]:
         """Until `rl-status` says RUNNING; returns its rows."""
@@ -219,6 +252,7 @@ def submit(
     num_passes: int = 1,
     overrides: Mapping[str, object] | None = None,
     pause_s: float = 0.0,
+    runs_on: bool = False,
     where: Sequence[str] = ("--local",),
     environment: Mapping[str, str] | None = None,
 ) -> Trial:
@@ -228,11 +262,13 @@ def submit(
         fileroot: where its directory is made; each trial needs one of its own.
         overrides: further -s options.
         pause_s: what every reward takes until `Trial.full_speed`, so that a test can act while it trains.
+        runs_on: whether a slow trial goes on while nobody waits for steps of it.
     """
     fileroot.mkdir(parents=True, exist_ok=True)
-    pause_file = fileroot / "pause"
+    pace = Pace(fileroot / "pace")
     if pause_s:
-        pause_file.write_text(str(pause_s))
+        pace.set(pause_s=pause_s, until_step=None if runs_on else _STEPS_AHEAD)
+    directory = fileroot / recipe / "trial"
     rows = write_rows(fileroot / "rows.jsonl", num_rows)
     settings: dict[str, object] = {
         "name": recipe,
@@ -246,21 +282,22 @@ def submit(
         "supervision.setup_timeout_s": 120,
     }
     if recipe == "grpo":
-        settings |= {"ppo.group_size": 4, "rollout.reward": "paced_rewards:digits"}
+        settings |= {"ppo.group_size": 4, "rollout.reward": "paced_rewards:digits", "rollout.reward_timeout_s": 600}
     settings |= dict(overrides or {})
     options = [option for key, value in settings.items() for option in ("-s", f"{key}={value}")]
     everything = os.environ | dict(environment or {})
     everything |= {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parent),  # where paced_rewards is
-        "CORRAL_TEST_PAUSE": str(pause_file),
+        "CORRAL_TEST_PACE": str(pace.path),
+        "CORRAL_TEST_METRICS": str(directory / "metrics.jsonl"),
     }
     file = RECIPES / f"arithmetic_{recipe}.yaml"
     trial = Trial(
-        fileroot / recipe / "trial",
+        directory,
         uids=[f"{dataset_pass}:{row}" for dataset_pass in range(num_passes) for row in rows],
         environment=everything,
-        pause_file=pause_file,
+        pace=pace,
     )
     run_program(
         ["rl-submit", str(file), *where, "-n", "trial", "--fileroot", str(fileroot), *options],

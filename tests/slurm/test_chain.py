@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.integration.evidence import (
+    History,
     check_every_sample_was_consumed_once,
     check_no_token_was_too_old,
     check_nothing_is_left,
@@ -18,11 +19,16 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 NUM_LINKS = 4
 # SLURM looks at time limits every 30 s, so a link gets its signal 20 to 50 s after its start.
 LINK: dict[str, object] = {"launch.time_limit": "1", "launch.signal_before_end_s": 10}
-WORK: dict[str, Any] = {"num_rows": 128, "num_passes": 2, "pause_s": 0.4}
+# Enough for more links than are asked for, also where nothing else slows the trial down.
+WORK: dict[str, Any] = {"num_rows": 192, "num_passes": 2, "pause_s": 0.6, "runs_on": True}
 
 
 def test_a_run_of_four_links_finishes_without_a_human(start_job: Callable[..., Trial], cluster: Cluster) -> None:
     trial = start_job("grpo", overrides={**LINK, "evaluation.every_steps": 1000}, **WORK)
+    trial.wait_for(
+        lambda: len(trial.events("attempt_ended")) >= NUM_LINKS - 1, "the links", timeout_s=600.0, pause_s=0.5
+    )
+    trial.full_speed()
     trial.wait_for(
         lambda: trial.events("trial_ended"), "the end of the chain", timeout_s=600.0, pause_s=0.5, may_end=True
     )
@@ -35,8 +41,9 @@ def test_a_run_of_four_links_finishes_without_a_human(start_job: Callable[..., T
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
     assert check_no_token_was_too_old(trial, eta=1) == 1
-    steps = trial.train_steps()
-    assert steps == list(range(1, len(steps) + 1))  # none twice: each link ended with a commit
+    commits = [entry for entry in History.of(trial).entries.values() if entry["kind"] == "commit"]
+    steps = [commit["step"] for commit in commits]
+    assert steps == list(range(1, len(steps) + 1))  # each link went on where the one before it had committed
     trial.wait_for(
         lambda: not cluster.run("squeue", "-h", "-t", "PD,R,CG").stdout.strip(), "an empty queue", may_end=True
     )

@@ -19,6 +19,7 @@ def test_a_frozen_worker_of_each_kind_is_named_with_who_waits_for_it(start_job: 
         num_rows=400,
         num_passes=4,
         pause_s=0.3,
+        runs_on=True,
         overrides={
             "groups.generation_server.scheduling.cpu": 7,
             "supervision.lease_ttl_s": 10,

@@ -24,7 +24,7 @@ NUM_RANKS = 3
 def test_each_kind_of_worker_comes_back_alone_and_the_trial_completes(start_job: Callable[..., Trial]) -> None:
     trial = start_job(
         "grpo",
-        num_rows=96,
+        num_rows=112,
         num_passes=2,
         pause_s=0.1,
         overrides={"groups.generation_server.scheduling.cpu": 7, "evaluation.every_steps": 1000},
