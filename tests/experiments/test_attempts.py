@@ -46,8 +46,9 @@ def submit(directory: TrialDirectory, attempt: int = 0, *, resume: bool = False)
 
 def commit(directory: TrialDirectory) -> None:
     writer = TrialLog(directory.log_path).claim("master")
+    last = writer.state.last_commit
     writer.commit(
-        step=writer.base.commit.step + 1 if writer.base else 1,
+        step=last.step + 1 if last else 1,
         directory="checkpoints/x",
         manifest_sha256="0",
         ledger_file="x",

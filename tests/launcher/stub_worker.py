@@ -88,7 +88,8 @@ def be_master(directory: TrialDirectory, seconds: float, *, attempt: int) -> int
 def commit_steps(directory: TrialDirectory, num_steps: int, pause_s: float, *, attempt: int) -> int:
     log = TrialLog(directory.log_path)
     writer = log.claim("stub", resume=may_resume(directory, attempt, log))
-    first = writer.base.commit.step + 1 if writer.base else 1
+    last = writer.state.last_commit
+    first = last.step + 1 if last else 1
     for step in range(first, num_steps + 1):
         end = time.monotonic() + pause_s
         while time.monotonic() < end:
