@@ -5,7 +5,8 @@
                 │          ├─ SIGTERM: finish what is cheap, leave (exit 0)
                 │          ├─ superseded: another process has its place (exit 75)
                 │          └─ error: traceback in the log (exit 1); the supervisor restarts it
-                └─ bad configuration, or damage that only a person can mend (exit 2): never restarted
+                └─ bad configuration, or damage that only a person can mend (exit 2), or a loss that stays not finite
+                   (exit 77): never restarted
 
 A worker wires parts that are handed to it in a WorkerContext. Its control channel and its presence record live in
 threads of their own, so that both go on while the main thread computes.
@@ -41,6 +42,7 @@ EXIT_DONE = 0
 EXIT_ERROR = 1
 EXIT_BAD_CONFIGURATION = 2
 EXIT_GANG_BROKEN = 76
+EXIT_NOT_FINITE = 77
 
 
 class BadConfigurationError(ValueError):
@@ -57,6 +59,10 @@ class SupersededWorkerError(RuntimeError):
 
 class GangBrokenError(RuntimeError):
     """A rank of the collective is gone; all ranks must start again together."""
+
+
+class TrainingNotFiniteError(RuntimeError):
+    """Loss or gradient stays not finite, from the last commit on, too; training on would change nothing."""
 
 
 class StopRequested(Exception):  # noqa: N818 - a wish, not an error
@@ -179,6 +185,9 @@ def run_to_exit_code(worker: Worker) -> int:
     except GangBrokenError as error:
         logger.error("%s leaves: %s", worker_id, error)
         return EXIT_GANG_BROKEN
+    except TrainingNotFiniteError as error:
+        logger.error("%s gives up: %s", worker_id, error)
+        return EXIT_NOT_FINITE
     except Exception as error:  # the last line of the log must be the cause; the supervisor decides what follows
         if worker.context.stopping.is_set():
             logger.info("%s was interrupted while it stopped:\n%s", worker_id, traceback.format_exc())

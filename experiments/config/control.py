@@ -16,6 +16,9 @@ class TrainControl(FrozenConfig):
     """Train steps from one commit (weights, optimizer, RNG, ledger) to the next; what a failure may cost."""
     save_every_steps: int | None = Field(default=None, ge=1)
     """Train steps from one permanent copy of the weights (exports/) to the next; None keeps only the last one."""
+    max_nonfinite_steps: int = Field(default=3, ge=1)
+    """Train steps in a row whose loss or gradient is not finite, after which training goes back to the last commit.
+    Where as many follow again without a commit in between, the trial fails."""
     keep_commits: int = Field(default=2, ge=2)
     """Commits kept on disk."""
 

@@ -3,7 +3,7 @@
 sample ─► micro-batches ─► packed forward ─► loss_fn ─► backward (each: sum of losses / tokens of the global batch)
                                                             │ FSDP2 adds gradients up over the ranks
                     one all-reduce: |gradient|², statistics ◄┘
-                              │ finite ─► clip ─► AdamW           not finite ─► nothing changes, counted
+                              │ finite ─► clip ─► AdamW ─► weights finite? │ not finite ─► nothing changes, counted
 """
 
 import copy
@@ -80,6 +80,8 @@ class FSDPEngine:
         self._seed = seed
         self._compute_dtype = compute_dtype
         self._step = 0
+        self._num_nonfinite = 0
+        self._is_damaged = False
         self._model = _load_model(model_directory, context)
         self._config_of_model = AutoConfig.from_pretrained(model_directory, local_files_only=True)
         self._companions = _read_companions(model_directory) if context.rank == 0 else {}
@@ -94,6 +96,16 @@ class FSDPEngine:
     def step(self) -> int:
         """Optimizer steps made so far; skipped ones do not count."""
         return self._step
+
+    @property
+    def num_nonfinite(self) -> int:
+        """See `TrainEngine.num_nonfinite`."""
+        return self._num_nonfinite
+
+    @property
+    def is_damaged(self) -> bool:
+        """See `TrainEngine.is_damaged`."""
+        return self._is_damaged
 
     @property
     def model(self) -> nn.Module:
@@ -168,6 +180,7 @@ class FSDPEngine:
         norm = math.sqrt(total.pop("squared_norm"))
         if not (math.isfinite(norm) and math.isfinite(total["loss"])):
             optimizer.zero_grad(set_to_none=True)
+            self._num_nonfinite += 1
             return {"train/skipped_nonfinite": 1.0, "train/skipped_empty": 0.0, "train/tokens": num_tokens}
         if norm > config.gradient_clipping:
             for gradient in gradients:
@@ -178,6 +191,7 @@ class FSDPEngine:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self._step += 1
+        self._is_damaged = not self._are_weights_finite()
         return {name: value / num_tokens for name, value in total.items()} | {
             "train/grad_norm": norm,
             "train/lr": rate,
@@ -185,6 +199,13 @@ class FSDPEngine:
             "train/skipped_nonfinite": 0.0,
             "train/skipped_empty": 0.0,
         }
+
+    @torch.no_grad()
+    def _are_weights_finite(self) -> bool:
+        """Whether every rank's weights are: a finite gradient and a large learning rate can still overflow them."""
+        finite = [torch.isfinite(_local(parameter)).all() for parameter in self._model.parameters()]
+        is_finite = bool(torch.stack(finite).all())  # one wait for the device, not one per parameter
+        return self._context.sum_over_ranks({"not_finite": float(not is_finite)})["not_finite"] == 0.0
 
     def _require_optimizer(self) -> tuple[torch.optim.Optimizer, OptimizerConfig]:
         if self._optimizer is None or self._config is None:

@@ -1,7 +1,8 @@
 """The master: the one process that knows where every sample stands, and says what runs next.
 
     trial log ──claim──► epoch ──► TrainerEpoch.run ──┬─► complete, stopped: leave
-        ▲                                             └─► a model worker died: next epoch, from the last commit
+        ▲                                             ├─► a model worker died: next epoch, from the last commit
+        │                                             └─► no finite loss: the same; twice from one commit: exit 77
         │
         └── every commit, stop and done; a later claim by another master ends this one (exit 75)
 
@@ -41,7 +42,7 @@ from corral.workers.checkpoint import NoValidCheckpointError, RecoveryPoint, com
 from corral.workers.data.prompts import load_planned_rows, uids_of_share
 from corral.workers.master.sample_source import DatasetSource, SampleSource, TrajectorySource
 from corral.workers.master.sequence_buffer import SequenceBuffer
-from corral.workers.master.trainer_epoch import EpochParts, Outcome, TrainerEpoch
+from corral.workers.master.trainer_epoch import EpochParts, NotFiniteError, Outcome, TrainerEpoch
 from corral.workers.master.trainer_gang import GangLostError, TrainerGang
 from corral.workers.streams.errors import StaleEpochError
 from corral.workers.weights_in_use import read_weights_in_use
@@ -50,6 +51,7 @@ from corral.workers.worker import (
     CannotContinueError,
     StopRequested,
     SupersededWorkerError,
+    TrainingNotFiniteError,
     Worker,
     WorkerContext,
     run_async,
@@ -91,6 +93,7 @@ class MasterWorker(Worker):
         read_whole_log(self.context.trial, self._log)
         resume = may_resume(self.context.trial, self.context.attempt, self._log)
         num_lost = 0
+        taken_back_to: int | None = None
         while True:
             writer = self._log.claim(self._owner, resume=resume)
             resume = False  # only the first claim of an attempt may continue a stopped trial
@@ -106,6 +109,15 @@ class MasterWorker(Worker):
                 has_committed = last is not None and last.epoch == writer.epoch
                 num_lost = 1 if has_committed else num_lost + 1
                 self._require_progress(num_lost, str(error))
+                continue
+            except NotFiniteError as error:
+                logger.warning("epoch %d ends: %s", writer.epoch, error)
+                self._journal.append("epoch_lost", epoch=writer.epoch, cause=str(error))
+                if taken_back_to == writer.parent_slot:
+                    raise TrainingNotFiniteError(
+                        f"{error}, and so it was before training went back to its last commit"
+                    ) from error
+                taken_back_to = writer.parent_slot
                 continue
             logger.info("the trial is %s", outcome.value)
             self._journal.append("epoch_ended", epoch=writer.epoch, outcome=outcome.value)

@@ -7,6 +7,7 @@ Both hand the master a batch of uids that wait in its SequenceBuffer.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, Protocol
 
@@ -28,6 +29,9 @@ class SampleHolders(Protocol):
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         """Load rows of the dataset."""
 
+    async def clear(self, uids: Sequence[str]) -> None:
+        """Free the tensors of samples; nobody is told."""
+
     async def reject(self, uids: Iterable[str], verdict: Verdict) -> None:
         """Throw samples away and tell the rollout workers why: `stale` issues the prompt again, `consumed` does not."""
 
@@ -38,6 +42,9 @@ class SampleSource(Protocol):
     async def poll(self, *, version: int, remaining: int) -> list[str] | None:
         """The uids of the next batch, oldest first, or None while it is not complete."""
 
+    async def give_back(self, batch: Sequence[str]) -> None:
+        """This batch was not trained on: its samples come again later."""
+
     def waiting_for(self) -> str:
         """What is missing, for rl-status."""
 
@@ -46,10 +53,11 @@ class SampleSource(Protocol):
 
 
 class DatasetSource:
-    """Rows in the order of the seed, each once a pass."""
+    """Rows in the order of the seed, each once a pass; what was given back comes after all others."""
 
     def __init__(self, uids: Iterator[str], buffer: SequenceBuffer, holders: SampleHolders, *, batch_size: int) -> None:
         self._uids = uids
+        self._given_back: deque[str] = deque()
         self._buffer = buffer
         self._holders = holders
         self._batch_size = batch_size
@@ -58,12 +66,17 @@ class DatasetSource:
         wanted = min(self._batch_size, remaining)
         batch: list[str] = []
         while len(batch) < wanted:
-            uid = next(self._uids)
+            uid = next(self._uids, None) or self._given_back.popleft()
             if not self._buffer.is_consumed(uid):
                 batch.append(uid)
         for sample in await self._holders.load_rows(batch):
             self._buffer.put(sample)
         return batch
+
+    async def give_back(self, batch: Sequence[str]) -> None:
+        self._buffer.release(batch)
+        await self._holders.clear(batch)
+        self._given_back.extend(batch)
 
     def waiting_for(self) -> str:
         return "rows of the dataset"
@@ -96,8 +109,6 @@ class TrajectorySource:
         self._producers = tuple(producers)
         self._on_drop = on_drop
         self._missing = batch_size
-        self.num_stale = 0
-        """Samples that came too late to be trained on and were issued again."""
 
     async def poll(self, *, version: int, remaining: int) -> list[str] | None:
         await self._take_in(await self._holders.fetch())
@@ -114,6 +125,9 @@ class TrajectorySource:
         self._missing = decision.waiting_for
         await self._reject(decision.stale, "stale")
         return list(decision.batch) if decision.batch else None
+
+    async def give_back(self, batch: Sequence[str]) -> None:
+        await self._reject(batch, "stale")  # answered anew: the same tokens would give the same loss
 
     def waiting_for(self) -> str:
         return f"{self._missing} more of {self._batch_size} trajectories"
@@ -136,6 +150,4 @@ class TrajectorySource:
             return
         if verdict != "duplicate":  # the copy that arrived first stays
             self._buffer.release(uids)
-        if verdict == "stale":
-            self.num_stale += len(uids)
         await self._holders.reject(uids, verdict)

@@ -42,6 +42,7 @@ from corral.workers.streams.messages import (
     SaveCheckpoint,
     SaveWeights,
     StatsReply,
+    TrainReply,
     TrainStep,
 )
 from corral.workers.streams.request_reply import PendingReplies, RequestClient
@@ -147,17 +148,22 @@ class TrainerGang:
         """Free the tensors of samples that were trained on."""
         await self._now(ClearDataCache(uids=list(uids)))
 
-    async def run_step(self, batch: Sequence[str], buffer: SequenceBuffer, *, step: int) -> dict[str, float]:
-        """Run the dataflow graph on a batch; returns the statistics of its train steps."""
+    async def run_step(self, batch: Sequence[str], buffer: SequenceBuffer, *, step: int) -> TrainReply:
+        """Run the dataflow graph on a batch; returns what its train steps did, with their statistics."""
         partition = self._balance([buffer.samples[uid] for uid in batch])
-        stats: dict[str, float] = {}
+        done: list[TrainReply] = []
         for level in self.graph.levels:
             calls = [self.graph.call(name) for name in level]
             pending = [self._post_call(call, batch, partition, buffer, step=step) for call in calls]
             await self._flush()
             for call, replies in zip(calls, pending, strict=True):
-                stats.update(self._absorb(call, await self._guard(replies), partition, buffer))
-        return stats
+                done += self._absorb(call, await self._guard(replies), partition, buffer)
+        return TrainReply(
+            stats={name: value for reply in done for name, value in reply.stats.items()},
+            num_updates=sum(reply.num_updates for reply in done),
+            num_nonfinite=sum(reply.num_nonfinite for reply in done),
+            is_damaged=any(reply.is_damaged for reply in done),
+        )
 
     async def evaluate(self, *, step: int) -> dict[str, float]:
         """Answer the held-out problems with the present weights."""
@@ -213,12 +219,12 @@ class TrainerGang:
         replies: Mapping[str, ReplyPayload],
         partition: list[list[str]],
         buffer: SequenceBuffer,
-    ) -> dict[str, float]:
-        if call.call_type is CallType.TRAIN_STEP:
-            return _stats(replies)
+    ) -> list[TrainReply]:
+        if call.call_type is CallType.TRAIN_STEP:  # the same on every rank, so the first one's stands for all
+            return [reply for reply in replies.values() if isinstance(reply, TrainReply)][:1]
         ranks = {uid: rank for rank, uids in enumerate(partition) for uid in uids}
         buffer.amend(call.output_keys, ranks)
-        return {}
+        return []
 
     def _balance(self, samples: Sequence[BufferedSample]) -> list[list[str]]:
         """The uids of each data-parallel rank, such that all have the same work."""

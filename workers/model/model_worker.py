@@ -53,12 +53,15 @@ from corral.workers.streams.messages import (
     Ping,
     Reject,
     ReplyPayload,
+    Request,
     SampleMetadata,
     SaveCheckpoint,
     SaveWeights,
+    Shutdown,
     Spec,
     SpecReply,
     StatsReply,
+    TrainReply,
     TrainStep,
 )
 from corral.workers.streams.request_handler import Envelope, WorkerRequestStream
@@ -208,8 +211,10 @@ class ModelWorker(Worker):
                 return self._describe(request.role)
             case Ping():
                 return OkReply()
-        self.context.stopping.set()
-        return OkReply()
+            case Shutdown():
+                self.context.stopping.set()
+                return OkReply()
+        raise _not_served(request)
 
     def _row_loader(self) -> RowLoader:
         if self._rows is None:
@@ -270,7 +275,7 @@ class ModelWorker(Worker):
                 self._inference(self._calls[request.mfc], request)
                 return OkReply()
             case TrainStep():
-                return StatsReply(stats=self._train_step(self._calls[request.mfc], request))
+                return self._train_step(self._calls[request.mfc], request)
             case Evaluate():
                 return StatsReply(stats=self._evaluate())
             case SaveWeights():
@@ -279,7 +284,7 @@ class ModelWorker(Worker):
             case SaveCheckpoint():
                 self._engines[self._trained_role().role].save_state(Path(request.directory))
                 return OkReply()
-        raise ValueError(f"request {type(request).__name__} is not served by this model worker")
+        raise _not_served(request)
 
     def _initialize(self, request: Initialize, *, epoch: int) -> None:
         """Load weights and optimizer state; what an earlier epoch left here is forgotten."""
@@ -324,16 +329,27 @@ class ModelWorker(Worker):
             if sample.uids:
                 self._store.put(sample.select_keys(["input_ids"]).with_key(key, values).select_keys([key]))
 
-    def _train_step(self, call: ModelFunctionCall, request: TrainStep) -> dict[str, float]:
-        sample = self._inputs(call, request)
-        stats = self._interfaces[call.role].train_step(self._engines[call.role], sample, version=request.version)
-        self.context.presence.beat(version=str(request.version + 1))
-        return stats
+    def _train_step(self, call: ModelFunctionCall, request: TrainStep) -> TrainReply:
+        sample, engine = self._inputs(call, request), self._engines[call.role]
+        steps_before, nonfinite_before = engine.step, engine.num_nonfinite
+        stats = self._interfaces[call.role].train_step(engine, sample, version=request.version)
+        reply = TrainReply(
+            stats=stats,
+            num_updates=engine.step - steps_before,
+            num_nonfinite=engine.num_nonfinite - nonfinite_before,
+            is_damaged=engine.is_damaged,
+        )
+        self.context.presence.beat(version=str(request.version + (not reply.is_skipped)))
+        return reply
 
     def _evaluate(self) -> dict[str, float]:
         if self._evaluator is None:
             raise ValueError("the plan has no held-out problems to evaluate on")
         return self._evaluator.evaluate(self._engines[self._trained_role().role].model)
+
+
+def _not_served(request: Request) -> ValueError:
+    return ValueError(f"request {type(request).__name__} is not served by this model worker")
 
 
 def _words(name: str) -> str:

@@ -110,7 +110,7 @@ class Inference(_Message, frozen=True, tag="inference"):
 
 
 class TrainStep(_Message, frozen=True, tag="train_step"):
-    """One update of one model function call, from `version` to `version + 1` -> StatsReply"""
+    """One update of one model function call, from `version` to `version + 1` -> TrainReply"""
 
     mfc: str
     uids: list[str]
@@ -227,6 +227,23 @@ class StatsReply(_Message, frozen=True, tag="stats"):
     stats: dict[str, float]
 
 
+class TrainReply(_Message, frozen=True, tag="train"):
+    """What a train step did to the weights."""
+
+    stats: dict[str, float]
+    num_updates: int
+    """Optimizer steps that changed the weights."""
+    num_nonfinite: int
+    """Optimizer steps that were skipped because loss or gradient was not finite."""
+    is_damaged: bool = False
+    """Whether the weights themselves are no longer finite: only an earlier version can be trained on."""
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether nothing changed: the version stays, and the samples were not trained on."""
+        return self.num_updates == 0 and self.num_nonfinite > 0
+
+
 class ErrorReply(_Message, frozen=True, tag="error"):
     """The handler raised."""
 
@@ -241,7 +258,9 @@ class StaleReply(_Message, frozen=True, tag="stale"):
     max_epoch: int
 
 
-ReplyPayload = OkReply | SpecReply | ModelConfigReply | MetadataReply | StatsReply | ErrorReply | StaleReply
+ReplyPayload = (
+    OkReply | SpecReply | ModelConfigReply | MetadataReply | StatsReply | TrainReply | ErrorReply | StaleReply
+)
 
 
 class Hello(_Message, frozen=True, tag="hello"):
@@ -257,4 +276,6 @@ class Hello(_Message, frozen=True, tag="hello"):
 
 
 ToWorker = WorkerRequest
-FromWorker = Hello | OkReply | SpecReply | ModelConfigReply | MetadataReply | StatsReply | ErrorReply | StaleReply
+FromWorker = (
+    Hello | OkReply | SpecReply | ModelConfigReply | MetadataReply | StatsReply | TrainReply | ErrorReply | StaleReply
+)

@@ -1,0 +1,187 @@
+"""What the master makes of its model workers' answers, and of its own death, with a real trial directory and log."""
+
+import json
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.experiments.ledger import Ledger
+from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial_log import TrialLog
+from corral.workers.streams.messages import TrainReply
+from corral.workers.worker import EXIT_DONE, EXIT_NOT_FINITE
+from tests.workers.master.trials import FINE, NUM_STEPS, SKIPPED, Gang, KilledError, run_master, trial_of
+
+DAMAGED = TrainReply(stats={}, num_updates=1, num_nonfinite=0, is_damaged=True)
+
+
+def ledger_of(trial: TrialDirectory) -> Ledger:
+    return Ledger.load(trial, [logged.commit for logged in TrialLog(trial.log_path).read().lineage()])
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --- losses that are not finite -------------------------------------------------------------------------------------
+
+
+def test_samples_of_a_step_that_was_skipped_are_trained_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path)
+    replies = iter([FINE, SKIPPED])
+    gang = Gang(train=lambda step: next(replies, FINE))
+    assert run_master(plan, trial, gang, monkeypatch) == EXIT_DONE
+    skipped = gang.trained[1]
+    assert gang.trained[-1] == skipped  # after all others: at once, it would be skipped again
+    assert len(gang.trained) == NUM_STEPS + 1
+    assert ledger_of(trial).trained == {
+        uid: step for step, uids in enumerate(gang.trained[:1] + gang.trained[2:], 1) for uid in uids
+    }
+    steps = [(line["step"], line["train/skipped_nonfinite"]) for line in lines_of(trial.metrics_path)]
+    assert steps == [(1, 0.0), (2, 1.0), *((step, 0.0) for step in range(3, NUM_STEPS + 1))]
+
+
+@pytest.mark.parametrize("commit_every_steps", [1, 10])
+def test_a_loss_that_stays_not_finite_takes_training_back_and_then_fails_it(
+    commit_every_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(
+        tmp_path, f"control.commit_every_steps={commit_every_steps}", "control.max_nonfinite_steps=2"
+    )
+    gang = Gang(train=lambda step: FINE if step <= 2 else SKIPPED)
+    assert run_master(plan, trial, gang, monkeypatch) == EXIT_NOT_FINITE
+    state = TrialLog(trial.log_path).read()
+    assert not state.is_done and state.epoch == 2  # taken back once
+    if commit_every_steps == 1:
+        assert len(gang.trained) == 2 + 2 + 2
+        assert {path.parent.name for path in gang.loaded[1:]} == {Path(state.commits[-1].commit.directory).name}
+        assert sorted(ledger_of(trial).trained.values()) == [1] * 8 + [2] * 8
+        assert sorted(path.name for path in trial.weights_path.iterdir()) == ["v00000001-e1", "v00000002-e1"]
+    else:
+        assert len(gang.trained) == 2 * (2 + 2) and state.commits == ()
+        assert gang.loaded[0] == gang.loaded[1]
+    assert not trial.exports_path.exists()
+
+
+def test_training_that_goes_on_from_the_last_commit_may_go_back_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path, "control.max_nonfinite_steps=1")
+    replies = iter([FINE, SKIPPED, FINE, SKIPPED])
+    assert run_master(plan, trial, Gang(train=lambda step: next(replies, FINE)), monkeypatch) == EXIT_DONE
+    assert TrialLog(trial.log_path).read().epoch == 3
+    assert ledger_of(trial).trained_count == 8 * NUM_STEPS
+
+
+def test_weights_that_are_not_finite_are_neither_committed_nor_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path)
+    gang = Gang(train=lambda step: DAMAGED)
+    assert run_master(plan, trial, gang, monkeypatch) == EXIT_NOT_FINITE
+    assert len(gang.trained) == 2
+    assert TrialLog(trial.log_path).read().commits == () and not list(trial.weights_path.iterdir())
+
+
+# --- lines of metrics and samples -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("commit_every_steps", [1, 2])
+def test_every_trained_step_and_sample_has_one_line_wherever_the_master_dies(
+    commit_every_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(
+        tmp_path,
+        f"control.commit_every_steps={commit_every_steps}",
+        "evaluation.every_steps=2",
+        f"evaluation.dataset.path={tmp_path / 'heldout.jsonl'}",
+        "evaluation.dataset.max_prompt_tokens=16",
+        "evaluation.max_new_tokens=8",
+    )
+    starts = _run_with_deaths(lambda gang: run_master(plan, trial, gang, monkeypatch))
+    assert starts > 10
+    ledger = ledger_of(trial)
+    metrics = lines_of(trial.metrics_path)
+    trained = [line["step"] for line in metrics if "time/train_s" in line]
+    assert trained == list(range(1, NUM_STEPS + 1))
+    assert [line["step"] for line in metrics if "eval/accuracy" in line] == [0, 2, 4, NUM_STEPS]
+    assert [line["data/samples_trained"] for line in metrics if "time/train_s" in line] == [8, 16, 24, 32, 40]
+    lines = lines_of(trial.trajectories_path)
+    assert Counter((line["uid"], line["step"]) for line in lines) == Counter(ledger.trained.items())
+
+
+def _run_with_deaths(run: Callable[[Gang], int]) -> int:
+    """Kill the master at its first call of the model workers, the next one at its second, and so on; the starts."""
+    for deadly in range(1, 1000):
+        calls = 0
+
+        def die(name: str) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == deadly:  # noqa: B023 - called within this turn of the loop
+                raise KilledError(name)
+
+        try:
+            assert run(Gang(at_call=die)) == EXIT_DONE
+            return deadly
+        except KilledError:
+            pass
+    raise AssertionError("the trial did not end")
+
+
+# --- the event loop -------------------------------------------------------------------------------------------------
+
+_WATCHED: list[tuple[str, Callable[[str, str], None]]] = []
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if _WATCHED and event in ("open", "os.link", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir"):
+        root, note = _WATCHED[-1]
+        if isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(root):
+            note(event, str(arguments[0]))
+
+
+def test_no_file_of_the_trial_is_touched_in_the_event_loop_while_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path, "control.save_every_steps=2")
+    touched: list[tuple[str, str]] = []
+    elsewhere: list[str] = []
+    loop_thread = threading.get_ident()
+    is_training = threading.Event()
+
+    def note(event: str, path: str) -> None:
+        if is_training.is_set():
+            if threading.get_ident() == loop_thread:
+                touched.append((event, path))
+            else:
+                elsewhere.append(event)
+
+    def at_call(name: str) -> None:
+        if name == "initialize":
+            is_training.set()
+
+    sys.addaudithook(_hook)  # there is no way to take it off again; without a watch it does nothing
+    _WATCHED.append((str(trial.path), note))
+    try:
+        # The trial's log is written once more after the epoch, by whoever looks at it then.
+        monkeypatch.setattr(Gang, "__aexit__", _leave(is_training))
+        assert run_master(plan, trial, Gang(at_call=at_call), monkeypatch) == EXIT_DONE
+    finally:
+        _WATCHED.clear()
+    assert touched == []
+    assert {"open", "os.link", "os.mkdir", "os.rename", "os.rmdir"} <= set(elsewhere)
+
+
+def _leave(is_training: threading.Event) -> Callable[..., Any]:
+    async def leave(*exception: object) -> None:
+        is_training.clear()
+
+    return leave

@@ -1,0 +1,146 @@
+"""A master with everything real but its model workers: directory, trial log, ledger, checkpoints, name service.
+
+trial_of(folder) --run_master(trial, gang)--> exit code     gang: what the model workers do, and where they die
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import pytest
+
+from corral.experiments.attempts import record_attempt
+from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
+from corral.experiments.registry import load_experiment
+from corral.experiments.trial_directory import TrialDirectory
+from corral.name_resolve import MemoryNameService, TrialKeys
+from corral.scheduling.policy_version import INITIAL_VERSION
+from corral.workers.master import master_worker
+from corral.workers.master.master_worker import MasterWorker
+from corral.workers.master.sample_source import Verdict
+from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
+from corral.workers.presence import Presence
+from corral.workers.streams.messages import TrainReply
+from corral.workers.worker import WorkerContext, run_to_exit_code
+from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_SFT, write_inputs
+
+UUID = "ab" * 16
+BATCH_SIZE = 8
+NUM_STEPS = NUM_TRAINING_ROWS // BATCH_SIZE
+FINE = TrainReply(stats={"sft/loss": 0.5}, num_updates=1, num_nonfinite=0)
+SKIPPED = TrainReply(stats={}, num_updates=0, num_nonfinite=1)
+
+
+class KilledError(BaseException):
+    """Stands for kill -9: nothing of ours catches it."""
+
+
+@dataclass
+class Gang:
+    """Model workers that hold no tensors.
+
+    Args:
+        train: the reply to the train step of this number; `FINE` if left out.
+        at_call: told the name of every call before it is answered; raises where the master dies.
+    """
+
+    train: Callable[[int], TrainReply] = lambda step: FINE
+    at_call: Callable[[str], None] = lambda name: None
+    trained: list[tuple[str, ...]] = field(default_factory=list)
+    """Every batch that was tried, in order."""
+    loaded: list[Path] = field(default_factory=list)
+    """Weights that each epoch started from."""
+
+    def __call__(self, context: object, spec: object, graph: object, *, epoch: int) -> Self:
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
+
+    def check_alive(self) -> None:
+        pass
+
+    async def initialize(self, *, step: int, weights: Path, state: Path | None) -> None:
+        self.at_call("initialize")
+        self.loaded.append(weights)
+
+    async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
+        self.at_call("load_rows")
+        return [
+            BufferedSample(
+                uid=uid,
+                order=0,
+                owner=0,
+                num_tokens=[3],
+                versions=frozenset({INITIAL_VERSION}),
+                keys=frozenset({"input_ids"}),
+            )
+            for uid in uids
+        ]
+
+    async def reject(self, uids: Iterable[str], verdict: Verdict) -> None:
+        self.at_call("reject")
+
+    async def clear(self, uids: Sequence[str]) -> None:
+        self.at_call("clear")
+
+    async def run_step(self, batch: Sequence[str], buffer: SequenceBuffer, *, step: int) -> TrainReply:
+        self.at_call("run_step")
+        assert set(batch) <= set(buffer.samples)
+        self.trained.append(tuple(batch))
+        return self.train(step + 1)
+
+    async def evaluate(self, *, step: int) -> dict[str, float]:
+        self.at_call("evaluate")
+        return {"accuracy": 0.25}
+
+    async def save_weights(self, directory: Path) -> None:
+        self.at_call("save_weights")
+        await asyncio.to_thread((directory / "model.safetensors").write_bytes, b"weights")
+
+    async def save_state(self, directory: Path, *, step: int) -> None:
+        self.at_call("save_state")
+        await asyncio.to_thread((directory / "train_state.json").write_text, str(step))
+
+
+def trial_of(folder: Path, *overrides: str) -> tuple[RunPlan, TrialDirectory]:
+    """An SFT trial of five steps."""
+    write_inputs(folder)
+    (folder / "sft.yaml").write_text(VALID_SFT)
+    experiment = load_experiment(folder / "sft.yaml", overrides)
+    trial = TrialDirectory(folder / "runs" / "small-sft" / "t")
+    trial.create()
+    record_attempt(trial, attempt=0, resume=False, mode="local")
+    identity = TrialIdentity(experiment=experiment.name, trial="t", uuid=UUID, directory=trial.path)
+    return make_run_plan(experiment, identity, "local"), trial
+
+
+def run_master(plan: RunPlan, trial: TrialDirectory, gang: Gang, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A start of the master, until it leaves; its exit code."""
+    monkeypatch.setattr(master_worker, "TrainerGang", gang)
+    names = MemoryNameService()
+    keys = TrialKeys(UUID)
+    with Presence(names, keys.worker("master_worker", 0), owner="o", ttl_s=60.0, identity={}) as presence:
+        context = WorkerContext(
+            plan=plan,
+            kind="master_worker",
+            index=0,
+            attempt=0,
+            incarnation="o",
+            address="127.0.0.1",
+            trial=trial,
+            names=names,
+            keys=keys,
+            secrets=cast(Any, None),
+            security=cast(Any, None),
+            presence=presence,
+        )
+        return run_to_exit_code(MasterWorker(context))

@@ -1,0 +1,93 @@
+"""The master's looks and writes on the shared file system, beside its event loop.
+
+    event loop --run(action)--> one thread --> weights' manifests, commits, metrics, what is removed
+                                    ^
+    LogWatch --twice a second-------+--> stop request, what others wrote into the trial log --> check, stop_requested
+
+One thread, because the trial log is one object and its entries have an order: an action begins when the one before it
+has ended. A file system that takes its time holds up what is written, and neither the streams nor the loop.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import ParamSpec, Self, TypeVar
+
+from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial_log import LogWriter
+
+_LOOK_INTERVAL_S = 0.5  # two opens each time, on a shared file system; a stop waits for the end of a step anyway
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Disk:
+    """A thread for everything that blocks on files.
+
+    Example:
+        async with Disk() as disk:
+            digest = await disk.run(write_manifest, directory, {"version": "1.3"})
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="disk")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # What has begun ends before anybody else uses the log: an epoch that follows, in this process, does.
+        await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
+
+    async def run(self, action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of an action, which has the thread for itself; it goes on if the caller is cancelled."""
+        return await asyncio.wrap_future(self._executor.submit(action, *args, **kwargs))
+
+
+class LogWatch:
+    """Whether somebody else has decided about the trial: a later claim, a stop, a request to stop.
+
+    Example:
+        async with LogWatch(disk, writer, trial) as watch:
+            while not watch.stop_requested:
+                watch.check()
+    """
+
+    def __init__(self, disk: Disk, writer: LogWriter, trial: TrialDirectory) -> None:
+        self._disk = disk
+        self._writer = writer
+        self._trial = trial
+        self.stop_requested = False
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._look_again_and_again())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def check(self) -> None:
+        """Costs nothing; says what the last look saw.
+
+        Raises:
+            SupersededError, StoppedError, DoneError: this epoch is over.
+        """
+        if self._task.done():
+            self._task.result()
+
+    async def _look_again_and_again(self) -> None:
+        while True:
+            await self._disk.run(self._look)
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+
+    def _look(self) -> None:
+        self._writer.check()
+        request = self._trial.read_stop_request()
+        # "now" is the supervisor's: it fences the log and kills.
+        self.stop_requested = request is not None and not request.now
