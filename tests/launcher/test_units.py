@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.launcher.unit_actions import (
     EXIT_GANG_BROKEN,
+    EXIT_NOT_FINITE,
     EXIT_REFUSED,
     EXIT_SUPERSEDED,
     Action,
@@ -107,10 +109,18 @@ def test_a_superseded_worker_is_restarted_without_spending_the_budget() -> None:
         assert supervision.tick(now) == [StartUnit("master_worker/0")]
 
 
-def test_a_refused_configuration_is_never_tried_again() -> None:
+@pytest.mark.parametrize(
+    ("worker", "returncode", "words"),
+    [
+        ("rollout_worker/0", EXIT_REFUSED, "refused its configuration"),
+        ("master_worker/0", EXIT_NOT_FINITE, "loss or gradient stays not finite"),
+    ],
+)
+def test_what_another_try_cannot_change_ends_the_trial_at_once(worker: str, returncode: int, words: str) -> None:
     supervision = started()
-    supervision.exited("rollout_worker/0", EXIT_REFUSED, 1.0)
-    assert "refused its configuration" in _drain(supervision, 1.0).cause
+    supervision.exited(worker, returncode, 1.0)
+    end = _drain(supervision, 1.0)
+    assert end.outcome is Outcome.FAILED and words in end.cause
 
 
 def test_done_in_the_log_ends_the_others_politely_and_redis_last() -> None:

@@ -216,11 +216,17 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(
     engine.save_state(tmp_path / "after")
     assert stats["train/skipped_nonfinite"] == 1.0
     assert all(math.isfinite(value) for value in stats.values())
-    assert engine.step == 1
+    assert (engine.step, engine.num_nonfinite, engine.is_damaged) == (1, 1, False)
     before, after = read_weights(tmp_path / "before"), read_weights(tmp_path / "after")
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert engine.train_batch(trainable_sample(seed=1), loss_fn=negative_logprobs)["train/skipped_nonfinite"] == 0.0
     assert engine.step == 2
+
+
+def test_a_step_that_overflows_the_weights_is_seen(model_directory: Path) -> None:
+    engine = FSDPEngine(model_directory, context=ParallelContext(), optimizer=optimizer_config(lr=1e39), total_steps=10)
+    engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
+    assert (engine.num_nonfinite, engine.is_damaged) == (0, True)
 
 
 def test_a_batch_without_a_token_to_train_on_is_skipped(model_directory: Path) -> None:

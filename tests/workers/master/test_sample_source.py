@@ -31,6 +31,7 @@ class Holders:
     def __init__(self) -> None:
         self.arrivals: list[BufferedSample] = []
         self.rejected: list[tuple[str, Verdict]] = []
+        self.cleared: list[str] = []
 
     async def fetch(self) -> list[BufferedSample]:
         arrived, self.arrivals = self.arrivals, []
@@ -38,6 +39,9 @@ class Holders:
 
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         return [sample(uid) for uid in uids]
+
+    async def clear(self, uids: Sequence[str]) -> None:
+        self.cleared += uids
 
     async def reject(self, uids: Iterable[str], verdict: Verdict) -> None:
         self.rejected += [(uid, verdict) for uid in uids]
@@ -113,6 +117,26 @@ def test_rows_are_loaded_in_order_without_those_that_are_consumed() -> None:
     source = DatasetSource(iter(["0:a", "0:b", "0:c", "0:d"]), buffer, holders, batch_size=2)
     assert asyncio.run(source.poll(version=0, remaining=3)) == ["0:a", "0:c"]
     assert asyncio.run(source.poll(version=1, remaining=1)) == ["0:d"]
+
+
+def test_rows_that_were_given_back_come_again_after_all_others() -> None:
+    holders = Holders()
+    buffer = SequenceBuffer(is_consumed=lambda uid: False)
+    source = DatasetSource(iter(["0:a", "0:b", "0:c"]), buffer, holders, batch_size=2)
+    assert asyncio.run(source.poll(version=0, remaining=3)) == ["0:a", "0:b"]
+    asyncio.run(source.give_back(["0:a", "0:b"]))
+    assert not buffer.samples and holders.cleared == ["0:a", "0:b"] and holders.rejected == []
+    assert asyncio.run(source.poll(version=0, remaining=3)) == ["0:c", "0:a"]
+    assert asyncio.run(source.poll(version=1, remaining=1)) == ["0:b"]
+
+
+def test_trajectories_that_were_given_back_are_answered_anew() -> None:
+    holders = Holders()
+    source, buffer, _ = source_of(holders, consumed=set(), batch_size=1)
+    holders.arrivals = [sample("0:a", version="0.0")]
+    assert asyncio.run(source.poll(version=0, remaining=9)) == ["0:a"]
+    asyncio.run(source.give_back(["0:a"]))
+    assert holders.rejected == [("0:a", "stale")] and not buffer.samples
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3)), max_size=30), st.integers(0, 2))

@@ -1,10 +1,11 @@
-"""A master with everything real but its model workers: directory, trial log, ledger, checkpoints, name service.
+"""Workers in this process, and a master with everything real but its model workers: directory, log, checkpoints, names.
 
 trial_of(folder) --run_master(trial, gang)--> exit code     gang: what the model workers do, and where they die
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -126,12 +127,19 @@ def trial_of(folder: Path, *overrides: str) -> tuple[RunPlan, TrialDirectory]:
 def run_master(plan: RunPlan, trial: TrialDirectory, gang: Gang, monkeypatch: pytest.MonkeyPatch) -> int:
     """A start of the master, until it leaves; its exit code."""
     monkeypatch.setattr(master_worker, "TrainerGang", gang)
+    with context_of(plan, trial, "master_worker") as context:
+        return run_to_exit_code(MasterWorker(context))
+
+
+@contextmanager
+def context_of(plan: RunPlan, trial: TrialDirectory, kind: str) -> Iterator[WorkerContext]:
+    """What the first worker of a kind is given, without keys: it talks to nobody."""
     names = MemoryNameService()
     keys = TrialKeys(UUID)
-    with Presence(names, keys.worker("master_worker", 0), owner="o", ttl_s=60.0, identity={}) as presence:
-        context = WorkerContext(
+    with Presence(names, keys.worker(kind, 0), owner="o", ttl_s=60.0, identity={}) as presence:
+        yield WorkerContext(
             plan=plan,
-            kind="master_worker",
+            kind=kind,
             index=0,
             attempt=0,
             incarnation="o",
@@ -143,4 +151,3 @@ def run_master(plan: RunPlan, trial: TrialDirectory, gang: Gang, monkeypatch: py
             security=cast(Any, None),
             presence=presence,
         )
-        return run_to_exit_code(MasterWorker(context))
