@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.ledger import Ledger
+from corral.experiments.ledger import Ledger, read_delta
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import TrialLog
 from corral.workers.streams.messages import TrainReply
@@ -21,7 +21,7 @@ DAMAGED = TrainReply(stats={}, num_updates=1, num_nonfinite=0, is_damaged=True)
 
 
 def ledger_of(trial: TrialDirectory) -> Ledger:
-    return Ledger.load(trial, [logged.commit for logged in TrialLog(trial.log_path).read().lineage()])
+    return Ledger.of(*(read_delta(trial, logged.commit) for logged in TrialLog(trial.log_path).read().lineage()))
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from corral.experiments.attempts import record_attempt
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
 from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.worker_record import WorkerRecord
 from corral.name_resolve import MemoryNameService, TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.workers.master import master_worker
@@ -25,6 +26,7 @@ from corral.workers.master.sample_source import Verdict
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
 from corral.workers.presence import Presence
 from corral.workers.streams.messages import TrainReply
+from corral.workers.weights_in_use import NOTHING_IN_USE
 from corral.workers.worker import WorkerContext, run_to_exit_code
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_SFT, write_inputs
 
@@ -54,6 +56,7 @@ class Gang:
     """Every batch that was tried, in order."""
     loaded: list[Path] = field(default_factory=list)
     """Weights that each epoch started from."""
+    workers: tuple[str, ...] = ("model_worker/0",)
 
     def __call__(self, context: object, spec: object, graph: object, *, epoch: int) -> Self:
         return self
@@ -136,7 +139,8 @@ def context_of(plan: RunPlan, trial: TrialDirectory, kind: str) -> Iterator[Work
     """What the first worker of a kind is given, without keys: it talks to nobody."""
     names = MemoryNameService()
     keys = TrialKeys(UUID)
-    with Presence(names, keys.worker(kind, 0), owner="o", ttl_s=60.0, identity={}) as presence:
+    names.add(keys.weights_in_use(), NOTHING_IN_USE)
+    with Presence(names, keys.worker(kind, 0), owner="o", ttl_s=60.0, identity=WorkerRecord()) as presence:
         yield WorkerContext(
             plan=plan,
             kind=kind,
