@@ -82,6 +82,8 @@ class Evidence:
     """Whether the job has run before: SLURM, or the supervisor, has put the trial back into the queue."""
     nodes_are_down: bool = False
     """Whether all nodes that could run the job are down."""
+    exceeded_limit: str = ""
+    """The limit of a QOS or account that the pending job exceeds by itself, in words."""
     exit_code: str = ""
     """Of a failed job, as scontrol prints it."""
     accounted_state: str = ""

@@ -60,6 +60,8 @@ def _slurm(evidence: Evidence, answer: QueueAnswer) -> Iterator[str]:
         yield f"{_INDENT}state {job.state}, reason {job.reason}; see: scontrol show job {job.job_id}"
     elif answer.asked_at is not None and evidence.job_id:
         yield f"{_INDENT}job {evidence.job_id} is not among them, nor known to scontrol"
+    if evidence.exceeded_limit:
+        yield f"{_INDENT}sacctmgr says: {evidence.exceeded_limit}"
     if evidence.exit_code:
         yield f"{_INDENT}scontrol says ExitCode={evidence.exit_code}"
     if evidence.nodes_are_down:

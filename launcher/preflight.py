@@ -6,7 +6,7 @@
 
 Refused is what no waiting cures. Nodes that are down and a start that is not yet possible are warnings, and where
 `sbatch --test-only` refuses for them, its refusal is one too: sbatch takes such a job, and it waits.
-One sinfo and one `scontrol show partition`; nothing is written outside a temporary folder.
+Nothing is written outside a temporary folder.
 """
 
 import os
@@ -33,6 +33,7 @@ from corral.launcher.slurm_capacity import Capacity, check_layout, describe
 from corral.launcher.slurm_checks import check_asks, node_local_warning
 from corral.launcher.slurm_complaints import Complaint
 from corral.launcher.slurm_facts import ClusterFacts, read_cluster
+from corral.launcher.slurm_limit_checks import check_limits
 from corral.launcher.slurm_refusals import explain_refusal
 
 _FAR_AWAY_S = 366 * 86400.0
@@ -77,7 +78,7 @@ def check_on_slurm(
         check_values(asks, plan, source, now=now or datetime.now())
         local = node_local_warning(directory.path)
         warnings = [local] if local else []
-        facts = _read(client, asks, warnings)
+        facts = _read(client, asks, warnings, has_checks=has_checks)
         if not has_checks:
             layout = _plan(plan, asks, facts)
             return Preflight(layout=layout, checks=("cluster not checked (--no-checks)",), warnings=tuple(warnings))
@@ -86,6 +87,8 @@ def check_on_slurm(
         layout = _plan(plan, asks, facts)
         found = Capacity([], []) if facts is None else check_layout(layout, plan, facts, source)
         warnings += found.waits_for_nodes
+        if facts is not None:
+            warnings += check_limits(layout, plan, facts, source)
         known = {Complaint.NODES} if found.waits_for_nodes else set()
         if facts is not None and any(facts.begins_later(name) for ask in asks for name in ask.reservations):
             known.add(Complaint.TIME)
@@ -96,14 +99,13 @@ def check_on_slurm(
         raise error.located(source) from error
 
 
-def _read(client: SlurmClient, asks: Sequence[Ask], warnings: list[str]) -> ClusterFacts | None:
+def _read(client: SlurmClient, asks: Sequence[Ask], warnings: list[str], *, has_checks: bool) -> ClusterFacts | None:
     try:
         return read_cluster(
             client,
             wanted_partitions=[name for ask in asks for name in ask.values.get("partition", "").split(",") if name],
             wants_reservation=any(ask.reservations for ask in asks),
-            wants_account=any(name in ask.values for ask in asks for name in ("account", "qos")),
-            user=user_name(),
+            accounts_of=user_name() if has_checks else None,
         )
     except SlurmUnreachableError:
         raise

@@ -114,7 +114,13 @@ class Node:
     @property
     def is_up(self) -> bool:
         """Whether the node could ever start a job; sinfo marks one that does not answer with `*`."""
-        return not self.state.startswith(("down", "drain", "drng", "fail", "inval", "maint")) and "*" not in self.state
+        gone = ("down", "drain", "drng", "fail", "inval")
+        return not (self.state.startswith(gone) or self.is_in_maintenance or "*" in self.state)
+
+    @property
+    def is_in_maintenance(self) -> bool:
+        """Whether it comes back by itself, at an hour that the administrators have set."""
+        return self.state.startswith("maint")
 
 
 def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from corral.experiments.errors import ConfigProblem, ConfigSource, UnsatisfiableError, closest
 from corral.experiments.plan import RunPlan
-from corral.launcher.queue_cache import keeps_accounts
 from corral.launcher.slurm import Node, nodes_command
 from corral.launcher.slurm_asks import Ask, leaves_time, partitions_asked, raise_problems
 from corral.launcher.slurm_facts import (
@@ -228,11 +227,11 @@ def _access_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
 
 
 def _association_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
-    if not facts.associations:
+    if not facts.accounts.associations:
         return
     account, qos = ask.values.get("account"), ask.values.get("qos")
     evidence = "sacctmgr show assoc user=$USER format=account,qos"
-    accounts = [association.account for association in facts.associations]
+    accounts = [association.account for association in facts.accounts.associations]
     if account is not None and account not in accounts:
         near = closest(account, accounts)
         yield ask.problem(
@@ -242,7 +241,7 @@ def _association_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProbl
             evidence=evidence,
         )
         return
-    usable = sorted({name for one in facts.associations if account in (None, one.account) for name in one.qos})
+    usable = sorted({name for one in facts.accounts.associations if account in (None, one.account) for name in one.qos})
     if qos is not None and usable and qos not in usable:
         near = closest(qos, usable)
         yield ask.problem(
@@ -350,7 +349,7 @@ def _warnings(ask: Ask, partition: str, facts: ClusterFacts) -> Iterator[str]:
         if begin := facts.begins_later(name):
             yield f"reservation {name!r} begins at {begin}: the job waits for it"
     for name in ("account", "qos"):
-        if name in ask.values and facts.accounting and not keeps_accounts(facts.accounting):
+        if name in ask.values and facts.accounts.is_kept is False:
             yield f"this cluster keeps no accounting: {name} {ask.values[name]!r} has no effect"
 
 

@@ -1,8 +1,8 @@
-"""What the checks before a submission know of a cluster: one sinfo and one scontrol, more only where a trial names it.
+"""What the checks before a submission know of a cluster: a few questions, more where a trial names more.
 
 sinfo, scontrol show partition                          -> nodes, partitions
 scontrol show reservation                               -> reservations, if a trial asks for one
-scontrol show config, sacctmgr where there is accounting -> accounts and qos, if a trial names one
+scontrol show config, sacctmgr where there is accounting -> accounts, QOS and their limits
 """
 
 import re
@@ -10,20 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from corral.launcher.queue_cache import keeps_accounts
 from corral.launcher.slurm import Node, SlurmClient, SlurmError, parse_records
+from corral.launcher.slurm_accounts import Accounts, read_accounts
 from corral.scheduling.placement import NodeShape
 
 _MAX_RANGE = 1 << 16  # SLURM's own bound of a host list; a mistyped range must not fill the memory
 _MAX_DIGITS = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Association:
-    """An account that the user may charge, with the qos that it may use."""
-
-    account: str
-    qos: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +30,8 @@ class ClusterFacts:
     """Partitions that sinfo hides from this user, of those that a trial names, with the groups that may use them."""
     reservations: Mapping[str, Mapping[str, str]] | None = None
     """Settings by name; None if nobody asked."""
-    accounting: str | None = None
-    """AccountingStorageType; None if nobody asked."""
-    associations: Sequence[Association] = field(default=())
-    """Accounts of the user; empty if unknown."""
+    accounts: Accounts = field(default_factory=Accounts)
+    """What the user may charge and use, and the limits."""
 
     @property
     def partition_names(self) -> list[str]:
@@ -70,9 +60,9 @@ class ClusterFacts:
 
 
 def read_cluster(
-    client: SlurmClient, *, wanted_partitions: Sequence[str], wants_reservation: bool, wants_account: bool, user: str
+    client: SlurmClient, *, wanted_partitions: Sequence[str], wants_reservation: bool, accounts_of: str | None
 ) -> ClusterFacts:
-    """Asks SLURM; what only some sites have may fail without harm.
+    """Asks SLURM; what only some sites have may fail without harm. None has no accounts looked up.
 
     Raises:
         SlurmError: if nodes or partitions cannot be asked for.
@@ -80,30 +70,15 @@ def read_cluster(
     nodes, partitions = client.nodes(), client.partitions()
     hidden = [name for name in wanted_partitions if name not in partitions]
     everything = _or_none(client, ["scontrol", "-a", "show", "partition", "-o"]) if hidden else None
-    reservations = _or_none(client, ["scontrol", "show", "reservation", "-o"]) if wants_reservation else None
-    accounting: str | None = None
-    associations: list[Association] = []
-    if wants_account:
-        accounting = _accounting(client)
-        if keeps_accounts(accounting):
-            command = ["sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=account,qos"]
-            associations = parse_associations(_or_none(client, command) or "")
     closed = parse_records(everything or "", key="PartitionName")
+    reservations = _or_none(client, ["scontrol", "show", "reservation", "-o"]) if wants_reservation else None
     return ClusterFacts(
         nodes=nodes,
         partitions=partitions,
         closed={name: closed[name].get("AllowGroups", "") for name in hidden if name in closed},
         reservations=None if reservations is None else parse_records(reservations, key="ReservationName"),
-        accounting=accounting,
-        associations=associations,
+        accounts=read_accounts(client, accounts_of) if accounts_of is not None else Accounts(),
     )
-
-
-def _accounting(client: SlurmClient) -> str:
-    try:
-        return client.accounting_storage()
-    except SlurmError:
-        return ""
 
 
 def _or_none(client: SlurmClient, command: Sequence[str]) -> str | None:
@@ -111,16 +86,6 @@ def _or_none(client: SlurmClient, command: Sequence[str]) -> str | None:
         return client.ask(command)
     except SlurmError:
         return None
-
-
-def parse_associations(text: str) -> list[Association]:
-    """sacctmgr's `account|qos,qos` lines."""
-    associations: dict[str, set[str]] = {}
-    for line in text.splitlines():
-        account, _, qos = line.partition("|")
-        if account:
-            associations.setdefault(account, set()).update(name for name in qos.split(",") if name)
-    return [Association(account=account, qos=tuple(sorted(qos))) for account, qos in associations.items()]
 
 
 def node_shapes(nodes: Sequence[Node], partitions: Mapping[str, Mapping[str, str]]) -> Mapping[str | None, NodeShape]:

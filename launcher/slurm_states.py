@@ -9,6 +9,8 @@ over        FAILED, OOM, TIMED_OUT, NODE_FAILED, PREEMPTED, CANCELLED, unless th
 
 from dataclasses import dataclass
 
+from corral.launcher.slurm_accounts import Holder
+from corral.launcher.slurm_limits import LimitKind, holder_of_reason, limit_of_reason
 from corral.launcher.slurm_words import state_word
 
 _STATE_BY_WORD = {
@@ -88,11 +90,7 @@ _ADVICE_BY_REASON = {
     _NODES_REQUIRED: "or it waits for them; sinfo shows them",
     "FrontEndDown": "the front end is down",
 }
-_ADVICE_BY_PREFIX = {
-    "QOS": "a limit of the QOS; it starts when other jobs end, or ask for another launch.qos",
-    "Assoc": "a limit of the account; it starts when other jobs end, or ask for another launch.account",
-    "Max": "a limit of the account; it starts when other jobs end",
-}
+_HOLDER_AND_FIELD = {Holder.QOS: ("the QOS", "launch.qos"), Holder.ACCOUNT: ("the account", "launch.account")}
 _HOLDS = ("JobHoldMaxRequeue", "launch failed requeued held", "job requeued in held state", "JobLaunchFailure")
 _UNKNOWN_START = ("N/A", "", "Unknown")
 
@@ -117,6 +115,7 @@ def judge_job(
     start: str = "N/A",
     has_run: bool = False,
     nodes_are_down: bool = False,
+    exceeded: str = "",
     job_id: str = "JOB",
 ) -> JobVerdict:
     """The state for SLURM's words; RUNNING is to be refined by the trial's own records.
@@ -125,13 +124,16 @@ def judge_job(
         start: start, or estimated start, as squeue prints it.
         has_run: whether the job has run before: SLURM has put it back then.
         nodes_are_down: whether every node that could run it is down.
+        exceeded: the limit that it exceeds whatever else runs, in words; "" if none is known.
         job_id: for the advice.
     """
     head = state_word(word)
     if head == "RUNNING":
         return JobVerdict("RUNNING")
     if head == "PENDING":
-        return _judge_pending(reason, start=start, has_run=has_run, nodes_are_down=nodes_are_down, job_id=job_id)
+        if blocked := _why_blocked(reason, nodes_are_down=nodes_are_down, exceeded=exceeded):
+            return JobVerdict("BLOCKED", blocked)
+        return _judge_waiting(reason, start=start, has_run=has_run, job_id=job_id)
     if head in _STATE_BY_WORD:
         return JobVerdict(_STATE_BY_WORD[head], _NOTE_BY_WORD.get(head, ""))
     return JobVerdict("UNKNOWN", f"SLURM says {word!r}, which this version of corral does not know")
@@ -146,13 +148,24 @@ def judge_exit(word: str, exit_code: str) -> str:
     return ""
 
 
-def _judge_pending(reason: str, *, start: str, has_run: bool, nodes_are_down: bool, job_id: str) -> JobVerdict:
+def _why_blocked(reason: str, *, nodes_are_down: bool, exceeded: str) -> str:
+    """Why a pending job will not start by itself, and what to do; "" if waiting may cure it."""
     # `ReqNodeNotAvail, UnavailableNodes:n[1-2]`: the word is what comes first.
-    head, _, detail = reason.partition(",")
+    head = reason.partition(",")[0]
     if head in _NEVER_STARTS:
-        return JobVerdict("BLOCKED", f"{head}: {_NEVER_STARTS[head]}; rl-stop it and ask for less")
+        return f"{head}: {_NEVER_STARTS[head]}; rl-stop it and ask for less"
     if needs_nodes(reason) and nodes_are_down:
-        return JobVerdict("BLOCKED", f"{reason}: all nodes that could run it are down; sinfo -R says why")
+        return f"{reason}: all nodes that could run it are down; sinfo -R says why"
+    kind = limit_of_reason(head)
+    if kind is LimitKind.NOTHING or (kind is LimitKind.OTHERS and exceeded):
+        whose, field = _HOLDER_AND_FIELD[holder_of_reason(head)]
+        limit = exceeded or f"a limit of {whose} for every single job"
+        return f"{head}: {limit}; rl-stop it and ask for less, or for another {field}"
+    return ""
+
+
+def _judge_waiting(reason: str, *, start: str, has_run: bool, job_id: str) -> JobVerdict:
+    head, _, detail = reason.partition(",")
     if reason in _HOLDS or head in _HOLDS or "requeued held" in reason.lower():
         return JobVerdict(
             "HELD", f"{reason}: it was put back too often; mend the cause, then scontrol release {job_id}"
@@ -168,6 +181,8 @@ def _judge_pending(reason: str, *, start: str, has_run: bool, nodes_are_down: bo
 
 def _advice(reason: str, job_id: str) -> str:
     advice = _ADVICE_BY_REASON.get(reason)
-    if advice is None:
-        advice = next((text for prefix, text in _ADVICE_BY_PREFIX.items() if reason.startswith(prefix)), None)
+    kind = limit_of_reason(reason)
+    if advice is None and kind is not None:
+        whose, field = _HOLDER_AND_FIELD[holder_of_reason(reason)]
+        advice = f"a limit of {whose}; it starts when {kind}, or ask for another {field}"
     return (advice or "see man squeue").format(job=job_id)

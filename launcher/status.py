@@ -161,6 +161,7 @@ def _judge_by_job(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str, s
         start=job.start,
         has_run=evidence.has_run,
         nodes_are_down=evidence.nodes_are_down,
+        exceeded=evidence.exceeded_limit,
         job_id=job.job_id,
     )
     follows = evidence.attempt_ended is not None or (evidence.has_run and verdict.state in NOT_STARTED)

@@ -21,11 +21,11 @@ from corral.experiments.trial_log import LogState, TrialLog, TrialLogError
 from corral.experiments.worker_record import WorkerRecord, decode_record
 from corral.launcher.evidence import Evidence
 from corral.launcher.exits import first_cause, read_exits
+from corral.launcher.job_details import NO_DETAILS, JobInquiry
 from corral.launcher.journal_view import JournalView, read_end
 from corral.launcher.lock import is_locked
 from corral.launcher.queue_cache import DirectQueue, Queue, QueueAnswer
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
-from corral.launcher.slurm_states import needs_nodes
 from corral.launcher.status import TrialStatus, describe
 from corral.launcher.trial_jobs import TrialJobs, find_jobs, make_members
 from corral.launcher.trials import TrialFacts
@@ -46,6 +46,7 @@ class StatusReader:
     ) -> None:
         self._client = client or SlurmClient(timeout_s=10.0)
         self._queue = queue or DirectQueue(self._client)
+        self._inquiry = JobInquiry(self._client)
         self._redis_timeout_s = redis_timeout_s
 
     def read(self, trials: Sequence[TrialFacts]) -> list[TrialStatus]:
@@ -90,7 +91,7 @@ class StatusReader:
         seen = self._read_records(facts) if may_run else _UNSEEN
         # After Redis, which is taken down last: if it has just gone, the log already says why.
         log_state = _read_log(directory, attempt)
-        nodes_are_down, exit_code = self._ask_details(job) if ended is None else (False, "")
+        details = self._inquiry.ask(job) if ended is None else NO_DETAILS
         names, allocation_by_worker = _read_members(directory) if is_on_slurm else ({}, {})
         return Evidence(
             facts=facts,
@@ -111,8 +112,9 @@ class StatusReader:
             redis_now=seen.redis_now,
             attempt_ended=attempt_ended if ended is None else None,
             has_run=job is not None and _has_run(view, job, own_job_id),
-            nodes_are_down=nodes_are_down,
-            exit_code=exit_code,
+            nodes_are_down=details.nodes_are_down,
+            exit_code=details.exit_code,
+            exceeded_limit=details.exceeded,
             accounted_state=self._ask_accounting(own_job_id) if is_on_slurm and job is None and is_recent else "",
             unreachable_since=answer.unreachable_since if is_on_slurm else None,
             jobs_known_at=answer.asked_at,
@@ -138,23 +140,6 @@ class StatusReader:
             return self._client.accounted_state(job_id) if job_id and self._queue.has_accounting() else ""
         except SlurmError:
             return ""
-
-    def _ask_details(self, job: QueuedJob | None) -> tuple[bool, str]:
-        """Whether all nodes that could run a pending job are down; the exit code of a failed one."""
-        if job is None:
-            return False, ""
-        try:
-            if job.state == "FAILED":
-                return False, (self._client.job(job.job_id) or {}).get("ExitCode", "")
-            if job.state == "PENDING" and needs_nodes(job.reason):
-                wanted = (self._client.job(job.job_id) or {}).get("ReqNodeList", "(null)")
-                names = set(self._client.hostnames(wanted)) if wanted not in ("", "(null)") else None
-                nodes = [node for node in self._client.nodes() if node.partition in job.partition.split(",")]
-                able = [node for node in nodes if names is None or node.name in names]
-                return bool(able) and not any(node.is_up for node in able), ""
-        except SlurmError:
-            return False, ""
-        return False, ""
 
     def _read_records(self, facts: TrialFacts) -> "_Seen":
         # Not at the top: redis takes longer to import than most answers take to give.

@@ -161,6 +161,16 @@ ROWS = [
     ("PENDING", "ReqNodeNotAvail, UnavailableNodes:n[1-2]", "N/A", False, False, "QUEUED", "UnavailableNodes:n[1-2]"),
     ("PENDING", "Nodes required for job are DOWN, DRAINED or reserved", "N/A", False, True, "BLOCKED", "are down"),
     ("PENDING", "Nodes required for job are DOWN, DRAINED or reserved", "N/A", False, False, "QUEUED", "sinfo"),
+    ("PENDING", "QOSMaxWallDurationPerJobLimit", "N/A", False, False, "BLOCKED", "another launch.qos"),
+    ("PENDING", "QOSMaxCpuPerJobLimit", "N/A", False, False, "BLOCKED", "a limit of the QOS for every single job"),
+    ("PENDING", "AssocMaxNodePerJobLimit", "N/A", False, False, "BLOCKED", "another launch.account"),
+    ("PENDING", "QOSMaxGRESPerNode", "N/A", False, False, "BLOCKED", "rl-stop"),
+    ("PENDING", "QOSMinGRES", "N/A", False, False, "BLOCKED", "launch.qos"),
+    ("PENDING", "QOSMaxCpuPerUserLimit", "N/A", False, False, "QUEUED", "it starts when other jobs end"),
+    ("PENDING", "QOSGrpGRES", "N/A", False, False, "QUEUED", "it starts when other jobs end"),
+    ("PENDING", "AssocMaxJobsLimit", "N/A", False, False, "QUEUED", "launch.account"),
+    ("PENDING", "AssocGrpCPUMinutesLimit", "N/A", False, False, "QUEUED", "the site renews the budget"),
+    ("PENDING", "MaxGRESPerAccount", "N/A", False, False, "QUEUED", "a limit of the account"),
     ("PENDING", "launch failed requeued held", "N/A", True, False, "HELD", "scontrol release 7"),
     ("PENDING", "JobHoldMaxRequeue", "N/A", True, False, "HELD", "too often"),
     ("SPECIAL_EXIT", "None", "N/A", False, False, "HELD", "release"),
@@ -201,6 +211,15 @@ def test_slurms_words_have_a_meaning_and_advice(
     verdict = judge_job(word, reason, start=start, has_run=has_run, nodes_are_down=down, job_id="7")
     assert verdict.state == state
     assert advice in verdict.note
+
+
+@pytest.mark.parametrize("reason", ["QOSMaxCpuPerUserLimit", "QOSGrpCpuLimit", "AssocGrpGRES", "MaxCpuPerAccount"])
+def test_a_limit_that_a_job_exceeds_by_itself_is_cured_by_no_waiting(reason: str) -> None:
+    said = "it asks for 6 CPUs, and QOS 'small' allows 4 in all jobs of a user (MaxTRESPU)"
+    verdict = judge_job("PENDING", reason, exceeded=said)
+    assert verdict.state == "BLOCKED" and said in verdict.note and "ask for less" in verdict.note
+    assert judge_job("PENDING", "QOSMaxJobsPerUserLimit").state == "QUEUED"
+    assert judge_job("PENDING", "Priority", exceeded=said).state == "QUEUED"
 
 
 def test_a_job_that_could_not_open_its_log_says_which_folder_is_missing() -> None:

@@ -12,11 +12,12 @@ from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, Unsa
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout_planner import plan_layout
 from corral.launcher.slurm import Node, SlurmError, parse_nodes
+from corral.launcher.slurm_accounts import Accounts, Association, Holder, Limits
 from corral.launcher.slurm_asks import asks_of, check_values, shapes_for
 from corral.launcher.slurm_capacity import check_layout
 from corral.launcher.slurm_checks import check_asks, node_local_warning
 from corral.launcher.slurm_complaints import Complaint, complaint_of
-from corral.launcher.slurm_facts import Association, ClusterFacts, expand_host_list, node_shapes, parse_associations
+from corral.launcher.slurm_facts import ClusterFacts, expand_host_list, node_shapes
 from corral.launcher.slurm_refusals import explain_refusal
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup
@@ -257,17 +258,25 @@ def test_an_elastic_member_is_checked_alone_and_never_added_up() -> None:
 
 
 def test_accounts_are_compared_with_what_accounting_says() -> None:
-    associations = parse_associations("lab|normal,high\nteam|normal\n\n")
-    assert associations == [
-        Association(account="lab", qos=("high", "normal")),
-        Association(account="team", qos=("normal",)),
+    none = Limits(holder=Holder.ACCOUNT, name="")
+    associations = [
+        Association(account="lab", qos=("high", "normal"), limits=none),
+        Association(account="team", qos=("normal",), limits=none),
     ]
-    facts = _facts("n1|p*|8|8000|(null)|(null)|idle|infinite\n", partitions={}, associations=associations)
+    accounts = Accounts(associations=associations)
+    facts = _facts("n1|p*|8|8000|(null)|(null)|idle|infinite\n", partitions={}, accounts=accounts)
     _check(_plan(launch={"account": "lab", "qos": "high"}), facts)
     with pytest.raises(UnsatisfiableError, match="(?s)may not charge account 'labs'.*did you mean 'lab'"):
         _check(_plan(launch={"account": "labs"}), facts)
     with pytest.raises(UnsatisfiableError, match="may not use qos 'high'.*normal"):
         _check(_plan(launch={"account": "team", "qos": "high"}), facts)
+
+
+@pytest.mark.parametrize(("is_kept", "is_warned"), [(False, True), (True, False), (None, False)])
+def test_an_account_without_effect_is_told(is_kept: bool | None, is_warned: bool) -> None:
+    facts = _facts("n1|p*|8|8000|(null)|(null)|idle|1\n", partitions={}, accounts=Accounts(is_kept=is_kept))
+    _, warnings = _check(_plan(launch={"account": "lab"}), facts)
+    assert any("keeps no accounting: account 'lab'" in warning for warning in warnings) == is_warned
 
 
 def test_only_a_partition_without_any_limit_brings_the_warning_about_backfill() -> None:

@@ -1,0 +1,144 @@
+"""Whether a job alone exceeds a limit of its QOS or its account: no waiting helps then, and SLURM queues it still.
+
+    what a job asks for (Demand) + limits that it has to keep (slurm_accounts.py) --excesses--> [Excess]
+    squeue's reason of a pending job --limit_of_reason--> LimitKind
+
+Pure.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from corral.launcher.slurm_accounts import Amounts, Holder, Limits, Scope, parse_amounts
+from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
+
+_UNIT_BY_NAME = {"cpu": "CPUs", "mem": "MB of memory", "node": "nodes", "gres/gpu": "GPUs"}
+_PLACE_BY_SCOPE = {
+    Scope.JOB: "in one job",
+    Scope.NODE: "on one node",
+    Scope.USER: "in all jobs of a user",
+    Scope.ACCOUNT: "in all jobs of an account",
+    Scope.ALL: "in all its jobs together",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a job asks for, as accounting counts it."""
+
+    of_job: Amounts
+    of_node: Amounts = field(default_factory=dict)
+    together: Amounts = field(default_factory=dict)
+    """Of all jobs that only run together, this one among them; empty if it runs alone."""
+    time_limit_s: int | None = None
+    """None if it asks for none: it then gets what is allowed."""
+
+    def asked(self, scope: Scope) -> Amounts:
+        """What a limit of this scope is compared with."""
+        if scope is Scope.NODE:
+            return self.of_node
+        return self.of_job if scope in (Scope.JOB, Scope.LEAST) else self.together or self.of_job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excess:
+    """A limit that a job does not keep, whatever else runs."""
+
+    limits: Limits
+    setting: str
+    """As sacctmgr calls it."""
+    said: str
+    """What is asked for, and what is allowed."""
+    is_time: bool = False
+
+
+def excesses(demand: Demand, ladder: Sequence[Limits]) -> Iterator[Excess]:
+    """Every limit that a job exceeds, or does not reach where it must; `ladder` has those first that count first."""
+    timed = next((limits for limits in ladder if limits.wall_s is not None), None)
+    if timed and timed.wall_s and demand.time_limit_s and demand.time_limit_s > timed.wall_s:
+        asked, allowed = format_time_limit(demand.time_limit_s), format_time_limit(timed.wall_s)
+        said = f"it asks for a time limit of {asked}, and {name_of(timed)} allows {allowed} (MaxWall)"
+        yield Excess(limits=timed, setting="MaxWall", said=said, is_time=True)
+    for scope in Scope:
+        for name, asked_amount in demand.asked(scope).items():
+            for limits in _in_force(ladder, scope, name):
+                if excess := _excess(limits, scope, name, asked_amount):
+                    yield excess
+                    break
+
+
+def _in_force(ladder: Sequence[Limits], scope: Scope, name: str) -> list[Limits]:
+    """The limits of one kind that count: the first, but accounts count each for itself where no QOS has one."""
+    have = [limits for limits in ladder if name in limits.amounts.get(scope, {})]
+    are_accounts = all(limits.holder is Holder.ACCOUNT for limits in have)
+    return have if scope is Scope.ALL and are_accounts else have[:1]
+
+
+def _excess(limits: Limits, scope: Scope, name: str, asked: int) -> Excess | None:
+    allowed, unit = limits.amounts[scope][name], _UNIT_BY_NAME.get(name, name)
+    if scope is Scope.LEAST:
+        if asked >= allowed:
+            return None
+        said = f"it asks for {asked} {unit}, and {name_of(limits)} wants at least {allowed} in a job"
+    else:
+        if asked <= allowed:
+            return None
+        said = f"it asks for {asked} {unit}, and {name_of(limits)} allows {allowed} {_PLACE_BY_SCOPE[scope]}"
+    return Excess(limits=limits, setting=scope.value, said=f"{said} ({scope.value})")
+
+
+def name_of(limits: Limits) -> str:
+    """For people: `QOS 'short'`."""
+    return f"{'the ' if limits.holder is Holder.PARTITION else ''}{limits.holder} {limits.name!r}"
+
+
+def demand_of_job(values: Mapping[str, str]) -> Demand:
+    """What `scontrol show job` says that a job asks for."""
+    of_job = parse_amounts(values.get("ReqTRES") or values.get("TRES", ""))
+    counted = {name: amount for name, amount in of_job.items() if name in _UNIT_BY_NAME}
+    nodes = max(counted.get("node", 1), 1)
+    try:
+        time_limit_s = parse_time_limit(values.get("TimeLimit", ""))
+    except ValueError:
+        time_limit_s = None
+    return Demand(
+        of_job=counted,
+        of_node={name: -(-amount // nodes) for name, amount in counted.items() if name != "node"},
+        time_limit_s=time_limit_s,
+    )
+
+
+class LimitKind(StrEnum):
+    """What cures a job's waiting for a limit."""
+
+    NOTHING = "it never fits"
+    """A limit of one job, of a node, or a least amount: others have no part in it."""
+    OTHERS = "other jobs end"
+    """Or nothing, if the job alone asks for more."""
+    RENEWAL = "the site renews the budget"
+    """Of CPU minutes and the like."""
+
+
+# QOSMaxCpuPerJobLimit, QOSMaxGRESPerUser, AssocGrpCPUMinutesLimit, QOSMinCpuNotSatisfied, MaxCpuPerAccount, ...
+_REASON = re.compile(
+    r"(?P<holder>QOS|Assoc|)(?P<bound>Max|Min|Grp)(?P<what>[A-Z][A-Za-z]*?)(?P<minutes>Minutes|RunMinutes|)"
+    r"(?P<scope>Per(?:Job|Node|User|Account)|)(?:Limit|NotSatisfied|)"
+)
+
+
+def limit_of_reason(reason: str) -> LimitKind | None:
+    """What cures the waiting that squeue gives this reason for; None if it is about no limit."""
+    match = _REASON.fullmatch(reason)
+    if match is None or not (match["holder"] or match["scope"]):
+        return None
+    if match["scope"] in ("PerJob", "PerNode") or match["bound"] == "Min":
+        return LimitKind.NOTHING
+    is_budget = match["minutes"] == "Minutes" or match["what"] == "Wall"
+    return LimitKind.RENEWAL if is_budget else LimitKind.OTHERS
+
+
+def holder_of_reason(reason: str) -> Holder:
+    """Whose limit it is."""
+    return Holder.QOS if reason.startswith("QOS") else Holder.ACCOUNT

@@ -1,0 +1,185 @@
+"""Limits of QOS and accounts beside what jobs ask for: which one counts, and which can never be kept."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from corral.launcher.slurm import SlurmClient, SlurmError
+from corral.launcher.slurm_accounts import (
+    Accounts,
+    Association,
+    Holder,
+    Limits,
+    Scope,
+    parse_amounts,
+    parse_rows,
+    read_accounts,
+)
+from corral.launcher.slurm_limits import Demand, demand_of_job, excesses
+
+CONFIG = """\
+AccountingStorageEnforce = associations,limits,qos
+AccountingStorageType   = accounting_storage/slurmdbd
+ClusterName             = test
+"""
+USER = """\
+lab|lab||deny,normal|normal|00:30:00|cpu=6||
+lab|team|gpu|normal||||cpu=2|
+lab|team||low||||cpu=3|mem=8G
+"""
+ACCOUNTS = "root||\nlab|root|gres/gpu=2\nteam|lab|\n"
+QOS = """\
+normal||||||||
+deny|DenyOnLimit||||cpu=4|||
+strong|OverPartQOS|1-00:00:00|cpu=64|||||
+part||01:00:00|cpu=8|||||
+"""
+
+
+class SiteWithAccounts(SlurmClient):
+    """Answers as scontrol and sacctmgr do."""
+
+    def __init__(self, config: str = CONFIG) -> None:
+        super().__init__()
+        self.config = config
+        self.asked: list[Sequence[str]] = []
+
+    def ask(self, command: Sequence[str]) -> str:
+        self.asked.append(command)
+        if command[0] == "scontrol":
+            return self.config
+        what = command[4]
+        return {"user": USER, "assoc": ACCOUNTS, "qos": QOS}[what]
+
+
+def of(holder: Holder, name: str = "x", *, wall_s: int | None = None, **amounts: Mapping[str, int]) -> Limits:
+    by_scope = {Scope[scope.upper()]: amount for scope, amount in amounts.items()}
+    return Limits(holder=holder, name=name, amounts=by_scope, wall_s=wall_s)
+
+
+def said(demand: Demand, *ladder: Limits) -> list[str]:
+    return [excess.said for excess in excesses(demand, ladder)]
+
+
+def test_accounting_is_read_as_sacctmgr_writes_it() -> None:
+    accounts = read_accounts(SiteWithAccounts(), "me")
+    assert accounts.has_limits and accounts.is_kept and accounts.default_account == "lab"
+    lab, on_gpu, team = accounts.associations
+    assert (lab.account, lab.qos, lab.default_qos) == ("lab", ("deny", "normal"), "normal")
+    assert lab.limits.wall_s == 1800 and lab.limits.amounts == {Scope.JOB: {"cpu": 6}}
+    assert accounts.association("team", "gpu") == on_gpu and accounts.association("team", "cpu") == team
+    assert team.limits.amounts[Scope.ALL] == {"mem": 8192}
+    assert accounts.limits_by_qos["deny"].flags == {"DenyOnLimit"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "ladder"),
+    [
+        ({"account": None, "qos": None}, ["QOS normal", "account lab", "account lab", "account root"]),
+        ({"account": "team", "qos": None}, ["QOS low?", "account team", "account team", "account lab", "account root"]),
+        ({"account": "team", "qos": None, "partition": "gpu"}, ["QOS normal", "account team"]),
+        ({"account": None, "qos": "deny", "partition_qos": "part"}, ["QOS of the partition part", "QOS deny"]),
+        ({"account": None, "qos": "strong", "partition_qos": "part"}, ["QOS strong", "QOS of the partition part"]),
+    ],
+    ids=str,
+)
+def test_limits_are_asked_in_the_order_of_slurm(asked: dict[str, Any], ladder: list[str]) -> None:
+    accounts = read_accounts(SiteWithAccounts(), "me")
+    found = accounts.ladder(**{"partition": "cpu", "partition_qos": "N/A", **asked})
+    names = [f"{limits.holder} {limits.name}" for limits in found]
+    wanted = [name for name in ladder if not name.endswith("?")]  # a QOS that nobody knows has no limits
+    assert names[: len(wanted)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("config", "is_kept"),
+    [
+        (CONFIG.replace("accounting_storage/slurmdbd", "(null)"), False),
+        (CONFIG.replace("accounting_storage/slurmdbd", "accounting_storage/none"), False),
+        ("", None),
+    ],
+)
+def test_a_site_without_accounts_is_not_asked_for_them(config: str, is_kept: bool | None) -> None:
+    site = SiteWithAccounts(config)
+    assert read_accounts(site, "me") == Accounts(is_kept=is_kept)
+    assert len(site.asked) == 1
+
+
+def test_limits_that_nobody_enforces_do_not_count() -> None:
+    accounts = read_accounts(SiteWithAccounts(CONFIG.replace("associations,limits,qos", "associations")), "me")
+    assert not accounts.has_limits
+    assert accounts.ladder(account=None, qos="deny", partition="p", partition_qos="part") == []
+
+
+def test_accounting_that_does_not_answer_is_unknown() -> None:
+    class Silent(SiteWithAccounts):
+        def ask(self, command: Sequence[str]) -> str:
+            if command[0] == "sacctmgr":
+                raise SlurmError("slurmdbd is away")
+            return super().ask(command)
+
+    accounts = read_accounts(Silent(), "me")
+    assert accounts.is_kept and accounts.ladder(account=None, qos="deny", partition="p", partition_qos="part") == []
+
+
+@pytest.mark.parametrize(
+    ("demand", "ladder", "words"),
+    [
+        ({"cpu": 4}, [of(Holder.QOS, job={"cpu": 4})], ""),
+        ({"cpu": 5}, [of(Holder.QOS, job={"cpu": 4})], "5 CPUs, and QOS 'x' allows 4 in one job (MaxTRES)"),
+        ({"cpu": 5}, [of(Holder.QOS, user={"cpu": 4})], "allows 4 in all jobs of a user (MaxTRESPU)"),
+        (
+            {"gres/gpu": 3},
+            [of(Holder.ACCOUNT, all={"gres/gpu": 2})],
+            "3 GPUs, and account 'x' allows 2 in all its jobs",
+        ),
+        ({"cpu": 1}, [of(Holder.QOS, least={"cpu": 2})], "1 CPUs, and QOS 'x' wants at least 2 in a job (MinTRES)"),
+        # The first that has a limit of this kind counts, be it wider.
+        ({"cpu": 6}, [of(Holder.PARTITION, job={"cpu": 8}), of(Holder.QOS, job={"cpu": 4})], ""),
+        ({"cpu": 6}, [of(Holder.PARTITION, job={"mem": 8}), of(Holder.QOS, job={"cpu": 4})], "QOS 'x' allows 4"),
+        # But each account keeps count for itself.
+        ({"cpu": 6}, [of(Holder.ACCOUNT, all={"cpu": 8}), of(Holder.ACCOUNT, "up", all={"cpu": 4})], "'up' allows 4"),
+        ({"cpu": 6}, [of(Holder.QOS, all={"cpu": 8}), of(Holder.ACCOUNT, "up", all={"cpu": 4})], ""),
+    ],
+    ids=str,
+)
+def test_a_job_is_compared_with_the_limit_that_counts(
+    demand: dict[str, int], ladder: Sequence[Limits], words: str
+) -> None:
+    found = said(Demand(of_job=demand), *ladder)
+    assert len(found) == bool(words) and words in "".join(found), found
+
+
+def test_what_runs_together_counts_together_and_each_job_alone() -> None:
+    demand = Demand(of_job={"cpu": 4}, of_node={"cpu": 2}, together={"cpu": 10})
+    assert said(demand, of(Holder.QOS, job={"cpu": 4}, node={"cpu": 2})) == []
+    assert "10 CPUs" in said(demand, of(Holder.QOS, user={"cpu": 9}))[0]
+    assert "2 CPUs, and QOS 'x' allows 1 on one node" in said(demand, of(Holder.QOS, node={"cpu": 1}))[0]
+
+
+def test_a_time_limit_counts_only_if_one_is_asked_for() -> None:
+    hour = of(Holder.QOS, "short", wall_s=3600)
+    assert said(Demand(of_job={}), hour) == said(Demand(of_job={}, time_limit_s=3600), hour) == []
+    assert said(Demand(of_job={}, time_limit_s=7200), hour) == [
+        "it asks for a time limit of 02:00:00, and QOS 'short' allows 01:00:00 (MaxWall)"
+    ]
+
+
+@pytest.mark.parametrize("key", ["TRES", "ReqTRES"])
+def test_a_queued_job_says_what_it_asks_for(key: str) -> None:
+    demand = demand_of_job({key: "cpu=8,mem=16G,node=2,billing=8,gres/gpu=4", "TimeLimit": "1-00:00:00"})
+    assert demand.of_job == {"cpu": 8, "mem": 16384, "node": 2, "gres/gpu": 4}
+    assert demand.of_node == {"cpu": 4, "mem": 8192, "gres/gpu": 2} and demand.time_limit_s == 86400
+    assert demand_of_job({"TimeLimit": "UNLIMITED"}) == Demand(of_job={})
+
+
+def test_odd_amounts_and_lines_are_left_out() -> None:
+    assert parse_amounts("cpu=4,mem=100G,gres/gpu=2,license/x=,cpu,mem=lots") == {
+        "cpu": 4,
+        "mem": 102400,
+        "gres/gpu": 2,
+    }
+    assert parse_rows("a|b\nc\n\n", ["x", "y"]) == [{"x": "a", "y": "b"}]
+    nobody = Association(account="a", limits=of(Holder.ACCOUNT))
+    assert Accounts().qos_of(None, nobody) == "normal" and Accounts().qos_of(None, None) == ""

@@ -1,0 +1,153 @@
+"""Limits of QOS and accounts on a real SLURM with accounting: known before submission, and told of what is queued."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.experiments.errors import UnsatisfiableError
+from corral.launcher import submit
+from corral.launcher.slurm import SlurmClient
+from corral.launcher.status import TrialStatus
+from corral.launcher.status_reader import StatusReader
+from corral.launcher.trials import read_facts
+from tests.experiments.broken_yaml import write_inputs
+from tests.launcher.trials import wait_until
+from tests.slurm.cluster import Cluster
+from tests.slurm.wrong_configurations import VALID_SLURM
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def experiment(accounting_cluster: Cluster, tmp_path: Path) -> Path:
+    write_inputs(tmp_path)
+    path = tmp_path / "experiment.yaml"
+    path.write_text(VALID_SLURM)
+    return path
+
+
+def _prepare(file: Path, *overrides: str, trial: str = "t", has_checks: bool = True) -> submit.Submission:
+    where = f"cluster.fileroot={file.parent / 'trials'}"
+    return submit.prepare(file, [*overrides, where], trial_name=trial, mode="slurm", has_checks=has_checks)
+
+
+GPUS = ("groups.model_worker.scheduling.gpu=1", "groups.generation_server.scheduling.gpu=1")
+THREE_GPUS = ("allocation=hf:d1+fsdp:d2", *GPUS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["launch.qos=max-wall"], "time_limit", ["limit of 01:00:00", "QOS 'max-wall' allows", "at most '00:10:00'"]),
+        (["launch.qos=max-cpus-per-job"], "qos", ["7 CPUs", "allows 4 in one job (MaxTRES)", "you may use deny,"]),
+        (["launch.qos=max-cpus-per-user"], "qos", ["7 CPUs", "allows 4 in all jobs of a user (MaxTRESPU)"]),
+        (["launch.qos=group-cpus"], "qos", ["7 CPUs", "allows 4 in all its jobs together (GrpTRES)"]),
+        (["launch.qos=deny"], "qos", ["7 CPUs", "allows 4 in all jobs of a user"]),
+        (["launch.account=few-gpus", *THREE_GPUS], "account", ["3 GPUs", "account 'few-gpus' allows 2"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else value,
+)  # fmt: skip
+def test_a_limit_that_can_never_be_kept_is_refused_with_its_holder(
+    experiment: Path, overrides: list[str], key: str, words: list[str]
+) -> None:
+    with pytest.raises(UnsatisfiableError) as refused:
+        _prepare(experiment, *overrides)
+    text = str(refused.value)
+    assert all(word in text for word in words), text
+    assert [problem.path for problem in refused.value.problems] == [("launch", key)], text
+    assert "sacctmgr show" in text
+
+
+def test_the_evidence_of_a_limit_is_a_command_that_shows_it(experiment: Path, accounting_cluster: Cluster) -> None:
+    for overrides in (["launch.qos=max-cpus-per-job"], ["launch.account=few-gpus", *THREE_GPUS]):
+        with pytest.raises(UnsatisfiableError) as refused:
+            _prepare(experiment, *overrides)
+        shown = accounting_cluster.run(*refused.value.problems[0].evidence.split())
+        assert shown.returncode == 0 and "=" in shown.stdout, shown
+
+
+def test_what_keeps_its_limits_is_not_held_up(experiment: Path) -> None:
+    for overrides in ((), ("launch.qos=max-wall", "launch.time_limit=10"), ("launch.account=few-gpus", *GPUS)):
+        submission = _prepare(experiment, *overrides)
+        assert any(check.startswith("est. start") for check in submission.checks)
+        assert not any("never" in warning for warning in submission.warnings)
+
+
+def test_a_default_that_can_never_be_kept_is_a_warning(experiment: Path, accounting_cluster: Cluster) -> None:
+    """A site's plugin may give the job another account than its default."""
+    modify = ("sacctmgr", "-i", "modify", "account", "lab", "set")
+    assert accounting_cluster.run(*modify, "MaxTRES=cpu=3").returncode == 0
+    try:
+        warnings = _prepare(experiment).warnings
+        assert any("it asks for 7 CPUs, and account 'lab' allows 3 in one job" in warning for warning in warnings), (
+            warnings
+        )
+        with pytest.raises(UnsatisfiableError, match=r"launch\.account: lab"):
+            _prepare(experiment, "launch.account=lab")
+    finally:
+        accounting_cluster.run(*modify, "MaxTRES=cpu=-1")
+
+
+def test_a_refusal_for_a_limit_of_submission_is_not_the_accounts_fault(
+    experiment: Path, accounting_cluster: Cluster
+) -> None:
+    held = accounting_cluster.run("sbatch", "--parsable", "--hold", "--qos=one-job", "--wrap=true")
+    assert held.returncode == 0, held.stderr
+    try:
+        with pytest.raises(UnsatisfiableError, match=r"(?s)SLURM refuses.*launch\.qos: one-job.*sacctmgr show qos"):
+            _prepare(experiment, "launch.qos=one-job", "launch.account=lab")
+    finally:
+        accounting_cluster.run("scancel", held.stdout.strip())
+
+
+@pytest.fixture
+def queue_one(experiment: Path, accounting_cluster: Cluster) -> Any:
+    """Queues a trial without any check, and waits until rl-status says what is expected of it."""
+    jobs: list[str] = []
+
+    def queue(*overrides: str, trial: str, until: Callable[[TrialStatus], bool]) -> TrialStatus:
+        submission = _prepare(experiment, *overrides, trial=trial, has_checks=False)
+        submit.create(submission)
+        jobs.append(submit.start(submission))
+        facts = read_facts(submission.directory)
+        assert facts is not None
+        reader = StatusReader(SlurmClient())
+        return wait_until(
+            lambda: status if until(status := reader.read([facts])[0]) else None, f"{trial} to wait for its limit"
+        )
+
+    yield queue
+    for job_id in jobs:
+        accounting_cluster.run("scancel", job_id)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["launch.qos=max-wall"], ["QOSMaxWallDurationPerJobLimit", "QOS 'max-wall' allows 00:10:00", "launch.qos"]),
+        (["launch.qos=max-cpus-per-user"], ["QOSMaxCpuPerUserLimit", "allows 4 in all jobs of a user", "ask for less"]),
+        (["launch.qos=group-cpus"], ["QOSGrpCpuLimit", "QOS 'group-cpus' allows 4", "rl-stop"]),
+        (["launch.account=few-gpus", *THREE_GPUS], ["AssocGrpGRES", "account 'few-gpus' allows 2", "launch.account"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_queued_trial_that_no_waiting_helps_is_blocked_and_says_by_which_limit(
+    queue_one: Any, overrides: list[str], words: list[str]
+) -> None:
+    status = queue_one(*overrides, trial="t", until=lambda status: status.state == "BLOCKED")
+    assert all(word in status.note for word in words), status.note
+
+
+def test_a_queued_trial_that_waits_for_other_jobs_is_not_blocked(queue_one: Any, accounting_cluster: Cluster) -> None:
+    modify = ("sacctmgr", "-i", "modify", "qos", "group-cpus", "set")
+    assert accounting_cluster.run(*modify, "GrpTRES=cpu=8").returncode == 0
+    other = accounting_cluster.run("sbatch", "--parsable", "--qos=group-cpus", "--cpus-per-task=2", "--wrap=sleep 60")
+    try:
+        until = lambda status: "QOSGrpCpuLimit" in status.note  # noqa: E731
+        status = queue_one("launch.qos=group-cpus", trial="t", until=until)
+        assert status.state == "QUEUED" and "it starts when other jobs end" in status.note
+    finally:
+        accounting_cluster.run("scancel", other.stdout.strip())
+        accounting_cluster.run(*modify, "GrpTRES=cpu=4")
