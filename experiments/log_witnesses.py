@@ -19,8 +19,12 @@ _EPOCH_OF_DIRECTORY: Final = re.compile(r"(?:step-|v)\d{8,}-e(?P<epoch>\d+)(?:-[
 _EPOCH_OF_DELTA: Final = re.compile(r"(?P<epoch>\d+)-\d+-[0-9a-f]{8}\.json", re.ASCII)
 
 
-def read_whole_log(trial: TrialDirectory, log: TrialLog) -> LogState:
+def read_whole_log(trial: TrialDirectory, log: TrialLog, *, patience_s: float | None = None) -> LogState:
     """What is in `log`, once it is clear that nothing of it is missing.
+
+    Args:
+        patience_s: how long a slot that a later one shows to be there may stay hidden by a cache; None: as long as any
+            file system may take.
 
     Raises:
         CorruptLogError: an entry is damaged, or missing, as far as the trial's other files can tell.
@@ -28,7 +32,7 @@ def read_whole_log(trial: TrialDirectory, log: TrialLog) -> LogState:
     # Files first: an epoch that begins in the meantime is claimed before it writes any.
     seen = max(_epochs_of_files(trial), default=(0, trial.path))
     state = log.read()
-    log.require_no_hole()
+    log.require_no_hole(patience_s=patience_s)
     epoch, witness = seen
     if epoch > state.epoch:
         raise CorruptLogError(

@@ -208,7 +208,7 @@ class TrialLog:
             slot += 1
         return entries
 
-    def require_no_hole(self) -> None:
+    def require_no_hole(self, *, patience_s: float | None = None) -> None:
         """Refuses a log that goes on after a slot that is missing.
 
         A link into the hole would succeed, and what comes after it would never be read again.
@@ -217,7 +217,7 @@ class TrialLog:
             CorruptLogError: naming the slot that is missing.
         """
         highest = self._storage.highest_slot()
-        deadline = time.monotonic() + _VISIBLE_TIMEOUT_S
+        deadline = time.monotonic() + (_VISIBLE_TIMEOUT_S if patience_s is None else patience_s)
         while self._state.next_slot <= highest:
             self.poll()
             if self._state.next_slot > highest:

@@ -25,12 +25,13 @@ from corral.experiments.attempts import last_attempt, record_attempt
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, shorten
 from corral.experiments.experiment import Experiment
 from corral.experiments.journal import Journal
+from corral.experiments.log_witnesses import read_whole_log
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.profile import find_profiles
 from corral.experiments.registry import load_with_source
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory, atomic_write, next_trial_name, validate_name
-from corral.experiments.trial_log import TrialLog
+from corral.experiments.trial_log import CorruptLogError, TrialLog
 from corral.launcher.layout import Layout
 from corral.launcher.local import share_gpus, start_detached, visible_gpus
 from corral.launcher.lock import is_locked
@@ -53,6 +54,7 @@ SUPERVISOR_COMMAND = (sys.executable, "-m", "corral.launcher.supervisor")
 _SUPERVISOR_START_TIMEOUT_S = 20.0
 _LEAVING_TIMEOUT_S = 10.0  # a supervisor that has recorded the end only has to exit
 _LEAVING_POLL_S = 0.05
+_LOG_PATIENCE_S = 10.0  # listing the folder of the log makes most file systems show what is in it
 
 
 class SubmissionError(RuntimeError):
@@ -135,7 +137,7 @@ def prepare_resume(facts: TrialFacts, *, client: SlurmClient | None = None, has_
     """Checks that a trial can go on from its last commit.
 
     Raises:
-        SubmissionError: if it still runs, or is done.
+        SubmissionError: if it still runs, is done, or has a damaged trial log.
         ConfigError: if its plan does not fit the machine any more.
     """
     directory = facts.directory
@@ -144,7 +146,11 @@ def prepare_resume(facts: TrialFacts, *, client: SlurmClient | None = None, has_
     except ValueError as error:
         raise SubmissionError(f"trial {facts.name} cannot be resumed: {error}") from error
     _refuse_living(plan, directory, client)
-    if TrialLog(directory.log_path).read().is_done:
+    try:
+        log = read_whole_log(directory, TrialLog(directory.log_path), patience_s=_LOG_PATIENCE_S)
+    except CorruptLogError as error:
+        raise SubmissionError(f"trial {facts.name} cannot be resumed: {error}") from error
+    if log.is_done:
         raise SubmissionError(f"trial {facts.name} is complete; there is nothing to resume")
     layout, checks, warnings = _check_resources(plan, directory, client, has_checks=has_checks)
     return Submission(plan=plan, directory=directory, warnings=warnings, checks=checks, layout=layout)

@@ -64,6 +64,7 @@ def _usage_message(error: TyperException) -> str:
 def user_errors() -> Iterator[None]:
     """Turns what a user can mend into a message and an exit code; anything else is a bug and shows itself."""
     from corral.experiments.errors import ConfigError
+    from corral.experiments.trial_log_state import TrialLogError
 
     try:
         yield
@@ -75,6 +76,8 @@ def user_errors() -> Iterator[None]:
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
+    except TrialLogError as error:
+        fail(str(error), EXIT_ERROR)
     except (LookupError, RuntimeError, OSError) as error:
         code = _exit_code_of(error)
         if code is None:
