@@ -25,12 +25,13 @@ import re
 import secrets as random_tokens
 import shutil
 import stat
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -40,9 +41,12 @@ from corral.experiments.trial_log_state import Commit, LoggedCommit, LogState
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MANIFEST_NAME: Final = "manifest.json"
 MIN_KEPT_COMMITS: Final = 2  # one may turn out to be corrupt
 _HASH_THREADS: Final = 4  # hashing releases the interpreter lock; more threads saturate the file system instead
+_RETRY_PAUSES_S: Final = (1.0, 5.0, 20.0)  # a file server that failed over, or a handle that went stale
 _PIECE_BYTES: Final = 4 * 2**20  # hashed in 3 ms; even a slow file system delivers one within a second
 _DIRECTORY_NAME: Final = re.compile(r"step-(?P<step>\d{8,})-e(?P<epoch>\d+)-[0-9a-f]{8}", re.ASCII)
 _REMOVING: Final = ".removing-"
@@ -115,9 +119,11 @@ def read_manifest(directory: Path, sha256: str | None) -> Manifest:
     """
     path = directory / MANIFEST_NAME
     try:
-        data = path.read_bytes()
+        data = _patiently(path.read_bytes)
     except OSError as error:
-        raise CorruptCheckpointError(f"{path} cannot be read ({error}); the directory was never finished") from error
+        raise CorruptCheckpointError(
+            f"{path} cannot be read ({error}); the directory was never finished, or lost it"
+        ) from error
     actual = hashlib.sha256(data).hexdigest()
     if sha256 is not None and actual != sha256:
         raise CorruptCheckpointError(f"{path}: expected SHA-256 {sha256}, got {actual}")
@@ -169,6 +175,11 @@ def verify_checkpoint(
     manifest = verify_manifest(directory, commit.manifest_sha256, on_progress=on_progress)
     if LEDGER_NAME not in manifest.files:
         raise CorruptCheckpointError(f"{directory}: expected {LEDGER_NAME} among its files, got none")
+    written = manifest.extra.get("epoch"), manifest.extra.get("step")
+    if written != (commit.epoch, commit.step):
+        raise CorruptCheckpointError(
+            f"{directory}: expected (epoch, step) {commit.epoch, commit.step}, as the trial log says, got {written}"
+        )
 
 
 def committed_ledger(trial_directory: TrialDirectory, commit: Commit) -> Ledger:
@@ -360,15 +371,31 @@ def _seal_file(path: Path, on_progress: Callable[[], None]) -> FileEntry:
 
 
 def _problem_of(path: Path, expected: FileEntry, on_progress: Callable[[], None]) -> str:
-    try:
+    def problem() -> str:
         with open(path, "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size != expected.size:
                 return f"{path}: expected {expected.size} bytes, got {status.st_size}"
             actual = _digest(file, on_progress)
+        return "" if actual == expected.sha256 else f"{path}: expected SHA-256 {expected.sha256}, got {actual}"
+
+    try:
+        return _patiently(problem)
     except OSError as error:
         return f"{path}: expected {expected.size} bytes, got {error}"
-    return "" if actual == expected.sha256 else f"{path}: expected SHA-256 {expected.sha256}, got {actual}"
+
+
+def _patiently(read: Callable[[], T]) -> T:
+    """What `read` gives; an error of the file system is tried again, since a fall-back cannot be taken back."""
+    for pause_s in _RETRY_PAUSES_S:
+        try:
+            return read()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            logger.warning("%s; trying again in %.0f s", error, pause_s)
+            time.sleep(pause_s)
+    return read()
 
 
 def _digest(file: RawIOBase, on_progress: Callable[[], None]) -> str:

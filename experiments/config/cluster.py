@@ -104,7 +104,7 @@ class SupervisionConfig(FrozenConfig):
     """Restart budgets and deadlines."""
 
     max_restarts: int = Field(default=20, ge=0)
-    """Restarts of one unit before the trial fails."""
+    """Restarts of one unit before the trial fails; also the trainer epochs in a row that may end without a commit."""
     restart_pause_s: float = Field(default=0.2, ge=0.0)
     """Pause before the first restart; doubles with each further one within `healthy_after_s`, up to 30 s."""
     healthy_after_s: float = Field(default=600.0, gt=0.0)
@@ -112,9 +112,9 @@ class SupervisionConfig(FrozenConfig):
     lease_ttl_s: float = Field(default=10.0, ge=1.0)
     """Time to live of a worker's record; a record is refreshed three times in it."""
     setup_timeout_s: float = Field(default=600.0, gt=0.0)
-    """Deadline for a worker to become ready."""
+    """Longest time without progress while a worker becomes ready, or verifies the checkpoint to continue from."""
     step_timeout_s: float = Field(default=3600.0, gt=0.0)
-    """Deadline for one model function call."""
+    """Longest time without progress in one model function call, in loading the model, or in writing a checkpoint."""
     stop_grace_s: float = Field(default=120.0, gt=0.0)
     """Time that rl-stop gives a trial to checkpoint."""
 

@@ -88,7 +88,7 @@ class Trial:
         self.directory = TrialDirectory(directory)
         self.uids = list(uids)
         """Every sample that has to be consumed once."""
-        self._environment = dict(environment)
+        self.environment = dict(environment)
         self._pace = pace
 
     # Commands
@@ -96,17 +96,17 @@ class Trial:
     def run(self, program: str, *arguments: str, exit_code: int = 0) -> str:
         """What one of our commands prints about this trial; it must end with `exit_code`."""
         return run_program(
-            [program, *arguments, str(self.directory.path)], environment=self._environment, exit_code=exit_code
+            [program, *arguments, str(self.directory.path)], environment=self.environment, exit_code=exit_code
         )
 
     def run_resume(self, *, exit_code: int = 0) -> str:
         """`rl-submit --resume`; what it printed."""
         command = ["rl-submit", "--resume", str(self.directory.path)]
-        return run_program(command, environment=self._environment, exit_code=exit_code)
+        return run_program(command, environment=self.environment, exit_code=exit_code)
 
     def logs(self, *arguments: str) -> str:
         """What `rl-logs` prints."""
-        return run_program(["rl-logs", str(self.directory.path), *arguments], environment=self._environment)
+        return run_program(["rl-logs", str(self.directory.path), *arguments], environment=self.environment)
 
     def status(self) -> dict[str, Any]:
         """`rl-status -o json` of this trial."""

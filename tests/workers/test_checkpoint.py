@@ -1,7 +1,9 @@
+import errno
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from corral.experiments.ledger import Ledger, LedgerViolationError, write_delta, write_whole
 from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import LoggedCommit, LogWriter, TrialLog
+from corral.experiments.trial_log import Commit, LoggedCommit, LogWriter, TrialLog
 from corral.workers import checkpoint
 from corral.workers.checkpoint import (
     CheckpointWriter,
@@ -195,6 +197,42 @@ def test_every_piece_that_is_hashed_counts_as_progress(trial: TrialDirectory, mo
     assert len(pieces) == 11
     verify_manifest(folder, digest, on_progress=lambda: pieces.append(1))
     assert len(pieces) == 22
+
+
+def test_an_error_of_the_file_system_is_no_damage_until_it_stays(
+    trial: TrialDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = TrialLog(trial.log_path).claim("job 1")
+    good, newest = (_save(trial, writer, step, [f"0:{step}"]) for step in (1, 2))
+    real, failures = checkpoint._digest, [OSError(errno.ESTALE, "stale"), OSError(errno.EIO, "I/O error")]
+
+    def fail_first(*arguments: Any) -> str:
+        if failures:
+            raise failures.pop()
+        return real(*arguments)
+
+    pauses: list[float] = []
+    monkeypatch.setattr(checkpoint, "_digest", fail_first)
+    monkeypatch.setattr(checkpoint.time, "sleep", pauses.append)
+    assert last_valid_commit(writer.state, trial).commit == newest.commit
+    assert not failures and len(pauses) == 2
+
+    def fail_in_newest(file: Any, on_progress: Any) -> str:
+        if newest.commit.directory in str(file.name):
+            raise OSError(errno.EIO, "I/O error")
+        return real(file, on_progress)
+
+    monkeypatch.setattr(checkpoint, "_digest", fail_in_newest)
+    assert last_valid_commit(writer.state, trial).commit == good.commit
+
+
+@pytest.mark.parametrize("changed", ["step", "epoch"])
+def test_a_commit_that_names_another_step_than_its_checkpoint_is_rejected(trial: TrialDirectory, changed: str) -> None:
+    writer = TrialLog(trial.log_path).claim("job 1")
+    logged = _save(trial, writer, 3, ["0:a"])
+    fields = {name: getattr(logged.commit, name) for name in logged.commit.__struct_fields__}
+    with pytest.raises(CorruptCheckpointError, match=r"expected \(epoch, step\) .* as the trial log says"):
+        verify_checkpoint(trial, Commit(**{**fields, changed: 7}))
 
 
 def test_a_search_for_a_checkpoint_can_be_ended(trial: TrialDirectory) -> None:
