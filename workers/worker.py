@@ -143,6 +143,8 @@ def install_signal_handlers(stopping: threading.Event) -> None:
 def run_async(main: Coroutine[Any, Any, None], stopping: threading.Event) -> None:
     """Run an asyncio worker; SIGTERM and SIGINT cancel it where it waits, never in the middle of a statement.
 
+    One task that fails in a group of them ends the worker with its own exception.
+
     Raises:
         StopRequested: if a signal ended it.
     """
@@ -157,12 +159,25 @@ def run_async(main: Coroutine[Any, Any, None], stopping: threading.Event) -> Non
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
+        failure: BaseException | None = None
         try:
             await task
         except asyncio.CancelledError:
             raise StopRequested("signal") from None
+        except BaseExceptionGroup as group:
+            failure = _cause_of(group)
+        if failure is not None:  # not where the group is handled, or it would be told as part of the cause
+            raise failure
 
     asyncio.run(guarded())
+
+
+def _cause_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What a task group failed of, if that is one kind of thing: its class says how the worker ends."""
+    cause: BaseException = group
+    while isinstance(cause, BaseExceptionGroup) and len({type(each) for each in cause.exceptions}) == 1:
+        cause = cause.exceptions[0]
+    return cause
 
 
 def run_to_exit_code(worker: Worker) -> int:

@@ -171,7 +171,8 @@ class GserverManager(Worker):
         if request.failed_url:
             self._num_retried += 1
             self._suspect_url(request.failed_url)
-        server = self._table.route(request.uid, tokens=request.tokens, version=version, failed_url=request.failed_url)
+        avoided = request.failed_url or request.busy_url
+        server = self._table.route(request.uid, tokens=request.tokens, version=version, avoided_url=avoided)
         if server is None:
             reason = f"no generation server is ready at version {version}"
             return Route(url=None, reason=reason, waits_for=list(self.context.workers("generation_server")))

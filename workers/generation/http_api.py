@@ -192,6 +192,10 @@ class EngineServer:
         body = parse(GenerateBody, await request.read())
         rids, plan = body.names(), self._plan(body)
         capacity = self._engine.max_running_requests + self._max_queued_requests
+        if len(plan) > capacity:
+            raise BadRequestError(
+                f"{len(plan)} answers in one request are more than this server ever holds, {capacity}; ask for fewer"
+            )
         if self._num_in_flight + len(plan) > capacity:
             return _error(
                 503, f"{self._num_in_flight} of at most {capacity} requests are in flight; try another server"

@@ -53,7 +53,7 @@ class ServerTable:
         table = ServerTable(policy="least_requests")
         table.appeared("generation_server/0", url="http://10.0.0.1:1234", incarnation="a")
         table.loading("generation_server/0"); table.ready("generation_server/0", version="0.0")
-        table.route("0:problem-1", tokens=256, version="0.0", failed_url="")   # -> that server
+        table.route("0:problem-1", tokens=256, version="0.0", avoided_url="")   # -> that server
     """
 
     policy: SchedulePolicy
@@ -108,13 +108,14 @@ class ServerTable:
             if server.state is ServerState.READY and server.version == version
         ]
 
-    def route(self, uid: str, *, tokens: int, version: str, failed_url: str) -> Server | None:
+    def route(self, uid: str, *, tokens: int, version: str, avoided_url: str) -> Server | None:
         """Choose the server for the next chunk of a group; None while none serves.
 
-        A group stays where its last chunk was (its prefix is cached there) unless that server failed it.
+        A group stays where its last chunk was (its prefix is cached there), unless that server failed it or had no
+        room for it; then only if there is no other.
         """
         candidates = self.serving(version)
-        elsewhere = [server for server in candidates if server.url != failed_url]
+        elsewhere = [server for server in candidates if server.url != avoided_url]
         candidates = elsewhere or candidates
         if not candidates:
             return None

@@ -1,8 +1,12 @@
 """GenerationClient: token ids in, token ids with logprobs and versions out, whatever happens to the servers.
 
-sample_group ──► route (manager) ──► POST /generate with every unfinished answer ──► chunks ──► PartialAnswer
-                      ▲                         │
-                      └── lost, busy, aborted ──┘   the answers keep their tokens; another server continues them
+    sample_group ──► route (manager) ──► POST /generate with every unfinished answer ──► chunks ──► PartialAnswer
+                        ▲  ▲                      │
+                        │  └── busy (503), pause ─┤   the server is well; it is asked again, or another that has room
+                        └──── lost, failed ───────┤   the manager is told; another server continues
+                                                  └─ refused (400): the request is at fault, on any server
+
+The answers keep their tokens through all of it.
 """
 
 import asyncio
@@ -20,6 +24,9 @@ from corral.workers.rollout.partial_rollout import MalformedChunkError, PartialA
 logger = logging.getLogger(__name__)
 
 _RETRY_PAUSE_S = 0.1
+_BUSY_PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+_REFUSALS = (400, 413, 422)  # every server would say the same of this request
+_BUSY = (429, 503)
 
 
 @dataclass(frozen=True)
@@ -29,12 +36,25 @@ class Route:
     url: str
 
 
-RouteFunction = Callable[[str, int, str], Awaitable[Route | None]]
-"""(uid, tokens that may come, url that failed or "") -> a route, or None while no server is ready."""
+@dataclass(frozen=True)
+class Setback:
+    """Why the last chunk of a group did not come."""
+
+    url: str
+    is_busy: bool
+    """Whether the server only had no room: it is well."""
+
+
+RouteFunction = Callable[[str, int, Setback | None], Awaitable[Route | None]]
+"""(uid, tokens that may come, what happened to the last chunk) -> a route, or None while no server is ready."""
 
 
 class GenerationFailedError(RuntimeError):
     """A group could not be generated before its deadline; the prompt is issued again later."""
+
+
+class RequestRefusedError(RuntimeError):
+    """A server says that the request itself is wrong; it would be refused anywhere, and for ever."""
 
 
 class GenerationClient:
@@ -61,29 +81,43 @@ class GenerationClient:
         """Sample `group_size` answers to one prompt.
 
         Raises:
-            GenerationFailedError: if no chunk could be had for `request_timeout_s`.
+            RequestRefusedError: if a server finds fault with the request.
+            GenerationFailedError: if no server took it further for `request_timeout_s`; one that has no room for it
+                answers, and that time does not count.
         """
         answers = [PartialAnswer(max_new_tokens=self._sampling.max_new_tokens) for _ in range(group_size)]
-        failed_url = ""
+        setback: Setback | None = None
+        last_tried = "none"
+        num_busy = 0
         last_progress = time.monotonic()
         while unfinished := [answer for answer in answers if not answer.finished]:
             if time.monotonic() - last_progress > self._timeout_s:
                 raise GenerationFailedError(
                     f"no generation server took prompt {uid} further for {self._timeout_s:.0f} s "
-                    f"(last tried: {failed_url or 'none'})"
+                    f"(last tried: {last_tried})"
                 )
-            route = await self._route(uid, self._chunk * len(unfinished), failed_url)
+            route = await self._route(uid, self._chunk * len(unfinished), setback)
+            setback = None  # told once: told again, it would bench a server that has come back in the meantime
             if route is None:
                 await asyncio.sleep(_RETRY_PAUSE_S)
                 continue
+            last_tried = route.url
             before = sum(len(answer.output_ids) for answer in unfinished)
-            failed_url = "" if await self._one_chunk(route, prompt_ids, unfinished) else route.url
+            setback = await self._one_chunk(route, prompt_ids, unfinished)
+            if setback is not None and setback.is_busy:
+                last_progress = time.monotonic()
+                await asyncio.sleep(_BUSY_PAUSES_S[min(num_busy, len(_BUSY_PAUSES_S) - 1)])
+                num_busy += 1
+                continue
+            num_busy = 0
+            if setback is not None:
+                await asyncio.sleep(_RETRY_PAUSE_S)
             if sum(len(answer.output_ids) for answer in unfinished) > before or all(a.finished for a in unfinished):
                 last_progress = time.monotonic()
         return answers
 
-    async def _one_chunk(self, route: Route, prompt_ids: Sequence[int], answers: list[PartialAnswer]) -> bool:
-        """Ask one server for the next tokens of `answers`; False if it failed."""
+    async def _one_chunk(self, route: Route, prompt_ids: Sequence[int], answers: list[PartialAnswer]) -> Setback | None:
+        """Ask one server for the next tokens of `answers`; None if they came."""
         asked = min(self._chunk, min(answer.remaining for answer in answers))
         body: dict[str, Any] = {
             "input_ids": [[*prompt_ids, *answer.output_ids] for answer in answers],
@@ -101,16 +135,22 @@ class GenerationClient:
                 f"{route.url}/generate", json=body, timeout=aiohttp.ClientTimeout(total=self._timeout_s)
             ) as response:
                 if response.status != 200:
-                    text = (await response.text())[:500]
-                    logger.warning("%s/generate answered %d: %s", route.url, response.status, text)
-                    await asyncio.sleep(_RETRY_PAUSE_S)
-                    return False
+                    return _judge_refusal(route, response.status, (await response.text())[:500])
                 chunks = await response.json()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             logger.warning("%s/generate failed: %s", route.url, error or type(error).__name__)
-            await asyncio.sleep(_RETRY_PAUSE_S)
-            return False
-        return _take_in(chunks, answers, route)
+            return Setback(route.url, is_busy=False)
+        return None if _take_in(chunks, answers, route) else Setback(route.url, is_busy=False)
+
+
+def _judge_refusal(route: Route, status: int, text: str) -> Setback:
+    """What a status other than 200 means for the server; RequestRefusedError if it means nothing for it."""
+    if status in _REFUSALS:
+        raise RequestRefusedError(f"{route.url}/generate answered {status}: {text}")
+    is_busy = status in _BUSY
+    level = logging.INFO if is_busy else logging.WARNING
+    logger.log(level, "%s/generate answered %d: %s", route.url, status, text)
+    return Setback(route.url, is_busy=is_busy)
 
 
 def _take_in(chunks: Any, answers: list[PartialAnswer], route: Route) -> bool:

@@ -74,7 +74,7 @@ class RewardJudge:
 
     async def _call_once(self, problem: Problem, text: str) -> float | BaseException | None:
         """What came out of one call: a reward, what it raised, or None if its time was up."""
-        call = self._threads.submit(lambda: _checked(self._reward(problem, text)))
+        call = self._threads.submit(lambda: checked_reward(self._reward(problem, text)))
         try:
             await asyncio.wrap_future(call.started)  # without a deadline: every call before it has one
             await asyncio.wait([asyncio.wrap_future(call.outcome)], timeout=self._timeout_s)
@@ -87,8 +87,8 @@ class RewardJudge:
         self._threads.close()
 
 
-def _checked(value: Any) -> float:
-    """The value as a reward; ValueError if no training step could use it."""
+def checked_reward(value: Any) -> float:
+    """A value as a reward; ValueError if no training step could use it."""
     reward = float(value)
     if not abs(reward) <= _LARGEST:
         raise ValueError(f"a reward must be a finite float32, got {reward}")

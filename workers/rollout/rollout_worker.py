@@ -7,8 +7,12 @@ PromptQueue ─► admission (manager) ─► agent ⇄ generation servers ─�
 
 loop         consumes              waits for                unblocked by            produces
 issue        prompts               the gate                 Allocation              running groups
+(a group)    one prompt            generation servers       the reward              a record, or the prompt again
+verdicts     rejected records      the sender               model workers           the prompt again
 receivers    receivers' records    name-resolve             model workers           connections of the sender
 commits      trial log             the master               Commit                  space in the spool
+
+All of them, each group too, are tasks of one TaskGroup: what none of them answers ends the worker with its cause.
 """
 
 import asyncio
@@ -21,23 +25,21 @@ from typing import Any
 
 import aiohttp
 
-from corral.experiments.tokens import encode_prompt, eos_token_ids, load_tokenizer
+from corral.experiments.tokens import eos_token_ids, load_tokenizer
 from corral.experiments.worker_record import MANAGER, MASTER
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.name_resolve import NameServiceError
 from corral.workers.committed_ledger import CommittedLedger
 from corral.workers.data.delivery import delivery_id, uid_of_delivery
 from corral.workers.data.prompts import load_planned_rows, split_uid, uids_of_share
-from corral.workers.rollout.agents import JudgedGroup
-from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError
+from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError, Setback
 from corral.workers.rollout.generation_client import Route as ServerRoute
-from corral.workers.rollout.judging import RewardFailedError, RewardJudge
-from corral.workers.rollout.partial_rollout import PartialAnswer
+from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
+from corral.workers.rollout.judging import RewardJudge
 from corral.workers.rollout.prompt_queue import PromptQueue
 from corral.workers.rollout.record_store import RecordStore
 from corral.workers.rollout.rewards import load_function
 from corral.workers.rollout.spool import Spool
-from corral.workers.rollout.trajectories import make_sample
 from corral.workers.streams.errors import StreamError, StreamTimeoutError
 from corral.workers.streams.messages import VersionSpan
 from corral.workers.streams.messages_manager import (
@@ -65,6 +67,7 @@ _COMMIT_POLL_S = 0.2
 _REQUEST_DEADLINE_S = 60.0
 _SLOW_ANSWER_S = 1.0  # a manager answers within milliseconds
 _MAX_CONNECTIONS = 1024
+_MAX_REASON_LENGTH = 500  # of a dropped prompt, in the ledger
 
 
 class RolloutWorker(Worker):
@@ -74,7 +77,7 @@ class RolloutWorker(Worker):
         super().__init__(context)
         self._spec = context.specification(RolloutWorkerSpec)
         self._running: dict[str, int] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._verdicts: asyncio.Queue[str] = asyncio.Queue()
         self._gate_reason = ""
         self._servers = context.workers("generation_server")
         self._num_finished = 0
@@ -90,7 +93,8 @@ class RolloutWorker(Worker):
         async with AsyncExitStack() as stack:
             await self._set_up(stack)
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._issue_prompts())
+                tasks.create_task(self._issue_prompts(tasks))
+                tasks.create_task(self._settle_verdicts(tasks))
                 tasks.create_task(self._every(_RECEIVER_POLL_S, self._watch_receivers))
                 tasks.create_task(self._every(_COMMIT_POLL_S, self._watch_commits))
 
@@ -98,8 +102,6 @@ class RolloutWorker(Worker):
         context, spec = self.context, self._spec
         self._load_data()
         spool = stack.enter_context(Spool(context.trial.spool_path(spec.index)))
-        self._records = RecordStore(spool, trial_uuid=context.plan.trial.uuid)
-        self._committed.poll()
         self._manager = await stack.enter_async_context(
             AsyncRequestClient[ManagerRequest, ManagerReply](
                 context.security,
@@ -111,13 +113,16 @@ class RolloutWorker(Worker):
         self._sender = await stack.enter_async_context(
             TrajectorySender(context.security, sender_id=context.worker_id, on_verdict=self._on_verdict)
         )
-        self._forget_covered(self._committed.ledger.consumed)
-        self._records.offer_all(self._sender)
+        self._records = RecordStore(spool, self._sender, trial_uuid=context.plan.trial.uuid)
+        self._committed.poll()
+        # Their commits came while this worker was away.
+        await self._records.remove([uid for uid in self._records.uids() if self._committed.ledger.consumed(uid)])
+        self._records.offer_all()
         headers = {"Authorization": f"Bearer {context.secrets.http_api_key.reveal()}"}
         session = await stack.enter_async_context(
             aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=_MAX_CONNECTIONS))
         )
-        self._client = GenerationClient(
+        client = GenerationClient(
             session,
             self._route,
             sampling=spec.rollout.sampling,
@@ -125,15 +130,23 @@ class RolloutWorker(Worker):
             new_tokens_per_chunk=spec.rollout.new_tokens_per_chunk,
             request_timeout_s=spec.rollout.request_timeout_s,
         )
-        self._judge = RewardJudge(
+        judge = RewardJudge(
             load_function(spec.rollout.reward),
             self._tokenizer,
             stop_token_ids=self._stop_token_ids,
             timeout_s=spec.rollout.reward_timeout_s,
             retries=spec.rollout.reward_retries,
         )
-        stack.callback(self._judge.close)
-        self._agent: Callable[..., Awaitable[JudgedGroup]] = load_function(spec.rollout.agent)
+        stack.callback(judge.close)
+        self._groups = GroupMaker(
+            load_function(spec.rollout.agent),
+            judge,
+            client,
+            self._tokenizer,
+            config=spec.rollout,
+            group_size=spec.group_size,
+            max_prompt_tokens=spec.dataset.config.max_prompt_tokens,
+        )
 
     def _load_data(self) -> None:
         spec = self._spec
@@ -159,7 +172,7 @@ class RolloutWorker(Worker):
 
     # Prompts
 
-    async def _issue_prompts(self) -> None:
+    async def _issue_prompts(self, tasks: asyncio.TaskGroup) -> None:
         while not self.context.stopping.is_set():
             uid = self._queue.take()
             if uid is None:
@@ -172,9 +185,7 @@ class RolloutWorker(Worker):
                 await asyncio.sleep(_CLOSED_PAUSE_S)
                 continue
             self._running[uid] = order
-            task = asyncio.create_task(self._roll_out(uid, order))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            tasks.create_task(self._roll_out(uid, order))
             self._show("generate")
 
     async def _allocate(self, uid: str) -> int | None:
@@ -208,29 +219,29 @@ class RolloutWorker(Worker):
 
     async def _roll_out(self, uid: str, order: int) -> None:
         """One group, from admission to the spool."""
-        _, row_id = split_uid(uid)
-        row = self._rows[row_id]
+        dataset_epoch, row_id = split_uid(uid)
         started = time.monotonic()
         try:
-            prompt_ids = encode_prompt(self._tokenizer, row.prompt)
-
-            async def sample_group(ids: Sequence[int]) -> list[PartialAnswer]:
-                return await self._client.sample_group(uid, ids, group_size=self._spec.group_size)
-
-            group = await self._agent(row.fields, prompt_ids, sample_group, self._judge)
-        except RewardFailedError as error:
-            await self._finish(uid, self._drop_header(uid, order, str(error)), {})
+            group, sample = await self._groups.make(uid, self._rows[row_id])
+        except PromptFailedError as error:
+            header = TrajectoryHeader(
+                uid=delivery_id(uid, order),
+                dataset_epoch=dataset_epoch,
+                order=order,
+                num_answers=0,
+                status="dropped",
+                reason=str(error)[:_MAX_REASON_LENGTH],
+            )
+            await self._finish(uid, header, {})
             return
         except (GenerationFailedError, StreamError) as error:
             logger.warning("prompt %s is issued again: %s", uid, error)
             self._running.pop(uid, None)
-            self._queue.put_back(uid)
-            await self._tell_finished(uid, delivered=False)
+            await self._issue_again(uid)
             return
-        sample = make_sample(uid, group)
         header = TrajectoryHeader(
             uid=delivery_id(uid, order),
-            dataset_epoch=split_uid(uid)[0],
+            dataset_epoch=dataset_epoch,
             order=order,
             num_answers=len(group.answers),
             status="finished",
@@ -243,23 +254,17 @@ class RolloutWorker(Worker):
         )
         await self._finish(uid, header, dict(sample.data))
 
-    def _drop_header(self, uid: str, order: int, reason: str) -> TrajectoryHeader:
-        return TrajectoryHeader(
-            uid=delivery_id(uid, order),
-            dataset_epoch=split_uid(uid)[0],
-            order=order,
-            num_answers=0,
-            status="dropped",
-            reason=f"reward_error: {reason}"[:500],
-        )
-
     async def _finish(self, uid: str, header: TrajectoryHeader, tensors: dict[str, Any]) -> None:
-        await asyncio.to_thread(self._records.put, header, tensors)
+        await self._records.put(header, tensors)
         self._running.pop(uid, None)
         self._num_finished += 1
-        self._records.offer(uid, self._sender)
         self.context.presence.beat()
         await self._tell_finished(uid, delivered=header.status == "finished")
+
+    async def _issue_again(self, uid: str) -> None:
+        """In this order: an end that the manager hears of after the next beginning would be taken for that one's."""
+        await self._tell_finished(uid, delivered=False)
+        self._queue.put_back(uid)
 
     async def _tell_finished(self, uid: str, *, delivered: bool) -> None:
         try:
@@ -267,8 +272,10 @@ class RolloutWorker(Worker):
         except StreamTimeoutError as error:  # the next manager learns it from our report
             logger.warning("%s", error)
 
-    async def _route(self, uid: str, tokens: int, failed_url: str) -> ServerRoute | None:
-        route = await self._ask_manager(Schedule(uid=uid, tokens=tokens, failed_url=failed_url))
+    async def _route(self, uid: str, tokens: int, setback: Setback | None) -> ServerRoute | None:
+        failed = setback.url if setback and not setback.is_busy else ""
+        busy = setback.url if setback and setback.is_busy else ""
+        route = await self._ask_manager(Schedule(uid=uid, tokens=tokens, failed_url=failed, busy_url=busy))
         if isinstance(route, Route) and route.url is not None:
             return ServerRoute(route.url)
         if isinstance(route, Route):
@@ -289,24 +296,21 @@ class RolloutWorker(Worker):
         if news.has_gone_back:
             logger.warning("the trainer fell back to an earlier commit; what later ones covered is issued again")
             self._queue.start_over()
-        if news.covered:
-            await asyncio.to_thread(self._records.remove, news.covered, self._sender)
-
-    def _forget_covered(self, is_covered: Callable[[str], bool]) -> None:
-        """Records whose commit came while this worker was away."""
-        self._records.remove([uid for uid in self._records.orders() if is_covered(uid)], self._sender)
+        await self._records.remove(news.covered)
 
     def _on_verdict(self, delivery: str, kind: VerdictKind) -> None:
         """The trainer will not train on a record; unless it has, or holds a copy, the prompt is issued again."""
-        if kind in ("duplicate", "consumed"):
-            return
-        uid = uid_of_delivery(delivery)
-        logger.info("sample %s was rejected as %s; its prompt is issued again", uid, kind)
-        if self._records.remove([uid], self._sender):
-            self._queue.put_back(uid)
-            task = asyncio.create_task(self._tell_finished(uid, delivered=False))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        if kind not in ("duplicate", "consumed"):
+            logger.info("record %s was rejected as %s; its prompt is issued again", delivery, kind)
+            self._verdicts.put_nowait(delivery)
+
+    async def _settle_verdicts(self, tasks: asyncio.TaskGroup) -> None:
+        while not self.context.stopping.is_set():
+            delivery = await self._verdicts.get()
+            if not self._records.holds(delivery):
+                continue
+            for uid in await self._records.remove([uid_of_delivery(delivery)]):
+                tasks.create_task(self._issue_again(uid))
 
     # Helpers
 

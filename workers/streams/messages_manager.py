@@ -38,6 +38,8 @@ class Schedule(_Message, frozen=True, tag="schedule"):
     """That may come of all its answers."""
     failed_url: str = ""
     """Server that has just failed this prompt; empty if none has."""
+    busy_url: str = ""
+    """Server that had no room for this prompt; it is well, but another one may have room."""
 
 
 class Finish(_Message, frozen=True, tag="finish"):

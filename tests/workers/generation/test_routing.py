@@ -18,21 +18,21 @@ def table_of(count: int, policy: str = "least_requests", version: str = "1.1") -
 
 def test_a_server_serves_only_at_the_present_version() -> None:
     table = table_of(1)
-    assert table.route("0:1", tokens=8, version="1.2", failed_url="") is None
+    assert table.route("0:1", tokens=8, version="1.2", avoided_url="") is None
     assert [server.name for server in table.needing("1.2")] == ["generation_server/0"]
     table.loading("generation_server/0")
-    assert table.route("0:1", tokens=8, version="1.1", failed_url="") is None
+    assert table.route("0:1", tokens=8, version="1.1", avoided_url="") is None
     table.ready("generation_server/0", incarnation="a", version="1.2")
-    assert table.route("0:1", tokens=8, version="1.2", failed_url="") is not None
+    assert table.route("0:1", tokens=8, version="1.2", avoided_url="") is not None
 
 
 def test_a_group_stays_with_its_server_and_leaves_one_that_failed_it() -> None:
     table = table_of(2)
-    first = table.route("0:1", tokens=8, version="1.1", failed_url="")
+    first = table.route("0:1", tokens=8, version="1.1", avoided_url="")
     assert first is not None
-    again = table.route("0:1", tokens=8, version="1.1", failed_url="")
+    again = table.route("0:1", tokens=8, version="1.1", avoided_url="")
     assert again is first
-    other = table.route("0:1", tokens=8, version="1.1", failed_url=first.url)
+    other = table.route("0:1", tokens=8, version="1.1", avoided_url=first.url)
     assert other is not None and other is not first
     assert "0:1" not in first.requests
 
@@ -40,20 +40,20 @@ def test_a_group_stays_with_its_server_and_leaves_one_that_failed_it() -> None:
 def test_least_requests_spreads_groups_evenly() -> None:
     table = table_of(3)
     for number in range(9):
-        table.route(f"0:{number}", tokens=8, version="1.1", failed_url="")
+        table.route(f"0:{number}", tokens=8, version="1.1", avoided_url="")
     assert [len(server.requests) for server in table.servers.values()] == [3, 3, 3]
 
 
 def test_least_token_usage_prefers_the_server_with_short_work() -> None:
     table = table_of(2, policy="least_token_usage")
-    table.route("0:long", tokens=1000, version="1.1", failed_url="")
-    names = [table.route(f"0:{number}", tokens=10, version="1.1", failed_url="") for number in range(3)]
+    table.route("0:long", tokens=1000, version="1.1", avoided_url="")
+    names = [table.route(f"0:{number}", tokens=10, version="1.1", avoided_url="") for number in range(3)]
     assert {server.name for server in names if server} == {"generation_server/1"}
 
 
 def test_round_robin_takes_turns() -> None:
     table = table_of(2, policy="round_robin")
-    chosen = [table.route(f"0:{number}", tokens=1, version="1.1", failed_url="") for number in range(4)]
+    chosen = [table.route(f"0:{number}", tokens=1, version="1.1", avoided_url="") for number in range(4)]
     assert len({server.name for server in chosen[:2] if server}) == 2
 
 
@@ -78,7 +78,7 @@ def test_no_finished_group_is_counted_as_load(events: list[tuple[int, str]]) -> 
     open_groups: set[str] = set()
     for number, event in events:
         uid, name = f"0:{number}", f"generation_server/{number % 2}"
-        if event == "route" and table.route(uid, tokens=1, version="1.1", failed_url="") is not None:
+        if event == "route" and table.route(uid, tokens=1, version="1.1", avoided_url="") is not None:
             open_groups.add(uid)
         elif event == "finish":
             table.finished(uid)

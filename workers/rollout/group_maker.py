@@ -1,0 +1,168 @@
+"""GroupMaker: one prompt becomes one judged group that a train step can use, or the reason why it cannot.
+
+    row ──encode──► agent ⇄ generation servers, judge ──► checks ──► group, sample
+                      │ raised, or gave back what no step can use
+                      ├── again, `rollout.reward_retries` times
+                      ├── PromptFailedError: the prompt is dropped and counted
+                      └── UserCodeError: so many prompts in a row failed that the code is to blame, not the prompt
+
+Whatever user code raises ends in one of these; what others are to blame for (servers, streams) passes through.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from enum import Enum
+from typing import Any
+
+from corral.experiments.config import RolloutConfig
+from corral.experiments.dataset_file import DatasetRow
+from corral.experiments.tokens import encode_prompt
+from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.rollout.agents import JudgedGroup
+from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError, RequestRefusedError
+from corral.workers.rollout.judging import RewardFailedError, RewardJudge, checked_reward
+from corral.workers.rollout.partial_rollout import PartialAnswer
+from corral.workers.rollout.reward_threads import ThreadsHangError
+from corral.workers.rollout.trajectories import make_sample
+from corral.workers.rollout.user_code import describe_error
+from corral.workers.streams.errors import StreamError
+
+logger = logging.getLogger(__name__)
+
+_MAX_FAILED_IN_A_ROW = 16  # if every second prompt failed by itself, a run of so many would come once in 65,536 prompts
+
+Agent = Callable[..., Awaitable[JudgedGroup]]
+
+
+class PromptTooLongError(ValueError):
+    """A prompt has more tokens than `dataset.max_prompt_tokens`: it would not fit a micro-batch."""
+
+
+class FailureKind(Enum):
+    """Why a prompt was given up; the value is what the ledger says."""
+
+    REWARD = "reward_error"
+    AGENT = "agent_error"
+    TOO_LONG = "prompt_too_long"
+    REFUSED = "request_refused"
+
+
+class PromptFailedError(RuntimeError):
+    """A prompt is given up."""
+
+    def __init__(self, kind: FailureKind, cause: str) -> None:
+        super().__init__(f"{kind.value}: {cause}")
+        self.kind = kind
+
+
+class UserCodeError(RuntimeError):
+    """Agent or reward fail on everything: the worker ends with the cause, and drops no prompt after the other."""
+
+
+class GroupMaker:
+    """Makes the groups of one rollout worker, many at a time."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        judge: RewardJudge,
+        client: GenerationClient,
+        tokenizer: Any,
+        *,
+        config: RolloutConfig,
+        group_size: int,
+        max_prompt_tokens: int,
+    ) -> None:
+        self._agent = agent
+        self._judge = judge
+        self._client = client
+        self._tokenizer = tokenizer
+        self._config = config
+        self._group_size = group_size
+        self._max_prompt_tokens = max_prompt_tokens
+        self._failed_in_a_row = 0
+
+    async def make(self, uid: str, row: DatasetRow) -> tuple[JudgedGroup, SequenceSample]:
+        """The group of one prompt.
+
+        Raises:
+            PromptFailedError: the prompt is to be dropped and counted.
+            UserCodeError, ThreadsHangError: the worker has to end.
+            GenerationFailedError, StreamError: the prompt is to be issued again.
+        """
+        try:
+            made = await self._make(uid, row)
+        except PromptFailedError as error:
+            self._failed_in_a_row += 1
+            logger.warning("prompt %s failed: %s", uid, error, exc_info=error.__cause__)
+            if self._failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
+                raise UserCodeError(
+                    f"{self._failed_in_a_row} prompts in a row failed, the last one ({uid}) with {error}; mend agent "
+                    f"{self._config.agent} or reward {self._config.reward}"
+                ) from error.__cause__
+            raise
+        self._failed_in_a_row = 0
+        return made
+
+    async def _make(self, uid: str, row: DatasetRow) -> tuple[JudgedGroup, SequenceSample]:
+        for tries_left in reversed(range(1 + self._config.reward_retries)):
+            try:
+                return await self._try(uid, row)
+            except (GenerationFailedError, StreamError, ThreadsHangError):
+                raise
+            except RewardFailedError as error:  # the judge has tried it again already
+                raise PromptFailedError(FailureKind.REWARD, str(error)) from error
+            except PromptTooLongError as error:
+                raise PromptFailedError(FailureKind.TOO_LONG, str(error)) from error
+            except RequestRefusedError as error:
+                raise PromptFailedError(FailureKind.REFUSED, str(error)) from error
+            except BaseException as error:  # user code: even SystemExit may come out of it, and CancelledError
+                if _is_being_cancelled():
+                    raise
+                if tries_left == 0:
+                    raise PromptFailedError(FailureKind.AGENT, describe_error(error)) from error
+                logger.warning("the agent failed on prompt %s: %s", uid, describe_error(error))
+        raise AssertionError("the last try returns or raises")
+
+    async def _try(self, uid: str, row: DatasetRow) -> tuple[JudgedGroup, SequenceSample]:
+        async def sample_group(ids: Sequence[int]) -> list[PartialAnswer]:
+            self._check_prompt(ids)
+            return await self._client.sample_group(uid, ids, group_size=self._group_size)
+
+        prompt_ids = encode_prompt(self._tokenizer, row.prompt)
+        self._check_prompt(prompt_ids)
+        group = await self._agent(row.fields, prompt_ids, sample_group, self._judge)
+        self._check_group(group)
+        return group, make_sample(uid, group)
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        if len(ids) > self._max_prompt_tokens:
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens, more than dataset.max_prompt_tokens {self._max_prompt_tokens}"
+            )
+
+    def _check_group(self, group: object) -> None:
+        """What the trainer relies on; ValueError if an agent of somebody's own does not keep to it."""
+        if not isinstance(group, JudgedGroup):
+            raise ValueError(f"an agent returns a JudgedGroup, got {type(group).__name__}")
+        if not group.answers or len(group.answers) != len(group.rewards):
+            raise ValueError(
+                f"a group has one reward for each of its answers, got {len(group.rewards)} for {len(group.answers)}"
+            )
+        if not group.prompt_ids:
+            raise ValueError("a prompt has at least one token, got none")
+        self._check_prompt(group.prompt_ids)
+        for answer, reward in zip(group.answers, group.rewards, strict=True):
+            checked_reward(reward)
+            if len(answer.output_ids) > self._config.sampling.max_new_tokens:
+                raise ValueError(
+                    f"an answer has {len(answer.output_ids)} tokens, more than rollout.sampling.max_new_tokens "
+                    f"{self._config.sampling.max_new_tokens}"
+                )
+
+
+def _is_being_cancelled() -> bool:
+    """Whether the running task was asked to end, and did not just meet a CancelledError of an agent's making."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
