@@ -103,6 +103,8 @@ class Evidence:
     failure: Mapping[str, Any] | None = None
     """The exit record of the worker that failed first, of a trial that failed."""
     history: tuple[AttemptEnd, ...] = ()
+    damage: tuple[str, ...] = ()
+    """What is wrong with the trial's files, and the way out."""
 
     @property
     def trial_now(self) -> float:

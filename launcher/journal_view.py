@@ -1,15 +1,12 @@
-"""What the journal of a trial says about its last attempt and about those before it. Pure, but for reading its end."""
+"""What the journal of a trial says about its last attempt and about those before it. Pure."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from corral.launcher.evidence import AttemptEnd, WorkerLife
 
 Event = Mapping[str, Any]
-_TAIL_BYTES = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,31 +64,6 @@ class JournalView:
             started_at=float(started["time"]),
             ended_at=float(ended["time"]) if ended else None,
         )
-
-
-def read_end(path: Path) -> Event | None:
-    """The last `trial_ended` of a journal, if nothing of a later attempt follows it; reads no more than the end."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().split(b"\n")
-    except FileNotFoundError:
-        return None
-    attempt: object = None
-    for line in reversed(lines):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if not isinstance(event, dict) or "attempt" not in event:
-            continue
-        attempt = event.get("attempt") if attempt is None else attempt
-        if event.get("attempt") != attempt:
-            return None
-        if event.get("event") == "trial_ended":
-            return event
-    return None
 
 
 def _life(starts: Sequence[Event], exits: Sequence[Event]) -> WorkerLife:

@@ -17,6 +17,7 @@ Redis and SLURM may know nothing, now or any more: what they cannot say is left 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from corral.experiments.worker_record import MASTER
@@ -78,6 +79,24 @@ class TrialStatus:
         return self.state in FINAL_STATES
 
 
+def unreadable(directory: Path, note: str) -> TrialStatus:
+    """The status of a trial of which only the place is known."""
+    return TrialStatus(
+        experiment=directory.parent.name,
+        trial=directory.name,
+        directory=str(directory),
+        mode="",
+        state="UNKNOWN",
+        step=None,
+        total_steps=None,
+        age_s=None,
+        nodes=None,
+        job_id="",
+        attempt=None,
+        note=note,
+    )
+
+
 def describe(evidence: Evidence) -> TrialStatus:
     """The status that the evidence supports. Reads no more than the end of the metrics."""
     facts = evidence.facts
@@ -100,7 +119,7 @@ def describe(evidence: Evidence) -> TrialStatus:
         nodes=len(nodes) or (int(job.num_nodes) if job and job.num_nodes.isdigit() else None),
         job_id=evidence.job_id,
         attempt=evidence.attempt.attempt if evidence.attempt else None,
-        note=_with_zombies(note or (headline(metrics) if state in ("RUNNING", "COMPLETE") else ""), evidence),
+        note=_with_troubles(note or (headline(metrics) if state in ("RUNNING", "COMPLETE") else ""), evidence),
         metrics=metrics,
         workers=rows,
         groups=group_rows(evidence, rows),
@@ -292,8 +311,8 @@ def _how_attempt_ended(evidence: Evidence) -> str:
     return f"ended {ended.get('state')}{cause}"
 
 
-def _with_zombies(note: str, evidence: Evidence) -> str:
-    return _join(note, *evidence.zombies)
+def _with_troubles(note: str, evidence: Evidence) -> str:
+    return _join(note, *evidence.zombies, *evidence.damage)
 
 
 def _join(*parts: str) -> str:

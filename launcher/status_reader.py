@@ -3,34 +3,37 @@
 trial directory, squeue, Redis --StatusReader--> Evidence --describe (pure)--> TrialStatus
 
 A trial that has recorded its end costs a few small files; only those that may run are asked after in SLURM and Redis,
-several at a time.
+several at a time. A directory that does not answer costs its own row, and no other.
 """
 
 import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from corral.experiments.attempts import AttemptRecord, last_attempt, read_claim
+from corral.experiments.attempt_ends import read_end
+from corral.experiments.attempts import AttemptRecord, last_attempt, read_attempts, read_claim, why_not_another
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import LogState, TrialLog, TrialLogError
 from corral.experiments.worker_record import WorkerRecord, decode_record
 from corral.launcher.evidence import Evidence
 from corral.launcher.exits import first_cause, read_exits
-from corral.launcher.job_details import NO_DETAILS, JobInquiry
-from corral.launcher.journal_view import JournalView, read_end
+from corral.launcher.job_details import JobInquiry
+from corral.launcher.journal_view import JournalView
 from corral.launcher.lock import is_locked
+from corral.launcher.lookout import Lookout, Unanswered
 from corral.launcher.queue_cache import DirectQueue, Queue, QueueAnswer
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
-from corral.launcher.status import TrialStatus, describe
+from corral.launcher.status import TrialStatus, describe, unreadable
 from corral.launcher.trial_jobs import TrialJobs, find_jobs, make_members
 from corral.launcher.trials import TrialFacts
 
-_MAX_TRIALS_AT_ONCE = 8
+_READ_TIMEOUT_S = 60.0
 _RECENT_S = 86400.0  # whose end nobody recorded a day ago is not asked after again and again
 
 
@@ -39,66 +42,79 @@ class StatusReader:
 
     Args:
         queue: where SLURM's jobs come from; None asks SLURM each time.
+        lookout: looks at directories, which may hang.
     """
 
     def __init__(
-        self, client: SlurmClient | None = None, *, queue: Queue | None = None, redis_timeout_s: float = 1.0
+        self,
+        client: SlurmClient | None = None,
+        *,
+        queue: Queue | None = None,
+        lookout: Lookout[Path] | None = None,
+        redis_timeout_s: float = 1.0,
     ) -> None:
         self._client = client or SlurmClient(timeout_s=10.0)
         self._queue = queue or DirectQueue(self._client)
         self._inquiry = JobInquiry(self._client)
+        self._lookout: Lookout[Path] = lookout or Lookout()
         self._redis_timeout_s = redis_timeout_s
 
     def read(self, trials: Sequence[TrialFacts]) -> list[TrialStatus]:
         """Status of each trial."""
-        return [describe(evidence) for evidence in self.gather_with_answer(trials)[0]]
+        return [one.status for one in self.read_with_answer(trials)[0]]
 
-    def gather_with_answer(self, trials: Sequence[TrialFacts]) -> tuple[list[Evidence], QueueAnswer]:
-        """Evidence about each trial, and what SLURM said; it is not asked if none of them may be in the queue."""
-        open_trials = [_open(facts) for facts in trials if not _has_ended(facts.directory)]
-        answer = self._look(open_trials)
-        with ThreadPoolExecutor(max_workers=_MAX_TRIALS_AT_ONCE) as pool:
-            found = pool.map(lambda one: (one.facts.directory.path, self._gather(one, answer)), open_trials)
-            by_path = dict(found)
-        ended = (by_path.get(facts.directory.path) or _gather_ended(_open(facts), answer) for facts in trials)
-        return list(ended), answer
+    def read_with_answer(self, trials: Sequence[TrialFacts]) -> tuple[list["TrialRead"], QueueAnswer]:
+        """What is known of each trial, and what SLURM said; it is not asked if none of them may be in the queue."""
+        opened = self._lookout.look({facts.directory.path: partial(_open, facts) for facts in trials})
+        whole = {path: one for path, one in opened.items() if not isinstance(one, Unanswered)}
+        answer = self._look([one for one in whole.values() if one.may_have_jobs])
+        # SLURM and Redis have deadlines of their own, which this one leaves room for.
+        found = self._lookout.look(
+            {path: partial(self._read_one, one, answer) for path, one in whole.items()}, patience_s=_READ_TIMEOUT_S
+        )
+        silent = {path: one for path, one in opened.items() if isinstance(one, Unanswered)}
+        return [_known(facts, (found | silent)[facts.directory.path]) for facts in trials], answer
+
+    def _read_one(self, trial: "_OpenTrial", answer: QueueAnswer) -> "TrialRead":
+        evidence = _gather_ended(trial, answer) if trial.ended is not None else None
+        if evidence is None:
+            evidence = self._gather(trial, answer)
+        return TrialRead(facts=trial.facts, status=describe(evidence), evidence=evidence)
 
     def _look(self, trials: Sequence["_OpenTrial"]) -> QueueAnswer:
         """The queue, if one of these trials may be in it; not older than the last submission."""
-        on_slurm = [trial for trial in trials if trial.facts.mode == "slurm"]
-        if not on_slurm:
+        if not trials:
             return QueueAnswer()
-        return self._queue.look(newer_than=max(trial.submitted_at for trial in on_slurm))
+        return self._queue.look(newer_than=max(trial.submitted_at for trial in trials))
 
     def _gather(self, trial: "_OpenTrial", answer: QueueAnswer) -> Evidence:
         facts, attempt, view = trial.facts, trial.attempt, trial.view
         directory, now = facts.directory, time.time()
-        ended, attempt_ended = view.last("trial_ended"), view.last("attempt_ended")
         own_job_id = _job_id(directory, view)
         is_on_slurm = facts.mode == "slurm"
         jobs = find_jobs(
             answer.jobs,
             trial_uuid=facts.uuid,
             job_id=own_job_id,
-            is_over=attempt_ended is not None,
+            is_over=trial.attempt_ended is not None,
         )
         is_recent = attempt is not None and now - _last_sign(directory, attempt) < _RECENT_S
         job = jobs.head
         if is_on_slurm and job is None and own_job_id and is_recent and answer.unreachable_since is None:
             job = self._ask_for(own_job_id)
         is_supervised = None if is_on_slurm else is_locked(directory)
-        may_run = ended is None and (is_supervised or (is_on_slurm and _may_run(job, answer, is_recent=is_recent)))
+        may_run = bool(is_supervised or (is_on_slurm and _may_run(job, answer, is_recent=is_recent)))
         seen = self._read_records(facts) if may_run else _UNSEEN
         # After Redis, which is taken down last: if it has just gone, the log already says why.
-        log_state = _read_log(directory, attempt)
-        details = self._inquiry.ask(job) if ended is None else NO_DETAILS
+        log_state, log_damage = _read_log(directory, attempt)
+        details = self._inquiry.ask(job)
         names, allocation_by_worker = _read_members(directory) if is_on_slurm else ({}, {})
         return Evidence(
             facts=facts,
             now=now,
             attempt=attempt,
             lives=view.lives(facts.workers),
-            ended=ended,
+            ended=None,
             redis_started=view.last("redis_started") is not None,
             is_done=log_state.is_done,
             is_stopped=log_state.is_stopped and not log_state.is_handed_over,
@@ -110,7 +126,7 @@ class StatusReader:
             records=seen.records,
             last_seen=seen.last_seen,
             redis_now=seen.redis_now,
-            attempt_ended=attempt_ended if ended is None else None,
+            attempt_ended=trial.attempt_ended,
             has_run=job is not None and _has_run(view, job, own_job_id),
             nodes_are_down=details.nodes_are_down,
             exit_code=details.exit_code,
@@ -123,8 +139,9 @@ class StatusReader:
             held_groups=directory.read_held_groups(),
             given_up=view.given_up(facts.workers),
             zombies=_zombies(jobs, seen.records, view.attempt),
-            failure=_read_failure(directory, view, job),
+            failure=_read_failure(directory, view, has_failed=job is not None and job.state == "FAILED"),
             history=view.history(),
+            damage=tuple(text for text in (attempt.damage if attempt else "", log_damage) if text),
         )
 
     def _ask_for(self, job_id: str) -> QueuedJob | None:
@@ -158,6 +175,23 @@ class StatusReader:
                 )
         except (NameServiceError, OSError, ValueError):
             return _UNSEEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRead:
+    """What was read of one trial."""
+
+    facts: TrialFacts
+    status: TrialStatus
+    evidence: Evidence | None
+    """None where its directory did not answer."""
+
+
+def _known(facts: TrialFacts, answer: TrialRead | Unanswered) -> TrialRead:
+    if not isinstance(answer, Unanswered):
+        return answer
+    note = f"{facts.directory.path} cannot be read: {answer.reason}; is its file system there?"
+    return TrialRead(facts=facts, status=unreadable(facts.directory.path, note), evidence=None)
 
 
 def job_of_scontrol(values: Mapping[str, str]) -> QueuedJob:
@@ -197,6 +231,19 @@ class _OpenTrial:
     facts: TrialFacts
     attempt: AttemptRecord | None
     view: JournalView
+    ended: Mapping[str, Any] | None
+    """The record of its end, if it has one."""
+    attempt_ended: Mapping[str, Any] | None
+    """How the last attempt ended."""
+
+    @property
+    def may_have_jobs(self) -> bool:
+        """Whether SLURM may have a job of it: also of one that ended in trouble, which leaves them behind at times."""
+        if self.facts.mode != "slurm":
+            return False
+        if self.ended is None:
+            return True
+        return self.ended["state"] != "COMPLETE" and time.time() - float(self.ended["time"]) < _RECENT_S
 
     @property
     def submitted_at(self) -> float:
@@ -212,23 +259,38 @@ class _OpenTrial:
 def _open(facts: TrialFacts) -> _OpenTrial:
     attempt = last_attempt(facts.directory)
     events = read_journal(facts.directory.journal_path)
-    return _OpenTrial(facts=facts, attempt=attempt, view=JournalView(events, attempt.attempt if attempt else 0))
+    view = JournalView(events, attempt.attempt if attempt else 0)
+    told, attempt_told = view.last("trial_ended"), view.last("attempt_ended")
+    record = read_end(facts.directory, view.attempt)
+    if attempt is None:
+        ended, attempt_ended = None, None
+    elif record is None:  # whoever ended it could not write it down
+        ended, attempt_ended = told, attempt_told or told
+    else:
+        # What is in control/ decides; the journal knows when.
+        event = told or attempt_told
+        moment = event["time"] if event is not None else _last_sign(facts.directory, attempt)
+        attempt_ended = {"attempt": record.attempt, "state": record.state, "cause": record.cause, "time": moment}
+        ended = attempt_ended if record.is_final else None
+    return _OpenTrial(facts=facts, attempt=attempt, view=view, ended=ended, attempt_ended=attempt_ended)
 
 
-def _gather_ended(trial: _OpenTrial, answer: QueueAnswer) -> Evidence:
-    """A trial that has recorded its end."""
+def _gather_ended(trial: _OpenTrial, answer: QueueAnswer) -> Evidence | None:
+    """A trial that has recorded its end; None if a job of it is there all the same, and would go on with it."""
     facts, attempt, view = trial.facts, trial.attempt, trial.view
     directory = facts.directory
-    ended = view.last("trial_ended")
     own_job_id = _job_id(directory, view)
     jobs = find_jobs(answer.jobs, trial_uuid=facts.uuid, job_id=own_job_id, is_over=False)
-    zombies = (*jobs.zombies, *((jobs.head,) if jobs.head and jobs.head.state == "PENDING" else ()))
+    waiting = (jobs.head,) if jobs.head and jobs.head.state == "PENDING" else ()
+    if waiting and why_not_another(read_attempts(directory), _read_log(directory, attempt)[0]) is None:
+        return None
+    zombies = (*jobs.zombies, *waiting)
     return Evidence(
         facts=facts,
         now=time.time(),
         attempt=attempt,
         lives=view.lives(facts.workers),
-        ended=ended,
+        ended=trial.ended,
         redis_started=True,
         is_done=False,
         is_stopped=False,
@@ -239,15 +301,9 @@ def _gather_ended(trial: _OpenTrial, answer: QueueAnswer) -> Evidence:
         slurm_error="",
         records=None,
         zombies=tuple(f"job {job.job_id} is still {job.state}; scancel {job.job_id}" for job in zombies),
-        failure=_read_failure(directory, view, None),
+        failure=_read_failure(directory, view, has_failed=trial.ended is not None and trial.ended["state"] == "FAILED"),
         history=view.history(),
     )
-
-
-def _has_ended(directory: TrialDirectory) -> bool:
-    ended = read_end(directory.journal_path)
-    attempt = last_attempt(directory)
-    return ended is not None and attempt is not None and ended.get("attempt") == attempt.attempt
 
 
 def _job_id(directory: TrialDirectory, view: JournalView) -> str:
@@ -316,9 +372,7 @@ def _zombies(jobs: TrialJobs, records: Mapping[str, WorkerRecord] | None, attemp
     return tuple(notes)
 
 
-def _read_failure(directory: TrialDirectory, view: JournalView, job: QueuedJob | None) -> dict[str, Any] | None:
-    ended = view.last("trial_ended")
-    has_failed = ended["state"] == "FAILED" if ended is not None else job is not None and job.state == "FAILED"
+def _read_failure(directory: TrialDirectory, view: JournalView, *, has_failed: bool) -> dict[str, Any] | None:
     if not has_failed:
         return None
     failures = [
@@ -327,14 +381,15 @@ def _read_failure(directory: TrialDirectory, view: JournalView, job: QueuedJob |
     return first_cause(failures) if failures else None
 
 
-def _read_log(directory: TrialDirectory, attempt: AttemptRecord | None) -> LogState:
+def _read_log(directory: TrialDirectory, attempt: AttemptRecord | None) -> tuple[LogState, str]:
+    """What the trial log says of this attempt, and what is wrong with it."""
     try:
         state = TrialLog(directory.log_path).read()
-    except TrialLogError:
-        return LogState()
+    except TrialLogError as error:
+        return LogState(), str(error)
     if attempt is not None and state.is_stopped and state.next_slot <= attempt.start_slot:
-        return LogState(next_slot=state.next_slot)  # that Stop ended the attempt before this one
-    return state
+        return LogState(next_slot=state.next_slot), ""  # that Stop ended the attempt before this one
+    return state, ""
 
 
 def _parse_records(texts: Mapping[str, str], root: str) -> dict[str, WorkerRecord]:

@@ -20,6 +20,10 @@ class TrialNotFoundError(LookupError):
     """No trial is meant by that, or more than one."""
 
 
+class PlanDamagedError(RuntimeError):
+    """The trial is there, and its plan cannot be read."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialFacts:
     """What plan.json says about a trial, read without the schema: rl-status shows many trials in no time."""
@@ -53,27 +57,21 @@ def node_local_folder(directory: Path) -> Path | None:
     return next((folder for folder in _NODE_LOCAL if real.is_relative_to(folder)), None)
 
 
-def list_trials(fileroot: Path) -> list[TrialFacts]:
-    """All trials below a fileroot, the newest last; folders that are no trials are skipped."""
-    plans = sorted(fileroot.glob("*/*/plan.json"), key=lambda path: path.stat().st_mtime)
-    facts = (read_facts(TrialDirectory(path.parent)) for path in plans)
-    return [one for one in facts if one is not None]
-
-
 def find_trial(argument: str, fileroot: Path) -> TrialFacts:
     """The one trial that is meant.
 
     Raises:
         TrialNotFoundError: with the candidates.
+        PlanDamagedError: if it is there, and its plan cannot be read.
     """
     as_path = Path(argument).expanduser()
     if as_path.is_absolute() or argument.startswith((".", "~")) or (as_path / "plan.json").is_file():
-        facts = read_facts(TrialDirectory(as_path.resolve()))
+        facts = load_facts(TrialDirectory(as_path.resolve()))
         if facts is None:
-            raise TrialNotFoundError(f"{as_path} is no trial directory (it has no readable plan.json)")
+            raise TrialNotFoundError(f"{as_path} is no trial directory: it has no plan.json")
         return facts
     # Names are folder names, so the trial is found without reading the others.
-    exact = [facts for path in _paths_of(argument, fileroot) if (facts := read_facts(TrialDirectory(path)))]
+    exact = [facts for path in _paths_of(argument, fileroot) if (facts := load_facts(TrialDirectory(path)))]
     if len(exact) == 1:
         return exact[0]
     if exact:
@@ -99,9 +97,26 @@ def _paths_of(argument: str, fileroot: Path) -> list[Path]:
 
 
 def read_facts(directory: TrialDirectory) -> TrialFacts | None:
-    """What the plan says, or None if there is no plan (yet)."""
+    """What the plan says, or None if there is no plan (yet), or none that can be read."""
     try:
-        plan = msgspec.json.decode(directory.plan_path.read_bytes())
+        return load_facts(directory)
+    except (PlanDamagedError, PermissionError):
+        return None
+
+
+def load_facts(directory: TrialDirectory) -> TrialFacts | None:
+    """What the plan says, or None if there is no plan (yet).
+
+    Raises:
+        PlanDamagedError: if there is one, and it is not what rl-submit writes.
+        PermissionError: if it is somebody else's.
+    """
+    try:
+        data = directory.plan_path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        plan = msgspec.json.decode(data)
         return TrialFacts(
             directory=directory,
             experiment=plan["trial"]["experiment"],
@@ -114,8 +129,12 @@ def read_facts(directory: TrialDirectory) -> TrialFacts | None:
             setup_timeout_s=float(plan["supervision"]["setup_timeout_s"]),
             stop_grace_s=float(plan["supervision"]["stop_grace_s"]),
         )
-    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError, KeyError, TypeError):
-        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlanDamagedError(
+            f"{directory.plan_path} is damaged ({error}): put the file back from a backup. Without one, end what still "
+            f"runs of the trial with scancel or kill, and submit {directory.config_path} as a new trial; its model may "
+            f"be the weights of a checkpoint in {directory.checkpoints_path}"
+        ) from error
 
 
 def _total_steps(plan: dict[str, Any]) -> int | None:

@@ -88,7 +88,7 @@ def user_errors() -> Iterator[None]:
 def _exit_code_of(error: Exception) -> int | None:
     from corral.launcher.slurm import SlurmError, SlurmUnreachableError
     from corral.launcher.submit import SubmissionError
-    from corral.launcher.trials import TrialNotFoundError
+    from corral.launcher.trials import PlanDamagedError, TrialNotFoundError
 
     if isinstance(error, TrialNotFoundError):
         return EXIT_NOT_FOUND
@@ -96,7 +96,7 @@ def _exit_code_of(error: Exception) -> int | None:
         return EXIT_UNREACHABLE
     if isinstance(error, SlurmError):
         return EXIT_REFUSED
-    if isinstance(error, SubmissionError | TimeoutError):
+    if isinstance(error, SubmissionError | PlanDamagedError | TimeoutError):
         return EXIT_ERROR
     return None
 

@@ -15,11 +15,11 @@ from corral.launcher import submit
 from corral.launcher.commands.submit import main as submit_main
 from corral.launcher.processes import trial_processes
 from corral.launcher.status_view import fold
-from corral.launcher.trials import list_trials, read_facts
+from corral.launcher.trials import read_facts
 from tests.experiments.broken_yaml import BROKEN_CASES, VALID_PPO, BrokenCase, write_inputs
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.stub_supervisor import COMMAND
-from tests.launcher.trials import end_trial, wait_until
+from tests.launcher.trials import end_trials, wait_until
 
 BIN = Path(sys.executable).parent
 
@@ -40,8 +40,7 @@ def experiment(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "experiment.yaml"
     path.write_text(VALID_PPO)
     yield path
-    for facts in list_trials(tmp_path / "trials"):
-        end_trial(facts.directory)
+    end_trials(tmp_path / "trials")
 
 
 @pytest.mark.parametrize("case", BROKEN_CASES, ids=lambda case: case.name)

@@ -12,10 +12,9 @@ from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher import log_following, submit
 from corral.launcher.commands.submit import main, normalise
-from corral.launcher.trials import list_trials
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs
 from tests.launcher.stub_supervisor import COMMAND
-from tests.launcher.trials import end_trial, wait_until
+from tests.launcher.trials import end_trials, wait_until
 
 
 @pytest.fixture
@@ -26,8 +25,7 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     monkeypatch.setenv("CORRAL_FILEROOT", str(tmp_path / "trials"))
     monkeypatch.setattr(submit.start, "__kwdefaults__", submit.start.__kwdefaults__ | {"supervisor_command": COMMAND})
     yield path
-    for facts in list_trials(tmp_path / "trials"):
-        end_trial(facts.directory)
+    end_trials(tmp_path / "trials")
 
 
 def _follow(experiment: Path, monkeypatch: pytest.MonkeyPatch, master: str) -> int:

@@ -208,6 +208,12 @@ class StubTrial:
             self.supervisor.wait(DEADLINE_S)
 
 
+def end_trials(fileroot: Path) -> None:
+    """Ends all trials below a fileroot."""
+    for plan in fileroot.glob("*/*/plan.json"):
+        end_trial(TrialDirectory(plan.parent))
+
+
 def end_trial(directory: TrialDirectory) -> None:
     """Ends whatever of a trial still runs: its keeper first, then its supervisor, then what these started."""
     keeper = read_lock(lock_path(directory))

@@ -1,0 +1,125 @@
+"""Looks at many things at once, each with a deadline: a file system that is gone hangs one look, never all of them.
+
+    calls by key --a few daemon threads--> answers by key
+                          |
+                          +-- not back within the patience --> Unanswered; another thread goes on with the others
+
+A thread that hangs is left behind: nobody waits for it, at the end neither. Its key is not looked at again before it
+comes back, so that a page which is drawn again and again leaves one thread behind, not one each time.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+_PATIENCE_S = 3.0  # a loaded file server answers within a second; one that is gone does not within minutes
+_MAX_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """Why a look led to nothing."""
+
+    reason: str
+
+
+class Lookout(Generic[K]):
+    """Looks, and remembers what does not come back; used by one thread at a time.
+
+    Args:
+        max_at_once: calls that run at the same time, without those that hang.
+    """
+
+    def __init__(self, *, max_at_once: int = _MAX_AT_ONCE) -> None:
+        self._max_at_once = max_at_once
+        self._stuck: set[K] = set()
+
+    def look(self, calls: Mapping[K, Callable[[], T]], *, patience_s: float | None = None) -> dict[K, T | Unanswered]:
+        """What each call answers; an OSError of it counts as no answer, any other exception is raised here.
+
+        Args:
+            calls: what is to be done, by what it is about.
+            patience_s: how long each call may take from its beginning; a few seconds unless given.
+        """
+        patience_s = _PATIENCE_S if patience_s is None else patience_s
+        silent = Unanswered(f"no answer within {patience_s:.0f} s")
+        answers: dict[K, T | Unanswered] = {key: silent for key in calls if key in self._stuck}
+        look = _Look({key: call for key, call in calls.items() if key not in self._stuck}, self._stuck)
+        for _ in range(min(self._max_at_once, len(look.waiting))):
+            look.add_thread()
+        while len(answers) < len(calls):
+            for key in look.overdue(patience_s):
+                answers[key] = silent
+                look.give_up(key)
+            try:
+                key, answer = look.answers.get(timeout=look.next_deadline_s(patience_s))
+            except queue.Empty:
+                continue
+            if isinstance(answer, BaseException):
+                raise answer
+            answers[key] = answer
+        return answers
+
+    def look_once(self, key: K, call: Callable[[], T], *, patience_s: float | None = None) -> T | Unanswered:
+        """What one call answers."""
+        return self.look({key: call}, patience_s=patience_s)[key]
+
+
+class _Look(Generic[K, T]):
+    """The threads of one look; what was given up is not told any more."""
+
+    def __init__(self, calls: Mapping[K, Callable[[], T]], stuck: set[K]) -> None:
+        self._calls = calls
+        self._stuck = stuck
+        self._lock = threading.Lock()
+        self._started: dict[K, float] = {}
+        self.waiting = deque(calls)
+        self.answers: queue.SimpleQueue[tuple[K, T | Unanswered | BaseException]] = queue.SimpleQueue()
+
+    def add_thread(self) -> None:
+        threading.Thread(target=self._work, name="lookout", daemon=True).start()
+
+    def overdue(self, patience_s: float) -> list[K]:
+        with self._lock:
+            now = time.monotonic()
+            return [key for key, started in self._started.items() if now - started >= patience_s]
+
+    def next_deadline_s(self, patience_s: float) -> float:
+        """Seconds until the next look for what is overdue."""
+        with self._lock:
+            first = min(self._started.values(), default=time.monotonic())
+        return max(0.0, first + patience_s - time.monotonic())
+
+    def give_up(self, key: K) -> None:
+        with self._lock:
+            if self._started.pop(key, None) is None:
+                return  # it has just come back
+            self._stuck.add(key)
+        if self.waiting:
+            self.add_thread()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self.waiting:
+                    return
+                key = self.waiting.popleft()
+                self._started[key] = time.monotonic()
+            try:
+                answer: T | Unanswered | BaseException = self._calls[key]()
+            except OSError as error:
+                answer = Unanswered(str(error))
+            except BaseException as error:  # raised again by whoever looks
+                answer = error
+            with self._lock:
+                self._stuck.discard(key)
+                if self._started.pop(key, None) is None:
+                    return  # given up, and replaced
+            self.answers.put((key, answer))

@@ -1,0 +1,169 @@
+"""Which trials there are below a fileroot. Those that have ended are read once, then remembered.
+
+fileroot/*/*/plan.json  --unchanged since its end was read--> row from $XDG_CACHE_HOME/corral/finished-*.json
+                        --else--> facts of its plan --has it ended--> remembered
+                        --damaged, or no answer--> what is wrong
+"""
+
+import contextlib
+import hashlib
+import os
+import secrets as random_tokens
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.lookout import Lookout, Unanswered
+from corral.launcher.queue_cache import cache_path
+from corral.launcher.status import TrialStatus
+from corral.launcher.status_reader import TrialRead
+from corral.launcher.trials import PlanDamagedError, TrialFacts, load_facts
+
+
+class FinishedTrial(msgspec.Struct, frozen=True, kw_only=True):
+    """The row of a trial that has ended, and by what one sees that nothing has changed since."""
+
+    fingerprint: tuple[int, ...]
+    uuid: str
+    status: TrialStatus
+    """Without workers, groups and numbers."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrialList:
+    """All trials of a fileroot, each in one of three ways."""
+
+    finished: dict[Path, FinishedTrial] = field(default_factory=dict)
+    to_read: dict[Path, TrialFacts] = field(default_factory=dict)
+    unreadable: dict[Path, str] = field(default_factory=dict)
+    """What is wrong."""
+    order: list[Path] = field(default_factory=list)
+    """The newest last; those that do not answer first."""
+
+    @property
+    def uuids(self) -> list[str]:
+        """Of the trials that could be read."""
+        return [*(one.uuid for one in self.finished.values()), *(one.uuid for one in self.to_read.values())]
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What a first look at a directory finds, and when its plan was written."""
+
+    created_at: float
+    content: FinishedTrial | TrialFacts | str
+
+
+def list_trials(fileroot: Path, memory: Mapping[str, FinishedTrial], lookout: Lookout[Path]) -> TrialList:
+    """The trials below a fileroot.
+
+    Args:
+        memory: what is known of those that have ended, by directory.
+
+    Raises:
+        TimeoutError: if the file system of the fileroot does not answer.
+    """
+    experiments = lookout.look_once(fileroot, partial(_folders, fileroot))
+    if isinstance(experiments, Unanswered):
+        raise TimeoutError(f"{fileroot} cannot be read: {experiments.reason}; is its file system there?")
+    found = TrialList()
+    paths: list[Path] = []
+    for experiment, folders in lookout.look({path: partial(_folders, path) for path in experiments}).items():
+        if isinstance(folders, Unanswered):
+            found.unreadable[experiment] = _no_answer(experiment, folders)
+        else:
+            paths += folders
+    looks = lookout.look({path: partial(_look_at, path, memory.get(str(path))) for path in paths})
+    created_at: dict[Path, float] = {}
+    for path, look in looks.items():
+        if look is None:
+            continue
+        content = _no_answer(path, look) if isinstance(look, Unanswered) else look.content
+        created_at[path] = 0.0 if isinstance(look, Unanswered) else look.created_at
+        if isinstance(content, str):
+            found.unreadable[path] = content
+        elif isinstance(content, TrialFacts):
+            found.to_read[path] = content
+        else:
+            found.finished[path] = content
+    found.order = sorted({*found.unreadable, *created_at}, key=lambda path: (created_at.get(path, 0.0), path))
+    return found
+
+
+def to_remember(reads: Iterable[TrialRead]) -> dict[str, FinishedTrial]:
+    """The trials whose end was read, by directory; not those that something still lives of."""
+    return {
+        read.status.directory: FinishedTrial(
+            fingerprint=_fingerprint(Path(read.status.directory)),
+            uuid=read.facts.uuid,
+            status=replace(read.status, metrics={}, workers=(), groups=(), waits=(), history=()),
+        )
+        for read in reads
+        if read.evidence is not None and read.evidence.ended is not None and not read.evidence.zombies
+    }
+
+
+def finished_path(fileroot: Path) -> Path:
+    """The file that remembers the trials below a fileroot."""
+    name = hashlib.sha256(os.fsencode(fileroot.absolute())).hexdigest()[:12]
+    return cache_path().with_name(f"finished-{name}.json")
+
+
+def read_finished(path: Path) -> dict[str, FinishedTrial]:
+    """By trial directory; a file that cannot be read is as good as none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, FinishedTrial])
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return {}
+
+
+def write_finished(path: Path, trials: Mapping[str, FinishedTrial]) -> None:
+    """Remembers; where that is not possible the trials are read again the next time."""
+    temporary = path.with_name(f".{path.name}.{random_tokens.token_hex(4)}.tmp")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(trials))
+        temporary.rename(path)
+
+
+def _no_answer(path: Path, answer: Unanswered) -> str:
+    return f"{path} cannot be read: {answer.reason}; is its file system there?"
+
+
+def _folders(path: Path) -> list[Path]:
+    """What is in a folder; nothing if it is none. Whether these are folders is not asked: that may hang."""
+    try:
+        return [path / name for name in sorted(os.listdir(path))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _look_at(path: Path, remembered: FinishedTrial | None) -> _Look | None:
+    directory = TrialDirectory(path)
+    try:
+        created_at = directory.plan_path.stat().st_mtime
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if remembered is not None and _fingerprint(path) == remembered.fingerprint:
+        return _Look(created_at, remembered)
+    try:
+        facts = load_facts(directory)
+    except PlanDamagedError:
+        return _Look(created_at, f"its plan.json is damaged; rl-status {path.parent.name}/{path.name} says what to do")
+    return None if facts is None else _Look(created_at, facts)
+
+
+def _fingerprint(path: Path) -> tuple[int, ...]:
+    """A new attempt makes a file in control/; everything that happens is in the journal."""
+    directory = TrialDirectory(path)
+    try:
+        journal, control = directory.journal_path.stat(), directory.control_path.stat()
+    except FileNotFoundError:
+        return ()
+    return journal.st_size, journal.st_mtime_ns, control.st_mtime_ns

@@ -1,0 +1,176 @@
+"""The page of all trials: what is damaged, hangs, or has ended costs its own row and no other."""
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.experiments.attempt_ends import AttemptEndRecord, write_end
+from corral.experiments.attempts import record_attempt
+from corral.experiments.journal import Journal
+from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial_log import TrialLog
+from corral.launcher import lookout, overview
+from corral.launcher.overview import StatusPage
+from corral.launcher.queue_cache import QueueAnswer
+from corral.launcher.slurm import QueuedJob
+from corral.launcher.status import TrialStatus
+from corral.launcher.status_reader import StatusReader
+from corral.launcher.trial_list import finished_path, read_finished
+from corral.launcher.trials import PlanDamagedError, TrialFacts, find_trial, read_facts
+from tests.launcher.trials import make_plan
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(overview.shutil, "which", lambda name: None)  # no SLURM here
+
+
+@pytest.fixture
+def fileroot(tmp_path: Path) -> Path:
+    return tmp_path / "trials"
+
+
+def make_trial(fileroot: Path, name: str, *, mode: str = "local", state: str = "COMPLETE") -> TrialDirectory:
+    """One whose end is recorded."""
+    directory = TrialDirectory(fileroot / "exp" / name)
+    directory.create()
+    plan = json.loads(make_plan(directory.path, trial=name).to_json())
+    directory.plan_path.write_text(json.dumps(plan | {"mode": mode}))
+    record_attempt(directory, attempt=0, resume=False, mode=mode)
+    journal = Journal(directory.journal_path)
+    journal.append("submitted", attempt=0, job_id="21")
+    journal.append("trial_ended", attempt=0, state=state, cause="")
+    return directory
+
+
+def page(fileroot: Path, **options: Any) -> StatusPage:
+    return StatusPage(fileroot, **({"output": "table", "show_all": False, "explain": False, "colour": False} | options))
+
+
+def rows(text: str) -> dict[str, str]:
+    return {line.split()[0]: line for line in text.splitlines()[1:]}
+
+
+@pytest.fixture
+def hung(fileroot: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A trial whose plan nobody gets to read: a pipe that nobody writes to stands for a file server that is gone."""
+    monkeypatch.setattr(lookout, "_PATIENCE_S", 0.2)
+    directory = make_trial(fileroot, "hung")
+    directory.plan_path.unlink()
+    os.mkfifo(directory.plan_path)
+    yield directory.path
+    descriptor = os.open(directory.plan_path, os.O_RDWR | os.O_NONBLOCK)  # whoever still reads may go
+    os.close(descriptor)
+
+
+def test_a_directory_that_hangs_costs_its_own_row_and_no_other(fileroot: Path, hung: Path) -> None:
+    for number in range(3):
+        make_trial(fileroot, f"done-{number}")
+    shown = page(fileroot)
+    for _ in range(3):  # drawn again and again, as with -w
+        found = rows(shown.all_trials())
+        assert all("COMPLETE" in found[f"done-{number}"] for number in range(3))
+        assert "UNKNOWN" in found["hung"] and "is its file system there?" in found["hung"]
+    assert sum(thread.name == "lookout" for thread in threading.enumerate()) == 1
+    with pytest.raises(TimeoutError, match="is its file system there"):
+        page(fileroot).one_trial("exp/hung")
+
+
+def test_a_damaged_plan_is_named_with_a_way_out(fileroot: Path) -> None:
+    make_trial(fileroot, "whole")
+    damaged = make_trial(fileroot, "cut")
+    damaged.plan_path.write_bytes(damaged.plan_path.read_bytes()[:100])
+    found = rows(page(fileroot).all_trials())
+    assert "COMPLETE" in found["whole"] and "UNKNOWN" in found["cut"] and "plan.json is damaged" in found["cut"]
+    for name in ("cut", "exp/cut", str(damaged.path)):
+        with pytest.raises(PlanDamagedError, match="put the file back from a backup"):
+            find_trial(name, fileroot)
+
+
+def test_what_has_ended_is_remembered_as_it_was_shown(fileroot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        make_trial(fileroot, f"done-{number}")
+    first = page(fileroot).all_trials()
+    assert len(read_finished(finished_path(fileroot))) == 3
+    monkeypatch.setattr("corral.launcher.trial_list.load_facts", None)  # nobody reads them again
+    assert page(fileroot).all_trials() == first
+
+
+class Jobs:
+    """A queue that holds these."""
+
+    def __init__(self, jobs: tuple[QueuedJob, ...]) -> None:
+        self.jobs = jobs
+
+    def look(self, *, newer_than: float = 0.0) -> QueueAnswer:
+        return QueueAnswer(jobs=self.jobs, asked_at=newer_than + 1.0)
+
+    def has_accounting(self) -> bool:
+        return False
+
+
+def pending_job(facts: TrialFacts, job_id: str) -> QueuedJob:
+    tag = {"corral": 1, "trial_uuid": facts.uuid, "allocation": "head", "directory": str(facts.directory.path)}
+    return QueuedJob(
+        job_id=job_id,
+        state="PENDING",
+        reason="BeginTime",
+        start="N/A",
+        end="N/A",
+        elapsed="0:00",
+        num_nodes="1",
+        nodes="",
+        submitted="",
+        name="exp.t",
+        comment=json.dumps(tag),
+    )
+
+
+def status_of(directory: TrialDirectory) -> TrialStatus:
+    """With job 22 of the trial in the queue."""
+    facts = read_facts(directory)
+    assert facts is not None
+    (status,) = StatusReader(queue=Jobs((pending_job(facts, "22"),))).read([facts])
+    return status
+
+
+def test_the_next_attempt_of_a_trial_is_no_zombie(fileroot: Path) -> None:
+    directory = make_trial(fileroot, "requeued", mode="slurm", state="FAILED")
+    status = status_of(directory)  # the log lets job 22 go on, whatever the journal was told
+    assert status.state in ("REQUEUED", "QUEUED") and not status.is_final
+    assert "scancel" not in status.note and "attempt 1 waits in job 22" in status.note
+
+
+def test_a_job_that_would_find_its_trial_over_is_to_be_cancelled(fileroot: Path) -> None:
+    directory = make_trial(fileroot, "stopped", mode="slurm", state="FAILED")
+    TrialLog(directory.log_path).request_stop("supervisor", reason="nothing follows")
+    status = status_of(directory)
+    assert status.state == "FAILED" and "job 22 is still PENDING; scancel 22" in status.note
+
+
+def test_an_end_in_control_counts_though_the_journal_was_not_told(fileroot: Path) -> None:
+    directory = make_trial(fileroot, "full-disk")
+    directory.journal_path.write_bytes(b"")
+    write_end(directory, AttemptEndRecord(attempt=0, state="STOPPED", cause="asked", then=""))
+    facts = read_facts(directory)
+    assert facts is not None
+    (status,) = StatusReader().read([facts])
+    assert (status.state, status.note) == ("STOPPED", "asked")
+
+
+def test_a_damaged_trial_log_is_said(fileroot: Path) -> None:
+    directory = make_trial(fileroot, "damaged")
+    directory.journal_path.write_bytes(b"")
+    TrialLog(directory.log_path).claim("x")
+    for path in directory.log_path.iterdir():
+        path.write_bytes(b"nonsense")
+    facts = read_facts(directory)
+    assert facts is not None
+    (status,) = StatusReader().read([facts])
+    assert str(directory.log_path) in status.note
