@@ -1,15 +1,16 @@
 """Many masters at once over one trial log, in every order that a seed can think of.
 
 Each master is the real `TrialLog` and `LogWriter` in a thread of its own; storage hands control back before and after
-each step, and a seeded scheduler decides who takes the next one, who freezes for long, who dies, whose reply is lost
-and who sees an old end of the log. One seed is one schedule, always the same.
+each step, and a seeded scheduler decides who takes the next one, who freezes for long, who dies, whose reply is lost,
+who sees an old end of the log, and whether the newest checkpoint is damaged, so that the next master falls back. One
+seed is one schedule, always the same.
 
 Mutants at the end break one rule each and must be noticed, or the simulation proves nothing.
 """
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,6 +98,8 @@ class World:
     shards: dict[tuple[str, int], tuple[str, frozenset[int]]] = field(default_factory=dict)
     ledgers: dict[str, frozenset[int]] = field(default_factory=dict)
     spool: set[int] = field(default_factory=lambda: set(range(_NUM_SAMPLES)))
+    damaged: set[str] = field(default_factory=set)
+    """Directories of commits that no master can load any more."""
     acknowledged: list[LoggedCommit] = field(default_factory=list)
     faults: bool = True
 
@@ -161,11 +164,32 @@ def _master(world: World, resume: bool) -> Callable[[Process], None]:
         log = TrialLog(Path("log"), storage=SimulatedStorage(world, process))
         try:
             writer = log.claim(process.name, resume=resume)
+            _fall_back(world, writer)
             _train(world, process, _as_mutant(world, log, writer))
         except (SupersededError, StoppedError, UncertainAppendError):
             return
 
     return body
+
+
+def _fall_back(world: World, writer: LogWriter) -> None:
+    lineage = writer.state.lineage()
+    whole = [logged for logged in lineage if logged.commit.directory not in world.damaged]
+    if whole and whole[-1] != lineage[-1]:
+        writer.fall_back_to(whole[-1].slot, reason="a shard is damaged")
+
+
+def _issue_again(world: World) -> None:
+    """What the rollout workers do: a prompt that only a rejected commit covers is generated once more."""
+    state = _read(world).state
+    covered = _covered(world, state.lineage())
+    if "settled_by_any_commit" in world.mutants:
+        covered = _covered(world, state.commits)
+    world.spool |= _covered(world, state.commits) - covered
+
+
+def _covered(world: World, commits: Iterable[LoggedCommit]) -> frozenset[int]:
+    return frozenset[int]().union(*(world.ledgers[logged.commit.ledger_file] for logged in commits))
 
 
 def _as_mutant(world: World, log: TrialLog, writer: LogWriter) -> LogWriter:
@@ -180,10 +204,11 @@ def _as_mutant(world: World, log: TrialLog, writer: LogWriter) -> LogWriter:
 
 
 def _train(world: World, process: Process, writer: LogWriter) -> None:
-    lineage = writer.state.lineage(writer.parent_slot) if writer.parent_slot else ()
-    consumed = frozenset[int]().union(*(world.ledgers[logged.commit.ledger_file] for logged in lineage))
+    lineage = writer.state.lineage()
+    consumed = _covered(world, lineage)
     committed, step = consumed, lineage[-1].commit.step if lineage else 0
     while consumed < frozenset(range(_NUM_SAMPLES)):
+        _issue_again(world)
         batch = sorted(world.spool - consumed)[:_BATCH]
         if not batch and _read(world).state.epoch > writer.epoch:
             return  # its successor has trained them; it would notice at its next commit
@@ -274,6 +299,8 @@ def _run(seed: int, *mutants: str) -> World:
                 start(_master(world, resume=world.chance(0.5)), "master")
             elif world.chance(0.01):
                 start(_stopper(world), "stopper")
+            elif world.chance(0.01):
+                _damage_newest(world)
             elif world.chance(0.03):
                 world.random.choice(ready).doomed = True
             elif world.chance(0.05):
@@ -286,6 +313,13 @@ def _run(seed: int, *mutants: str) -> World:
     finally:
         finish_all()
     return world
+
+
+def _damage_newest(world: World) -> None:
+    """At least two commits are kept, and only one of them is ever damaged."""
+    directories = [logged.commit.directory for logged in _read(world).state.lineage()[-2:]]
+    if len(directories) == 2 and directories[0] not in world.damaged:
+        world.damaged.add(directories[1])
 
 
 def _require_completion(
@@ -330,10 +364,11 @@ def _read(world: World) -> TrialLog:
 
 
 def _require_correct(world: World) -> None:
-    commits = _read(world).state.commits
-    for logged in world.acknowledged:
-        if logged not in commits:
-            raise Violation(f"commit {logged} was acknowledged and is lost")
+    state = _read(world).state
+    commits = state.lineage()
+    for logged in {*world.acknowledged, *state.commits}:
+        if logged not in commits and logged.commit.directory not in world.damaged:
+            raise Violation(f"commit {logged} is whole and is lost")
     trained: set[int] = set()
     previous = 0
     for logged in commits:
@@ -354,7 +389,7 @@ def _require_correct(world: World) -> None:
 
 
 def test_no_schedule_of_crashes_zombies_and_lost_replies_breaks_the_commit_rules() -> None:
-    masters = stops = lost = 0
+    masters = stops = lost = fallbacks = 0
     for seed in range(250):
         try:
             world = _run(seed)
@@ -363,8 +398,9 @@ def test_no_schedule_of_crashes_zombies_and_lost_replies_breaks_the_commit_rules
         masters += _read(world).state.epoch
         stops += sum(b'"kind":"stop"' in data for data in world.slots.values())
         lost += len(_read(world).state.commits) - len(world.acknowledged)
+        fallbacks += sum(b'"kind":"fallback"' in data for data in world.slots.values())
     # The schedules must have been as bad as they are meant to be.
-    assert masters > 500 and stops > 10 and lost > 10
+    assert masters > 500 and stops > 10 and lost > 10 and fallbacks > 10
 
 
 @pytest.mark.parametrize(
@@ -377,6 +413,7 @@ def test_no_schedule_of_crashes_zombies_and_lost_replies_breaks_the_commit_rules
         "commit_first",
         "clean_before_commit",
         "step_only_directory",
+        "settled_by_any_commit",
     ],
 )
 def test_breaking_one_rule_is_noticed(mutant: str) -> None:
