@@ -108,8 +108,8 @@ class CommittedLedger:
 
     def _start_over(self, head: LoggedCommit) -> LedgerNews:
         try:
-            ledger = committed_ledger(self._trial, head.commit)
-        except CorruptCheckpointError as error:
+            ledger = self._read_whole(head)
+        except CorruptLedgerError as error:
             if head.slot != self._unreadable_slot:
                 logger.error("what the commit of step %d covers is not known yet: %s", head.commit.step, error)
             self._unreadable_slot, self._retry_at = head.slot, time.monotonic() + _RETRY_PAUSE_S
@@ -120,3 +120,11 @@ class CommittedLedger:
             dropped=tuple(uid for uid in ledger.dropped if not before.consumed(uid)),
             has_gone_back=any(not ledger.consumed(uid) for uid in (*before.trained, *before.dropped)),
         )
+
+    def _read_whole(self, head: LoggedCommit) -> Ledger:
+        try:
+            return committed_ledger(self._trial, head.commit)
+        except CorruptCheckpointError as error:
+            logger.warning("%s; the deltas up to step %d are read instead", error, head.commit.step)
+        lineage = self._log.state.lineage(head.slot)
+        return Ledger.of(*(read_delta(self._trial, logged.commit) for logged in lineage))

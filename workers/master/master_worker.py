@@ -172,7 +172,10 @@ class MasterWorker(Worker):
                 last_valid_commit, writer.state, self.context.trial, on_progress=on_progress
             )
         if recovery.rejected:
-            writer.fall_back_to(recovery.slot, reason=recovery.rejected[0].reason)
+            reason = recovery.rejected[0].reason
+            writer.fall_back_to(recovery.slot, reason=reason)
+            step = recovery.honoured[-1].commit.step
+            self._journal.append("fell_back", epoch=writer.epoch, step=step, reason=reason)
         return recovery
 
     def _source(self, buffer: SequenceBuffer, gang: TrainerGang, lineage: Lineage, ledger: Ledger) -> SampleSource:
