@@ -13,6 +13,7 @@ import importlib
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -54,6 +55,7 @@ WORKER_CLASSES: dict[str, str] = {
 }
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _RENDEZVOUS_TIMEOUT_S = 60.0
+_OPEN_FILES = 65536  # a connection of a stream takes five; many sites start processes with 1024
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     faulthandler.enable()
     plan = RunPlan.from_json(arguments.plan.read_bytes())
+    _allow_open_files()
     if plan.mode == "local":
         _die_with_parent()
     trial = TrialDirectory(plan.trial.directory)
@@ -204,6 +207,14 @@ def _configure_logging(worker_id: str, secrets: TrialSecrets) -> None:
     handler.addFilter(SecretFilter(secrets.values()))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+
+
+def _allow_open_files() -> None:
+    """As many as the site permits: a worker that runs out of them loses connections, one here and one there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _die_with_parent() -> None:

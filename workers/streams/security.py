@@ -129,6 +129,8 @@ class StreamSecurity:
         self.trial_uuid = trial_uuid
         self._keys = keys
         self._context = zmq.Context()
+        # Each connection takes three sockets, and libzmq would stop at 1,023 of them.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._sockets: weakref.WeakSet[zmq.Socket[bytes]] = weakref.WeakSet()
         self._zap: ZapHandler | None = None
         self._zap_lock = threading.Lock()

@@ -148,6 +148,16 @@ def test_several_senders_share_the_room_of_several_receivers(as_role: AsRole, re
     with_sender(as_role("rollout_worker"), run)
 
 
+def test_a_sender_is_connected_to_hundreds_of_receivers(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
+    """They listen at one address here; for the sender each is a connection of its own."""
+
+    async def run(sender: TrajectorySender) -> None:
+        sender.set_receivers(dict.fromkeys(range(400), receiver.endpoint))
+        await sender.wait_connected(60)
+
+    with_sender(as_role("rollout_worker"), run)
+
+
 def test_nothing_is_taken_in_before_a_session_starts(as_role: AsRole) -> None:
     async def run(sender: TrajectorySender) -> None:
         with TrajectoryReceiver(
