@@ -76,7 +76,11 @@ class TrainerGang:
         """Publish where the master listens, and wait until all model workers of one start of the gang are connected."""
         context = self._context
         self._client = RequestClient(
-            context.security, address=context.address, epoch=self._epoch, on_worker_dead=self._note_dead
+            context.security,
+            address=context.address,
+            epoch=self._epoch,
+            workers=frozenset(self._workers),
+            on_worker_dead=self._note_dead,
         )
         try:
             self._lease = context.names.lease(

@@ -42,6 +42,7 @@ from corral.workers.streams.messages import (
     ToWorker,
     WorkerRequest,
 )
+from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.security import StreamSecurity
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class WorkerRequestStream:
         self._waiting: FlushQueue[Envelope] = FlushQueue()
         self._replies = ReplyCache(_NUM_CACHED_REPLIES)
         self._max_epoch = 0
-        self.num_malformed = 0
+        self._malformed = Refusals(f"malformed requests to {worker_id}")
         self.num_stale = 0
         self._thread = LoopThread(f"requests of {worker_id}")
 
@@ -187,8 +188,7 @@ class WorkerRequestStream:
                 raise MalformedMessageError(f"request {request_id} arrived under epoch {message.epoch}")
             self._dispatch(request_id, message)
         except MalformedMessageError as error:
-            self.num_malformed += 1
-            logger.warning("%s dropped a malformed request: %s", self.worker_id, error)
+            self._malformed.note(error)
 
     def _dispatch(self, request_id: RequestId, message: Message[WorkerRequest]) -> None:
         if request_id.epoch < self._max_epoch:

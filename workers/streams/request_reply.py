@@ -41,6 +41,7 @@ from corral.workers.streams.messages import (
     StaleReply,
     WorkerRequest,
 )
+from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.router import Peer, RouterEndpoint
 from corral.workers.streams.security import StreamSecurity
 
@@ -124,6 +125,7 @@ class RequestClient:
         address: str,
         epoch: int,
         roles: Set[str] = frozenset({"model_worker"}),
+        workers: Set[str] | None = None,
         reconnect_grace_s: float = 3.0,
         on_worker_dead: Callable[[str], None] | None = None,
     ) -> None:
@@ -131,10 +133,12 @@ class RequestClient:
         Args:
             address: IP address of the interface to listen on.
             epoch: trainer epoch; goes into every request.
+            workers: who may say hello; None is anybody with a key of `roles`. A stranger's death would be a death too.
             reconnect_grace_s: how long a disconnected worker may stay away before it counts as dead.
             on_worker_dead: called once for each worker that died or was replaced by a new process.
         """
         self._epoch = epoch
+        self._expected = workers
         self._reconnect_grace_s = reconnect_grace_s
         self._on_worker_dead = on_worker_dead
         self._codec: MessageCodec[FromWorker] = MessageCodec(FromWorker, trial_uuid=security.trial_uuid)
@@ -145,7 +149,7 @@ class RequestClient:
         self._arrival = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
-        self.num_malformed = 0
+        self._malformed = Refusals("malformed messages to the master")
         self.num_late = 0
         self._router = RouterEndpoint(
             security,
@@ -155,6 +159,11 @@ class RequestClient:
             on_message=self._receive,
             on_peer_gone=self._handle_peer_gone,
         )
+
+    @property
+    def num_malformed(self) -> int:
+        """Messages that were counted and dropped."""
+        return self._malformed.count
 
     @property
     def endpoint(self) -> str:
@@ -319,10 +328,11 @@ class RequestClient:
             else:
                 self._settle(peer.identity, message)
         except MalformedMessageError as error:
-            self.num_malformed += 1
-            logger.warning("the master dropped a malformed message of a %s: %s", peer.role, error)
+            self._malformed.note(f"of a {peer.role}: {error}")
 
     def _welcome(self, identity: bytes, hello: Hello) -> None:
+        if self._expected is not None and hello.worker not in self._expected:
+            raise MalformedMessageError(f"a hello came of {hello.worker[:64]!r}, which is no worker of this stream")
         worker = self._worker_by_id.get(hello.worker)
         if worker is not None and worker.hello.incarnation != hello.incarnation:
             self._bury(worker)

@@ -9,7 +9,6 @@ that has spoken: with ROUTER_MANDATORY the send fails exactly for those that are
 """
 
 import asyncio
-import logging
 import struct
 from collections.abc import Callable, Set
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ import zmq
 
 from corral.workers.streams.codec import Buffer
 from corral.workers.streams.errors import PeerDeadError, StreamClosedError
+from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.security import StreamSecurity
-
-logger = logging.getLogger(__name__)
 
 PROBE: list[Buffer] = [b""]
 """A message without meaning; no encoded header is empty."""
@@ -28,7 +26,6 @@ PROBE: list[Buffer] = [b""]
 _BURST = 128  # messages of one socket that are handled before the loop's other tasks get their turn
 # The monitor speaks before the ROUTER has let go of the connection: look again a little later.
 _PROBE_DELAYS_S = (0.005, 0.02, 0.25)
-_REFUSAL_LOG_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +123,8 @@ class RouterEndpoint:
         self._loop = asyncio.get_running_loop()
         self._probe_timer: asyncio.TimerHandle | None = None
         self._num_probes = 0
-        self._num_failed_handshakes = 0
-        self._last_refusal_log_s = float("-inf")
         self._closed = False
+        self._refused = Refusals(f"connections to the {purpose} socket")
         self._server = security.bind_router(address, roles=roles, purpose=purpose, bulk=bulk)
         self._reader = SocketReader(self._server.socket, self._deliver)
         self._monitor_reader = SocketReader(self._server.monitor, self._deliver_event)
@@ -141,7 +137,7 @@ class RouterEndpoint:
     @property
     def num_refused_handshakes(self) -> int:
         """Connections that were no client of this trial: unknown keys, no CURVE, garbage."""
-        return self._num_failed_handshakes
+        return self._refused.count
 
     def send(self, identity: bytes, frames: list[Buffer]) -> None:
         """Send to a peer that has spoken before; never blocks.
@@ -191,19 +187,7 @@ class RouterEndpoint:
             zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
             zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
         ):
-            self._count_refusal()
-
-    def _count_refusal(self) -> None:
-        self._num_failed_handshakes += 1
-        now = self._loop.time()
-        if now - self._last_refusal_log_s >= _REFUSAL_LOG_INTERVAL_S:
-            self._last_refusal_log_s = now
-            logger.warning(
-                "%d connections to the %s socket %s were refused so far: they did not prove to belong to this trial",
-                self._num_failed_handshakes,
-                self._purpose,
-                self.endpoint,
-            )
+            self._refused.note(f"it did not prove at {self.endpoint} to belong to this trial")
 
     def _schedule_probes(self) -> None:
         self._num_probes = 0  # a timer that already runs is followed by the whole series again

@@ -29,6 +29,7 @@ from corral.workers.streams.errors import (
 )
 from corral.workers.streams.link import DealerLink
 from corral.workers.streams.messages import ErrorReply
+from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.router import Peer, RouterEndpoint
 from corral.workers.streams.security import StreamSecurity
 
@@ -70,7 +71,7 @@ class AsyncRequestServer(Generic[RequestT]):
         self._replies = ReplyCache(_NUM_CACHED_REPLIES)
         self._identity_by_request_id: dict[str, bytes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.num_malformed = 0
+        self._malformed = Refusals(f"malformed messages to the {purpose} socket")
         self._router = RouterEndpoint(
             security,
             address=address,
@@ -107,10 +108,7 @@ class AsyncRequestServer(Generic[RequestT]):
         try:
             message = self._codec.decode(frames)
         except MalformedMessageError as error:
-            self.num_malformed += 1
-            logger.warning(
-                "dropped a malformed message to the %s socket from a %s: %s", self._purpose, peer.role, error
-            )
+            self._malformed.note(f"of a {peer.role}: {error}")
             return
         known = self._replies.begin(message.request_id)
         self._identity_by_request_id[message.request_id] = (
@@ -174,7 +172,7 @@ class AsyncRequestClient(Generic[RequestT, ReplyT]):
         self._sequence = itertools.count(1)
         self._frames_by_request_id: dict[str, list[Buffer]] = {}
         self._future_by_request_id: dict[str, asyncio.Future[ReplyT]] = {}
-        self.num_malformed = 0
+        self._malformed = Refusals(f"malformed messages of {server}")
         self._link = DealerLink(
             security,
             address_provider,
@@ -247,8 +245,7 @@ class AsyncRequestClient(Generic[RequestT, ReplyT]):
         try:
             message = self._codec.decode(frames)
         except MalformedMessageError as error:
-            self.num_malformed += 1
-            logger.warning("dropped a malformed message from %s: %s", self._server, error)
+            self._malformed.note(error)
             return
         future = self._future_by_request_id.get(message.request_id)
         if future is None or future.done():

@@ -25,6 +25,7 @@ from corral.workers.streams.messages_trajectory import (
     VerdictKind,
     Withdraw,
 )
+from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.router import Peer, RouterEndpoint
 from corral.workers.streams.security import StreamSecurity
 from corral.workers.streams.trajectory_receiver_book import Outgoing, ReceiverBook
@@ -65,7 +66,7 @@ class TrajectoryReceiver:
             capacity_records=capacity_records, capacity_bytes=capacity_bytes
         )
         self._codec: MessageCodec[ToReceiver] = MessageCodec(ToReceiver, trial_uuid=security.trial_uuid)
-        self.num_malformed = 0
+        self._malformed = Refusals("malformed messages to the trajectories socket")
         self._thread = LoopThread("trajectories")
 
         def start() -> RouterEndpoint:
@@ -145,8 +146,7 @@ class TrajectoryReceiver:
         try:
             message = self._codec.decode(frames)
         except MalformedMessageError as error:
-            self.num_malformed += 1
-            logger.warning("dropped a malformed trajectory message of a %s: %s", peer.role, error)
+            self._malformed.note(f"of a {peer.role}: {error}")
             return
         self._send(self._apply(peer.identity, message))
 

@@ -28,6 +28,7 @@ from corral.workers.streams.messages_trajectory import (
     Verdict,
     VerdictKind,
 )
+from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.security import StreamSecurity
 from corral.workers.streams.trajectory_sender_book import Action, RecordState, Send, SenderBook
 
@@ -69,7 +70,8 @@ class TrajectorySender:
         self._links: dict[int, DealerLink] = {}
         self._addresses: dict[int, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.num_malformed = 0
+        self._malformed = Refusals("malformed messages of trajectory receivers")
+        self._failure: BaseException | None = None
         self.num_sent = 0
 
     def offer(self, header: TrajectoryHeader, tensors_provider: Callable[[], Tensors], *, size_bytes: int) -> None:
@@ -107,7 +109,9 @@ class TrajectorySender:
                 self._links[index] = self._link(index)
 
     def raise_failure(self) -> None:
-        """Raise why a receiver cannot be used, such as `WrongTrialKeyError`, if there is one."""
+        """Raise why a receiver cannot be used, such as `WrongTrialKeyError`, or what a sending failed of, if it did."""
+        if self._failure is not None:
+            raise self._failure
         for link in self._links.values():
             link.raise_failure()
 
@@ -160,8 +164,7 @@ class TrajectorySender:
         try:
             body = self._codec.decode(frames).body
         except MalformedMessageError as error:
-            self.num_malformed += 1
-            logger.warning("dropped a malformed message of trajectory receiver %d: %s", index, error)
+            self._malformed.note(f"of receiver {index}: {error}")
             return
         match body:
             case Session():
@@ -202,4 +205,9 @@ class TrajectorySender:
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._handle_task_done)
+
+    def _handle_task_done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error

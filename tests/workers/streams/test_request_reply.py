@@ -290,6 +290,31 @@ def test_a_killed_or_stopped_worker_is_an_error_for_whoever_waits_for_it(
     asyncio.run(run())
 
 
+def test_a_stranger_to_the_plan_is_not_welcomed_and_its_end_is_nobodys_death(as_role: AsRole) -> None:
+    """It holds a key of the trial all the same."""
+
+    async def run() -> None:
+        dead: list[str] = []
+        async with RequestClient(
+            as_role("master_worker"),
+            address=LOOPBACK,
+            epoch=1,
+            workers={"model_worker/0"},
+            reconnect_grace_s=0.0,
+            on_worker_dead=dead.append,
+        ) as client:
+            security = as_role("model_worker")
+            with worker(security, lambda: client.endpoint) as member:
+                with worker(security, lambda: client.endpoint, index=7):
+                    await until(lambda: client.num_malformed > 0, waiting_for="the stranger's hello")
+                await initialize(client, member)
+                assert client.hello_of("model_worker/7") is None
+            await until(lambda: dead != [], waiting_for="the member's end")
+            assert dead == ["model_worker/0"]
+
+    asyncio.run(run())
+
+
 def test_a_restarted_worker_fails_what_its_predecessor_had_not_answered(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         security = as_role("model_worker")

@@ -235,7 +235,9 @@ def test_servers_survive_a_thousand_connections_of_garbage(as_role: AsRole) -> N
         asyncio.run(master_goes_on())
 
 
-def test_malformed_messages_of_a_trial_member_are_counted_and_dropped(as_role: AsRole) -> None:
+def test_malformed_messages_of_a_trial_member_are_counted_and_dropped(
+    as_role: AsRole, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run() -> None:
         worker = as_role("model_worker")
         async with RequestClient(as_role("master_worker"), address=LOOPBACK, epoch=1) as client:
@@ -248,6 +250,7 @@ def test_malformed_messages_of_a_trial_member_are_counted_and_dropped(as_role: A
             connection.close()
 
     asyncio.run(run())
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1, "a line each fills disks"
 
 
 def test_frames_above_the_limit_end_the_connection_and_nothing_else(as_role: AsRole) -> None:
