@@ -22,6 +22,7 @@ from corral.launcher.end_actions import EndState
 from corral.launcher.job_ends import JobEnd, explain_end, is_being_preempted
 from corral.launcher.layout import Layout
 from corral.launcher.node_loss import nodes_that_are_down, note_failed_node
+from corral.launcher.own_jobs import own_jobs_of_plan
 from corral.launcher.sbatch import successor_options
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
 from corral.launcher.slurm_words import is_staying
@@ -66,6 +67,7 @@ class Continuation:
         self._restart_count = restart_count
         self._hosts = tuple(hosts)
         self._record = record
+        self._own_jobs = own_jobs_of_plan(plan, directory)
         self.successor = read_successor(directory, after=job_id)
         """Job id of the successor; "" if there is none."""
 
@@ -143,9 +145,9 @@ class Continuation:
         deadline = time.monotonic() + _SWEEP_TIMEOUT_S
         while True:
             try:
-                for job in self._client.queue():
-                    is_ours = job.tag.get("trial_uuid") == self._plan.trial.uuid and job.job_id != self._job_id
-                    if is_ours and is_staying(job.state) and not self._is_component(job.job_id):
+                for job, _ in self._own_jobs.select(self._client.queue()):
+                    is_other = job.job_id != self._job_id and is_staying(job.state)
+                    if is_other and not self._is_component(job.job_id):
                         self._client.cancel(job.job_id)
                 return
             except SlurmError as error:
@@ -157,11 +159,13 @@ class Continuation:
     def _remember(self, successor: str) -> None:
         try:
             write_successor(self._directory, successor, after=self._job_id)
+            if successor:
+                self._own_jobs.note(successor, attempt=-1)  # which attempt it makes is known when it starts
         except OSError as error:
             self._record("successor_not_written", job_id=successor, cause=str(error))
 
     def _is_successor(self, job: QueuedJob) -> bool:
-        return is_head_of(self._plan.trial.uuid)(job) and job.job_id != self._job_id and job.state == "PENDING"
+        return is_head_of(self._own_jobs)(job) and job.job_id != self._job_id and job.state == "PENDING"
 
     def _is_component(self, job_id: str) -> bool:
         """Whether it is a part of our own heterogeneous job, which ends with us."""

@@ -38,6 +38,7 @@ from corral.launcher.member_places import (
     why_leaving,
     with_attempt,
 )
+from corral.launcher.own_jobs import JobNote, own_jobs_of_plan
 from corral.launcher.sbatch import holder_path, holders_alive_path, member_options, render_holder
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
 from corral.launcher.unit_actions import Action, UnitSpec
@@ -87,6 +88,7 @@ class Members:
         self._own = dict(own)
         self._record = record
         self._exclude_nodes = tuple(exclude_nodes)
+        self._own_jobs = own_jobs_of_plan(plan, directory)
         self._index_by_name = {
             allocation.name: index
             for index, allocation in enumerate(layout.allocations)
@@ -216,7 +218,7 @@ class Members:
 
     def _ask_queue(self) -> Answer:
         try:
-            sightings = [self._sighting(job) for job in self._client.queue() if self._is_ours(job)]
+            sightings = [self._sighting(job, note) for job, note in self._our_jobs()]
         except SlurmError as error:
             trouble = str(error)
             return lambda now: self._unanswered(trouble)
@@ -235,10 +237,17 @@ class Members:
             if not script.exists():
                 atomic_write(script, render_holder(self._directory).encode())
             job_id = self._client.submit(with_attempt(options, self._attempt), script)
+            self._note(job_id, name)
         except (SlurmError, OSError, ValueError) as error:
             why = str(error)
             return lambda now: self._jobs.refused(name, why, now)
         return lambda now: self._jobs.submitted(name, job_id, now)
+
+    def _note(self, job_id: str, name: str) -> None:
+        try:
+            self._own_jobs.note(job_id, allocation=name, attempt=self._attempt)
+        except OSError as error:
+            logger.warning("job %s could not be noted in control/: %s", job_id, error)
 
     def _cancel(self, job_id: str) -> Answer:
         try:
@@ -271,23 +280,23 @@ class Members:
     def _cancel_all(self, known: set[str]) -> str:
         """Why some may be left, or "" if none is."""
         try:
-            alive = {job.job_id for job in self._client.queue() if self._is_ours(job)}
+            alive = {job.job_id for job, _ in self._our_jobs()}
             for job_id in sorted(known | alive):
                 self._client.cancel(job_id)
         except SlurmError as error:
             return str(error)
         return ""
 
-    def _is_ours(self, job: QueuedJob) -> bool:
-        tag = job.tag
-        return tag.get("trial_uuid") == self._plan.trial.uuid and tag.get("allocation") in self._index_by_name
+    def _our_jobs(self) -> list[tuple[QueuedJob, JobNote]]:
+        found = self._own_jobs.select(self._client.queue())
+        return [(job, note) for job, note in found if note.allocation in self._index_by_name]
 
-    def _sighting(self, job: QueuedJob) -> JobSighting:
+    def _sighting(self, job: QueuedJob, note: JobNote) -> JobSighting:
         is_there = job.state.startswith(("RUNNING", "SUSPENDED"))
         return JobSighting(
             job_id=job.job_id,
-            name=job.tag["allocation"],
-            attempt=int(job.tag.get("attempt", -1)),
+            name=note.allocation,
+            attempt=note.attempt,
             word=job.state,
             reason=job.reason,
             start=job.start,

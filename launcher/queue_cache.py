@@ -20,12 +20,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from corral.launcher.lock import LockAnswer, try_lock
+from corral.launcher.own_jobs import JobIndex
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, parse_queue
 
 FRESH_S = 5.0
@@ -35,7 +37,7 @@ _LOCK_POLL_S = 0.05
 _ACCOUNTING_FRESH_S = 86400.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class QueueAnswer:
     """What SLURM said last, and whether it still answers."""
 
@@ -45,6 +47,11 @@ class QueueAnswer:
     unreachable_since: float | None = None
     error: str = ""
     """Why SLURM did not answer, one line."""
+
+    @cached_property
+    def index(self) -> JobIndex:
+        """The jobs by trial."""
+        return JobIndex.of(self.jobs)
 
 
 class Queue(Protocol):

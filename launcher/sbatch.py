@@ -13,42 +13,28 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial_directory import TrialDirectory, validate_name
+from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.layout import Allocation, Layout
+from corral.launcher.own_jobs import job_name
 from corral.scheduling.slurm_formats import check_plain_text
 
 COMPONENT_SEPARATOR = ":"
 HOLDER_SILENCE_S = 120
 _HOLDER_INTERVAL_S = 5
 _OPTION_BY_FIELD = {"time_limit": "time"}  # the others have the name of their option
-_MAX_JOB_NAME = 64
 _BASH_TIMEOUT_S = 10.0
 _PLAIN_VALUE = re.compile(r"[A-Za-z0-9_.,:=@+/%\[\]-]+")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RenderedSubmission:
-    """What reaches SLURM, to the byte."""
-
-    script: str
-    """The text of trial.sbatch."""
-    command: str
-    """The call of sbatch, for people; it can be pasted into a shell."""
-
-
-def render_submission(plan: RunPlan, layout: Layout, directory: TrialDirectory) -> RenderedSubmission:
-    """The script of a trial and the command that submits it."""
-    return RenderedSubmission(
-        script=render_script(plan, layout, directory),
-        command=shlex.join(["sbatch", "--parsable", str(directory.sbatch_path)]),
-    )
+def submission_command(directory: TrialDirectory) -> str:
+    """The call of sbatch that submits a trial, for people; it can be pasted into a shell."""
+    return shlex.join(["sbatch", "--parsable", str(directory.sbatch_path)])
 
 
 def render_script(
@@ -170,13 +156,6 @@ def sbatch_lines(options: Sequence[str]) -> str:
         else:
             lines.append(f"#SBATCH {name}")
     return "\n".join(lines)
-
-
-def job_name(experiment: str, trial: str, allocation: str = "head") -> str:
-    """What squeue shows; identity is the job id and the uuid in the comment, never this."""
-    name = f"{validate_name(experiment, what='experiment name')}.{validate_name(trial, what='trial name')}"
-    suffix = "" if allocation == "head" else "." + allocation.replace("/", "-")
-    return name[: _MAX_JOB_NAME - len(suffix)] + suffix
 
 
 def _quoted(value: str) -> str:

@@ -30,7 +30,7 @@ from corral.launcher.lookout import Lookout, Unanswered
 from corral.launcher.queue_cache import DirectQueue, Queue, QueueAnswer
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
 from corral.launcher.status import TrialStatus, describe, unreadable
-from corral.launcher.trial_jobs import TrialJobs, find_jobs, make_members
+from corral.launcher.trial_jobs import TrialJobs, find_jobs, make_members, own_jobs_of
 from corral.launcher.trials import TrialFacts
 
 _READ_TIMEOUT_S = 60.0
@@ -93,8 +93,8 @@ class StatusReader:
         own_job_id = _job_id(directory, view)
         is_on_slurm = facts.mode == "slurm"
         jobs = find_jobs(
-            answer.jobs,
-            trial_uuid=facts.uuid,
+            answer.index,
+            own_jobs_of(facts, claimed_by=own_job_id),
             job_id=own_job_id,
             is_over=trial.attempt_ended is not None,
         )
@@ -280,7 +280,8 @@ def _gather_ended(trial: _OpenTrial, answer: QueueAnswer) -> Evidence | None:
     facts, attempt, view = trial.facts, trial.attempt, trial.view
     directory = facts.directory
     own_job_id = _job_id(directory, view)
-    jobs = find_jobs(answer.jobs, trial_uuid=facts.uuid, job_id=own_job_id, is_over=False)
+    own = own_jobs_of(facts, claimed_by=own_job_id)
+    jobs = find_jobs(answer.index, own, job_id=own_job_id, is_over=False)
     waiting = (jobs.head,) if jobs.head and jobs.head.state == "PENDING" else ()
     if waiting and why_not_another(read_attempts(directory), _read_log(directory, attempt)[0]) is None:
         return None

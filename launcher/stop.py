@@ -18,10 +18,12 @@ from typing import Literal
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import DoneError, TrialLog
+from corral.launcher.own_jobs import HEAD
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, user_name
 from corral.launcher.slurm_words import is_active
 from corral.launcher.status import FINAL_STATES, NOT_STARTED, TrialStatus
 from corral.launcher.status_reader import StatusReader
+from corral.launcher.trial_jobs import own_jobs_of
 from corral.launcher.trials import TrialFacts
 
 SCALABLE_GROUPS = ("generation_server", "rollout_worker")
@@ -198,10 +200,9 @@ def _cancel_rest(facts: TrialFacts, client: SlurmClient) -> None:
         jobs = client.queue()
     except SlurmError:
         return  # what a controller that is down would start ends by itself: the trial log says Stop
-    for job in jobs:
-        is_member = job.tag.get("allocation") not in (None, "head")  # a head that still runs is about to end
-        is_left = job.state == "PENDING" or (is_member and is_active(job.state))
-        if job.tag.get("trial_uuid") == facts.uuid and is_left:
+    for job, note in own_jobs_of(facts).select(jobs):
+        is_member = note.allocation != HEAD  # a head that still runs is about to end
+        if job.state == "PENDING" or (is_member and is_active(job.state)):
             client.cancel(job.job_id)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.lock import LockAnswer, try_lock
+from corral.launcher.own_jobs import HEAD, OwnJobs
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, SlurmUnreachableError, UncertainSubmissionError
 from corral.launcher.slurm_words import is_active
 
@@ -62,14 +63,15 @@ def submit_once(
         raise
 
 
-def is_head_of(trial_uuid: str) -> Callable[[QueuedJob], bool]:
+def is_head_of(own: OwnJobs) -> Callable[[QueuedJob], bool]:
     """Tells a trial's own job that waits or runs from its components, from its members' jobs and from all others."""
-    return lambda job: (
-        job.tag.get("trial_uuid") == trial_uuid
-        and job.tag.get("allocation") == "head"
-        and not job.het_component  # SLURM copies the comment of the first to all of them
-        and is_active(job.state)
-    )
+
+    def is_it(job: QueuedJob) -> bool:
+        # SLURM copies the comment of the first component to all of them.
+        note = own.identify(job) if is_active(job.state) and not job.het_component else None
+        return note is not None and note.allocation == HEAD
+
+    return is_it
 
 
 @contextmanager

@@ -8,6 +8,7 @@
 An error before `create` leaves nothing; an error in it removes what it made.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -35,6 +36,7 @@ from corral.experiments.trial_log import CorruptLogError, TrialLog
 from corral.launcher.layout import Layout
 from corral.launcher.local import share_gpus, start_detached, visible_gpus
 from corral.launcher.lock import is_locked
+from corral.launcher.own_jobs import OwnJobs, own_jobs_of_plan
 from corral.launcher.preflight import check_on_slurm
 from corral.launcher.sbatch import holder_path, render_holder, render_script
 from corral.launcher.slurm import SlurmClient, SlurmError, clean_environment
@@ -161,7 +163,7 @@ def _refuse_living(plan: RunPlan, directory: TrialDirectory, client: SlurmClient
     if _still_runs(directory):
         raise SubmissionError(f"trial {name} still runs; rl-status {name} shows it")
     if plan.mode == "slurm":
-        _refuse_queued(name, plan.trial.uuid, client or SlurmClient())
+        _refuse_queued(name, own_jobs_of_plan(plan, directory), client or SlurmClient())
 
 
 def _still_runs(directory: TrialDirectory) -> bool:
@@ -269,8 +271,10 @@ def _start_local(directory: TrialDirectory, attempt: int, supervisor_command: Se
 def _start_on_slurm(submission: Submission, layout: Layout, attempt: int, client: SlurmClient) -> str:
     directory = submission.directory
     write_launch_files(submission.plan, layout, directory)
-    is_it = is_head_of(submission.plan.trial.uuid)
-    job_id = submit_once(client, [], directory.sbatch_path, is_it=is_it)
+    own = own_jobs_of_plan(submission.plan, directory)
+    job_id = submit_once(client, [], directory.sbatch_path, is_it=is_head_of(own))
+    with contextlib.suppress(OSError):  # the job has been taken; its comment names it, and so will its claim
+        own.note(job_id, attempt=attempt)
     Journal(directory.journal_path).append("submitted", attempt=attempt, job_id=job_id)
     return job_id
 
@@ -355,13 +359,13 @@ def _check_resources(
     return None, (gpus, "output folder writable"), (ignored,) if contained else ()
 
 
-def _refuse_queued(name: str, trial_uuid: str, client: SlurmClient) -> None:
+def _refuse_queued(name: str, own: OwnJobs, client: SlurmClient) -> None:
     try:
         jobs = client.queue()
     except SlurmError as error:
         raise SubmissionError(f"cannot tell whether trial {name} still runs: {error}") from error
-    for job in jobs:
-        if job.tag.get("trial_uuid") == trial_uuid and is_active(job.state):
+    for job, _ in own.select(jobs):
+        if is_active(job.state):
             raise SubmissionError(f"trial {name} is still job {job.job_id} ({job.state}); rl-stop {name} first")
 
 

@@ -1,7 +1,7 @@
-"""Which of a user's jobs belong to a trial, and as what. Pure: the comment of a job says, never its name.
+"""What each of a trial's jobs is at the moment.
 
-jobs with our uuid --+-- allocation head: this attempt's job, its successor, or a zombie of an earlier one
-                     +-- another allocation: a member's job
+jobs of OwnJobs --+-- allocation head: this attempt's job, its successor, or a zombie of an earlier one
+                  +-- another allocation: a member's job
 jobs whose trial directory is gone: nobody's, but still ours
 """
 
@@ -9,10 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from corral.launcher.evidence import Member
+from corral.launcher.own_jobs import HEAD, JobIndex, OwnJobs
 from corral.launcher.slurm import QueuedJob
 from corral.launcher.slurm_words import is_active, is_staying
+from corral.launcher.trials import TrialFacts
 
-_HEADS = (None, "", "head")
+_HEADS = (None, "", HEAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +29,17 @@ class TrialJobs:
     """Jobs of earlier attempts that SLURM still runs, or is going to."""
 
 
-def find_jobs(jobs: Iterable[QueuedJob], *, trial_uuid: str, job_id: str, is_over: bool) -> TrialJobs:
+def find_jobs(jobs: JobIndex, own: OwnJobs, *, job_id: str, is_over: bool) -> TrialJobs:
     """Sorts a trial's jobs out.
 
     Args:
+        jobs: everybody's.
+        own: tells those of the trial.
         job_id: of the last attempt; "" if it is not known.
         is_over: whether that attempt has ended, so that another job may be waiting to go on.
     """
-    ours = [job for job in jobs if job.tag.get("trial_uuid") == trial_uuid or (job_id and job.job_id == job_id)]
-    ours = [job for job in ours if not job.het_component]  # the first component stands for all
-    heads = sorted((job for job in ours if job.tag.get("allocation") in _HEADS), key=_number)
+    ours = [(job, note) for job, note in own.select(jobs) if not job.het_component]  # the first one stands for all
+    heads = sorted((job for job, note in ours if note.allocation == HEAD), key=_number)
     head = _choose_head(heads, job_id, is_over=is_over)
     members: dict[str, QueuedJob] = {}
     zombies = [
@@ -44,12 +47,17 @@ def find_jobs(jobs: Iterable[QueuedJob], *, trial_uuid: str, job_id: str, is_ove
         for job in heads
         if job is not head and job.job_id != job_id and is_staying(job.state) and _is_older(job, head)
     ]
-    for job in sorted((job for job in ours if job not in heads), key=lambda job: (is_staying(job.state), _number(job))):
-        name = str(job.tag.get("allocation"))
-        if name in members and is_staying(members[name].state):
-            zombies.append(members[name])
-        members[name] = job
+    beside = [(job, note) for job, note in ours if note.allocation != HEAD]
+    for job, note in sorted(beside, key=lambda one: (is_staying(one[0].state), _number(one[0]))):
+        if note.allocation in members and is_staying(members[note.allocation].state):
+            zombies.append(members[note.allocation])
+        members[note.allocation] = job
     return TrialJobs(head=head, members=members, zombies=tuple(zombies))
+
+
+def own_jobs_of(facts: TrialFacts, *, claimed_by: str = "") -> OwnJobs:
+    """Tells a trial's jobs from all others."""
+    return OwnJobs(facts.directory, facts.experiment, facts.trial, facts.uuid, claimed_by)
 
 
 def make_members(names: Mapping[str, bool], jobs: TrialJobs) -> tuple[Member, ...]:

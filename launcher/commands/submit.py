@@ -199,9 +199,9 @@ def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bo
     else:
         print(f"job        {identifier}   {display_path(submission.directory.sbatch_path)}")
     if verbose and submission.layout is not None:
-        from corral.launcher.sbatch import render_submission
+        from corral.launcher.sbatch import submission_command
 
-        print(f"command    {render_submission(plan, submission.layout, submission.directory).command}")
+        print(f"command    {submission_command(submission.directory)}")
     is_default = submission.directory.path.parent.parent == default_fileroot().absolute()
     name = f"{plan.trial.experiment}/{plan.trial.trial}" if is_default else str(submission.directory.path)
     print(f"next       rl-status {name}\n           rl-logs {name} -f\n           rl-stop {name}", flush=True)

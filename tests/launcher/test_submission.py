@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.own_jobs import OwnJobs
 from corral.launcher.patience import patiently
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, SlurmUnreachableError, UncertainSubmissionError
 from corral.launcher.submission import (
@@ -59,7 +60,9 @@ def failing(error: BaseException) -> Callable[[], str]:
 
 
 def submit(client: SlurmClient) -> str:
-    return submit_once(client, [], SCRIPT, is_it=is_head_of("u"))
+    return submit_once(
+        client, [], SCRIPT, is_it=is_head_of(OwnJobs(TrialDirectory(Path("/nowhere")), "exp", "trial", "u"))
+    )
 
 
 @pytest.fixture(autouse=True)

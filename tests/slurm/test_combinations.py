@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from corral.experiments.trial_log import TrialLog
+from corral.launcher.own_jobs import own_jobs_of_plan
 from corral.launcher.slurm import QueuedJob, SlurmClient, UncertainSubmissionError
 from corral.launcher.stop import stop_trial
 from corral.launcher.submission import is_head_of, submit_once
@@ -159,7 +160,7 @@ def test_a_job_that_sbatch_was_kept_from_naming_is_found(
     slow.write_text(f'#!/bin/sh\n{real} "$@" > /dev/null\nexec sleep 60\n')
     slow.chmod(0o700)
     monkeypatch.setenv("PATH", f"{slow.parent}:{os.environ['PATH']}")
-    is_it = is_head_of(trial.plan.trial.uuid)
+    is_it = is_head_of(own_jobs_of_plan(trial.plan, trial.directory))
     trial.job_id = submit_once(SlurmClient(timeout_s=2.0), [], script, is_it=is_it)
     assert [job.job_id for job in alive(trial)] == [trial.job_id]
     slow.write_text("#!/bin/sh\nexec sleep 60\n")

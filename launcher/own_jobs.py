@@ -1,0 +1,128 @@
+"""Which jobs of a user are a trial's, and as what: by the comment, or by id and name where a site rewrites comments.
+
+sbatch --job id--> control/jobs/7.json   {"name": "exp.trial", "allocation": "head", "attempt": 0}
+
+squeue's line --comment of corral--> the trial of its uuid
+             +--none, but a name like ours--> control/jobs/ID.json of the same name --> this trial
+             +--else--> somebody else's
+
+An id alone says nothing: another cluster with the same home folder numbers its jobs too, and ids begin anew some day.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from corral.experiments.trial_directory import TrialDirectory, atomic_write, validate_name
+from corral.launcher.slurm import QueuedJob
+
+if TYPE_CHECKING:  # rl-status reads plans without the schema, which takes longer to import than it takes to answer
+    from corral.experiments.plan import RunPlan
+
+HEAD = "head"
+_MAX_JOB_NAME = 64
+_STEM = 32  # of a name: what is cut off for SLURM's sake comes after it
+
+
+class JobNote(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that was asked for."""
+
+    name: str
+    allocation: str
+    """`head`, or the name of a job beside it."""
+    attempt: int
+    """That asked for it; -1 if the job does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobIndex:
+    """The jobs of one answer of squeue; each comment is read once, whatever the number of trials."""
+
+    by_uuid: Mapping[str, Sequence[QueuedJob]]
+    without_tag: Sequence[QueuedJob]
+
+    @classmethod
+    def of(cls, jobs: Iterable[QueuedJob]) -> "JobIndex":
+        by_uuid: dict[str, list[QueuedJob]] = {}
+        without_tag: list[QueuedJob] = []
+        for job in jobs:
+            uuid = job.tag.get("trial_uuid")
+            (by_uuid.setdefault(uuid, []) if isinstance(uuid, str) else without_tag).append(job)
+        return cls(by_uuid, without_tag)
+
+
+@dataclass(slots=True)
+class OwnJobs:
+    """Tells the jobs of one trial from all others.
+
+    Args:
+        directory: of the trial.
+        experiment, trial: its names.
+        uuid: its id.
+        claimed_by: the job that has claimed its last attempt, which is its head whether it was noted or not.
+    """
+
+    directory: TrialDirectory
+    experiment: str
+    trial: str
+    uuid: str
+    claimed_by: str = ""
+    _notes: dict[str, JobNote | None] = field(default_factory=dict)
+
+    def note(self, job_id: str, *, allocation: str = HEAD, attempt: int) -> None:
+        """Remembers a job that SLURM has taken.
+
+        Raises:
+            OSError: if it cannot be written; the comment still tells, where the site leaves it alone.
+        """
+        note = JobNote(name=job_name(self.experiment, self.trial, allocation), allocation=allocation, attempt=attempt)
+        folder = self.directory.control_path / "jobs"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        atomic_write(folder / f"{job_id}.json", msgspec.json.encode(note))
+        self._notes[job_id] = note
+
+    def identify(self, job: QueuedJob) -> JobNote | None:
+        """What a job is to this trial; None if it is somebody else's."""
+        tag = job.tag
+        if tag:
+            if tag.get("trial_uuid") != self.uuid:
+                return None
+            allocation, attempt = tag.get("allocation") or HEAD, tag.get("attempt")
+            return JobNote(
+                name=job.name, allocation=str(allocation), attempt=attempt if isinstance(attempt, int) else -1
+            )
+        if not job.name.startswith(f"{self.experiment}.{self.trial}"[:_STEM]):
+            return None
+        note = self._note_of(job.job_id)
+        return note if note is not None and note.name == job.name else None
+
+    def select(self, jobs: Iterable[QueuedJob] | JobIndex) -> list[tuple[QueuedJob, JobNote]]:
+        """The trial's own among all, with what they are to it."""
+        if isinstance(jobs, JobIndex):
+            jobs = [*jobs.by_uuid.get(self.uuid, ()), *jobs.without_tag]
+        return [(job, note) for job in jobs if (note := self.identify(job)) is not None]
+
+    def _note_of(self, job_id: str) -> JobNote | None:
+        if job_id not in self._notes:
+            path = self.directory.control_path / "jobs" / f"{job_id}.json"
+            try:
+                self._notes[job_id] = msgspec.json.decode(path.read_bytes(), type=JobNote)
+            except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+                # Not kept: it may be written in the next moment.
+                head = JobNote(name=job_name(self.experiment, self.trial), allocation=HEAD, attempt=-1)
+                return head if job_id == self.claimed_by else None
+        return self._notes[job_id]
+
+
+def own_jobs_of_plan(plan: "RunPlan", directory: TrialDirectory) -> OwnJobs:
+    """Tells a trial's jobs from all others."""
+    return OwnJobs(directory, plan.trial.experiment, plan.trial.trial, plan.trial.uuid)
+
+
+def job_name(experiment: str, trial: str, allocation: str = "head") -> str:
+    """What squeue shows; identity is the uuid in the comment, or the job id with this."""
+    name = f"{validate_name(experiment, what='experiment name')}.{validate_name(trial, what='trial name')}"
+    suffix = "" if allocation == "head" else "." + allocation.replace("/", "-")
+    return name[: _MAX_JOB_NAME - len(suffix)] + suffix
