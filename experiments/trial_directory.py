@@ -16,7 +16,6 @@ import os
 import re
 import secrets as random_tokens
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -178,8 +177,8 @@ class TrialDirectory:
         return self.control_path / "stop.json"
 
     @property
-    def group_requests_path(self) -> Path:
-        return self.control_path / "group-requests.json"
+    def held_groups_path(self) -> Path:
+        return self.control_path / "held-groups"
 
     def attempt_logs(self, attempt: int) -> Path:
         return self.logs_path / f"attempt-{attempt}"
@@ -240,18 +239,21 @@ class TrialDirectory:
         self.stop_request_path.unlink(missing_ok=True)
         fsync_directory(self.control_path)
 
-    def write_held_groups(self, kinds: Iterable[str]) -> None:
-        """Asks the supervisor to keep the workers of these kinds down, and those of all other kinds up."""
-        atomic_write(self.group_requests_path, msgspec.json.encode({"held": sorted(kinds)}))
+    def hold_group(self, kind: str, *, undo: bool = False) -> None:
+        """Asks the supervisor to keep the workers of a kind down, or up again. A file each: nobody undoes another's."""
+        self.held_groups_path.mkdir(mode=0o700, exist_ok=True)
+        if undo:
+            (self.held_groups_path / kind).unlink(missing_ok=True)
+        else:
+            (self.held_groups_path / kind).touch(mode=0o600)
+        fsync_directory(self.held_groups_path)
 
     def read_held_groups(self) -> frozenset[str]:
-        """Kinds of worker that `rl-stop --group` keeps down; what is no such file holds nobody."""
+        """Kinds of worker that `rl-stop --group` keeps down."""
         try:
-            content = msgspec.json.decode(self.group_requests_path.read_bytes())
-        except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+            return frozenset(os.listdir(self.held_groups_path))
+        except FileNotFoundError:
             return frozenset()
-        held = content.get("held") if isinstance(content, dict) else None
-        return frozenset(kind for kind in held if isinstance(kind, str)) if isinstance(held, list) else frozenset()
 
 
 def validate_name(name: str, *, what: str = "name") -> str:

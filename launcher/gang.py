@@ -46,11 +46,6 @@ class GangGuard:
         self.is_assembled = False
         """Whether all have been there since they were last given back: steps may be started."""
 
-    @property
-    def is_forming(self) -> bool:
-        """Whether some nodes are held, and others waited for."""
-        return self._forming_since is not None
-
     def look(self, running: Collection[str], now: float) -> GiveBack | None:
         """What to do about it that just these run."""
         missing = tuple(name for name in self._names if name not in running)

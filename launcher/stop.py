@@ -4,18 +4,17 @@ stop.json --> master: checkpoint, Stop in the trial log --> supervisor: ends the
               no answer within the grace period ---------> supervisor: Stop in the trial log, ends the workers
 --now: Stop in the trial log, ends the workers
 --requeue: the same as without it, and then the next attempt in a new job
---group: control/group-requests.json --> supervisor: ends the group's workers and keeps them down, until --undo
+--group: control/held-groups/GROUP --> supervisor: ends the group's workers and keeps them down, until --undo
 nobody is there any more: Stop in the trial log from here, and scancel of the jobs that wait in the queue
 """
 
-import os
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from corral.experiments.journal import read_journal
+from corral.experiments.attempt_ends import read_end
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import DoneError, TrialLog
 from corral.launcher.own_jobs import HEAD
@@ -24,7 +23,7 @@ from corral.launcher.slurm_words import is_active
 from corral.launcher.status import FINAL_STATES, NOT_STARTED, TrialStatus
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.trial_jobs import own_jobs_of
-from corral.launcher.trials import TrialFacts
+from corral.launcher.trials import TrialFacts, read_facts
 
 SCALABLE_GROUPS = ("generation_server", "rollout_worker")
 _TEARDOWN_S = 40.0  # SIGTERM, SIGKILL, SLURM's own epilogue, the report
@@ -54,9 +53,16 @@ def stop_trial(
     now: bool = False,
     grace_s: float | None = None,
     client: SlurmClient | None = None,
-    on_status: Callable[[TrialStatus], None] = lambda status: None,
+    pause: Callable[[float], None] | None = None,
 ) -> TrialStatus:
     """Stops a trial and waits until it has ended; a trial that has ended already is left as it is.
+
+    Args:
+        facts: the trial.
+        now: do not wait for a checkpoint.
+        grace_s: how long it may take to checkpoint; None is the trial's own.
+        client: the cluster.
+        pause: waits between two looks, instead of time.sleep; what it raises ends the waiting, and not the stop.
 
     Raises:
         TimeoutError: if it is still there after the grace period and a bounded teardown.
@@ -84,13 +90,18 @@ def stop_trial(
                 f"rl-stop --now {facts.name} does not wait"
                 + (f", scancel {status.job_id} ends its job" * bool(status.job_id))
             )
-        time.sleep(_POLL_INTERVAL_S if facts.mode == "local" else 1.0)
+        (pause or time.sleep)(_POLL_INTERVAL_S if facts.mode == "local" else 1.0)
         (status,) = reader.read([facts])
-        on_status(status)
     return status
 
 
-def requeue_trial(facts: TrialFacts, *, grace_s: float | None = None, client: SlurmClient | None = None) -> TrialStatus:
+def requeue_trial(
+    facts: TrialFacts,
+    *,
+    grace_s: float | None = None,
+    client: SlurmClient | None = None,
+    pause: Callable[[float], None] | None = None,
+) -> TrialStatus:
     """Lets a trial checkpoint and go on in a new job; returns once the present attempt has ended.
 
     Raises:
@@ -112,13 +123,13 @@ def requeue_trial(facts: TrialFacts, *, grace_s: float | None = None, client: Sl
     attempt, grace_s = status.attempt, facts.stop_grace_s if grace_s is None else grace_s
     request_stop(facts, now=False, grace_s=grace_s, then="requeue")
     deadline = time.monotonic() + grace_s + _TEARDOWN_S
-    while not _attempt_is_over(facts.directory, attempt):
+    while attempt is not None and read_end(facts.directory, attempt) is None:
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"attempt {attempt} of trial {facts.name} did not end within {grace_s + _TEARDOWN_S:.0f} s of "
                 f"rl-stop --requeue; rl-status {facts.name} shows what it does"
             )
-        time.sleep(_POLL_INTERVAL_S)
+        (pause or time.sleep)(_POLL_INTERVAL_S)
     (status,) = reader.read([facts])
     return status
 
@@ -140,8 +151,7 @@ def hold_group(facts: TrialFacts, group: str, *, undo: bool = False) -> str:
     (status,) = StatusReader().read([facts])
     if status.is_final:
         raise StopRefusedError(f"trial {facts.name} is {status.state}; its groups do not run")
-    held = facts.directory.read_held_groups()
-    facts.directory.write_held_groups(held - {group} if undo else held | {group})
+    facts.directory.hold_group(group, undo=undo)
     if undo:
         return f"{group} of {facts.name} is started again"
     return f"{group} of {facts.name} is ended and kept down; rl-stop {facts.name} --group {group} --undo brings it back"
@@ -158,11 +168,28 @@ def wait_for_held(facts: TrialFacts, group: str) -> bool:
     return False
 
 
-def find_orphaned_job(argument: str, client: SlurmClient) -> QueuedJob | None:
-    """The living job with this id, if it is one of ours and its trial directory is gone."""
+def find_orphaned_job(argument: str, client: SlurmClient, *, now: bool) -> QueuedJob | None:
+    """The living job with this id, if it is one of ours and its trial directory is gone.
+
+    Args:
+        argument: what the user typed.
+        client: the cluster.
+        now: whether a trial may be ended without a checkpoint, so that a folder that is only out of sight may be gone.
+
+    Raises:
+        StopRefusedError: if this machine cannot tell whether the directory is gone: it does not see the one above.
+    """
     found = _find_job(argument, client)
-    if found is None or not is_active(found.state) or os.path.isdir(str(found.tag.get("directory"))):
+    if found is None or not is_active(found.state) or "directory" not in found.tag:
         return None
+    directory = Path(str(found.tag["directory"]))
+    if directory.is_dir():
+        return None
+    if not directory.parent.is_dir() and not now:
+        raise StopRefusedError(
+            f"job {found.job_id} belongs to the trial in {directory}, and this machine has no {directory.parent}; "
+            f"run rl-stop where it is mounted, or rl-stop --now {found.job_id} to end its jobs without a checkpoint"
+        )
     return found
 
 
@@ -175,21 +202,28 @@ def cancel_orphan(job: QueuedJob, client: SlurmClient) -> list[str]:
     return [one.job_id for one in jobs]
 
 
-def directory_of_job(argument: str, client: SlurmClient) -> Path | None:
+def directory_of_job(argument: str, client: SlurmClient, fileroot: Path) -> Path | None:
     """The trial directory that a job id stands for, if SLURM knows the job and it is ours."""
     found = _find_job(argument, client)
-    return Path(str(found.tag["directory"])) if found is not None and "directory" in found.tag else None
+    if found is None:
+        return None
+    if "directory" in found.tag:
+        return Path(str(found.tag["directory"]))
+    noted = (path.parents[2] for path in fileroot.glob(f"*/*/control/jobs/{found.job_id}.json"))
+    facts = (read_facts(TrialDirectory(path)) for path in noted)
+    own = (one for one in facts if one is not None and own_jobs_of(one).identify(found) is not None)
+    return next((one.directory.path for one in own), None)
 
 
 def _find_job(argument: str, client: SlurmClient) -> QueuedJob | None:
-    """The job with this id, if it is one of ours; None if SLURM does not answer."""
+    """The job with this id; None if SLURM does not know it, or does not answer."""
     if not argument.isdigit():
         return None
     try:
         jobs = client.queue()
     except SlurmError:
         return None
-    return next((job for job in jobs if job.job_id == argument and job.tag), None)
+    return next((job for job in jobs if job.job_id == argument), None)
 
 
 def _cancel_rest(facts: TrialFacts, client: SlurmClient) -> None:
@@ -204,13 +238,6 @@ def _cancel_rest(facts: TrialFacts, client: SlurmClient) -> None:
         is_member = note.allocation != HEAD  # a head that still runs is about to end
         if job.state == "PENDING" or (is_member and is_active(job.state)):
             client.cancel(job.job_id)
-
-
-def _attempt_is_over(directory: TrialDirectory, attempt: int | None) -> bool:
-    return any(
-        event["event"] in ("attempt_ended", "trial_ended") and event.get("attempt") == attempt
-        for event in read_journal(directory.journal_path)
-    )
 
 
 def _append_stop(facts: TrialFacts) -> None:

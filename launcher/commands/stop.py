@@ -1,6 +1,7 @@
 """rl-stop: a last checkpoint, then the end; or only a group's; or the next attempt."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,8 +46,8 @@ def stop(
             raise typer.BadParameter("--requeue is for a whole trial; it does not go with --group")
         if undo and not group:
             raise typer.BadParameter("--undo takes back --group; name the group")
-        found = [facts for trial in trials if (facts := _find(trial, fileroot)) is not None]
         try:
+            found = [facts for trial in trials if (facts := _find(trial, fileroot, now=now)) is not None]
             if group is not None:
                 _hold(found, group, undo=undo)
             else:
@@ -55,26 +56,29 @@ def stop(
             fail(str(error), EXIT_BAD_CONFIGURATION)
 
 
-def _find(trial: str, fileroot: Path | None) -> "TrialFacts | None":
+def _find(trial: str, fileroot: Path | None, *, now: bool) -> "TrialFacts | None":
     """The trial that is meant; None if it was a job without a trial directory, which is ended here."""
     from corral.experiments.trial_directory import TrialDirectory
     from corral.launcher.slurm import SlurmClient
     from corral.launcher.stop import cancel_orphan, directory_of_job, find_orphaned_job
     from corral.launcher.trials import TrialNotFoundError, default_fileroot, find_trial, read_facts
 
+    root = fileroot or default_fileroot()
     try:
-        return find_trial(trial, fileroot or default_fileroot())
+        return find_trial(trial, root)
     except TrialNotFoundError:
         client = SlurmClient()
-        path = directory_of_job(trial, client)
+        path = directory_of_job(trial, client, root)
         facts = read_facts(TrialDirectory(path)) if path is not None else None
         if facts is not None:
             return facts
-        job = find_orphaned_job(trial, client)
+        job = find_orphaned_job(trial, client, now=now)
         if job is None:
             raise
         ended = cancel_orphan(job, client)
-        print(f"{job.name} CANCELLED: its directory {job.tag.get('directory')} is gone; ended job {', '.join(ended)}")
+        print(
+            f"{job.name} CANCELLED: its directory {job.tag.get('directory')} is not there; ended job {', '.join(ended)}"
+        )
         return None
 
 
@@ -96,6 +100,12 @@ def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, 
     from corral.launcher.status_reader import StatusReader
     from corral.launcher.stop import requeue_trial, stop_trial
 
+    is_left = threading.Event()
+
+    def pause(seconds: float) -> None:
+        if is_left.wait(seconds):
+            raise _LeftError
+
     def end(facts: "TrialFacts") -> str:
         (before,) = StatusReader().read([facts])
         if not requeue and before.is_final and before.state != "LOST":
@@ -103,28 +113,45 @@ def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, 
         elif requeue:
             if not before.is_final and facts.mode == "slurm":
                 print(f"putting back {facts.name} after a last checkpoint", flush=True)
-            after, what = requeue_trial(facts, grace_s=grace), ""
+            after, what = requeue_trial(facts, grace_s=grace, pause=pause), ""
         else:
             can_checkpoint = not now and before.state not in (*NOT_STARTED, "LOST")
             print(f"stopping {facts.name}" + (" after a last checkpoint" if can_checkpoint else ""), flush=True)
-            after, what = stop_trial(facts, now=now, grace_s=grace), ""
+            after, what = stop_trial(facts, now=now, grace_s=grace, pause=pause), ""
         return f"{facts.name} {what}{after.state}" + (f": {after.note}" if after.note else "")
 
-    _in_parallel([partial(end, facts) for facts in found])
+    try:
+        _in_parallel([partial(end, facts) for facts in found], is_left)
+    except KeyboardInterrupt:
+        print("\nwhat was asked for goes on without this command; rl-status shows how far it is")
+        raise typer.Exit(130) from None
     if any(facts.mode == "slurm" for facts in found):
         # Else rl-status would show for some seconds what squeue said before.
         CachedQueue(SlurmClient()).look(newer_than=time.time())
 
 
-def _in_parallel(actions: Sequence[Callable[[], str]]) -> None:
-    """Prints what each says, as soon as it does; the first error is raised when all are through."""
+class _LeftError(RuntimeError):
+    """The user does not wait any longer."""
+
+
+def _in_parallel(actions: Sequence[Callable[[], str]], is_left: threading.Event) -> None:
+    """Prints what each says, as soon as it does; the first error is raised when all are through.
+
+    Args:
+        actions: at most one more look at the trial each, once `is_left` is set.
+        is_left: set by Ctrl-C.
+    """
     errors: list[Exception] = []
     with ThreadPoolExecutor(max_workers=max(1, min(len(actions), 16))) as pool:
-        for future in [pool.submit(action) for action in actions]:
-            try:
-                print(future.result(), flush=True)
-            except Exception as error:
-                errors.append(error)
+        try:
+            for future in [pool.submit(action) for action in actions]:
+                try:
+                    print(future.result(), flush=True)
+                except Exception as error:
+                    errors.append(error)
+        except KeyboardInterrupt:
+            is_left.set()
+            raise
     for other in errors[1:]:
         print(f"error: {other}", file=sys.stderr)
     if errors:

@@ -1,5 +1,6 @@
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_the_layout_is_what_users_and_workers_know(tmp_path: Path) -> None:
         trial.trajectories_path: "trajectories.jsonl",
         trial.control_path: "control",
         trial.stop_request_path: "control/stop.json",
-        trial.group_requests_path: "control/group-requests.json",
+        trial.held_groups_path: "control/held-groups",
     } == {root / name: name for name in (path.relative_to(root).as_posix() for path in _all_paths(trial))}
 
 
@@ -172,12 +173,12 @@ def test_groups_are_held_until_they_are_given_back(tmp_path: Path) -> None:
     trial = TrialDirectory.of(tmp_path, experiment="math", trial="t1")
     trial.create()
     assert trial.read_held_groups() == frozenset()
-    trial.write_held_groups(["rollout_worker", "generation_server"])
-    assert trial.read_held_groups() == {"generation_server", "rollout_worker"}
-    trial.write_held_groups([])
-    assert trial.read_held_groups() == frozenset()
-    trial.group_requests_path.write_text("all of them")
-    assert trial.read_held_groups() == frozenset()
+    kinds = ("rollout_worker", "generation_server")
+    with ThreadPoolExecutor(2) as pool:  # two commands at once: neither undoes what the other asks for
+        for _ in range(20):
+            for undo, held in ((False, {*kinds}), (True, frozenset())):
+                list(pool.map(lambda kind, undo=undo: trial.hold_group(kind, undo=undo), kinds))
+                assert trial.read_held_groups() == held
 
 
 def test_a_hand_written_stop_request_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,6 +1,10 @@
-"""rl-stop of a trial that waits: the answer is how it ended, not how it stood a moment before."""
+"""rl-stop: the answer is how a trial ended; what is out of sight is not taken for gone; Ctrl-C ends the waiting."""
 
+import dataclasses
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +13,12 @@ import pytest
 
 from corral.experiments.trial_log import TrialLog
 from corral.launcher import stop
+from corral.launcher.own_jobs import own_jobs_of_plan
 from corral.launcher.slurm import QueuedJob, SlurmClient
 from corral.launcher.status import TrialStatus
+from corral.launcher.stop import StopRefusedError, cancel_orphan, directory_of_job, find_orphaned_job
 from corral.launcher.trials import read_facts
+from tests.launcher.conftest import MakeTrial
 from tests.launcher.trials import StubTrial
 
 
@@ -95,3 +102,44 @@ def test_nodes_that_nobody_uses_are_given_back_and_nothing_is_left_to_start(
     )
     stop_seeing(trial, client, words, monkeypatch)
     assert client.cancelled == ("2", "4")
+
+
+def tagged(job_id: str, directory: Path) -> QueuedJob:
+    tag = {"corral": 1, "trial_uuid": "u", "allocation": "head", "directory": str(directory)}
+    return dataclasses.replace(job(job_id, "RUNNING", "head", uuid="u"), comment=json.dumps(tag))
+
+
+def test_a_trial_whose_folder_is_out_of_sight_is_not_taken_for_gone(tmp_path: Path) -> None:
+    client = FakeSlurm(tagged("7", tmp_path / "not-mounted" / "exp" / "trial"))
+    with pytest.raises(StopRefusedError, match=r"this machine has no .*not-mounted/exp; .* rl-stop --now 7 to end"):
+        find_orphaned_job("7", client, now=False)
+    assert client.cancelled == ()
+    assert find_orphaned_job("7", client, now=True) is not None
+
+
+def test_a_trial_whose_folder_is_gone_from_where_others_are_is_gone(tmp_path: Path) -> None:
+    client = FakeSlurm(tagged("7", tmp_path / "trial"))
+    orphan = find_orphaned_job("7", client, now=False)
+    assert orphan is not None and cancel_orphan(orphan, client) == ["7"] == [*client.cancelled]
+
+
+def test_a_job_without_our_comment_is_found_by_id_and_name(trial: StubTrial, tmp_path: Path) -> None:
+    own_jobs_of_plan(trial.plan, trial.directory).note("7", attempt=0)
+    rewritten = dataclasses.replace(job("7", "RUNNING", "head", uuid=""), comment="site: ok", name="exp.trial")
+    assert directory_of_job("7", FakeSlurm(rewritten), tmp_path) == trial.directory.path
+    other = dataclasses.replace(rewritten, name="exp.other")  # job 7 of another cluster with the same home folder
+    assert directory_of_job("7", FakeSlurm(other), tmp_path) is None
+    assert find_orphaned_job("7", FakeSlurm(rewritten), now=True) is None
+
+
+def test_ctrl_c_ends_the_waiting_and_not_the_stop(make_trial: MakeTrial, tmp_path: Path) -> None:
+    trial = make_trial({"master_worker/0": ["stubborn"]}, supervision={"stop_grace_s": 600.0})
+    trial.start()
+    trial.wait_for_workers()
+    command = [str(Path(sys.executable).parent / "rl-stop"), str(trial.directory.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
+        trial.wait_for("stop_requested")
+        waiting.send_signal(signal.SIGINT)
+        out, err = waiting.communicate(timeout=20)
+    assert waiting.returncode == 130 and "goes on without this command" in out, (out, err)
+    assert not trial.events("trial_ended")

@@ -135,7 +135,7 @@ def test_a_trial_whose_directory_is_gone_is_listed_from_its_jobs_comment_and_can
     ended = run("rl-stop", job_id, tmp_path=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert f"ended job {job_id}" in ended.stdout
-    wait_until(lambda: find_orphaned_job(job_id, SlurmClient()) is None, "the end of the job")
+    wait_until(lambda: find_orphaned_job(job_id, SlurmClient(), now=False) is None, "the end of the job")
     trial.directory.path.mkdir(parents=True)  # what clears up after the test looks at it
 
 
@@ -143,7 +143,7 @@ def test_all_jobs_of_a_lost_trial_are_ended_together(make_slurm_trial: Any) -> N
     trial = make_slurm_trial({})
     jobs = [submit_stand_in(trial, "--hold"), submit_stand_in(trial, "--hold", attempt=1)]
     shutil.rmtree(trial.directory.path)
-    orphan = find_orphaned_job(jobs[1], SlurmClient())
+    orphan = find_orphaned_job(jobs[1], SlurmClient(), now=False)
     assert orphan is not None
     assert sorted(cancel_orphan(orphan, SlurmClient())) == sorted(jobs)
     trial.directory.path.mkdir(parents=True)

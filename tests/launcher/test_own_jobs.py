@@ -1,0 +1,86 @@
+"""Which jobs are a trial's: by the comment of corral, or by id and name where a site has rewritten it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.own_jobs import JobIndex, JobNote, OwnJobs
+from corral.launcher.slurm import QueuedJob
+from corral.launcher.trial_jobs import find_jobs
+
+UUID = "0123456789abcdef"
+
+
+def job(job_id: str, *, name: str = "exp.trial", state: str = "RUNNING", **tag: Any) -> QueuedJob:
+    values = dict.fromkeys(("reason", "start", "end", "elapsed", "num_nodes", "nodes", "submitted"), "")
+    comment = json.dumps({"corral": 1} | tag) if tag else "billed to project 7"
+    return QueuedJob(job_id=job_id, state=state, name=name, comment=comment, **values)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> OwnJobs:
+    directory = TrialDirectory(tmp_path / "exp" / "trial")
+    directory.create()
+    return OwnJobs(directory, "exp", "trial", UUID)
+
+
+def again(own: OwnJobs, **changes: Any) -> OwnJobs:
+    """As another process sees it."""
+    return OwnJobs(own.directory, "exp", "trial", UUID, **changes)
+
+
+def test_a_comment_of_corral_decides_alone(own: OwnJobs) -> None:
+    own.note("7", attempt=0)
+    assert own.identify(job("8", trial_uuid=UUID, allocation="a", attempt=2)) == JobNote(
+        name="exp.trial", allocation="a", attempt=2
+    )
+    assert own.identify(job("7", trial_uuid="another")) is None
+
+
+def test_without_a_comment_id_and_name_decide_together(own: OwnJobs) -> None:
+    own.note("7", attempt=0)
+    own.note("9", allocation="rollout_worker/2", attempt=1)
+    for seen in (own, again(own)):
+        assert seen.identify(job("7")) == JobNote(name="exp.trial", allocation="head", attempt=0)
+        member = seen.identify(job("9", name="exp.trial.rollout_worker-2"))
+        assert member is not None and (member.allocation, member.attempt) == ("rollout_worker/2", 1)
+        # Job 7 of another cluster that shares the home folder, and a namesake in another folder.
+        assert seen.identify(job("7", name="exp.other")) is None
+        assert seen.identify(job("8")) is None
+
+
+def test_the_job_that_claimed_the_last_attempt_is_the_head_even_if_nobody_noted_it(own: OwnJobs) -> None:
+    claimed = again(own, claimed_by="7")
+    note = claimed.identify(job("7"))
+    assert note is not None and note.allocation == "head"
+    assert claimed.identify(job("7", name="exp.other")) is None and claimed.identify(job("8")) is None
+
+
+def test_jobs_are_sorted_out_by_comment_and_by_note(own: OwnJobs) -> None:
+    for job_id, allocation in (("7", "head"), ("8", "head"), ("9", "a")):
+        own.note(job_id, allocation=allocation, attempt=0)
+    jobs = [
+        job("7", state="COMPLETED"),
+        job("8", state="PENDING"),
+        job("9", name="exp.trial.a"),
+        job("10", trial_uuid=UUID, allocation="b"),
+        job("11", trial_uuid="another"),
+        job("12", name="somebody"),
+    ]
+    found = find_jobs(JobIndex.of(jobs), own, job_id="7", is_over=True)
+    assert found.head is not None and found.head.job_id == "8"
+    assert {name: one.job_id for name, one in found.members.items()} == {"a": "9", "b": "10"}
+    assert found.zombies == ()
+
+
+def test_each_comment_is_read_once_for_all_trials(own: OwnJobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [job(str(number), trial_uuid=f"trial-{number}") for number in range(100)]
+    index = JobIndex.of(jobs)
+    read: list[str] = []
+    monkeypatch.setattr(json, "loads", lambda text: read.append(text) or {})
+    for _ in range(100):
+        find_jobs(index, own, job_id="", is_over=False)
+    assert read == []
