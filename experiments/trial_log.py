@@ -68,6 +68,7 @@ _DECODER: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(Claim | Commit
 _MAX_REASON_CHARACTERS: Final = 500  # at most 2000 bytes of an entry
 _MAX_TRIES: Final = 5  # ESTALE and lost replies of a file server heal on reopening, or not at all
 _VISIBLE_TIMEOUT_S: Final = 75.0  # NFS clients may cache "no such file" for up to 60 s
+_STOP_PATIENCE_S: Final = 5.0  # a supervisor that ends a trial has little time
 _HIDDEN_SLOT_PAUSE_S: Final = 0.05
 
 
@@ -272,7 +273,7 @@ class TrialLog:
         """
         nonce = _new_nonce()
         self.read()
-        self.require_no_hole()
+        self.require_no_hole(patience_s=_STOP_PATIENCE_S)
         try:
             return self.append(lambda state: self._outside_stop(state, by=by, reason=reason, then=then, nonce=nonce))
         except DoneError:

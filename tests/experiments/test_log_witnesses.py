@@ -15,6 +15,7 @@ from corral.experiments.trial_log import CorruptLogError, LogWriter, TrialLog
 @pytest.fixture
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialDirectory:
     monkeypatch.setattr(trial_log, "_VISIBLE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(trial_log, "_STOP_PATIENCE_S", 0.0)
     trial = TrialDirectory(tmp_path / "trial")
     trial.create()
     return trial
