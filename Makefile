@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-slurm demo test test-fast lint typecheck docs bench clean
+.PHONY: setup setup-slurm demo test test-fast lint typecheck docs bench damage clean
 
 setup: $(STAMP)  ## create .venv and install corral with its development tools
 
@@ -43,6 +43,9 @@ bench: setup  ## the benchmarks; each prints ratios from one run
 	$(BIN)/python benchmarks/bad_input.py
 	$(BIN)/python benchmarks/status_latency.py --finished 50 --running 2
 	$(BIN)/python benchmarks/restart_time.py --kills 3 --local
+
+damage: setup  ## damage every file of a trial in every way, resume it each time, and print what follows
+	$(BIN)/python -m tests.damage.table
 
 clean:
 	rm -rf $(VENV) build *.egg-info
