@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial_log import TrialLog
 from corral.launcher import submit
 from corral.launcher.commands.submit import main as submit_main
 from corral.launcher.processes import trial_processes
@@ -282,6 +283,31 @@ def test_wait_tells_failure_and_resume_refuses_a_trial_that_is_done(
     assert "is complete" in capsys.readouterr().err
     assert _submit(monkeypatch, experiment, "--local", "-n", "f", fileroot=root) == 2
     assert "--resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("slot", "content"), [(1, None), (2, b'{"kind":'), (3, b"")])
+def test_a_damaged_trial_log_is_refused_in_one_line_before_anything_is_asked_for(
+    experiment: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    slot: int,
+    content: bytes | None,
+) -> None:
+    trial = submit.prepare(experiment, _small(tmp_path), trial_name="d", mode="local")
+    submit.create(trial)
+    for _ in range(3):
+        TrialLog(trial.directory.log_path).claim("job")
+    path = trial.directory.log_path / f"{slot:08d}"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(submit, "_LOG_PATIENCE_S", 0.0)
+    attempts = sorted(trial.directory.control_path.iterdir())
+    assert _submit(monkeypatch, "--resume", "d", fileroot=tmp_path / "trials") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: trial small-grpo/d cannot be resumed: ") and f"{slot:08d}" in line
+    assert sorted(trial.directory.control_path.iterdir()) == attempts
 
 
 def test_a_supervisor_that_cannot_start_leaves_no_trial(
