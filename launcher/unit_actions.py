@@ -7,6 +7,7 @@ EXIT_REFUSED = 2  # the worker refused its configuration: another try gives the 
 EXIT_SUPERSEDED = 75  # the worker fenced itself: nothing crashed, so the budget is not charged
 EXIT_NODE_LOST = 1000  # no process can end so; set by the supervisor: the node failed, so the budget is not charged
 EXIT_NOT_FINITE = 77  # training gives no finite loss, from the last commit on, too: another try gives the same
+EXIT_CANNOT_CONTINUE = 78  # what the trial stands on is damaged, or it makes no progress: another try gives the same
 EXIT_GANG_BROKEN = 76  # a rank saw its peers fail: a consequence, never the cause while another exit explains it
 
 
@@ -75,6 +76,7 @@ class TaskExit:
             0: " before the trial was done",
             EXIT_REFUSED: " (it refused its configuration)",
             EXIT_NOT_FINITE: " (loss or gradient stays not finite)",
+            EXIT_CANNOT_CONTINUE: " (it cannot go on, and a restart would not help: its log says why)",
             EXIT_SUPERSEDED: " (superseded)",
             EXIT_GANG_BROKEN: " (its peers failed)",
         }.get(self.returncode, "")

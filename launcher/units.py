@@ -4,7 +4,7 @@ One unit, while the trial runs:
 
     WAITING --pause over--> RUNNING --one task ended--> CLEARING --last task gone--> WAITING
        ^                                                    |   |
-       |                                                    |   +-- budget spent, or exit 2, 77 --> the trial fails
+       |                                                    |   +-- budget spent, or exit 2, 77, 78 --> the trial fails
        +-- its place was taken, or holds --- DOUBTED <------+ (a unit in a job of its own)
 
 A unit in a job of its own (`needs_place`) starts only while that job runs. Its exit is judged once SLURM has said
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from corral.launcher.unit_actions import (
+    EXIT_CANNOT_CONTINUE,
     EXIT_NODE_LOST,
     EXIT_NOT_FINITE,
     EXIT_REFUSED,
@@ -128,7 +129,7 @@ class Supervision:
         self._signalled.discard(task)
         if self.phase in (TrialPhase.TERMINATING, TrialPhase.KILLING):
             return self._end_if_all_gone()
-        if returncode in (EXIT_REFUSED, EXIT_NOT_FINITE):
+        if returncode in (EXIT_REFUSED, EXIT_NOT_FINITE, EXIT_CANNOT_CONTINUE):
             return self._terminate(Outcome.FAILED, str(unit.exits[-1]), now)
         if self.phase is TrialPhase.STOPPING and not unit.spec.is_service:
             return self._exited_while_stopping(unit, now)

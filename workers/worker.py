@@ -5,8 +5,8 @@
                 │          ├─ SIGTERM: finish what is cheap, leave (exit 0)
                 │          ├─ superseded: another process has its place (exit 75)
                 │          └─ error: traceback in the log (exit 1); the supervisor restarts it
-                └─ bad configuration, or damage that only a person can mend (exit 2), or a loss that stays not finite
-                   (exit 77): never restarted
+                └─ never restarted: bad configuration (exit 2), a loss that stays not finite (exit 77), damage that only
+                   a person can mend, or no progress (exit 78)
 
 A worker wires parts that are handed to it in a WorkerContext. Its control channel and its presence record live in
 threads of their own, so that both go on while the main thread computes.
@@ -43,6 +43,7 @@ EXIT_ERROR = 1
 EXIT_BAD_CONFIGURATION = 2
 EXIT_GANG_BROKEN = 76
 EXIT_NOT_FINITE = 77
+EXIT_CANNOT_CONTINUE = 78
 
 
 class BadConfigurationError(ValueError):
@@ -193,7 +194,7 @@ def run_to_exit_code(worker: Worker) -> int:
         return EXIT_BAD_CONFIGURATION
     except CannotContinueError as error:
         logger.error("%s cannot go on: %s", worker_id, error)
-        return EXIT_BAD_CONFIGURATION
+        return EXIT_CANNOT_CONTINUE
     except SupersededWorkerError as error:
         logger.warning("%s leaves: %s", worker_id, error)
         return EXIT_SUPERSEDED
@@ -209,7 +210,7 @@ def run_to_exit_code(worker: Worker) -> int:
             return EXIT_DONE
         if (damage := _damage_in(error)) is not None:
             logger.error("%s cannot go on: %s", worker_id, damage)
-            return EXIT_BAD_CONFIGURATION
+            return EXIT_CANNOT_CONTINUE
         logger.error("%s failed:\n%s", worker_id, traceback.format_exc())
         return EXIT_ERROR
     logger.info("%s is done", worker_id)

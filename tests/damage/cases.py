@@ -152,12 +152,21 @@ _TOLD = (
     "control/claim-0.json",
     "secrets/*",
     "spool/*/*",
-    "weights/*/model.safetensors",
     "logs/attempt-0/*.log",
 )
 
 
 def _other_cases() -> Iterator[Case]:
+    for damage in DAMAGES:
+        # Commits hold the same bytes under a second name.
+        expected = Outcome.GOES_ON if damage == "gone" else Outcome.REFUSED
+        yield Case(
+            file="weights/*/model.safetensors",
+            which="all",
+            damage=damage,
+            paths=lambda trial: list(trial.glob("weights/*/model.safetensors")),
+            expected=frozenset({expected}),
+        )
     for damage in DAMAGES:
         yield Case(
             file="plan.json",

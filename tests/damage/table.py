@@ -116,9 +116,11 @@ class DamagedTrials:
 
     def _judge(self, ended: dict[str, object]) -> tuple[Outcome, str]:
         if ended["state"] != "COMPLETE":
-            cause = str(ended.get("cause") or ended.get("reason") or ended)
-            is_clear = str(self._directory) in cause or "/log/" in cause
-            return (Outcome.REFUSED if is_clear else Outcome.UNCLEAR), cause
+            _, errors = self._command("rl-logs", str(self._directory), "--errors")
+            if "Traceback" in errors:
+                return Outcome.TRACEBACK, _last_line(errors)
+            named = [line for line in errors.splitlines() if str(self._directory) in line and " cannot go on: " in line]
+            return (Outcome.REFUSED, named[-1].strip()) if named else (Outcome.UNCLEAR, str(ended.get("cause")))
         head = _entries(self._directory)[-2]  # the last one is Done
         ledger = json.loads((self._directory / head["directory"] / "ledger.json").read_bytes())
         counts = Counter(uid for group in ledger["trained"].values() for uid in group)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.launcher.unit_actions import (
+    EXIT_CANNOT_CONTINUE,
     EXIT_GANG_BROKEN,
     EXIT_NOT_FINITE,
     EXIT_REFUSED,
@@ -114,6 +115,7 @@ def test_a_superseded_worker_is_restarted_without_spending_the_budget() -> None:
     [
         ("rollout_worker/0", EXIT_REFUSED, "refused its configuration"),
         ("master_worker/0", EXIT_NOT_FINITE, "loss or gradient stays not finite"),
+        ("master_worker/0", EXIT_CANNOT_CONTINUE, "its log says why"),
     ],
 )
 def test_what_another_try_cannot_change_ends_the_trial_at_once(worker: str, returncode: int, words: str) -> None:

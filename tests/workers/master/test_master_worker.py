@@ -19,7 +19,7 @@ from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.trainer_gang import GangLostError, TrainerGang
 from corral.workers.presence import EXIT_SUPERSEDED
 from corral.workers.streams.errors import StaleEpochError
-from corral.workers.worker import EXIT_BAD_CONFIGURATION, EXIT_ERROR, CannotContinueError, Worker, run_to_exit_code
+from corral.workers.worker import EXIT_CANNOT_CONTINUE, EXIT_ERROR, CannotContinueError, Worker, run_to_exit_code
 
 
 class Presence:
@@ -71,8 +71,8 @@ def master(tmp_path: Path) -> MasterWorker:
     ("error", "exit_code"),
     [
         (StaleEpochError(peer="model_worker/0", epoch=1, max_epoch=2), EXIT_SUPERSEDED),
-        (NoValidCheckpointError("none of the 2 commits can be loaded"), EXIT_BAD_CONFIGURATION),
-        (CorruptLogError("slot 2 is missing"), EXIT_BAD_CONFIGURATION),
+        (NoValidCheckpointError("none of the 2 commits can be loaded"), EXIT_CANNOT_CONTINUE),
+        (CorruptLogError("slot 2 is missing"), EXIT_CANNOT_CONTINUE),
         (OSError("stale file handle"), EXIT_ERROR),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_damaged_log_that_one_of_several_tasks_meets_is_not_tried_again(master
         def run(self) -> NoReturn:
             raise ExceptionGroup("tasks", [ExceptionGroup("inner", [CorruptLogError("slot 2 is no entry")])])
 
-    assert run_to_exit_code(Follower(master.context)) == EXIT_BAD_CONFIGURATION
+    assert run_to_exit_code(Follower(master.context)) == EXIT_CANNOT_CONTINUE
 
 
 class UnreachableGang:
