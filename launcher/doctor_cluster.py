@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from corral.experiments.config import ClusterConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.profile import find_profiles, merge, read_profile
 from corral.launcher.doctor import Finding, fail, judge_config, judge_partitions, ok
@@ -35,13 +38,14 @@ def look_at_cluster(
     if is_quick:
         return True, [*findings, ok("nodes", "not looked at (--quick)")]
     num_nodes = _count_to_probe(nodes, partitions, partition)
+    cluster = _cluster_of_profiles()
     try:
-        outcome = probe(client, fileroot, partition=partition, num_nodes=num_nodes)
+        outcome = probe(client, fileroot, partition=partition, num_nodes=num_nodes, cluster=cluster)
     except SlurmError as error:
         return True, [*findings, fail("nodes", f"the probe was refused: {error}", "name a partition with --partition")]
     except OSError as error:
         return True, [*findings, fail("nodes", f"no probe: {error}", "choose another --fileroot")]
-    return True, [*findings, *judge_probe(outcome, fileroot=fileroot, runtime=_container_runtime())]
+    return True, [*findings, *judge_probe(outcome, fileroot=fileroot, runtime=cluster.container_runtime)]
 
 
 def _count_to_probe(nodes: Sequence[Node], partitions: Mapping[str, Mapping[str, str]], partition: str | None) -> int:
@@ -53,12 +57,10 @@ def _count_to_probe(nodes: Sequence[Node], partitions: Mapping[str, Mapping[str,
     return min(_NUM_PROBED_NODES, max(len(have_room), 1), int(limit) if limit.isdigit() else _NUM_PROBED_NODES)
 
 
-def _container_runtime() -> str | None:
-    """What the profiles say; a broken one is another check's finding."""
+def _cluster_of_profiles() -> ClusterConfig:
+    """What the profiles say of the site; a broken one is another check's finding."""
     try:
         merged = merge([read_profile(file) for file in find_profiles()])
-    except ConfigError:
-        return None
-    cluster = merged.data.get("cluster")
-    runtime = cluster.get("container_runtime") if isinstance(cluster, dict) else None
-    return runtime if isinstance(runtime, str) else None
+        return ClusterConfig.model_validate(merged.data.get("cluster") or {})
+    except (ConfigError, ValidationError):
+        return ClusterConfig()

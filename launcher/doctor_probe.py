@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from corral.experiments.config import ClusterConfig
 from corral.experiments.trial_directory import atomic_write
 from corral.launcher.doctor_node import exchange
 from corral.launcher.slurm import SlurmClient, SlurmError
@@ -28,6 +29,7 @@ TIMEOUT_S = 60.0
 EXIT_NO_CANARY = 41
 EXIT_NO_PYTHON = 42
 NODE_WAIT_S = 30
+_MEM_MB = 256
 _POLL_INTERVAL_S = 0.2
 _QUEUE_INTERVAL_S = 2.0
 
@@ -74,9 +76,23 @@ class ProbeOutcome:
 
 
 def probe(
-    client: SlurmClient, fileroot: Path, *, partition: str | None, num_nodes: int, timeout_s: float = TIMEOUT_S
+    client: SlurmClient,
+    fileroot: Path,
+    *,
+    partition: str | None,
+    num_nodes: int,
+    cluster: ClusterConfig | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> ProbeOutcome:
     """Runs the job and collects what it says; nothing of it is left afterwards.
+
+    Args:
+        client: SLURM's commands.
+        fileroot: where its files are.
+        partition: where it runs; None is the default partition.
+        num_nodes: on how many nodes.
+        cluster: how this site gives out memory; None is the usual way.
+        timeout_s: how long it may take.
 
     Raises:
         SlurmError: if sbatch refuses it.
@@ -89,7 +105,7 @@ def probe(
         atomic_write(folder / "canary", token.encode())
         script = folder / "probe.sbatch"
         atomic_write(script, _script(folder).encode())
-        job_id = client.submit(_options(partition, num_nodes), script)
+        job_id = client.submit(_options(partition, num_nodes, cluster or ClusterConfig()), script)
         return _collect(client, folder, job_id, token, timeout_s)
     finally:
         if job_id:
@@ -108,13 +124,14 @@ def _script(folder: Path) -> str:
     )
 
 
-def _options(partition: str | None, num_nodes: int) -> list[str]:
+def _options(partition: str | None, num_nodes: int, cluster: ClusterConfig) -> list[str]:
+    memory, amount = cluster.memory_option(mem_mb=_MEM_MB, cpus=1)
     return [
         "--job-name=rl-doctor",
         f"--nodes={num_nodes}",
         "--ntasks-per-node=1",
         "--cpus-per-task=1",
-        "--mem=256M",
+        f"--{memory}={amount}",
         "--time=1",
         "--output=/dev/null",  # a folder that the node does not see would fail the job without a word
         "--chdir=/",

@@ -79,7 +79,7 @@ class EvaluationResources:
     scheduling: Scheduling
     """What a training rank asks for, its container included."""
     cluster: ClusterConfig
-    """How this site gives out GPUs and runs containers."""
+    """How this site gives out GPUs and memory, and runs containers."""
 
     @classmethod
     def of(
@@ -144,15 +144,16 @@ def submit_to_slurm(
     executor = submitit.AutoExecutor(
         folder=_private(jobs_folder(folder)), cluster="slurm", slurm_max_num_timeout=_MAX_CONTINUATIONS
     )
+    memory, amount = resources.cluster.memory_option(mem_mb=resources.mem_mb, cpus=resources.cpus)
     executor.update_parameters(
         name=resources.job_name,
         timeout_min=resources.minutes,
         cpus_per_task=resources.cpus,
         tasks_per_node=1,
-        slurm_mem=f"{resources.mem_mb}MB",
         slurm_signal_delay_s=min(_SIGNAL_BEFORE_END_S, resources.minutes * 15),
         slurm_array_parallelism=_MAX_PARALLEL,
         slurm_comment=f"evaluation of {directory.path}",
+        **{f"slurm_{memory.replace('-', '_')}": amount},
         **{f"slurm_{name}": value for name, value in resources.slurm.items()},
     )
     with _outside_of_any_job():

@@ -64,8 +64,9 @@ def plan_layout(plan: RunPlan, shapes: NodeShapes | None = None, *, default_part
         steps |= placed
         nodes_left = None if nodes_left is None else nodes_left - allocation.num_nodes
     for worker, task in _elastic_workers(plan):
-        steps[worker] = _step(task, allocation=len(allocations), node_index=0, gpus=range(task.gpu))
-        allocations.append(_elastic_allocation(plan, worker, task, shapes or {}))
+        shape = _shape(plan, _needs(plan, task).partition, shapes or {})
+        steps[worker] = _step(task, shape, allocation=len(allocations), node_index=0, gpus=range(task.gpu))
+        allocations.append(_elastic_allocation(plan, worker, task, shape))
     by_worker = {f"{spec.kind}/{spec.index}": steps[f"{spec.kind}/{spec.index}"] for spec in plan.workers}
     return Layout(kind=kind, reason=reason, allocations=tuple(allocations), steps=by_worker)
 
@@ -204,7 +205,7 @@ def _free_cpus(plan: RunPlan, pool: _Pool, shapes: NodeShapes) -> int:
     """CPUs that the pool's nodes have beyond what its tasks ask for."""
     shape = _shape(plan, pool.needs.partition, shapes)
     placed = _place(plan, pool.groups, shape, role="component", max_nodes=None)
-    used = sum(group.count * group.scheduling.cpu for group in pool.groups.values())
+    used = sum(group.count * shape.whole_cores(group.scheduling.cpu) for group in pool.groups.values())
     return placed.num_nodes * shape.cpus - used
 
 
@@ -238,10 +239,10 @@ def _place_pool(
         task = pool.groups[unit.kind].scheduling
         for offset, (node, gpus) in enumerate(zip(unit.nodes, unit.gpus, strict=True)):
             worker = worker_id(unit.kind, unit.first_index + offset)
-            steps[worker] = _step(task, allocation=number, node_index=node, gpus=gpus)
+            steps[worker] = _step(task, shape, allocation=number, node_index=node, gpus=gpus)
     steps = _one_binding_per_node(steps)
     on_nodes = [[step for step in steps.values() if step.node_index == node] for node in range(placement.num_nodes)]
-    slack_cpus, slack_mem_mb = (SLACK_CPUS, SLACK_MEM_MB) if role == "head" else (0, 0)
+    slack_cpus, slack_mem_mb = (shape.whole_cores(SLACK_CPUS), SLACK_MEM_MB) if role == "head" else (0, 0)
     allocation = Allocation(
         name="head" if role == "head" else next(iter(pool.groups)),
         role=role,
@@ -295,11 +296,11 @@ def _shape(plan: RunPlan, partition: str | None, shapes: NodeShapes) -> NodeShap
     return plan.cluster.node_shape(shapes.get(partition.split(",")[0] if partition else None))
 
 
-def _step(task: Scheduling, *, allocation: int, node_index: int, gpus: Sequence[int]) -> Step:
+def _step(task: Scheduling, shape: NodeShape, *, allocation: int, node_index: int, gpus: Sequence[int]) -> Step:
     return Step(
         allocation=allocation,
         node_index=node_index,
-        cpus=task.cpu,
+        cpus=shape.whole_cores(task.cpu),
         mem_mb=task.mem,
         gpus=task.gpu,
         gpu_indices=tuple(gpus),
@@ -325,16 +326,16 @@ def _elastic_workers(plan: RunPlan) -> list[tuple[str, Scheduling]]:
     ]
 
 
-def _elastic_allocation(plan: RunPlan, worker: str, task: Scheduling, shapes: NodeShapes) -> Allocation:
+def _elastic_allocation(plan: RunPlan, worker: str, task: Scheduling, shape: NodeShape) -> Allocation:
     needs = _needs(plan, task)
     alone = {parse_worker_id(worker)[0]: TasksGroup(count=1, scheduling=task)}
-    _place(plan, alone, _shape(plan, needs.partition, shapes), role="elastic", max_nodes=None)
+    _place(plan, alone, shape, role="elastic", max_nodes=None)
     times = {"time_limit": _asked(plan, task, "time_limit"), "begin": task.begin, "deadline": task.deadline}
     return Allocation(
         name=worker,
         role="elastic",
         num_nodes=1,
-        cpus_per_node=task.cpu,
+        cpus_per_node=shape.whole_cores(task.cpu),
         mem_mb_per_node=task.mem,
         gpus_per_node=task.gpu,
         gpu_type=task.gpu_type,

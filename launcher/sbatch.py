@@ -176,13 +176,14 @@ def _allocation_options(
         "directory": str(directory.path),
         "allocation": allocation.name,
     }
+    memory, amount = plan.cluster.memory_option(mem_mb=allocation.mem_mb_per_node, cpus=allocation.cpus_per_node)
     options = [
         f"--job-name={job_name(plan.trial.experiment, plan.trial.trial, allocation.name)}",
         f"--comment={json.dumps(tag, separators=(',', ':'))}",
         f"--nodes={allocation.num_nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={allocation.cpus_per_node}",
-        f"--mem={allocation.mem_mb_per_node}M",
+        f"--{memory}={amount}",
         *_gpu_options(plan, allocation),
     ]
     values = dict(allocation.options)

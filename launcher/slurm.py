@@ -26,7 +26,7 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MAST
 # Name and comment last: they may hold anything, the separator included.
 _QUEUE_FORMAT = "%A|%i|%T|%r|%S|%e|%L|%M|%D|%N|%V|%P|%j|%k"
 _QUEUE_FIELDS = 14
-_NODE_FORMAT = "%N|%P|%c|%m|%G|%f|%t|%l"
+_NODE_FORMAT = "%N|%P|%c|%m|%G|%f|%t|%z"
 
 
 class SlurmError(RuntimeError):
@@ -105,6 +105,8 @@ class Node:
     """GPUs by GRES type; "" where the site names no type."""
     features: tuple[str, ...]
     state: str
+    threads_per_core: int = 1
+    """How many of its CPUs are one core; 1 where SLURM counts cores only, whatever the hardware has."""
 
     @property
     def gpus(self) -> int:
@@ -368,7 +370,7 @@ def parse_nodes(text: str) -> list[Node]:
         fields = line.split("|")
         if len(fields) != 8:
             continue
-        name, partition, cpus, mem_mb, gres, features, state, _ = fields
+        name, partition, cpus, mem_mb, gres, features, state, cores = fields
         nodes.append(
             Node(
                 name=name,
@@ -379,9 +381,19 @@ def parse_nodes(text: str) -> list[Node]:
                 gpus_by_type=parse_gpus(gres),
                 features=tuple(feature for feature in features.split(",") if feature and feature != "(null)"),
                 state=state,
+                threads_per_core=_threads_per_core(_leading_int(cpus), cores),
             )
         )
     return nodes
+
+
+def _threads_per_core(cpus: int, cores: str) -> int:
+    """CPUs of a core, of sinfo's `sockets:cores:threads`; a site may count cores only as CPUs, or hide some."""
+    numbers = [_leading_int(part) for part in cores.split(":")]
+    if len(numbers) != 3 or 0 in numbers:
+        return 1
+    sockets, cores_per_socket, threads = numbers
+    return 1 if cpus <= sockets * cores_per_socket else threads
 
 
 def parse_gpus(gres: str) -> dict[str, int]:

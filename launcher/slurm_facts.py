@@ -114,7 +114,9 @@ def most_common_shape(nodes: Sequence[Node], *, gpu_type: str | None = None) -> 
     counts = Counter((node.cpus, gpus_of(node, gpu_type), node.mem_mb) for node in usable)
     # Of shapes that are equally common the biggest.
     cpus, gpus, mem_mb = max(counts, key=lambda shape: (counts[shape], shape))
-    return NodeShape(cpus=cpus, gpus=gpus, mem_mb=mem_mb)
+    # Whole cores of the thickest kind are whole cores of any: a step that asks for them fits every node.
+    threads = max(node.threads_per_core for node in usable)
+    return NodeShape(cpus=cpus, gpus=gpus, mem_mb=mem_mb, threads_per_core=threads)
 
 
 def gpus_of(node: Node, gpu_type: str | None) -> int:

@@ -46,10 +46,16 @@ class NodeShape:
     cpus: int
     gpus: int
     mem_mb: int
+    threads_per_core: int = 1
+    """How many of the CPUs are one core: SLURM gives a step whole cores, whatever part of one it asks for."""
 
     def __post_init__(self) -> None:
-        if self.cpus < 1 or self.gpus < 0 or self.mem_mb < 1:
-            raise ValueError(f"a node needs at least 1 cpu, 0 gpus and 1 MB, got {self}")
+        if self.cpus < 1 or self.gpus < 0 or self.mem_mb < 1 or self.threads_per_core < 1:
+            raise ValueError(f"a node needs at least 1 cpu, 0 gpus, 1 MB and 1 thread per core, got {self}")
+
+    def whole_cores(self, cpus: int) -> int:
+        """CPUs of the cores that a step which asks for so many has to itself."""
+        return -(-cpus // self.threads_per_core) * self.threads_per_core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +84,6 @@ class Placement:
     units: tuple[UnitPlacement, ...]
     num_nodes: int
 
-    def unit(self, name: str) -> UnitPlacement:
-        for unit in self.units:
-            if unit.unit == name:
-                return unit
-        raise ValueError(f"no unit is named {name!r}; there are {', '.join(unit.unit for unit in self.units)}")
-
 
 def place(
     scheduling: Groups,
@@ -106,7 +106,7 @@ def place(
         PlacementError: naming the group, what it asks for, and what a node or the nodes have.
         ValueError: if tasks cannot be split as `tasks_together` says.
     """
-    slack = (SLACK_CPUS, SLACK_MEM_MB) if has_slack else (0, 0)
+    slack = (node.whole_cores(SLACK_CPUS), SLACK_MEM_MB) if has_slack else (0, 0)
     blocks = _blocks(scheduling, node, slack, tasks_together or {})
     nodes = _Nodes(node, slack=slack, max_nodes=max_nodes)
     on_first_node = [block for block in blocks if block.kind in ("master_worker", "gserver_manager")]
@@ -132,10 +132,12 @@ class _Block:
     kind: WorkerKind
     indices: range
     task: Scheduling
+    cpus_per_task: int
+    """CPUs of whole cores."""
 
     @property
     def cpus(self) -> int:
-        return len(self.indices) * self.task.cpu
+        return len(self.indices) * self.cpus_per_task
 
     @property
     def gpus(self) -> int:
@@ -156,7 +158,9 @@ def _blocks(
             raise ValueError(f"{kind}: {group.count} tasks cannot be split into blocks of {size} that share a node")
         _check_fits_a_node(kind, group.scheduling, size, node, slack)
         for first in range(0, group.count, size):
-            blocks.append(_Block(kind=kind, indices=range(first, first + size), task=group.scheduling))
+            indices = range(first, first + size)
+            cpus = node.whole_cores(group.scheduling.cpu)
+            blocks.append(_Block(kind=kind, indices=indices, task=group.scheduling, cpus_per_task=cpus))
     return blocks
 
 
@@ -166,10 +170,13 @@ def _check_fits_a_node(kind: WorkerKind, task: Scheduling, size: int, node: Node
     if size * task.gpu > node.gpus:
         message = f"{kind} wants {size * task.gpu} GPUs in {tasks}; a node has {node.gpus}"
         raise PlacementError(message, kind=kind, resource="gpu")
-    if size * task.cpu > node.cpus - slack_cpus:
-        of_which = f", of which {slack_cpus} stays free for the supervisor" if slack_cpus else ""
+    cpus = size * node.whole_cores(task.cpu)
+    if cpus > node.cpus - slack_cpus:
+        stays = "stays" if slack_cpus == 1 else "stay"
+        of_which = f", of which {slack_cpus} {stays} free for the supervisor" if slack_cpus else ""
+        in_cores = f" ({node.threads_per_core} are a core, and a step has whole ones)" if cpus > size * task.cpu else ""
         raise PlacementError(
-            f"{kind} wants {size * task.cpu} CPUs in {tasks}; a node has {node.cpus}{of_which}; lower {kind}'s cpu",
+            f"{kind} wants {cpus} CPUs in {tasks}{in_cores}; a node has {node.cpus}{of_which}; lower {kind}'s cpu",
             kind=kind,
             resource="cpu",
         )

@@ -73,7 +73,7 @@ class Scheduling(FrozenModel):
     """What one task of a worker group asks of the cluster."""
 
     cpu: int = Field(ge=1)
-    """CPU cores per task."""
+    """CPUs per task, as SLURM counts them. Where it counts threads, a task gets the whole cores that they are of."""
     gpu: int = Field(default=0, ge=0)
     """GPUs per task."""
     gpu_type: str | None = None
@@ -183,14 +183,6 @@ class Scheduling(FrozenModel):
             raise ValueError(f"gpu_type {self.gpu_type!r} has no effect with gpu=0; set gpu or remove gpu_type")
         return self
 
-    @property
-    def time_limit_s(self) -> int | None:
-        return None if self.time_limit is None else parse_time_limit(self.time_limit)
-
-    @property
-    def allocation_needs(self) -> AllocationNeeds:
-        return AllocationNeeds(*(getattr(self, field) for field in AllocationNeeds._fields))
-
     @classmethod
     def master_worker_default(cls, **overrides: Any) -> "Scheduling":
         return cls(**({"cpu": 16, "mem": 20 * GIB_MB} | overrides))
@@ -285,14 +277,3 @@ class ExperimentScheduling(FrozenModel):
     @property
     def num_tasks(self) -> int:
         return sum(group.count for _, group in self.items())
-
-    @property
-    def num_gpus(self) -> int:
-        return sum(group.count * group.scheduling.gpu for _, group in self.items())
-
-    def kinds_by_allocation_needs(self) -> dict[AllocationNeeds, list[WorkerKind]]:
-        """Groups that can share an allocation; more than one entry means that a trial needs a heterogeneous job."""
-        kinds: dict[AllocationNeeds, list[WorkerKind]] = {}
-        for kind, group in self.items():
-            kinds.setdefault(group.scheduling.allocation_needs, []).append(kind)
-        return kinds

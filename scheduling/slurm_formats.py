@@ -218,7 +218,7 @@ _PROTECTED_OPTIONS: dict[str, str] = {
     "cpus-per-task": "use the field cpu",
     "cpus-per-gpu": "use the field cpu",
     "mem": "use the field mem",
-    "mem-per-cpu": "use the field mem",
+    "mem-per-cpu": "use the field mem, and cluster.mem_request: cpu where jobs have to ask for it per CPU",
     "mem-per-gpu": "use the field mem",
     "gres": "use the fields gpu and gpu_type",
     "gpus": "use the fields gpu and gpu_type",

@@ -25,13 +25,17 @@ class ClusterConfig(FrozenConfig):
     gpus_per_node: int | None = Field(default=None, ge=0)
     """GPUs of one node that a trial may use; None is what most nodes of the partition have."""
     cpus_per_node: int | None = Field(default=None, ge=1)
-    """CPU cores of one node that a trial may use; None is what most nodes of the partition have."""
+    """CPUs of one node that a trial may use, as SLURM counts them; None is what most nodes of the partition have."""
+    threads_per_core: int | None = Field(default=None, ge=1)
+    """How many of these CPUs are one core, since every worker gets whole cores; None is what sinfo says, else 1."""
     mem_per_node: OptionalMemoryMb = Field(default=None, ge=1)
     """Memory of one node that a trial may use, in MB or with a suffix K, M, G or T; None is what most nodes of the partition have."""  # noqa: E501
     max_nodes: int | None = Field(default=None, ge=1)
     """Nodes that a trial may use; None is as many as its groups need."""
     gpu_request: Literal["gres", "gpus", "none"] = "gres"
     """How this site gives out GPUs: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all (nodes come with all of theirs)."""  # noqa: E501
+    mem_request: Literal["node", "cpu"] = "node"
+    """How this site gives out memory: `--mem` per node, or `--mem-per-cpu`, where that is all that jobs may ask for."""
     container_runtime: Literal["apptainer", "pyxis"] | None = None
     """What runs a group's container_image; None where no group has one."""
     container_python: str = "python3"
@@ -44,7 +48,14 @@ class ClusterConfig(FrozenConfig):
             cpus=other.cpus if self.cpus_per_node is None else self.cpus_per_node,
             gpus=other.gpus if self.gpus_per_node is None else self.gpus_per_node,
             mem_mb=other.mem_mb if self.mem_per_node is None else self.mem_per_node,
+            threads_per_core=other.threads_per_core if self.threads_per_core is None else self.threads_per_core,
         )
+
+    def memory_option(self, *, mem_mb: int, cpus: int) -> tuple[Literal["mem", "mem-per-cpu"], str]:
+        """The option of sbatch that asks for memory beside so many CPUs on each node, and its value."""
+        if self.mem_request == "cpu":
+            return "mem-per-cpu", f"{-(-mem_mb // cpus)}M"
+        return "mem", f"{mem_mb}M"
 
 
 class LaunchConfig(FrozenConfig):

@@ -54,6 +54,23 @@ def layout_of(groups: dict[str, TasksGroup], **launch: Any) -> Layout:
     return plan_layout(planned(groups, **launch), {None: NODE, "cpu": BIG, "gpu": NODE, "spot": NODE})
 
 
+def test_every_step_is_planned_with_whole_cores() -> None:
+    threaded = NodeShape(cpus=8, gpus=0, mem_mb=8000, threads_per_core=2)
+    elastic = ElasticTasks(count=1, scheduling=task(cpu=3, partition="spot"))
+    groups = {"rollout_worker": group(3, elastic=elastic, cpu=1)}
+    layout = plan_layout(planned(groups, cluster={"gpus_per_node": 0}), {None: threaded, "spot": threaded})
+    head, spot = layout.allocations
+    # Three cores beside the supervisor's hold three steps: five workers need two nodes.
+    assert (head.num_nodes, head.cpus_per_node, spot.cpus_per_node) == (2, 8, 4)
+    by_worker = {worker: step.cpus for worker, step in layout.steps.items()}
+    assert by_worker.pop("rollout_worker/3") == 4 and set(by_worker.values()) == {2}
+
+
+def test_a_site_that_hides_its_nodes_may_say_how_many_threads_a_core_has() -> None:
+    plan = planned({}, cluster={"cpus_per_node": 8, "threads_per_core": 2})
+    assert {step.cpus for step in plan_layout(plan).steps.values()} == {2}
+
+
 def test_groups_that_ask_for_the_same_share_one_allocation() -> None:
     layout = layout_of({"model_worker": group(4, gpu=1), "rollout_worker": group(2)})
     assert (layout.kind, layout.reason) == ("packed", "all groups can share one allocation")

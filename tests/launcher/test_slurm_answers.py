@@ -72,6 +72,21 @@ def test_sinfo_lines_become_nodes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("cpus", "cores", "threads"),
+    [
+        ("8", "1:4:2", 2),
+        ("8", "1:8:1", 1),
+        ("128", "2:32:2", 2),
+        ("64", "2:32:2", 1),  # the site counts cores only
+        ("64", "N/A", 1),
+    ],
+)
+def test_cpus_of_a_core_are_what_slurm_counts(cpus: str, cores: str, threads: int) -> None:
+    (node,) = parse_nodes(f"n1|debug*|{cpus}|8000|gpu:8|(null)|idle|{cores}\n")
+    assert node.threads_per_core == threads
+
+
+@pytest.mark.parametrize(
     ("gres", "gpus"),
     [
         ("(null)", {}),

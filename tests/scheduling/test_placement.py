@@ -1,12 +1,14 @@
 """Placement: nobody asks a node for more than it has, the mesh stays together, and what cannot fit says why."""
 
+import math
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.placement import SLACK_CPUS, SLACK_MEM_MB, NodeShape, Placement, place
+from corral.scheduling.placement import SLACK_MEM_MB, NodeShape, Placement, UnitPlacement, place
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
 
 EIGHT_GPUS = NodeShape(cpus=128, gpus=8, mem_mb=1_000_000)
@@ -31,6 +33,10 @@ def trial(
     )
 
 
+def unit_of(placement: Placement, name: str) -> UnitPlacement:
+    return next(unit for unit in placement.units if unit.unit == name)
+
+
 def test_model_workers_are_one_unit_and_everyone_else_is_its_own() -> None:
     placement = place(
         trial(model_worker=group(2, gpu=1), generation_server=group(2, gpu=1), rollout_worker=group(2)), EIGHT_GPUS
@@ -39,45 +45,43 @@ def test_model_workers_are_one_unit_and_everyone_else_is_its_own() -> None:
         "master_worker/0", "model_worker", "generation_server/0", "generation_server/1", "gserver_manager/0",
         "rollout_worker/0", "rollout_worker/1",
     ]  # fmt: skip
-    assert placement.unit("model_worker").nodes == (0, 0)
-    assert placement.unit("rollout_worker/1").first_index == 1
-    with pytest.raises(ValueError, match="no unit is named 'rollout_worker/2'; there are master_worker/0"):
-        placement.unit("rollout_worker/2")
+    assert unit_of(placement, "model_worker").nodes == (0, 0)
+    assert unit_of(placement, "rollout_worker/1").first_index == 1
 
 
 def test_large_gpu_tasks_come_first_and_small_ones_fill_the_gaps() -> None:
     placement = place(trial(model_worker=group(8, gpu=1), generation_server=group(2, gpu=4)), EIGHT_GPUS)
     assert placement.num_nodes == 2
-    assert placement.unit("generation_server/1").gpus == ((4, 5, 6, 7),)
-    assert placement.unit("model_worker").nodes == (1,) * 8
-    assert placement.unit("model_worker").gpus == tuple((index,) for index in range(8))
+    assert unit_of(placement, "generation_server/1").gpus == ((4, 5, 6, 7),)
+    assert unit_of(placement, "model_worker").nodes == (1,) * 8
+    assert unit_of(placement, "model_worker").gpus == tuple((index,) for index in range(8))
 
 
 def test_master_and_manager_run_on_node_zero() -> None:
     placement = place(trial(generation_server=group(5, gpu=8), rollout_worker=group(10)), EIGHT_GPUS)
-    assert placement.unit("master_worker/0").nodes == placement.unit("gserver_manager/0").nodes == (0,)
-    assert placement.unit("master_worker/0").gpus == ((),)
+    assert unit_of(placement, "master_worker/0").nodes == unit_of(placement, "gserver_manager/0").nodes == (0,)
+    assert unit_of(placement, "master_worker/0").gpus == ((),)
 
 
 def test_rollout_workers_are_spread_over_the_nodes_of_the_gpu_groups() -> None:
     placement = place(trial(generation_server=group(3, gpu=8), rollout_worker=group(7)), EIGHT_GPUS)
     assert placement.num_nodes == 3
-    assert [placement.unit(f"rollout_worker/{index}").nodes[0] for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [unit_of(placement, f"rollout_worker/{index}").nodes[0] for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_tensor_parallel_ranks_share_a_node() -> None:
     scheduling = trial(model_worker=group(4, gpu=1), generation_server=group(1, gpu=6))
-    assert place(scheduling, EIGHT_GPUS).unit("model_worker").nodes == (0, 0, 1, 1)
+    assert unit_of(place(scheduling, EIGHT_GPUS), "model_worker").nodes == (0, 0, 1, 1)
     together = place(scheduling, EIGHT_GPUS, tasks_together={"model_worker": 4})
-    assert together.unit("model_worker").nodes == (1, 1, 1, 1)
-    assert together.unit("generation_server/0").nodes == (0,)
+    assert unit_of(together, "model_worker").nodes == (1, 1, 1, 1)
+    assert unit_of(together, "generation_server/0").nodes == (0,)
 
 
 def test_a_trial_without_gpus_fits_on_a_laptop() -> None:
     laptop = NodeShape(cpus=9, gpus=0, mem_mb=8000)
     placement = place(trial(model_worker=group(1, cpu=1), rollout_worker=group(1, cpu=1, mem=500)), laptop, max_nodes=1)
     assert placement.num_nodes == 1
-    assert placement.unit("model_worker").gpus == ((),)
+    assert unit_of(placement, "model_worker").gpus == ((),)
 
 
 def test_a_full_node_opens_another_one_as_far_as_there_are_any() -> None:
@@ -137,10 +141,13 @@ trials = st.builds(
 NODE = NodeShape(cpus=12, gpus=4, mem_mb=10_000)
 
 
-@given(trials)
-def test_every_task_is_placed_once_and_no_node_is_asked_for_more_than_it_has(scheduling: ExperimentScheduling) -> None:
-    placement: Placement = place(scheduling, NODE)
-    cpus: dict[int, int] = defaultdict(int)
+@given(trials, st.sampled_from([1, 2, 4]))
+def test_every_task_is_placed_once_and_no_node_is_asked_for_more_than_it_has(
+    scheduling: ExperimentScheduling, threads_per_core: int
+) -> None:
+    node_shape = replace(NODE, threads_per_core=threads_per_core)
+    placement: Placement = place(scheduling, node_shape)
+    cores: dict[int, int] = defaultdict(int)
     mem_mb: dict[int, int] = defaultdict(int)
     gpus: dict[int, list[int]] = defaultdict(list)
     placed = []
@@ -148,14 +155,14 @@ def test_every_task_is_placed_once_and_no_node_is_asked_for_more_than_it_has(sch
         task = scheduling[unit.kind].scheduling
         for offset, (node, task_gpus) in enumerate(zip(unit.nodes, unit.gpus, strict=True)):
             placed.append((unit.kind, unit.first_index + offset))
-            cpus[node] += task.cpu
+            cores[node] += math.ceil(task.cpu / threads_per_core)
             mem_mb[node] += task.mem
             gpus[node] += task_gpus
             assert len(task_gpus) == task.gpu
     assert placed == [(kind, index) for kind, tasks in scheduling.items() for index in range(tasks.count)]
-    assert set(cpus) == set(range(placement.num_nodes))
-    for node in cpus:
-        assert cpus[node] <= NODE.cpus - SLACK_CPUS
+    assert set(cores) == set(range(placement.num_nodes))
+    for node in cores:
+        assert (cores[node] + 1) * threads_per_core <= NODE.cpus  # one core is the supervisor's
         assert mem_mb[node] <= NODE.mem_mb - SLACK_MEM_MB
         assert len(set(gpus[node])) == len(gpus[node]) and set(gpus[node]) <= set(range(NODE.gpus))
-    assert place(scheduling, NODE, max_nodes=placement.num_nodes) == placement
+    assert place(scheduling, node_shape, max_nodes=placement.num_nodes) == placement

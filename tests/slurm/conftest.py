@@ -48,7 +48,7 @@ def _require_programs(*, accounts: bool) -> None:
         pytest.skip(reason)
 
 
-def _for_this_process(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+def for_this_process(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     for name, value in cluster.environment.items():
         if name in ("SLURM_CONF", "PATH"):
             monkeypatch.setenv(name, value)
@@ -58,19 +58,19 @@ def _for_this_process(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Clus
 @pytest.fixture
 def cluster(shared_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """The cluster, for commands of this process too."""
-    return _for_this_process(shared_cluster, monkeypatch)
+    return for_this_process(shared_cluster, monkeypatch)
 
 
 @pytest.fixture
 def accounting_cluster(shared_accounting_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """Two nodes, and the accounts and limits of accounting.py."""
-    return _for_this_process(shared_accounting_cluster, monkeypatch)
+    return for_this_process(shared_accounting_cluster, monkeypatch)
 
 
 @pytest.fixture
 def threaded_cluster(shared_threaded_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """Two nodes of four cores with two threads each."""
-    return _for_this_process(shared_threaded_cluster, monkeypatch)
+    return for_this_process(shared_threaded_cluster, monkeypatch)
 
 
 @pytest.fixture
