@@ -28,6 +28,7 @@ from corral.experiments.trial_log import StoppedError, TrialLog
 from corral.launcher.node_loss import nodes_that_are_down, note_failed_node
 from corral.launcher.processes import describe_this_process
 from corral.launcher.slurm import SlurmClient, SlurmError
+from corral.scheduling.slurm_formats import expand_host_list
 
 _ASK_TIMEOUT_S = 5.0
 _NODE_LISTS = ("SLURM_JOB_NODELIST", "SLURM_JOB_NODELIST_HET_GROUP_")
@@ -136,11 +137,7 @@ def _end_of_predecessor(
 
 
 def _failed_nodes_of(claim: AttemptClaim, client: SlurmClient) -> list[str]:
-    try:
-        hosts = [host for node_list in claim.nodes for host in client.hostnames(node_list)]
-    except SlurmError:
-        return []
-    return nodes_that_are_down(client, hosts)
+    return nodes_that_are_down(client, [host for nodes in claim.nodes for host in expand_host_list(nodes)])
 
 
 def _final_request(directory: TrialDirectory) -> str:

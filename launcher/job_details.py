@@ -11,6 +11,7 @@ from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, user_name
 from corral.launcher.slurm_accounts import read_accounts
 from corral.launcher.slurm_limits import LimitKind, demand_of_job, excesses, limit_of_reason
 from corral.launcher.slurm_states import needs_nodes
+from corral.scheduling.slurm_formats import expand_host_list
 
 
 class JobDetails(NamedTuple):
@@ -53,7 +54,7 @@ class JobInquiry:
 
     def _are_nodes_down(self, job: QueuedJob) -> bool:
         wanted = (self._client.job(job.job_id) or {}).get("ReqNodeList", "(null)")
-        names = set(self._client.hostnames(wanted)) if wanted not in ("", "(null)") else None
+        names = set(expand_host_list(wanted)) if wanted not in ("", "(null)") else None
         nodes = [node for node in self._client.nodes() if node.partition in job.partition.split(",")]
         able = [node for node in nodes if names is None or node.name in names]
         return bool(able) and not any(node.is_up or node.is_in_maintenance for node in able)

@@ -43,6 +43,7 @@ from corral.launcher.sbatch import holder_path, holders_alive_path, member_optio
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
 from corral.launcher.unit_actions import Action, UnitSpec
 from corral.launcher.units import Supervision
+from corral.scheduling.slurm_formats import expand_host_list
 
 logger = logging.getLogger(__name__)
 
@@ -300,7 +301,7 @@ class Members:
             word=job.state,
             reason=job.reason,
             start=job.start,
-            hosts=tuple(self._client.hostnames(job.nodes)) if is_there and job.nodes else (),
+            hosts=tuple(expand_host_list(job.nodes)) if is_there and job.nodes else (),
         )
 
     # Back in the supervisor's thread.

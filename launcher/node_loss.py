@@ -14,6 +14,7 @@ from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.layout import Allocation, Layout, RunningAllocation, Step
 from corral.launcher.member_places import MovingRunner
 from corral.launcher.slurm import SlurmClient, SlurmError
+from corral.scheduling.slurm_formats import expand_host_list
 
 NodeKey = tuple[int, int]
 """Allocation and node index."""
@@ -138,9 +139,9 @@ class NodeLoss:
         """Nodes that SLURM has taken out of the job since the last look."""
         try:
             job = self._client.job(self._head.job_id)
-            left = self._client.hostnames(job["NodeList"]) if job is not None and job.get("NodeList") else []
         except SlurmError:
             return []  # the next exit asks again
+        left = expand_host_list(job.get("NodeList", "")) if job is not None else []
         if not left:
             return []
         gone = [

@@ -231,10 +231,6 @@ class SlurmClient:
         """Settings of every partition, by its name."""
         return parse_records(self._run(["scontrol", "show", "partition", "-o"]), key="PartitionName")
 
-    def hostnames(self, node_list: str) -> list[str]:
-        """n[1-3] -> n1, n2, n3."""
-        return self._run(["scontrol", "show", "hostnames", node_list]).split()
-
     def node_address(self, node: str) -> str:
         """Where the cluster reaches a node: an address or a host name."""
         return parse_key_values(self._run(["scontrol", "show", "node", "-o", node])).get("NodeAddr", node)

@@ -14,7 +14,6 @@ from corral.launcher.layout_planner import ALLOCATION_FIELDS, SUPERVISED
 from corral.launcher.slurm import Node
 from corral.launcher.slurm_facts import (
     ClusterFacts,
-    expand_host_list,
     gpus_of,
     most_common_shape,
     node_shapes,
@@ -22,7 +21,7 @@ from corral.launcher.slurm_facts import (
 )
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import Scheduling
-from corral.scheduling.slurm_formats import format_time_limit, parse_point_in_time, parse_time_limit
+from corral.scheduling.slurm_formats import expand_host_list, format_time_limit, parse_point_in_time, parse_time_limit
 
 _SIGNAL_EARLY_S = 30  # slurmctld looks at time limits this often, and sends what is due before its next look
 _SIGNAL_PATH: KeyPath = ("launch", "signal_before_end_s")

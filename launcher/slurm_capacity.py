@@ -23,9 +23,10 @@ from corral.experiments.plan import RunPlan
 from corral.launcher.layout import Allocation, Layout
 from corral.launcher.slurm import Node, nodes_command
 from corral.launcher.slurm_asks import asks_of, partitions_asked, shapes_for
-from corral.launcher.slurm_facts import ClusterFacts, biggest_nodes, expand_host_list, gpus_of, plain_features
+from corral.launcher.slurm_facts import ClusterFacts, biggest_nodes, gpus_of, plain_features
 from corral.scheduling.placement import place
 from corral.scheduling.scheduling import TasksGroup
+from corral.scheduling.slurm_formats import expand_host_list
 from corral.scheduling.worker_information import WorkerKind, parse_worker_id
 
 _MAX_COMPONENTS = 8  # of a heterogeneous job; there are five kinds of workers

@@ -19,12 +19,11 @@ from corral.launcher.slurm_asks import Ask, leaves_time, partitions_asked, raise
 from corral.launcher.slurm_facts import (
     ClusterFacts,
     biggest_nodes,
-    expand_host_list,
     gpus_of,
     some_nodes,
 )
 from corral.launcher.trials import node_local_folder
-from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
+from corral.scheduling.slurm_formats import expand_host_list, format_time_limit, parse_time_limit
 
 UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
 _FEATURE = re.compile(r"[A-Za-z_][A-Za-z0-9_.:=-]*")

@@ -14,9 +14,6 @@ from corral.launcher.slurm import Node, SlurmClient, SlurmError, parse_records
 from corral.launcher.slurm_accounts import Accounts, read_accounts
 from corral.scheduling.placement import NodeShape
 
-_MAX_RANGE = 1 << 16  # SLURM's own bound of a host list; a mistyped range must not fill the memory
-_MAX_DIGITS = 10
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFacts:
@@ -139,27 +136,3 @@ def some_nodes(nodes: Sequence[Node]) -> str:
 def plain_features(constraint: str) -> list[str]:
     """The features that every node must have; none of an expression that only SLURM understands."""
     return constraint.split("&") if re.fullmatch(r"\w+(&\w+)*", constraint) else []
-
-
-def expand_host_list(text: str) -> list[str]:
-    """`n[1-3,07],login` -> n1, n2, n3, n07, login; the numbers keep their leading zeros."""
-    hosts: list[str] = []
-    for item in re.findall(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*", text):
-        hosts += _expand(item) if item else []
-    return hosts
-
-
-def _expand(item: str) -> list[str]:
-    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", item)
-    if match is None:
-        return [item]
-    head, ranges, tail = match.groups()
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        is_range = len(last) < _MAX_DIGITS and first.isdecimal() and last.isdecimal()
-        if is_range and int(last) - int(first) < _MAX_RANGE:
-            numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-        else:
-            numbers.append(part)
-    return [f"{head}{number}{rest}" for number in numbers for rest in _expand(tail)]

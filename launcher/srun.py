@@ -24,6 +24,7 @@ from corral.launcher.processes import TRIAL_UUID_VARIABLE
 from corral.launcher.runner import AllocationLostError, PlaceNotAvailableError, TaskSpec
 from corral.launcher.slurm import SlurmClient, SlurmError, clean_environment
 from corral.launcher.srun_task import SrunTask, StepSignals
+from corral.scheduling.slurm_formats import expand_host_list
 from corral.scheduling.worker_information import parse_worker_id
 
 _CLEAN_UP_TIMEOUT_S = 15.0
@@ -65,22 +66,18 @@ class StepPlace:
         return self.running.hosts[self.step.node_index]
 
 
-def batch_allocations(environment: Mapping[str, str], client: SlurmClient) -> dict[int, RunningAllocation]:
-    """The head, and the components of its heterogeneous job, as the batch step's environment names them.
-
-    Raises:
-        SlurmError: if SLURM does not translate the node lists.
-    """
+def batch_allocations(environment: Mapping[str, str]) -> dict[int, RunningAllocation]:
+    """The head, and the components of its heterogeneous job, as the batch step's environment names them."""
     job_id = environment["SLURM_JOB_ID"]
     size = int(environment.get("SLURM_HET_SIZE", "0"))
     if size == 0:
-        hosts = tuple(client.hostnames(environment["SLURM_JOB_NODELIST"]))
+        hosts = tuple(expand_host_list(environment["SLURM_JOB_NODELIST"]))
         return {0: RunningAllocation(job_id=job_id, het_group=None, hosts=hosts)}
     return {
         group: RunningAllocation(
             job_id=environment["SLURM_JOB_ID_HET_GROUP_0"],
             het_group=group,
-            hosts=tuple(client.hostnames(environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"])),
+            hosts=tuple(expand_host_list(environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"])),
             own_job_id=environment[f"SLURM_JOB_ID_HET_GROUP_{group}"],
         )
         for group in range(size)

@@ -94,7 +94,7 @@ def make_runner(plan: RunPlan, directory: TrialDirectory, attempt: int) -> Runne
         return RunnerParts(runner=local, redis_host=local.bind_address(""))
     client = SlurmClient()
     layout = Layout.from_json(directory.layout_path.read_bytes())
-    own = batch_allocations(os.environ, client)
+    own = batch_allocations(os.environ)
     record = partial(Journal(directory.journal_path).append, attempt=attempt)
     members = Members(
         client=client,

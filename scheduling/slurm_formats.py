@@ -298,3 +298,31 @@ def check_environment_name(name: str) -> None:
         raise ValueError(
             f"environment variable {name!r} would change what SLURM's commands do; use the scheduling fields"
         )
+
+
+_MAX_RANGE = 1 << 16  # SLURM's own bound of a host list; a mistyped range must not fill the memory
+_MAX_DIGITS = 10
+
+
+def expand_host_list(text: str) -> list[str]:
+    """`n[1-3,07],login` -> n1, n2, n3, n07, login; the numbers keep their leading zeros."""
+    hosts: list[str] = []
+    for item in re.findall(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*", text):
+        hosts += _expand(item) if item else []
+    return hosts
+
+
+def _expand(item: str) -> list[str]:
+    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", item)
+    if match is None:
+        return [item]
+    head, ranges, tail = match.groups()
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        is_range = len(last) < _MAX_DIGITS and first.isdecimal() and last.isdecimal()
+        if is_range and int(last) - int(first) < _MAX_RANGE:
+            numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+        else:
+            numbers.append(part)
+    return [f"{head}{number}{rest}" for number in numbers for rest in _expand(tail)]

@@ -199,9 +199,6 @@ class Client(SlurmClient):
             raise SlurmUnreachableError("scontrol did not answer within 20 s")
         return None if self.left is None else {"JobId": job_id, "NodeList": self.left}
 
-    def hostnames(self, node_list: str) -> list[str]:
-        return {"n[1-3]": ["n1", "n2", "n3"], "n[1,3]": ["n1", "n3"], "n1": ["n1"]}[node_list]
-
     def nodes(self) -> list[Node]:
         if self.states is None:
             raise SlurmUnreachableError("sinfo did not answer within 20 s")

@@ -22,8 +22,8 @@ from corral.launcher.slurm import (
     parse_steps,
     queue_command,
 )
-from corral.launcher.slurm_facts import expand_host_list
 from corral.launcher.slurm_states import judge_exit, judge_job
+from corral.scheduling.slurm_formats import expand_host_list
 
 QUEUE = (
     "12|12|RUNNING|None|2026-01-01T10:00:00|2026-01-01T11:00:00|54:59|5:01|2|n[1-2]|2026-01-01T09:59:00|debug|exp.t|"

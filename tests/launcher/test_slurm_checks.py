@@ -17,10 +17,11 @@ from corral.launcher.slurm_asks import asks_of, check_values, shapes_for
 from corral.launcher.slurm_capacity import check_layout
 from corral.launcher.slurm_checks import check_asks, node_local_warning
 from corral.launcher.slurm_complaints import Complaint, complaint_of
-from corral.launcher.slurm_facts import ClusterFacts, expand_host_list, node_shapes
+from corral.launcher.slurm_facts import ClusterFacts, node_shapes
 from corral.launcher.slurm_refusals import explain_refusal
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup
+from corral.scheduling.slurm_formats import expand_host_list
 from tests.launcher.trials import make_plan
 
 NOON = datetime(2026, 3, 10, 12, 0, 0)

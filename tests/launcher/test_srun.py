@@ -162,13 +162,10 @@ def test_a_folder_that_cannot_be_mounted_is_refused(runtime: str) -> None:
 class FakeClient(SlurmClient):
     """Answers without a cluster."""
 
-    def hostnames(self, node_list: str) -> list[str]:
-        return {"n[1-2]": ["n1", "n2"], "n3": ["n3"]}[node_list]
-
 
 def test_a_batch_step_knows_its_allocation() -> None:
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
-    assert batch_allocations(environment, FakeClient()) == {0: HEAD}
+    assert batch_allocations(environment) == {0: HEAD}
 
 
 def test_a_batch_step_of_a_heterogeneous_job_knows_all_components() -> None:
@@ -180,7 +177,7 @@ def test_a_batch_step_of_a_heterogeneous_job_knows_all_components() -> None:
         "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]",
         "SLURM_JOB_NODELIST_HET_GROUP_1": "n3",
     }
-    allocations = batch_allocations(environment, FakeClient())
+    allocations = batch_allocations(environment)
     assert allocations[1] == COMPONENT
     assert (allocations[0].het_group, allocations[0].hosts) == (0, ("n1", "n2"))
     assert [allocations[group].steps_job_id for group in (0, 1)] == ["7", "8"]

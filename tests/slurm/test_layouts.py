@@ -16,6 +16,7 @@ from corral.launcher.slurm import QueuedJob, SlurmClient, parse_key_values
 from corral.launcher.srun import step_name
 from corral.launcher.stop import stop_trial
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
+from corral.scheduling.slurm_formats import expand_host_list
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster
 from tests.slurm.trials import SlurmTrial
@@ -66,11 +67,11 @@ def hosts_by_allocation(trial: SlurmTrial, cluster: Cluster) -> dict[int, list[s
     if trial.layout.kind == "jobs":
         jobs_by_name = {job.tag.get("allocation"): job for job in jobs_of(trial)}
         names = [allocation.name for allocation in trial.layout.allocations]
-        return {index: SlurmClient().hostnames(jobs_by_name[name].nodes) for index, name in enumerate(names)}
+        return {index: expand_host_list(jobs_by_name[name].nodes) for index, name in enumerate(names)}
     # Components follow each other by their job ids.
     lines = cluster.run("scontrol", "show", "job", "-o", trial.job_id).stdout.splitlines()
     jobs = sorted((parse_key_values(line) for line in lines), key=lambda job: int(job["JobId"]))
-    return {index: SlurmClient().hostnames(job["NodeList"]) for index, job in enumerate(jobs)}
+    return {index: expand_host_list(job["NodeList"]) for index, job in enumerate(jobs)}
 
 
 def jobs_of(trial: SlurmTrial) -> list[QueuedJob]:
