@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-slurm demo test test-fast lint typecheck docs bench damage clean
+.PHONY: setup setup-slurm demo test test-slurm test-fast lint typecheck docs bench damage clean
 
 setup: $(STAMP)  ## create .venv and install corral with its development tools
 
@@ -23,6 +23,12 @@ demo: setup  ## train a tiny language model to add: SFT, then asynchronous GRPO,
 
 test: setup setup-slurm lint typecheck  ## everything that must hold
 	CORRAL_REQUIRE_SLURM=1 $(BIN)/pytest
+
+test-slurm: setup $(if $(SLURM_ROOT),,setup-slurm)  ## the SLURM tests; SLURM_ROOT=DIR: by the SLURM of a Debian tree (see CONTRIBUTING)
+	@if [ -n "$(SLURM_ROOT)" ]; then \
+		tests/slurm/make_root.sh "$(SLURM_ROOT)" && set -- tests/slurm/in_root.sh "$(SLURM_ROOT)" || exit; \
+	fi; \
+	CORRAL_REQUIRE_SLURM=1; export CORRAL_REQUIRE_SLURM; "$$@" $(BIN)/python -m pytest tests/slurm
 
 test-fast: setup  ## without what takes long
 	$(BIN)/pytest -m 'not slow and not slurm'

@@ -113,11 +113,15 @@ def test_modules_and_their_names_exist(document: Path) -> None:
 
 @each_document
 def test_commands_have_the_options_that_are_shown(document: Path) -> None:
-    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
+    targets |= {name + "=" for name in re.findall(r"\$\(([A-Z_]+)\)", makefile)}
     for line in command_lines(document):
         command, *arguments = line.split()
         if command == "make":
-            assert set(arguments) <= targets, f"{document.name} shows `{line}`; the Makefile has {sorted(targets)}"
+            assert {re.sub("=.*", "=", argument) for argument in arguments} <= targets, (
+                f"{document.name} shows `{line}`; the Makefile has {sorted(targets)}"
+            )
             continue
         for option in _OPTION.findall(line.removeprefix(command)):
             assert option in _OPTION.findall(help_of(command)), f"{document.name} shows `{line}`: no {option}"
