@@ -21,6 +21,7 @@ import msgspec
 
 from corral.experiments.trial_directory import TrialDirectory, atomic_write
 from corral.experiments.trial_log_state import Commit
+from corral.experiments.uid_table import UidTable
 
 LEDGER_NAME: Final = "ledger.json"
 _SHOWN_UIDS: Final = 5  # an error names a few samples; thousands would hide its first line
@@ -56,7 +57,7 @@ class LedgerDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Ledger:
     """All consumed samples, committed and pending."""
 
-    trained: dict[str, int] = field(default_factory=dict)
+    trained: UidTable = field(default_factory=UidTable)
     """Train step by sample uid."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Reason by sample uid."""

@@ -116,7 +116,9 @@ class TrajectorySource:
         for sample in dropped:
             self._on_drop(sample.uid, sample.dropped_because)
         remaining -= len(dropped)
-        self._buffer.release(sample.uid for sample in dropped)
+        if dropped:
+            self._buffer.release(sample.uid for sample in dropped)
+            await self._holders.clear([sample.uid for sample in dropped])
         ready = [
             ReadySample(uid=sample.uid, order=sample.order, head_version=sample.head_version)
             for sample in self._buffer.ready(self._input_keys)

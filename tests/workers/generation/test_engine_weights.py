@@ -1,11 +1,13 @@
 """New weights are taken over whole or not at all."""
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +21,7 @@ from corral.workers.generation.engine import (
     WeightsRejectedError,
 )
 from corral.workers.generation.engine_linear import Linear
+from corral.workers.generation.engine_weights import WeightLayout, stage_weights
 from tests.workers.generation.tiny_models import load_reference, reference_greedy, save_tiny_model
 
 REQUEST = GenerationRequest(
@@ -185,3 +188,16 @@ def test_a_checksum_of_a_manifest_that_is_not_there_is_an_error(old_directory: P
     engine = GenerationEngine(old_directory)
     with pytest.raises(WeightsRejectedError, match="manifest"):
         engine.update_weights(new_directory, version="1.1", manifest_sha256="0" * 64)
+
+
+def test_reading_weights_again_and_again_leaves_nothing_behind(tmp_path: Path) -> None:
+    tensors = {f"w{index}": torch.zeros(1) for index in range(1000)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    layout = WeightLayout(shapes=dict.fromkeys(tensors, (1,)), dtype=torch.float32, has_tied_head=False)
+    held = []
+    for times in (10, 60):
+        for _ in range(times):
+            stage_weights(tmp_path, layout)
+        gc.collect()
+        held.append(psutil.Process().memory_info().rss)
+    assert held[1] - held[0] < 1.5 * 2**20  # 60 bytes for each of 60,000 tensors would be 3.6 MB

@@ -109,6 +109,7 @@ def test_given_up_samples_are_counted_and_make_the_last_batch_smaller() -> None:
     holders.arrivals = [sample("0:a", version="0.0"), sample("0:b", dropped="reward_error: boom")]
     assert asyncio.run(source.poll(version=0, remaining=2)) == ["0:a"]
     assert dropped == {"0:b": "reward_error: boom"} and "0:b" not in buffer.samples
+    assert holders.cleared == ["0:b"]  # who received it need not remember it any more
 
 
 def test_rows_are_loaded_in_order_without_those_that_are_consumed() -> None:
