@@ -61,11 +61,11 @@ def test_any_process_can_be_killed_and_the_trial_trains_every_prompt_once(
     check_every_sample_was_consumed_once(trial)
     assert check_no_token_was_too_old(trial, eta=1) == 1
     history = History.of(trial)
-    claims = [slot for slot, entry in history.entries.items() if entry["kind"] == "claim"]
-    committed = [history.entries[history.last_commit(before=claim)]["step"] for claim in claims[1:]]
+    epochs = [entry["epoch"] for entry in history.entries.values() if entry["kind"] == "claim"]
+    committed = [history.entries[history.continued_by(epoch)]["step"] for epoch in epochs[1:]]
     assert len(committed) == len(reached)
     if commit_every_steps > 1:
-        assert all(kept < step for kept, step in zip(committed, reached, strict=True))  # something was taken back
+        assert any(kept < step for kept, step in zip(committed, reached, strict=True))  # something was taken back
     # And yet each step of the lineage has one line, and so has each of its samples.
     assert trial.train_steps() == list(range(1, 61))
     assert sorted(line["uid"] for line in read_lines(trial.directory.trajectories_path)) == sorted(trial.uids)

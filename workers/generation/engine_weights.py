@@ -142,7 +142,7 @@ def _read_values(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor
     """The values of a file whose header was checked.
 
     Read, not mapped: the values must be here now, and not when the engine stands still. And by ourselves: each tensor
-    that `safe_open` gives leaves some 60 bytes behind for good, and a server reads hundreds of them for every train step.
+    of `safe_open` leaves some 60 bytes behind for good, and a server reads hundreds of them for every train step.
     """
     with open(path, "rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
@@ -151,7 +151,7 @@ def _read_values(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor
             tensor = torch.empty(header[name]["shape"], dtype=_LOADABLE_DTYPES[header[name]["dtype"]])
             file.seek(8 + header_size + header[name]["data_offsets"][0])
             values = tensor.view(-1).view(torch.uint8).numpy()
-            if file.readinto(memoryview(values)) != values.nbytes:
+            if file.readinto(values.data) != values.nbytes:
                 raise OSError(f"{path} ends within tensor {name}")
             yield name, tensor
 
