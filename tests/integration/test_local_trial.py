@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.broken_agents import reads_a_field_that_no_row_has
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,
     check_no_token_was_too_old,
@@ -52,6 +53,23 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
     assert "eval/accuracy" in trial.metrics()[0]
     assert [event["returncode"] for event in trial.events("worker_exited")] == [0] * len(WORKERS)
     assert (trial.directory.exports_path / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_an_agent_that_always_fails_ends_the_trial_and_its_line_is_named(start_trial: Callable[..., Trial]) -> None:
+    trial = start_trial(
+        num_rows=64,
+        overrides={
+            "rollout.agent": "broken_agents:reads_a_field_that_no_row_has",
+            "rollout.reward_retries": 0,
+            "supervision.max_restarts": 1,
+        },
+    )
+    trial.wait_for_end("FAILED")
+    shown = trial.logs("--errors")
+    assert "first failure: rollout_worker/0" in shown
+    line = reads_a_field_that_no_row_has.__code__.co_firstlineno + 2
+    assert f"KeyError: 'solution' (broken_agents.py:{line})" in shown
 
 
 def _maps_torch(pid: int) -> bool:

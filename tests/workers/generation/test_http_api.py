@@ -457,6 +457,13 @@ def test_a_full_queue_is_answered_503(client: Client) -> None:
     assert len(waiting.result(DEADLINE_S)) == 36
 
 
+def test_a_request_that_no_empty_queue_could_hold_is_answered_400(client: Client) -> None:
+    """503 would make its sender wait for room that never comes."""
+    status, answer = client.post("/generate", {"input_ids": [[7]] * 37})
+    assert status == 400
+    assert "37 answers in one request are more than this server ever holds, 36" in answer["error"]["message"]
+
+
 def raw_request(body: bytes, headers: bytes = b"") -> bytes:
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {API_KEY}\r\nContent-Length: {len(body)}\r\n"
     return head.encode() + headers + b"\r\n" + body
