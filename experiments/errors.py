@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+from corral.experiments.exit_codes import CommandExit
+
 KeyPath = tuple[str | int, ...]
 """Where a value stands in an experiment file: ("actor", "optimizer", "lr"); list items by their index."""
 
@@ -58,7 +60,7 @@ class ConfigProblem:
 class ConfigError(ValueError):
     """An experiment that cannot be run as it is written; nothing was submitted."""
 
-    exit_code = 2
+    exit_code = CommandExit.BAD_CONFIGURATION
 
     def __init__(self, problems: Iterable[ConfigProblem]) -> None:
         self.problems: tuple[ConfigProblem, ...] = tuple(problems)
@@ -82,7 +84,7 @@ class ConfigError(ValueError):
 class UnsatisfiableError(ConfigError):
     """An experiment that is right in itself, but that this cluster can never run."""
 
-    exit_code = 5
+    exit_code = CommandExit.REFUSED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from corral.experiments.attempts import AttemptRecord
+from corral.experiments.trial_directory import StopRequest
 from corral.experiments.worker_record import WorkerRecord
 from corral.launcher.slurm import QueuedJob
 from corral.launcher.trials import TrialFacts
@@ -61,7 +62,7 @@ class Evidence:
     redis_started: bool
     is_done: bool
     is_stopped: bool
-    stop_requested_by: str | None
+    stop_request: StopRequest | None
     is_supervised: bool | None
     """Whether the supervisor runs; None if that cannot be seen from here."""
     job: QueuedJob | None

@@ -6,15 +6,16 @@ exits/{attempt}.{kind}-{index}.{n}.json   worker, attempt, returncode, signal, t
 import json
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial_directory import TrialDirectory, atomic_write
 
 _TAIL_BYTES = 16384
 _TAIL_LINES = 20
-_CONSEQUENCES = (-15, 75, 76)
+_CONSEQUENCES = (-signal.SIGTERM, WorkerExit.SUPERSEDED, WorkerExit.GANG_BROKEN)
 _MEMORY_EXITS = (-9, 137, 253)
 _MEMORY_WORDS = ("memory limit", "oom-kill", "oom_kill", "out of memory: killed", "out-of-memory")
 
@@ -108,8 +109,3 @@ def tail_lines(path: Path, count: int) -> list[str]:
         return []
     lines = text.splitlines()
     return lines[-count:] if count else []
-
-
-def join_lines(lines: Iterable[str], *, indent: str = "  ") -> str:
-    """Lines as an indented block."""
-    return "\n".join(f"{indent}{line}" for line in lines)

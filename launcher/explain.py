@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 
 from corral.launcher.evidence import Evidence
-from corral.launcher.metrics import headline
 from corral.launcher.queue_cache import QueueAnswer
 from corral.launcher.slurm import queue_command
 from corral.launcher.status import TrialStatus
@@ -16,8 +15,7 @@ _INDENT = "  "
 
 def explain(evidence: Evidence, status: TrialStatus, answer: QueueAnswer) -> str:
     """Several lines: the word, then what the trial recorded, what SLURM said, and what Redis holds."""
-    has_reason = status.note and status.note != headline(dict(status.metrics))
-    lines = [f"why {status.state}" + (f": {status.note}" if has_reason else "")]
+    lines = [f"why {status.state}" + (f": {status.note}" if status.note else "")]
     lines += [f"{_INDENT}{line}" for line in _own_records(evidence)]
     if evidence.facts.mode == "slurm":
         lines += [f"{_INDENT}{line}" for line in _slurm(evidence, answer)]
@@ -40,8 +38,8 @@ def _own_records(evidence: Evidence) -> Iterator[str]:
         yield f"{directory.journal_path}: attempt_ended {ended.get('state')} {ended.get('cause') or ''}".rstrip()
     if evidence.is_done or evidence.is_stopped:
         yield f"{directory.log_path}: the trial log ends with {'Done' if evidence.is_done else 'Stop'}"
-    if evidence.stop_requested_by:
-        yield f"{directory.stop_request_path}: asked to stop by {evidence.stop_requested_by}"
+    if evidence.stop_request is not None:
+        yield f"{directory.stop_request_path}: asked to stop by {evidence.stop_request.by}"
     if evidence.is_supervised is not None:
         yield f"the supervisor's lock is {'held: it runs' if evidence.is_supervised else 'free: it does not run'}"
 

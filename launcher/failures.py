@@ -9,6 +9,7 @@ A worker on a node that failed, or in an attempt that SLURM ended, died of that,
 """
 
 import re
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -128,7 +129,7 @@ def _incident_of_event(event: Mapping[str, Any]) -> Incident | None:
         what = cause or f"ended with {event.get('returncode')}"
         who = str(event.get("worker") or "redis")
         # At the end Redis is ended by us, which is no failure.
-        is_ours = name == "redis_exited" and event.get("returncode") in (0, -9, -15)
+        is_ours = name == "redis_exited" and event.get("returncode") in (0, -signal.SIGKILL, -signal.SIGTERM)
         return None if is_ours else Incident(time=moment, who=who, what=what, attempt=attempt)
     if name in _ENDS and (state in _OUTSIDE or event.get("failed") == "supervisor"):
         what = f"{state}: {cause}" if cause else state

@@ -16,6 +16,7 @@ from corral.launcher.lookout import Lookout, Unanswered
 from corral.launcher.queue_cache import CachedQueue, QueueAnswer
 from corral.launcher.slurm import QueuedJob, SlurmClient
 from corral.launcher.slurm_states import judge_job
+from corral.launcher.states import TrialState
 from corral.launcher.status import TrialStatus, unreadable
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.status_view import render_json, render_names, render_trial, render_trials
@@ -128,7 +129,7 @@ def _orphan(job: QueuedJob, *, does_answer: bool) -> TrialStatus:
         trial=directory.name,
         directory=str(directory),
         mode="slurm",
-        state=verdict.state,
+        state=TrialState.of(verdict.state),
         step=None,
         total_steps=None,
         age_s=None,

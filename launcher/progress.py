@@ -5,18 +5,25 @@ step 12/40  accuracy 0.81  reward 0.74  version 1.12  RUNNING  age 1m20s
 
 import sys
 import time
+from collections.abc import Collection
+from enum import Enum
 from typing import TextIO
 
+from corral.experiments.exit_codes import CommandExit
 from corral.launcher.durations import format_duration
-from corral.launcher.metrics import headline
 from corral.launcher.queue_cache import CachedQueue
 from corral.launcher.slurm import SlurmClient
+from corral.launcher.states import TrialState
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
+from corral.launcher.terminal import printable
 from corral.launcher.trials import TrialFacts
 
-EXIT_BY_STATE = {"COMPLETE": 0, "STOPPED": 7, "CANCELLED": 7}
-EXIT_FAILED = 6
+_EXIT_BY_STATE = {
+    TrialState.COMPLETE: CommandExit.DONE,
+    TrialState.STOPPED: CommandExit.STOPPED,
+    TrialState.CANCELLED: CommandExit.STOPPED,
+}
 _LOOK_INTERVAL_S = 0.5
 _SLURM_LOOK_INTERVAL_S = 1.0  # of files and Redis; squeue itself is asked less often, see queue_cache
 _PLAIN_INTERVAL_S = 5.0
@@ -24,18 +31,36 @@ _BAR_WIDTH = 24
 _MIN_BAR_WIDTH = 8
 
 
-def progress_line(status: TrialStatus) -> str:
+class Part(Enum):
+    """What of the line may be left out."""
+
+    VERSION = "version"
+    AGE = "age"
+
+
+_FIRST_TO_GO = (Part.VERSION, Part.AGE)
+
+
+def progress_line(status: TrialStatus, *, without: Collection[Part] = ()) -> str:
     """The line, without a bar."""
     total = f"/{status.total_steps}" if status.total_steps else ""
-    parts = [f"step {status.step or 0}{total}"]
-    if numbers := headline(dict(status.metrics)):
-        parts.append(numbers)
-    if version := next((row.version for row in status.workers if row.version), ""):
+    parts = [f"step {status.step or 0}{total}", status.numbers]
+    version = next((row.version for row in status.workers if row.version), "")
+    if version and Part.VERSION not in without:
         parts.append(f"version {version}")
-    parts += [status.state, f"age {format_duration(status.age_s)}"]
-    if status.state not in ("RUNNING", "COMPLETE") and status.note:
-        parts.append(status.note)
-    return "  ".join(parts)
+    parts.append(status.state)
+    if Part.AGE not in without:
+        parts.append(f"age {format_duration(status.age_s)}")
+    return "  ".join(part for part in (*parts, status.note) if part)
+
+
+def live_line(status: TrialStatus, *, width: int) -> str:
+    """The line with its bar; in a narrow terminal the bar stays and words go."""
+    for num_left_out in range(len(_FIRST_TO_GO) + 1):
+        line = progress_line(status, without=_FIRST_TO_GO[:num_left_out])
+        if bar := progress_bar(status, room=width - len(line)):
+            return bar + line
+    return progress_line(status)
 
 
 def progress_bar(status: TrialStatus, *, room: int) -> str:
@@ -58,7 +83,7 @@ def wait_for_end(facts: TrialFacts, *, reader: StatusReader | None = None, out: 
         (status,) = reader.read([facts])
         moved = status.step != printed_step and time.monotonic() - printed_at >= _PLAIN_INTERVAL_S
         if status.is_final or moved or time.monotonic() - printed_at >= 6 * _PLAIN_INTERVAL_S:
-            print(progress_line(status), file=out, flush=True)
+            print(printable(progress_line(status)), file=out, flush=True)
             printed_at, printed_step = time.monotonic(), status.step
         if status.is_final:
             return status
@@ -78,14 +103,13 @@ def _wait_on_terminal(facts: TrialFacts, reader: StatusReader, interval_s: float
     with Live(Text(""), refresh_per_second=4, transient=False) as live:
         while True:
             (status,) = reader.read([facts])
-            line = progress_line(status)
-            bar = progress_bar(status, room=live.console.width - len(line))
-            live.update(Text(bar + line, overflow="ellipsis", no_wrap=True))
+            line = printable(live_line(status, width=live.console.width))
+            live.update(Text(line, overflow="ellipsis", no_wrap=True))
             if status.is_final:
                 return status
             time.sleep(interval_s)
 
 
-def exit_code(status: TrialStatus) -> int:
-    """0 complete, 7 stopped, 6 anything else."""
-    return EXIT_BY_STATE.get(status.state, EXIT_FAILED)
+def exit_code(status: TrialStatus) -> CommandExit:
+    """What --wait answers."""
+    return _EXIT_BY_STATE.get(status.state, CommandExit.FAILED)

@@ -25,9 +25,9 @@ from corral.launcher.evidence import AttemptEnd, Evidence, WorkerLife
 from corral.launcher.exits import is_out_of_memory
 from corral.launcher.metrics import headline, last_metrics
 from corral.launcher.slurm_states import judge_exit, judge_job
+from corral.launcher.states import FINAL_STATES, NOT_STARTED, TROUBLED, TrialState, WorkerState
 from corral.launcher.waits import WaitChain, find_waits
 from corral.launcher.worker_rows import (
-    TROUBLED,
     GroupRow,
     WorkerRow,
     describe_member,
@@ -37,12 +37,8 @@ from corral.launcher.worker_rows import (
     worker_rows,
 )
 
-__all__ = ["FINAL_STATES", "Evidence", "TrialStatus", "WorkerLife", "WorkerRow", "describe", "judge"]
+__all__ = ["Evidence", "TrialStatus", "WorkerLife", "WorkerRow", "describe", "judge"]
 
-FINAL_STATES = frozenset(
-    {"COMPLETE", "STOPPED", "FAILED", "CANCELLED", "TIMED_OUT", "NODE_FAILED", "PREEMPTED", "OOM", "LOST"}
-)
-NOT_STARTED = ("QUEUED", "BLOCKED", "HELD", "REQUEUED")
 _FIRST_START_S = 15.0  # between rl-submit's record and the supervisor's lock
 _FRESH_BEAT_S = 30.0
 
@@ -55,7 +51,7 @@ class TrialStatus:
     trial: str
     directory: str
     mode: str
-    state: str
+    state: TrialState
     step: int | None
     total_steps: int | None
     age_s: float | None
@@ -63,6 +59,9 @@ class TrialStatus:
     job_id: str
     attempt: int | None
     note: str
+    """What explains the state."""
+    numbers: str = ""
+    """The few that say how training goes."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     workers: Sequence[WorkerRow] = ()
     groups: Sequence[GroupRow] = ()
@@ -86,7 +85,7 @@ def unreadable(directory: Path, note: str) -> TrialStatus:
         trial=directory.name,
         directory=str(directory),
         mode="",
-        state="UNKNOWN",
+        state=TrialState.UNKNOWN,
         step=None,
         total_steps=None,
         age_s=None,
@@ -119,7 +118,8 @@ def describe(evidence: Evidence) -> TrialStatus:
         nodes=len(nodes) or (int(job.num_nodes) if job and job.num_nodes.isdigit() else None),
         job_id=evidence.job_id,
         attempt=evidence.attempt.attempt if evidence.attempt else None,
-        note=_with_troubles(note or (headline(metrics) if state in ("RUNNING", "COMPLETE") else ""), evidence),
+        note=_join(note, *evidence.zombies, *evidence.damage),
+        numbers=headline(metrics),
         metrics=metrics,
         workers=rows,
         groups=group_rows(evidence, rows),
@@ -131,10 +131,10 @@ def describe(evidence: Evidence) -> TrialStatus:
     )
 
 
-def judge(evidence: Evidence, rows: Sequence[WorkerRow] | None = None) -> tuple[str, str]:
+def judge(evidence: Evidence, rows: Sequence[WorkerRow] | None = None) -> tuple[TrialState, str]:
     """One word for the trial, and what explains it. Pure."""
     if evidence.attempt is None:
-        return "UNKNOWN", "it was never started; submit it again under another name"
+        return TrialState.UNKNOWN, "it was never started; submit it again under another name"
     rows = worker_rows(evidence) if rows is None else rows
     if evidence.ended is not None:
         return _judge_end(evidence, evidence.ended)
@@ -143,25 +143,28 @@ def judge(evidence: Evidence, rows: Sequence[WorkerRow] | None = None) -> tuple[
     if evidence.is_supervised:
         return _judge_running(evidence, rows)
     if evidence.now - evidence.attempt.submitted_at < _FIRST_START_S and not evidence.redis_started:
-        return "STARTING", "the supervisor is starting"
+        return TrialState.STARTING, "the supervisor is starting"
     return _judge_without_record(evidence, "its supervisor ended without a word")
 
 
-def _judge_end(evidence: Evidence, ended: Mapping[str, Any]) -> tuple[str, str]:
-    state, cause = str(ended["state"]), str(ended.get("cause") or "")
-    if state == "FAILED" and evidence.failure is not None and is_out_of_memory(evidence.failure):
+def _judge_end(evidence: Evidence, ended: Mapping[str, Any]) -> tuple[TrialState, str]:
+    state, cause = TrialState.of(ended["state"]), str(ended.get("cause") or "")
+    if state is TrialState.FAILED and evidence.failure is not None and is_out_of_memory(evidence.failure):
         worker = str(evidence.failure["worker"])
         kind = worker.partition("/")[0]
-        return "OOM", f"{worker} needed more memory than its group asks for; raise groups.{kind}.scheduling.mem"
+        return (
+            TrialState.OOM,
+            f"{worker} needed more memory than its group asks for; raise groups.{kind}.scheduling.mem",
+        )
     return state, cause
 
 
-def _judge_on_slurm(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str, str]:
+def _judge_on_slurm(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[TrialState, str]:
     if evidence.job is not None:
         state, note = _judge_by_job(evidence, rows)
     elif evidence.slurm_error and evidence.jobs_known_at is None:
         if not _has_fresh_beat(rows):
-            return "UNKNOWN", f"SLURM cannot be asked: {evidence.slurm_error}"
+            return TrialState.UNKNOWN, f"SLURM cannot be asked: {evidence.slurm_error}"
         state, note = _judge_running(evidence, rows)
     else:
         state, note = _judge_without_job(evidence, rows)
@@ -171,7 +174,7 @@ def _judge_on_slurm(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str,
     return state, note
 
 
-def _judge_by_job(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str, str]:
+def _judge_by_job(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[TrialState, str]:
     job = evidence.job
     assert job is not None and evidence.attempt is not None
     verdict = judge_job(
@@ -183,107 +186,109 @@ def _judge_by_job(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str, s
         exceeded=evidence.exceeded_limit,
         job_id=job.job_id,
     )
-    follows = evidence.attempt_ended is not None or (evidence.has_run and verdict.state in NOT_STARTED)
-    if verdict.state == "RUNNING":
+    state = TrialState.of(verdict.state)
+    if state is TrialState.RUNNING:
         if evidence.attempt_ended is not None:
-            return "STARTING", f"attempt {evidence.attempt.attempt + 1} starts in job {job.job_id}"
+            return TrialState.STARTING, f"attempt {evidence.attempt.attempt + 1} starts in job {job.job_id}"
         return _judge_running(evidence, rows)
-    if verdict.state in FINAL_STATES:
-        return _judge_ended_job(evidence, verdict.state, verdict.note)
-    if follows and verdict.state in NOT_STARTED:
+    if state in FINAL_STATES:
+        return _judge_ended_job(evidence, state, verdict.note)
+    if state in NOT_STARTED and (evidence.attempt_ended is not None or evidence.has_run):
         waits = f"attempt {evidence.attempt.attempt + 1} waits in job {job.job_id}"
         before = f"attempt {evidence.attempt.attempt} {_how_attempt_ended(evidence)}"
-        return verdict.state, _join(f"{waits}, {verdict.note}" if verdict.note else waits, before)
-    return verdict.state, verdict.note
+        return state, _join(f"{waits}, {verdict.note}" if verdict.note else waits, before)
+    return state, verdict.note
 
 
-def _judge_ended_job(evidence: Evidence, state: str, note: str) -> tuple[str, str]:
+def _judge_ended_job(evidence: Evidence, state: TrialState, note: str) -> tuple[TrialState, str]:
     """SLURM says that the job is over, and the supervisor wrote no end."""
     if evidence.is_done:
-        return "COMPLETE", ""
-    is_asked = bool(evidence.stop_requested_by) and not str(evidence.stop_requested_by).startswith("SIG")
-    if evidence.is_stopped and (state != "CANCELLED" or is_asked):
-        return "STOPPED", ""
+        return TrialState.COMPLETE, ""
+    request = evidence.stop_request
+    is_asked = request is not None and not request.state  # with a state, a supervisor asked on account of its job
+    if evidence.is_stopped and (state is not TrialState.CANCELLED or is_asked):
+        return TrialState.STOPPED, ""
     job = evidence.job
-    if state == "FAILED":
+    if state is TrialState.FAILED:
         note = judge_exit(job.state if job else "", evidence.exit_code) or note
         if evidence.failure is not None:
             failed = evidence.failure
             where = f" on {failed['node']}" if failed.get("node") else ""
             if is_out_of_memory(failed):
-                return _judge_end(evidence, {"state": "FAILED"})
+                return _judge_end(evidence, {"state": TrialState.FAILED})
             note = _join(f"{failed['worker']} exit {failed['returncode']}{where}", note)
-    if state == "NODE_FAILED":
+    if state is TrialState.NODE_FAILED:
         failed_nodes = ",".join(node for end in evidence.history for node in end.nodes)
         note = f"{failed_nodes or (job.nodes if job else '') or 'a node'}: {note}"
     return state, note
 
 
-def _judge_without_job(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str, str]:
+def _judge_without_job(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[TrialState, str]:
     """SLURM has forgotten the job: our records, then accounting, then heartbeats."""
     attempt_ended = evidence.attempt_ended
     if evidence.is_done or evidence.is_stopped:
         return _judge_without_record(evidence, "")
     if attempt_ended is not None:
-        state = str(attempt_ended.get("state"))
+        state = TrialState.of(attempt_ended.get("state"))
         why = f"attempt {attempt_ended.get('attempt')} {_how_attempt_ended(evidence)}, and no job is there to go on"
-        return (state if state in FINAL_STATES else "LOST"), f"{why}; continue with rl-submit --resume"
+        return (state if state in FINAL_STATES else TrialState.LOST), f"{why}; continue with rl-submit --resume"
     if evidence.accounted_state:
         verdict = judge_job(evidence.accounted_state, "None")
-        if verdict.state in FINAL_STATES:
-            return verdict.state, verdict.note
+        if (state := TrialState.of(verdict.state)) in FINAL_STATES:
+            return state, verdict.note
     if _has_fresh_beat(rows):
         state, note = _judge_running(evidence, rows)
         return state, _join(note, "SLURM does not know its job any more, but its workers speak")
     return _judge_without_record(evidence, "SLURM does not know its job any more")
 
 
-def _judge_without_record(evidence: Evidence, why: str) -> tuple[str, str]:
+def _judge_without_record(evidence: Evidence, why: str) -> tuple[TrialState, str]:
     """The supervisor is gone and wrote no end, but the trial log may know."""
     if evidence.is_done:
-        return "COMPLETE", ""
+        return TrialState.COMPLETE, ""
     if evidence.is_stopped:
-        return "STOPPED", ""
-    return "LOST", f"{why}; continue with rl-submit --resume"
+        return TrialState.STOPPED, ""
+    return TrialState.LOST, f"{why}; continue with rl-submit --resume"
 
 
-def _judge_running(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str, str]:
+def _judge_running(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[TrialState, str]:
     if evidence.is_done:
-        return "STOPPING", "done; the workers are ending"
-    if evidence.is_stopped or evidence.stop_requested_by:
-        return "STOPPING", f"asked by {evidence.stop_requested_by}" if evidence.stop_requested_by else ""
+        return TrialState.STOPPING, "done; the workers are ending"
+    if evidence.is_stopped or evidence.stop_request is not None:
+        return TrialState.STOPPING, f"asked by {evidence.stop_request.by}" if evidence.stop_request is not None else ""
     if evidence.records is None:
         if not evidence.redis_started:
-            return "STARTING", "Redis is starting"
-        return "DEGRADED", "Redis does not answer; workers cannot be seen"
+            return TrialState.STARTING, "Redis is starting"
+        return TrialState.DEGRADED, "Redis does not answer; workers cannot be seen"
     troubled = sorted((row for row in rows if row.state in TROUBLED), key=lambda row: TROUBLED.index(row.state))
     master = next((row for row in troubled if row.worker == MASTER), None)
-    if master is not None and master.state in ("SILENT", "MISSING"):
-        return "UNRESPONSIVE", trouble(evidence, master)
+    if master is not None and master.state in (WorkerState.SILENT, WorkerState.MISSING):
+        return TrialState.UNRESPONSIVE, trouble(evidence, master)
     if troubled:
         more = f" (and {len(troubled) - 1} more)" if len(troubled) > 1 else ""
-        return "DEGRADED", trouble(evidence, troubled[0]) + more
+        return TrialState.DEGRADED, trouble(evidence, troubled[0]) + more
     return _judge_readiness(evidence, rows)
 
 
-def _judge_readiness(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[str, str]:
-    given_up = [row for row in rows if row.state == "GIVEN UP"]
+def _judge_readiness(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[TrialState, str]:
+    given_up = [row for row in rows if row.state is WorkerState.GIVEN_UP]
     if given_up:
-        return "DEGRADED", f"goes on without {given_up[0].worker}: {evidence.given_up[given_up[0].worker]}"
+        return TrialState.DEGRADED, f"goes on without {given_up[0].worker}: {evidence.given_up[given_up[0].worker]}"
     needed = [row for row in rows if not is_away(row) or not _may_be_absent(evidence, row)]
-    ready = sum(row.state == "UP" for row in needed)
+    ready = sum(row.state is WorkerState.UP for row in needed)
     if ready < len(needed):
         text = f"{ready} of {len(needed)} workers are ready"
         waiting = next((member for member in evidence.members if _holds_up(evidence, member.allocation, needed)), None)
         if waiting is not None:
             text = f"{text}; {waiting.allocation} waits: {describe_member(waiting)}"
-        return ("DEGRADED" if any(_was_taken(evidence, row) for row in needed) else "STARTING"), text
-    return "RUNNING", ""
+        is_degraded = any(_was_taken(evidence, row) for row in needed)
+        return (TrialState.DEGRADED if is_degraded else TrialState.STARTING), text
+    return TrialState.RUNNING, ""
 
 
 def _may_be_absent(evidence: Evidence, row: WorkerRow) -> bool:
     """Elastic workers come and go; what rl-stop holds and what was given up is not waited for."""
-    if row.state != "AWAY":
+    if row.state is not WorkerState.AWAY:
         return True
     member = evidence.member_by_allocation.get(evidence.allocation_by_worker[row.worker])
     return member is None or member.is_elastic
@@ -292,15 +297,19 @@ def _may_be_absent(evidence: Evidence, row: WorkerRow) -> bool:
 def _was_taken(evidence: Evidence, row: WorkerRow) -> bool:
     """Whether a worker has run in this attempt, and its nodes are gone."""
     life = evidence.lives.get(row.worker)
-    return row.state == "AWAY" and life is not None and life.ended_at is not None
+    return row.state is WorkerState.AWAY and life is not None and life.ended_at is not None
 
 
 def _holds_up(evidence: Evidence, allocation: str, needed: Sequence[WorkerRow]) -> bool:
-    return any(row.state == "AWAY" and evidence.allocation_by_worker.get(row.worker) == allocation for row in needed)
+    return any(
+        row.state is WorkerState.AWAY and evidence.allocation_by_worker.get(row.worker) == allocation for row in needed
+    )
 
 
 def _has_fresh_beat(rows: Sequence[WorkerRow]) -> bool:
-    return any(row.state == "UP" and row.last_seen_s is not None and row.last_seen_s < _FRESH_BEAT_S for row in rows)
+    return any(
+        row.state is WorkerState.UP and row.last_seen_s is not None and row.last_seen_s < _FRESH_BEAT_S for row in rows
+    )
 
 
 def _how_attempt_ended(evidence: Evidence) -> str:
@@ -309,10 +318,6 @@ def _how_attempt_ended(evidence: Evidence) -> str:
         return "ended without a word"
     cause = f" ({ended['cause']})" if ended.get("cause") else ""
     return f"ended {ended.get('state')}{cause}"
-
-
-def _with_troubles(note: str, evidence: Evidence) -> str:
-    return _join(note, *evidence.zombies, *evidence.damage)
 
 
 def _join(*parts: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from corral.experiments.attempt_ends import read_end
 from corral.experiments.attempts import AttemptRecord, last_attempt, read_attempts, read_claim, why_not_another
 from corral.experiments.journal import read_journal
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import LogState, TrialLog, TrialLogError
 from corral.experiments.worker_record import WorkerRecord, decode_record
 from corral.launcher.evidence import Evidence
@@ -29,6 +29,7 @@ from corral.launcher.lock import is_locked
 from corral.launcher.lookout import Lookout, Unanswered
 from corral.launcher.queue_cache import DirectQueue, Queue, QueueAnswer
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
+from corral.launcher.states import TrialState
 from corral.launcher.status import TrialStatus, describe, unreadable
 from corral.launcher.trial_jobs import TrialJobs, find_jobs, make_members, own_jobs_of
 from corral.launcher.trials import TrialFacts
@@ -118,7 +119,7 @@ class StatusReader:
             redis_started=view.last("redis_started") is not None,
             is_done=log_state.is_done,
             is_stopped=log_state.is_stopped and not log_state.is_handed_over,
-            stop_requested_by=_stop_requested_by(directory),
+            stop_request=_stop_request(directory),
             is_supervised=is_supervised,
             job=job,
             job_id=job.job_id if job else own_job_id,
@@ -243,7 +244,7 @@ class _OpenTrial:
             return False
         if self.ended is None:
             return True
-        return self.ended["state"] != "COMPLETE" and time.time() - float(self.ended["time"]) < _RECENT_S
+        return self.ended["state"] != TrialState.COMPLETE and time.time() - float(self.ended["time"]) < _RECENT_S
 
     @property
     def submitted_at(self) -> float:
@@ -295,14 +296,16 @@ def _gather_ended(trial: _OpenTrial, answer: QueueAnswer) -> Evidence | None:
         redis_started=True,
         is_done=False,
         is_stopped=False,
-        stop_requested_by=None,
+        stop_request=None,
         is_supervised=None,
         job=None,
         job_id=own_job_id,
         slurm_error="",
         records=None,
         zombies=tuple(f"job {job.job_id} is still {job.state}; scancel {job.job_id}" for job in zombies),
-        failure=_read_failure(directory, view, has_failed=trial.ended is not None and trial.ended["state"] == "FAILED"),
+        failure=_read_failure(
+            directory, view, has_failed=trial.ended is not None and trial.ended["state"] == TrialState.FAILED
+        ),
         history=view.history(),
     )
 
@@ -338,12 +341,11 @@ def _may_run(job: QueuedJob | None, answer: QueueAnswer, *, is_recent: bool) -> 
     return is_recent
 
 
-def _stop_requested_by(directory: TrialDirectory) -> str | None:
+def _stop_request(directory: TrialDirectory) -> StopRequest | None:
     try:
-        request = directory.read_stop_request()
+        return directory.read_stop_request()
     except ValueError:
         return None
-    return request.by if request else None
 
 
 def _read_members(directory: TrialDirectory) -> tuple[dict[str, bool], dict[str, str]]:

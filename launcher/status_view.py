@@ -3,48 +3,50 @@
 import re
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
 from corral.launcher.durations import format_duration
 from corral.launcher.evidence import AttemptEnd
-from corral.launcher.metrics import headline
+from corral.launcher.states import TrialState, WorkerState
 from corral.launcher.status import TrialStatus, WorkerRow
 from corral.launcher.terminal import printable
 from corral.launcher.waits import describe_wait, render_chain
 from corral.launcher.worker_rows import GroupRow
 
-_COLOUR_BY_STATE = {
-    "RUNNING": "green",
-    "UP": "green",
-    "COMPLETE": "green",
-    "STARTING": "cyan",
-    "QUEUED": "cyan",
-    "REQUEUED": "cyan",
-    "STOPPING": "cyan",
-    "AWAY": "cyan",
-    "DEGRADED": "yellow",
-    "RESTARTING": "yellow",
-    "SILENT": "yellow",
-    "SUSPENDED": "yellow",
-    "FAILED": "red",
-    "OOM": "red",
-    "LOST": "red",
-    "UNRESPONSIVE": "red",
-    "BLOCKED": "red",
-    "MISSING": "red",
+_COLOUR_BY_STATE: dict[str, str] = {
+    **dict.fromkeys((TrialState.RUNNING, TrialState.COMPLETE, WorkerState.UP), "green"),
+    **dict.fromkeys(
+        (TrialState.STARTING, TrialState.QUEUED, TrialState.REQUEUED, TrialState.STOPPING, WorkerState.AWAY), "cyan"
+    ),
+    **dict.fromkeys((TrialState.DEGRADED, TrialState.SUSPENDED, TrialState.HELD), "yellow"),
+    **dict.fromkeys((WorkerState.RESTARTING, WorkerState.SILENT), "yellow"),
+    **dict.fromkeys((TrialState.FAILED, TrialState.OOM, TrialState.LOST, TrialState.UNRESPONSIVE), "red"),
+    **dict.fromkeys((TrialState.BLOCKED, WorkerState.MISSING), "red"),
 }
 _ANSI = {"green": "\x1b[32m", "cyan": "\x1b[36m", "yellow": "\x1b[33m", "red": "\x1b[31m"}
 _RESET = "\x1b[0m"
 _RESUME = "rl-submit --resume {trial}"
 _ADVICE = {
-    "UNRESPONSIVE": "rl-logs {trial} master_worker",
-    "FAILED": f"rl-logs {{trial}} --errors\n           {_RESUME}    when it is mended",
-    "OOM": "rl-logs {trial} --errors\n           rl-submit ... a new trial, with more mem for that group",
-    **dict.fromkeys(("STOPPED", "CANCELLED", "TIMED_OUT", "PREEMPTED", "NODE_FAILED", "LOST"), _RESUME),
+    TrialState.UNRESPONSIVE: "rl-logs {trial} master_worker",
+    TrialState.FAILED: f"rl-logs {{trial}} --errors\n           {_RESUME}    when it is mended",
+    TrialState.OOM: "rl-logs {trial} --errors\n           rl-submit ... a new trial, with more mem for that group",
+    **dict.fromkeys(
+        (
+            TrialState.STOPPED,
+            TrialState.CANCELLED,
+            TrialState.TIMED_OUT,
+            TrialState.PREEMPTED,
+            TrialState.NODE_FAILED,
+            TrialState.LOST,
+        ),
+        _RESUME,
+    ),
 }
 """What one does about a state; where that is to wait, nothing is said."""
+_SHOW_NUMBERS = (TrialState.RUNNING, TrialState.COMPLETE)
 _MAX_NODES = 4
 _MAX_WAITS = 6
 _SHORT_WAIT_S = 1.0
@@ -59,18 +61,18 @@ def render_trials(
     hidden = f"{num_hidden} trials that ended more than a day ago are not shown; rl-status -a shows them"
     if not statuses:
         return hidden if num_hidden else "no trials here; start one with rl-submit EXPERIMENT.yaml"
-    names = [status.trial for status in statuses]
+    num_by_name = Counter(status.trial for status in statuses)
     header = ("TRIAL", "STATE", "STEP", "AGE", "NODES", "JOB", "ATTEMPT", "NOTE")
     rows = [
         (
-            status.trial if names.count(status.trial) == 1 else f"{status.experiment}/{status.trial}",
+            status.trial if num_by_name[status.trial] == 1 else f"{status.experiment}/{status.trial}",
             status.state,
             _steps(status),
             format_duration(status.age_s),
             _or_dash(status.nodes),
             status.job_id or ("local" if status.mode == "local" else "-"),
             _or_dash(status.attempt),
-            status.note,
+            status.note or (status.numbers if status.state in _SHOW_NUMBERS else ""),
         )
         for status in statuses
     ]
@@ -85,7 +87,7 @@ def render_trial(status: TrialStatus, *, wide: bool = False, colour: bool = Fals
         width: columns of the terminal, if lines are to be broken there.
     """
     lines = _headline(status, colour=colour, width=width)
-    if status.note and status.note != headline(dict(status.metrics)):
+    if status.note:
         lines.append(f"  {printable(status.note)}")
     if wide:
         lines.append(render_workers(status.workers, colour=colour, width=width))
@@ -109,7 +111,7 @@ def render_groups(rows: Sequence[GroupRow], *, width: int | None = None) -> str:
     texts = [
         (
             row.group,
-            f"{row.ready}/{row.total}",
+            f"{row.ready}/{row.total}" if row.ready is not None else "-",
             str(row.restarts),
             _nodes(row.nodes),
             format_duration(row.last_seen_s),
@@ -126,7 +128,7 @@ def render_workers(rows: Sequence[WorkerRow], *, colour: bool = False, width: in
     texts = [
         (
             row.worker,
-            row.state,
+            f"{row.state} ({row.exit})" if row.state is WorkerState.ENDED else row.state,
             _or_dash(row.pid),
             row.node or "-",
             f"{row.phase} {format_duration(row.phase_s)}" if row.phase else "-",
@@ -189,8 +191,8 @@ def _fold_line(line: str, width: int | None) -> list[str]:
 
 def _headline(status: TrialStatus, *, colour: bool, width: int | None) -> list[str]:
     parts = [f"{status.experiment}/{status.trial}", status.state, f"step {_steps(status)}"]
-    if numbers := headline(dict(status.metrics)):
-        parts.append(numbers)
+    if status.numbers:
+        parts.append(status.numbers)
     if status.attempt is not None:
         parts.append(f"attempt {status.attempt}")
     if status.job_id:
@@ -221,9 +223,7 @@ def _describe_end(end: AttemptEnd) -> str:
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(end.ended_at))
     after = format_duration(max(0.0, end.ended_at - end.started_at))
     what = " ".join(["ended", end.state, ",".join(end.nodes)]).rstrip()
-    return f"attempt {end.attempt}  {what} after {after} at {when}" + (
-        f" ({end.cause})" if end.cause and end.cause != end.state.lower() else ""
-    )
+    return f"attempt {end.attempt}  {what} after {after} at {when}" + (f" ({end.cause})" if end.cause else "")
 
 
 def _nodes(nodes: Sequence[str]) -> str:

@@ -20,7 +20,8 @@ from corral.experiments.trial_log import DoneError, TrialLog
 from corral.launcher.own_jobs import HEAD
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, user_name
 from corral.launcher.slurm_words import is_active
-from corral.launcher.status import FINAL_STATES, NOT_STARTED, TrialStatus
+from corral.launcher.states import FINAL_STATES, NOT_STARTED
+from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.trial_jobs import own_jobs_of
 from corral.launcher.trials import TrialFacts, read_facts

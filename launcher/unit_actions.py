@@ -3,12 +3,9 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-EXIT_REFUSED = 2  # the worker refused its configuration: another try gives the same answer
-EXIT_SUPERSEDED = 75  # the worker fenced itself: nothing crashed, so the budget is not charged
+from corral.experiments.exit_codes import WorkerExit
+
 EXIT_NODE_LOST = 1000  # no process can end so; set by the supervisor: the node failed, so the budget is not charged
-EXIT_NOT_FINITE = 77  # training gives no finite loss, from the last commit on, too: another try gives the same
-EXIT_CANNOT_CONTINUE = 78  # what the trial stands on is damaged, or it makes no progress: another try gives the same
-EXIT_GANG_BROKEN = 76  # a rank saw its peers fail: a consequence, never the cause while another exit explains it
 
 
 class Outcome(StrEnum):
@@ -66,7 +63,7 @@ class TaskExit:
     @property
     def is_consequence(self) -> bool:
         """Whether another task's end explains this one."""
-        return self.killed_by_us or self.returncode == EXIT_GANG_BROKEN
+        return self.killed_by_us or self.returncode == WorkerExit.GANG_BROKEN
 
     def __str__(self) -> str:
         if self.returncode == EXIT_NODE_LOST:
@@ -74,11 +71,11 @@ class TaskExit:
         how = f"signal {-self.returncode}" if self.returncode < 0 else f"exit {self.returncode}"
         meaning = {
             0: " before the trial was done",
-            EXIT_REFUSED: " (it refused its configuration)",
-            EXIT_NOT_FINITE: " (loss or gradient stays not finite)",
-            EXIT_CANNOT_CONTINUE: " (it cannot go on, and a restart would not help: its log says why)",
-            EXIT_SUPERSEDED: " (superseded)",
-            EXIT_GANG_BROKEN: " (its peers failed)",
+            WorkerExit.BAD_CONFIGURATION: " (it refused its configuration)",
+            WorkerExit.NOT_FINITE: " (loss or gradient stays not finite)",
+            WorkerExit.CANNOT_CONTINUE: " (it cannot go on, and a restart would not help: its log says why)",
+            WorkerExit.SUPERSEDED: " (superseded)",
+            WorkerExit.GANG_BROKEN: " (its peers failed)",
         }.get(self.returncode, "")
         return f"{self.task} {how}{meaning}"
 

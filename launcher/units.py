@@ -26,12 +26,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from corral.experiments.exit_codes import WorkerExit
 from corral.launcher.unit_actions import (
-    EXIT_CANNOT_CONTINUE,
     EXIT_NODE_LOST,
-    EXIT_NOT_FINITE,
-    EXIT_REFUSED,
-    EXIT_SUPERSEDED,
     Action,
     AppendStop,
     AskPlace,
@@ -129,7 +126,7 @@ class Supervision:
         self._signalled.discard(task)
         if self.phase in (TrialPhase.TERMINATING, TrialPhase.KILLING):
             return self._end_if_all_gone()
-        if returncode in (EXIT_REFUSED, EXIT_NOT_FINITE, EXIT_CANNOT_CONTINUE):
+        if returncode in (WorkerExit.BAD_CONFIGURATION, WorkerExit.NOT_FINITE, WorkerExit.CANNOT_CONTINUE):
             return self._terminate(Outcome.FAILED, str(unit.exits[-1]), now)
         if self.phase is TrialPhase.STOPPING and not unit.spec.is_service:
             return self._exited_while_stopping(unit, now)
@@ -268,7 +265,7 @@ class Supervision:
         if unit.is_given_up:
             unit.phase = UnitPhase.WAITING
             return []
-        if first.returncode not in (EXIT_SUPERSEDED, EXIT_NODE_LOST):
+        if first.returncode not in (WorkerExit.SUPERSEDED, EXIT_NODE_LOST):
             unit.charged += 1
         if unit.charged > self._policy.max_restarts:
             cause = f"{first}; {unit.spec.name} used up its {self._policy.max_restarts} restarts"

@@ -12,10 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from corral.launcher.durations import format_duration
+from corral.launcher.states import SPEAKING, WorkerState
 from corral.launcher.worker_rows import WorkerRow, is_away
 
 # The first that fits is the one that holds the others up.
-_CULPRIT_ORDER = ("SILENT", "MISSING", "AWAY", "HELD", "GIVEN UP", "RESTARTING", "STARTING")
+_CULPRIT_ORDER = (
+    WorkerState.SILENT,
+    WorkerState.MISSING,
+    WorkerState.AWAY,
+    WorkerState.HELD,
+    WorkerState.GIVEN_UP,
+    WorkerState.RESTARTING,
+    WorkerState.STARTING,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +32,7 @@ class WaitStep:
     """One worker of a chain, and what it does."""
 
     worker: str
-    state: str
+    state: WorkerState
     phase: str
     since_s: float | None
     waiting_for: str
@@ -52,7 +61,7 @@ def find_waits(rows: Sequence[WorkerRow]) -> list[WaitChain]:
     circles: set[frozenset[str]] = set()
     row_by_worker = {row.worker: row for row in rows}
     for row in rows:
-        if row.state not in ("UP", "STARTING") or not row.waits_for:
+        if row.state not in SPEAKING or not row.waits_for:
             continue
         steps, is_circle = _follow(row, row_by_worker)
         workers = frozenset(step.worker for step in steps)
@@ -103,7 +112,7 @@ def _follow(start: WorkerRow, row_by_worker: Mapping[str, WorkerRow]) -> tuple[l
 
 
 def _next_rows(row: WorkerRow, row_by_worker: Mapping[str, WorkerRow]) -> list[WorkerRow]:
-    if row.state not in ("UP", "STARTING"):
+    if row.state not in SPEAKING:
         return []
     if row.waits_for:
         return _without_away([row_by_worker[name] for name in row.waits_for if name in row_by_worker])
@@ -125,7 +134,7 @@ def _order(row: WorkerRow) -> tuple[int, int, float]:
 
 
 def _step(row: WorkerRow) -> WaitStep:
-    is_silent = row.state not in ("UP", "STARTING")
+    is_silent = row.state not in SPEAKING
     return WaitStep(
         worker=row.worker,
         state=row.state,
@@ -137,7 +146,7 @@ def _step(row: WorkerRow) -> WaitStep:
 
 def _render_step(step: WaitStep) -> str:
     since = f" {format_duration(step.since_s)}" if step.since_s is not None else ""
-    if step.state not in ("UP", "STARTING"):
+    if step.state not in SPEAKING:
         return f"{step.worker}: {step.state.lower()}{since}"
     text = f"{step.worker}: {step.phase or step.state.lower()}{since}"
     return f"{text} ({step.waiting_for})" if step.waiting_for else text

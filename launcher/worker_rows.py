@@ -13,9 +13,8 @@ from corral.experiments.worker_record import MASTER, WorkerRecord
 from corral.launcher.durations import format_duration
 from corral.launcher.evidence import Evidence, Member, WorkerLife
 from corral.launcher.slurm_states import judge_job
+from corral.launcher.states import ABSENT, TROUBLED, WorkerState
 
-TROUBLED = ("SILENT", "RESTARTING", "MISSING")
-ABSENT = ("AWAY", "HELD", "GIVEN UP")
 _MASTER_START_S = 60.0
 _SILENT_S = 6.5  # a beat moves every two seconds, so three of them are missing
 _SILENT_TTLS = 3.0  # while it sets up: an import may hold the interpreter for long
@@ -27,7 +26,7 @@ class WorkerRow:
     """One worker, as rl-status shows it."""
 
     worker: str
-    state: str
+    state: WorkerState
     pid: int | None
     node: str
     phase: str
@@ -38,6 +37,8 @@ class WorkerRow:
     waiting_for: str
     waits_for: tuple[str, ...] = ()
     works_with: tuple[str, ...] = ()
+    exit: str = ""
+    """How its last process ended, while there is no newer one."""
 
     @property
     def kind(self) -> str:
@@ -55,7 +56,8 @@ class GroupRow:
     """All workers of one kind, as rl-status shows them."""
 
     group: str
-    ready: int
+    ready: int | None
+    """None where the trial has ended: nobody is to be ready."""
     total: int
     restarts: int
     nodes: tuple[str, ...]
@@ -83,9 +85,9 @@ def is_away(row: WorkerRow) -> bool:
 def trouble(evidence: Evidence, row: WorkerRow) -> str:
     """What is wrong with a worker, in a few words."""
     where = f" on {row.node}" if row.node else ""
-    if row.state == "SILENT":
+    if row.state is WorkerState.SILENT:
         return f"{row.worker} silent {format_duration(row.last_seen_s or 0.0)}{where}"
-    if row.state == "MISSING":
+    if row.state is WorkerState.MISSING:
         return f"{row.worker} runs{where} but has no record; see rl-logs {evidence.facts.name} {row.worker}"
     life = evidence.lives[row.worker]
     return f"{row.worker} restarting{where}" + (f" after {life.exit}" if life.exit else f" (restart {row.restarts})")
@@ -118,6 +120,7 @@ def _worker_row(evidence: Evidence, worker: str) -> WorkerRow:
             restarts=life.restarts,
             last_seen_s=last_seen_s,
             waiting_for="",
+            exit=life.exit,
         )
     return WorkerRow(
         worker=worker,
@@ -132,6 +135,7 @@ def _worker_row(evidence: Evidence, worker: str) -> WorkerRow:
         waiting_for=memory.waiting_for,
         waits_for=memory.waits_for,
         works_with=memory.works_with,
+        exit=life.exit,
     )
 
 
@@ -152,29 +156,38 @@ def _worker_state(
     record: WorkerRecord | None,
     memory: WorkerRecord | None,
     last_seen_s: float | None,
-) -> str:
+) -> WorkerState:
     life = evidence.lives[worker]
     if evidence.records is None:
-        return f"ENDED ({life.exit})" if life.exit else "UNKNOWN" if life.started_at else "-"
+        if life.exit:
+            return WorkerState.ENDED
+        return WorkerState.UNKNOWN if life.started_at else WorkerState.NOT_STARTED
+    if record is None and life.exit and _is_ending(evidence):
+        return WorkerState.ENDED
     if worker in evidence.given_up:
-        return "GIVEN UP"
+        return WorkerState.GIVEN_UP
     if record is None and worker.partition("/")[0] in evidence.held_groups:
-        return "HELD"
+        return WorkerState.HELD
     if memory is not None:
         patience_s = _SILENT_TTLS * evidence.facts.lease_ttl_s if memory.is_setting_up else _SILENT_S
         if last_seen_s is not None and last_seen_s > patience_s:
-            return "AWAY" if record is None and _is_place_gone(evidence, worker) else "SILENT"
+            return WorkerState.AWAY if record is None and _is_place_gone(evidence, worker) else WorkerState.SILENT
         if memory.is_setting_up or record is None:
-            return "RESTARTING" if life.restarts else "STARTING"
-        return "UP"
+            return WorkerState.RESTARTING if life.restarts else WorkerState.STARTING
+        return WorkerState.UP
     if _is_place_gone(evidence, worker):
-        return "AWAY"
+        return WorkerState.AWAY
     if life.started_at is None:
-        return "STARTING"
+        return WorkerState.STARTING
     if life.exit or life.restarts:
-        return "RESTARTING"
+        return WorkerState.RESTARTING
     patience_s = _MASTER_START_S if worker == MASTER else evidence.facts.setup_timeout_s
-    return "STARTING" if evidence.trial_now - life.started_at < patience_s else "MISSING"
+    return WorkerState.STARTING if evidence.trial_now - life.started_at < patience_s else WorkerState.MISSING
+
+
+def _is_ending(evidence: Evidence) -> bool:
+    """Whether the trial ends its workers, so that nobody starts them again."""
+    return evidence.is_done or evidence.is_stopped or evidence.stop_request is not None
 
 
 def _is_place_gone(evidence: Evidence, worker: str) -> bool:
@@ -190,7 +203,7 @@ def _group_row(evidence: Evidence, kind: str, rows: Sequence[WorkerRow]) -> Grou
     seen = [row.last_seen_s for row in rows if row.last_seen_s is not None]
     return GroupRow(
         group=kind,
-        ready=sum(row.state == "UP" for row in rows),
+        ready=sum(row.state is WorkerState.UP for row in rows) if evidence.ended is None else None,
         total=len(rows),
         restarts=sum(row.restarts for row in rows),
         nodes=tuple(dict.fromkeys(row.node for row in rows if row.node)),
@@ -205,13 +218,13 @@ def _group_note(evidence: Evidence, kind: str, rows: Sequence[WorkerRow]) -> str
         chosen = [row for row in rows if row.state == state]
         if not chosen:
             continue
-        detail = f" {format_duration(chosen[0].last_seen_s or 0.0)}" if state == "SILENT" else ""
-        if state == "RESTARTING" and (ended := evidence.lives[chosen[0].worker].exit):
+        detail = f" {format_duration(chosen[0].last_seen_s or 0.0)}" if state is WorkerState.SILENT else ""
+        if state is WorkerState.RESTARTING and (ended := evidence.lives[chosen[0].worker].exit):
             detail = f" after {ended}"
         parts.append(f"{_indices(chosen)}: {state.lower()}{detail}")
     if kind in evidence.held_groups:
         parts.append(f"kept down; rl-stop {evidence.facts.name} --group {kind} --undo brings it back")
-    if given_up := [row for row in rows if row.state == "GIVEN UP"]:
+    if given_up := [row for row in rows if row.state is WorkerState.GIVEN_UP]:
         parts.append(f"{_indices(given_up)}: given up, {evidence.given_up[given_up[0].worker]}")
     parts += _member_notes(evidence, kind)
     return "; ".join(parts)

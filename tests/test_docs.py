@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from corral.experiments.exit_codes import CommandExit, WorkerExit
 from corral.experiments.registry import EXPERIMENTS
 from corral.experiments.schema import key_paths
-from corral.launcher import status
-from corral.workers import presence, worker
+from corral.launcher.states import TrialState, WorkerState
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -146,18 +146,14 @@ def test_metrics_are_written_under_the_names_that_are_shown(document: Path) -> N
 
 
 def test_every_state_of_a_trial_is_explained() -> None:
-    states = set(re.findall(r"\b[A-Z_]{3,}\b", (status.__doc__ or "").partition("The states:")[2])) - {"SLURM"}
-    assert states >= status.FINAL_STATES
+    states = {*TrialState, *WorkerState} - {WorkerState.NOT_STARTED}
     explained = {word for row in table_below(ROOT / "docs/operations.md", "States") for word in row[0].split(", ")}
     assert states <= explained, f"not explained: {sorted(states - explained)}"
 
 
-def test_every_exit_code_of_a_worker_is_explained() -> None:
-    codes = {
-        getattr(module, name) for module in (worker, presence) for name in vars(module) if name.startswith("EXIT_")
-    }
+def test_every_exit_code_is_explained() -> None:
     explained = {row[0] for row in table_below(ROOT / "docs/operations.md", "Exit codes")}
-    assert {str(code) for code in codes} <= explained
+    assert {str(code.value) for codes in (CommandExit, WorkerExit) for code in codes} <= explained
 
 
 def test_what_workers_wait_in_is_named_as_they_name_it() -> None:

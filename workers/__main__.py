@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan
 from corral.experiments.secrets import SecretFilter, TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
@@ -35,7 +36,6 @@ from corral.workers.presence import Presence
 from corral.workers.streams.control import ControlServer
 from corral.workers.streams.security import StreamSecurity
 from corral.workers.worker import (
-    EXIT_DONE,
     StopRequested,
     Worker,
     WorkerContext,
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             return _run(arguments, plan, trial, secrets, names, security, stopping)
     except StopRequested as reason:  # outside of the worker's own run: while it was being set up
         logger.info("%s/%d leaves: asked to stop (%s)", arguments.kind, arguments.index, reason)
-        return EXIT_DONE
+        return WorkerExit.DONE
 
 
 def _run(

@@ -30,10 +30,10 @@ from corral.experiments.evaluation import (
     progress_path,
     read_result,
 )
+from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial_directory import atomic_write
 from corral.workers.generation.engine import DTYPES, load_model
 from corral.workers.model.evaluation import SUMS, HeldOutProblems, means
-from corral.workers.worker import EXIT_BAD_CONFIGURATION, EXIT_DONE
 
 logger = logging.getLogger(__name__)
 
@@ -141,9 +141,9 @@ def main(argv: list[str] | None = None) -> int:
             atomic_write(request.result, evaluate(request).model_dump_json(indent=1).encode() + b"\n")
     except ValueError as error:
         logger.error("%s", error)
-        return EXIT_BAD_CONFIGURATION
+        return WorkerExit.BAD_CONFIGURATION
     _clean_up(request)
-    return EXIT_DONE
+    return WorkerExit.DONE
 
 
 if __name__ == "__main__":

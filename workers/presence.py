@@ -24,6 +24,7 @@ from contextlib import contextmanager
 
 import msgspec
 
+from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.worker_record import WorkerRecord, encode_record
 from corral.name_resolve import NameExistsError, NameService, NameServiceError
 from corral.name_resolve.keys import last_seen_key
@@ -31,8 +32,6 @@ from corral.name_resolve.keys import last_seen_key
 logger = logging.getLogger(__name__)
 
 _PUBLISH_INTERVAL_S = 0.5  # twice a second keeps rl-status fresh and costs Redis next to nothing
-EXIT_HUNG = 74
-EXIT_SUPERSEDED = 75
 
 
 class Presence:
@@ -174,7 +173,7 @@ class Presence:
             # Whoever started our successor took us for dead. Two of us must not act.
             logger.critical("another process holds this worker's record: this one was replaced, and leaves")
             sys.stderr.flush()
-            os._exit(EXIT_SUPERSEDED)
+            os._exit(WorkerExit.SUPERSEDED)
         except NameServiceError as error:
             logger.warning("the presence record was not published: %s", error)
 
@@ -187,4 +186,4 @@ class Presence:
             )
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
             sys.stderr.flush()
-            os._exit(EXIT_HUNG)
+            os._exit(WorkerExit.HUNG)

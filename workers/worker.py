@@ -26,24 +26,18 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import CorruptLogError
 from corral.name_resolve import NameService, TrialKeys
-from corral.workers.presence import EXIT_SUPERSEDED, Presence
+from corral.workers.presence import Presence
 from corral.workers.streams.security import StreamSecurity
 
 logger = logging.getLogger(__name__)
 
 SpecType = TypeVar("SpecType", bound=BaseModel)
-
-EXIT_DONE = 0
-EXIT_ERROR = 1
-EXIT_BAD_CONFIGURATION = 2
-EXIT_GANG_BROKEN = 76
-EXIT_NOT_FINITE = 77
-EXIT_CANNOT_CONTINUE = 78
 
 
 class BadConfigurationError(ValueError):
@@ -181,40 +175,40 @@ def _cause_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return cause
 
 
-def run_to_exit_code(worker: Worker) -> int:
-    """Run a worker and say how it ended as one of the EXIT_ codes."""
+def run_to_exit_code(worker: Worker) -> WorkerExit:
+    """Run a worker and say how it ended as a WorkerExit."""
     worker_id = worker.context.worker_id
     try:
         worker.run()
     except StopRequested as reason:
         logger.info("%s leaves: asked to stop (%s)", worker_id, reason)
-        return EXIT_DONE
+        return WorkerExit.DONE
     except BadConfigurationError as error:
         logger.error("%s cannot work with this configuration: %s", worker_id, error)
-        return EXIT_BAD_CONFIGURATION
+        return WorkerExit.BAD_CONFIGURATION
     except CannotContinueError as error:
         logger.error("%s cannot go on: %s", worker_id, error)
-        return EXIT_CANNOT_CONTINUE
+        return WorkerExit.CANNOT_CONTINUE
     except SupersededWorkerError as error:
         logger.warning("%s leaves: %s", worker_id, error)
-        return EXIT_SUPERSEDED
+        return WorkerExit.SUPERSEDED
     except GangBrokenError as error:
         logger.error("%s leaves: %s", worker_id, error)
-        return EXIT_GANG_BROKEN
+        return WorkerExit.GANG_BROKEN
     except TrainingNotFiniteError as error:
         logger.error("%s gives up: %s", worker_id, error)
-        return EXIT_NOT_FINITE
+        return WorkerExit.NOT_FINITE
     except Exception as error:  # the last line of the log must be the cause; the supervisor decides what follows
         if worker.context.stopping.is_set():
             logger.info("%s was interrupted while it stopped:\n%s", worker_id, traceback.format_exc())
-            return EXIT_DONE
+            return WorkerExit.DONE
         if (damage := _damage_in(error)) is not None:
             logger.error("%s cannot go on: %s", worker_id, damage)
-            return EXIT_CANNOT_CONTINUE
+            return WorkerExit.CANNOT_CONTINUE
         logger.error("%s failed:\n%s", worker_id, traceback.format_exc())
-        return EXIT_ERROR
+        return WorkerExit.ERROR
     logger.info("%s is done", worker_id)
-    return EXIT_DONE
+    return WorkerExit.DONE
 
 
 def _damage_in(error: BaseException) -> CorruptLogError | None:

@@ -1,9 +1,6 @@
 """What all commands share: exit codes, options, and errors as one message that a user can act on.
 
 Each command imports what it needs when it runs, so that it answers at once.
-
-Exit codes: 0 ok, 1 unexpected, 2 bad configuration or usage (whatever the cluster), 3 no such trial, 4 cluster
-unreachable, 5 this cluster can never run it, 6 the trial failed (--wait), 7 it was stopped (--wait)
 """
 
 import os
@@ -18,14 +15,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
 import typer
 from typer.exceptions import TyperException
 
+from corral.experiments.exit_codes import CommandExit
+
 if TYPE_CHECKING:
     from corral.launcher.trials import TrialFacts
-
-EXIT_ERROR = 1
-EXIT_BAD_CONFIGURATION = 2
-EXIT_NOT_FOUND = 3
-EXIT_UNREACHABLE = 4
-EXIT_REFUSED = 5
 
 
 class Output(StrEnum):
@@ -50,7 +43,7 @@ def run(command: Callable[..., None], arguments: Sequence[str] | None = None) ->
     except TyperException as error:
         program = os.path.basename(sys.argv[0])
         print(f"error: {_usage_message(error)}\n  hint: {program} --help shows what there is", file=sys.stderr)
-        sys.exit(EXIT_BAD_CONFIGURATION)
+        sys.exit(CommandExit.BAD_CONFIGURATION)
     sys.exit(code or 0)
 
 
@@ -77,7 +70,7 @@ def user_errors() -> Iterator[None]:
         print(error, file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
     except TrialLogError as error:
-        fail(str(error), EXIT_ERROR)
+        fail(str(error), CommandExit.ERROR)
     except (LookupError, RuntimeError, OSError) as error:
         code = _exit_code_of(error)
         if code is None:
@@ -85,23 +78,23 @@ def user_errors() -> Iterator[None]:
         fail(str(error), code)
 
 
-def _exit_code_of(error: Exception) -> int | None:
+def _exit_code_of(error: Exception) -> CommandExit | None:
     from corral.launcher.slurm import SlurmError, SlurmUnreachableError
     from corral.launcher.submit import SubmissionError
     from corral.launcher.trials import PlanDamagedError, TrialNotFoundError
 
     if isinstance(error, TrialNotFoundError):
-        return EXIT_NOT_FOUND
+        return CommandExit.NOT_FOUND
     if isinstance(error, SlurmUnreachableError):
-        return EXIT_UNREACHABLE
+        return CommandExit.UNREACHABLE
     if isinstance(error, SlurmError):
-        return EXIT_REFUSED
+        return CommandExit.REFUSED
     if isinstance(error, SubmissionError | PlanDamagedError | TimeoutError):
-        return EXIT_ERROR
+        return CommandExit.ERROR
     return None
 
 
-def fail(message: str, code: int) -> NoReturn:
+def fail(message: str, code: CommandExit) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
     raise typer.Exit(code)
 

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corral.launcher.commands.common import EXIT_ERROR, EXIT_UNREACHABLE, Fileroot, Output, run, user_errors
+from corral.experiments.exit_codes import CommandExit
+from corral.launcher.commands.common import Fileroot, Output, run, user_errors
 
 if TYPE_CHECKING:
     from corral.launcher.doctor import Finding
@@ -34,9 +35,9 @@ def doctor(
             findings += seen
         print(json.dumps(as_json(findings), indent=1) if output == "json" else render(findings))
         if not is_reachable:
-            raise typer.Exit(EXIT_UNREACHABLE)
+            raise typer.Exit(CommandExit.UNREACHABLE)
         if worst(findings) == "fail":
-            raise typer.Exit(EXIT_ERROR)
+            raise typer.Exit(CommandExit.ERROR)
 
 
 def main() -> None:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from corral.experiments.exit_codes import CommandExit
 from corral.launcher.commands.common import TRIAL_HELP, Fileroot, Output, run, terminal_width, user_errors, wants_colour
 from corral.launcher.completion import complete_trial
 
 if TYPE_CHECKING:
     from corral.launcher.evaluation_status import EvaluationReader, EvaluationStatus
 
-EXIT_FAILED = 6
 _WAIT_TIMEOUT_S = 7 * 24 * 3600.0
 
 
@@ -89,7 +89,7 @@ def evaluate(
             statuses = _read(EvaluationReader(folder), [one.step for one in requests], wait=wait, name=facts.name)
         _print(statuses, output)
         if any(status.is_final and status.state != "DONE" for status in statuses):
-            raise typer.Exit(EXIT_FAILED)
+            raise typer.Exit(CommandExit.FAILED)
         if not all(status.is_final for status in statuses):
             print(f"next       rl-eval {facts.name} --show    results will be in {folder}", file=sys.stderr)
 

@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corral.launcher.commands.common import (
-    EXIT_BAD_CONFIGURATION,
-    EXIT_NOT_FOUND,
-    TRIAL_HELP,
-    Fileroot,
-    fail,
-    run,
-    user_errors,
-)
+from corral.experiments.exit_codes import CommandExit
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, fail, run, user_errors
 from corral.launcher.completion import complete_trial, complete_worker
 
 if TYPE_CHECKING:
@@ -75,7 +68,7 @@ def logs(
             if follow:
                 _follow(facts, finder, ends, chosen, prefix=not no_prefix)
         except NoLogsError as error:
-            fail(str(error), EXIT_NOT_FOUND)
+            fail(str(error), CommandExit.NOT_FOUND)
 
 
 def _line_filter(since: str | None, grep: str | None) -> "LineFilter":
@@ -84,11 +77,11 @@ def _line_filter(since: str | None, grep: str | None) -> "LineFilter":
     try:
         pattern = re.compile(grep) if grep is not None else None
     except re.error as error:
-        fail(f"--grep {grep!r} is no regular expression: {error}", EXIT_BAD_CONFIGURATION)
+        fail(f"--grep {grep!r} is no regular expression: {error}", CommandExit.BAD_CONFIGURATION)
     try:
         moment = parse_since(since, now=time.time()) if since is not None else None
     except ValueError as error:
-        fail(str(error), EXIT_BAD_CONFIGURATION)
+        fail(str(error), CommandExit.BAD_CONFIGURATION)
     return LineFilter(since=moment, pattern=pattern)
 
 

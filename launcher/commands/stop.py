@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corral.launcher.commands.common import EXIT_BAD_CONFIGURATION, TRIAL_HELP, Fileroot, fail, run, user_errors
+from corral.experiments.exit_codes import CommandExit
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, fail, run, user_errors
 from corral.launcher.completion import complete_group, complete_trial
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def stop(
             else:
                 _stop_all(found, now=now, grace=grace, requeue=requeue)
         except StopRefusedError as error:
-            fail(str(error), EXIT_BAD_CONFIGURATION)
+            fail(str(error), CommandExit.BAD_CONFIGURATION)
 
 
 def _find(trial: str, fileroot: Path | None, *, now: bool) -> "TrialFacts | None":
@@ -96,7 +97,7 @@ def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, 
     """All at the same time: each may take its whole grace period."""
     from corral.launcher.queue_cache import CachedQueue
     from corral.launcher.slurm import SlurmClient
-    from corral.launcher.status import NOT_STARTED
+    from corral.launcher.states import NOT_STARTED
     from corral.launcher.status_reader import StatusReader
     from corral.launcher.stop import requeue_trial, stop_trial
 

@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from corral.launcher.commands.common import (
-    EXIT_ERROR,
-    Fileroot,
-    fail,
-    run,
-    terminal_width,
-    user_errors,
-    wait_for_trial,
-)
+from corral.experiments.exit_codes import CommandExit
+from corral.launcher.commands.common import Fileroot, fail, run, terminal_width, user_errors, wait_for_trial
 
 if TYPE_CHECKING:
     from corral.launcher.submit import Submission
@@ -209,7 +202,7 @@ def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bo
         return
     facts = read_facts(submission.directory)
     if facts is None:
-        fail(f"{submission.directory.plan_path} cannot be read any more", EXIT_ERROR)
+        fail(f"{submission.directory.plan_path} cannot be read any more", CommandExit.ERROR)
     if follow:
         _follow(facts, name)
     wait_for_trial(facts, name)

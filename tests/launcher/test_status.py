@@ -17,7 +17,7 @@ from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.worker_record import WorkerRecord
 from corral.launcher.evidence import AttemptEnd, Member
 from corral.launcher.explain import explain
-from corral.launcher.progress import progress_bar
+from corral.launcher.progress import live_line, progress_bar
 from corral.launcher.queue_cache import QueueAnswer
 from corral.launcher.slurm import QueuedJob
 from corral.launcher.status import Evidence, WorkerLife, describe, judge
@@ -63,7 +63,7 @@ HEALTHY = Evidence(
     redis_started=True,
     is_done=False,
     is_stopped=False,
-    stop_requested_by=None,
+    stop_request=None,
     is_supervised=True,
     job=None,
     job_id="",
@@ -83,6 +83,8 @@ def lives(worker: str, life: WorkerLife) -> dict[str, WorkerLife]:
 
 RESTARTED = WorkerLife(node="n1", started_at=NOW - 3.0, restarts=2, exit="signal 9", ended_at=NOW - 1.0)
 JUST_STARTED = WorkerLife(pid=7, node="n1", started_at=NOW - 3.0)
+ASKED = StopRequest(requested_at=0.0, by="me@here", now=False, grace_s=60.0)
+TOLD = msgspec.structs.replace(ASKED, by="SLURM (cancelled)", state="CANCELLED")
 ON_SLURM = dataclasses.replace(FACTS, mode="slurm")
 
 
@@ -115,7 +117,7 @@ DOWN: dict[str, Any] = {"slurm_error": "squeue timed out", "unreachable_since": 
         ({"is_supervised": False, "is_done": True}, "COMPLETE", ""),
         ({"is_supervised": False, "is_stopped": True}, "STOPPED", ""),
         ({"is_done": True}, "STOPPING", "done"),
-        ({"stop_requested_by": "me@here"}, "STOPPING", "me@here"),
+        ({"stop_request": ASKED}, "STOPPING", "me@here"),
         ({"records": None, "redis_started": False}, "STARTING", "Redis"),
         ({"records": None}, "DEGRADED", "Redis does not answer"),
         ({"records": with_record("rollout_worker/1", record(phase="setup", is_setting_up=True))}, "STARTING", "2 of 3"),
@@ -202,6 +204,32 @@ def test_a_bar_takes_the_room_that_the_words_leave() -> None:
     assert progress_bar(status, room=13) == "[=====     ] "
     assert progress_bar(status, room=10) == ""
     assert progress_bar(dataclasses.replace(status, total_steps=None), room=100) == ""
+
+
+def test_the_bar_stays_in_a_narrow_terminal_and_words_go() -> None:
+    healthy = describe(HEALTHY)
+    rows = [dataclasses.replace(row, version="3.17") for row in healthy.workers]
+    status = dataclasses.replace(
+        healthy, step=120, total_steps=400, workers=rows, numbers="accuracy 0.812  reward 0.743", age_s=3 * 3600.0
+    )
+    wide, narrow = live_line(status, width=200), live_line(status, width=80)
+    assert wide.startswith("[=") and "version 3.17" in wide and "age 3h00m" in wide
+    assert narrow.startswith("[=") and len(narrow) <= 80 and "reward 0.743" in narrow
+    assert "step 120/400" in narrow and "RUNNING" in narrow and "version" not in narrow
+
+
+def test_workers_of_a_trial_that_ends_are_not_being_restarted() -> None:
+    left = WorkerLife(node="n1", started_at=NOW - 30.0, restarts=1, exit="exit 0", ended_at=NOW - 1.0)
+    ending = dataclasses.replace(
+        HEALTHY, is_done=True, records=with_record("rollout_worker/1", None), lives=lives("rollout_worker/1", left)
+    )
+    shown = render_trial(describe(ending))
+    assert "STOPPING" in shown and "restarting" not in shown
+    ended = dataclasses.replace(
+        ending, ended={"state": "COMPLETE", "cause": "", "time": NOW}, records=None, is_supervised=False
+    )
+    (row, *_) = [line for line in render_trial(describe(ended)).splitlines() if line.startswith("rollout_worker")]
+    assert row.split()[1] == "-"
 
 
 def test_durations_are_short() -> None:
@@ -301,9 +329,9 @@ def member(state: str, reason: str = "None", *, is_elastic: bool = True) -> Memb
          "NODE_FAILED", "n[3-4]: a node failed"),
         ({"facts": ON_SLURM, "job": None, "records": None, "jobs_known_at": NOW, "accounted_state": "TIMEOUT"},
          "TIMED_OUT", "time limit"),
-        ({"facts": ON_SLURM, "job": job("CANCELLED"), "is_stopped": True, "stop_requested_by": "me@here"},
+        ({"facts": ON_SLURM, "job": job("CANCELLED"), "is_stopped": True, "stop_request": ASKED},
          "STOPPED", ""),
-        ({"facts": ON_SLURM, "job": job("CANCELLED"), "is_stopped": True, "stop_requested_by": "SIGTERM"},
+        ({"facts": ON_SLURM, "job": job("CANCELLED"), "is_stopped": True, "stop_request": TOLD},
          "CANCELLED", ""),
         ({"ended": {"state": "FAILED", "cause": "x", "time": NOW}, "failure": {"worker": "rollout_worker/1",
           "returncode": -9, "last_lines": ["slurmstepd: error: Step 7.3 exceeded memory limit (90 > 64)"]}},

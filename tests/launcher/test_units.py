@@ -6,12 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from corral.experiments.exit_codes import WorkerExit
 from corral.launcher.unit_actions import (
-    EXIT_CANNOT_CONTINUE,
-    EXIT_GANG_BROKEN,
-    EXIT_NOT_FINITE,
-    EXIT_REFUSED,
-    EXIT_SUPERSEDED,
     Action,
     AppendStop,
     AskPlace,
@@ -68,7 +64,7 @@ def test_one_dead_rank_takes_its_gang_along_and_all_start_together() -> None:
 
 def test_the_cause_is_the_rank_that_died_not_the_peer_that_noticed_first() -> None:
     supervision = started()
-    supervision.exited("model_worker/0", EXIT_GANG_BROKEN, 10.0)
+    supervision.exited("model_worker/0", WorkerExit.GANG_BROKEN, 10.0)
     supervision_actions = [action for action in supervision.exited("model_worker/1", -9, 10.0)]
     # model_worker/1 had been sent SIGKILL by then, so the two cannot be told apart: the first exit stands.
     assert [type(action) for action in supervision_actions] == [RestartUnit]
@@ -105,7 +101,7 @@ def test_a_superseded_worker_is_restarted_without_spending_the_budget() -> None:
     supervision = started()
     now = 0.0
     for _ in range(10):
-        assert isinstance(supervision.exited("master_worker/0", EXIT_SUPERSEDED, now)[0], RestartUnit)
+        assert isinstance(supervision.exited("master_worker/0", WorkerExit.SUPERSEDED, now)[0], RestartUnit)
         now += 40.0
         assert supervision.tick(now) == [StartUnit("master_worker/0")]
 
@@ -113,9 +109,9 @@ def test_a_superseded_worker_is_restarted_without_spending_the_budget() -> None:
 @pytest.mark.parametrize(
     ("worker", "returncode", "words"),
     [
-        ("rollout_worker/0", EXIT_REFUSED, "refused its configuration"),
-        ("master_worker/0", EXIT_NOT_FINITE, "loss or gradient stays not finite"),
-        ("master_worker/0", EXIT_CANNOT_CONTINUE, "its log says why"),
+        ("rollout_worker/0", WorkerExit.BAD_CONFIGURATION, "refused its configuration"),
+        ("master_worker/0", WorkerExit.NOT_FINITE, "loss or gradient stays not finite"),
+        ("master_worker/0", WorkerExit.CANNOT_CONTINUE, "its log says why"),
     ],
 )
 def test_what_another_try_cannot_change_ends_the_trial_at_once(worker: str, returncode: int, words: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corral.launcher.states import WorkerState
 from corral.launcher.waits import describe_wait, find_waits, render_chain
 from corral.launcher.worker_rows import WorkerRow
 
@@ -25,12 +26,12 @@ def row(
     *,
     words: str = "",
     works_with: Sequence[str] = (),
-    state: str = "UP",
+    state: str = WorkerState.UP,
     since_s: float = 5.0,
 ) -> WorkerRow:
     return WorkerRow(
         worker=worker,
-        state=state,
+        state=WorkerState(state),
         pid=1,
         node="n1",
         phase=phase,

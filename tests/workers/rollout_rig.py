@@ -190,7 +190,7 @@ class RolloutRig:
             asyncio.run(run(worker))
 
     def run_to_its_end(self) -> int:
-        """Run the worker until it ends by itself, and its exit code; EXIT_DONE if it does not, and was asked to."""
+        """Run the worker until it ends by itself, and its exit code; DONE if it does not, and was asked to."""
         deadline = threading.Timer(DEADLINE_S, os.kill, (os.getpid(), signal.SIGTERM))
         deadline.start()
         try:

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.worker_record import WorkerRecord, decode_record
 from corral.name_resolve import FileNameService, MemoryNameService, MemoryStore
-from corral.workers.presence import EXIT_HUNG, EXIT_SUPERSEDED, Presence
+from corral.workers.presence import Presence
 
 KEY = "workers/rollout_worker/0"
 
@@ -74,7 +75,7 @@ def run_worker(names: Path, body: str) -> "subprocess.Popen[str]":
 def test_a_phase_that_outstays_its_deadline_ends_the_process_with_its_stacks(tmp_path: Path) -> None:
     worker = run_worker(tmp_path, "presence.enter('train step', deadline_s=0.2)\ntime.sleep(60)")
     _, output = worker.communicate(timeout=30)
-    assert worker.returncode == EXIT_HUNG
+    assert worker.returncode == WorkerExit.HUNG
     assert "train step" in output and "Thread" in output and "time.sleep" not in output.splitlines()[0]
 
 
@@ -84,6 +85,6 @@ def test_a_worker_whose_place_was_taken_leaves_and_its_successor_keeps_the_recor
     )
     assert worker.stderr is not None and worker.stderr.readline() == "up\n"
     with Presence(FileNameService(tmp_path), KEY, owner="b", ttl_s=10, identity=WorkerRecord(incarnation="b")):
-        assert worker.wait(timeout=30) == EXIT_SUPERSEDED
+        assert worker.wait(timeout=30) == WorkerExit.SUPERSEDED
         assert decode_record(FileNameService(tmp_path).get(KEY)).incarnation == "b"
     worker.stderr.close()

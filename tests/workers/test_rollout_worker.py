@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial_log import TrialLog
 from corral.workers.rollout import agents
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.spool import Spool
-from corral.workers.worker import EXIT_ERROR
 from tests.workers.rollout_rig import RolloutRig
 from tests.workers.test_committed_ledger import Trainer
 
@@ -77,7 +77,7 @@ def test_an_agent_that_always_fails_ends_the_worker_with_its_file_and_line(
     """What rl-logs --errors shows are the last lines of the worker's log."""
     rollout = {"agent": f"{HERE}:always_raises", "reward_retries": 0}
     with RolloutRig(tmp_path, ["1+2="] * 20, rollout=rollout) as rig, caplog.at_level(logging.INFO):
-        assert rig.run_to_its_end() == EXIT_ERROR
+        assert rig.run_to_its_end() == WorkerExit.ERROR
     last_line = caplog.records[-1].getMessage().splitlines()[-1]
     line = always_raises.__code__.co_firstlineno + 1
     assert f"KeyError: 'no such field' (test_rollout_worker.py:{line})" in last_line
@@ -154,7 +154,7 @@ def test_a_disk_that_fails_once_ends_the_worker_and_the_next_one_goes_on(
         rejecting = threading.Thread(target=rig.reject_first)
         if in_the != "record":
             rejecting.start()
-        assert rig.run_to_its_end() == EXIT_ERROR
+        assert rig.run_to_its_end() == WorkerExit.ERROR
         assert caplog.records[-1].getMessage().rstrip().endswith("OSError: [Errno 5] the disk is broken")
         rig.received.clear()
         rig.run_until(lambda: rig.outcomes() == {"0": "finished"}, "the prompt")

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
+from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.journal import Journal
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import CorruptLogError, TrialLog
@@ -17,9 +18,8 @@ from corral.workers.checkpoint import NoValidCheckpointError, RecoveryPoint
 from corral.workers.master import master_worker
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.trainer_gang import GangLostError, TrainerGang
-from corral.workers.presence import EXIT_SUPERSEDED
 from corral.workers.streams.errors import StaleEpochError
-from corral.workers.worker import EXIT_CANNOT_CONTINUE, EXIT_ERROR, CannotContinueError, Worker, run_to_exit_code
+from corral.workers.worker import CannotContinueError, Worker, run_to_exit_code
 
 
 class Presence:
@@ -70,10 +70,10 @@ def master(tmp_path: Path) -> MasterWorker:
 @pytest.mark.parametrize(
     ("error", "exit_code"),
     [
-        (StaleEpochError(peer="model_worker/0", epoch=1, max_epoch=2), EXIT_SUPERSEDED),
-        (NoValidCheckpointError("none of the 2 commits can be loaded"), EXIT_CANNOT_CONTINUE),
-        (CorruptLogError("slot 2 is missing"), EXIT_CANNOT_CONTINUE),
-        (OSError("stale file handle"), EXIT_ERROR),
+        (StaleEpochError(peer="model_worker/0", epoch=1, max_epoch=2), WorkerExit.SUPERSEDED),
+        (NoValidCheckpointError("none of the 2 commits can be loaded"), WorkerExit.CANNOT_CONTINUE),
+        (CorruptLogError("slot 2 is missing"), WorkerExit.CANNOT_CONTINUE),
+        (OSError("stale file handle"), WorkerExit.ERROR),
     ],
 )
 def test_the_exit_code_says_whether_a_restart_would_help(
@@ -91,7 +91,7 @@ def test_a_damaged_log_that_one_of_several_tasks_meets_is_not_tried_again(master
         def run(self) -> NoReturn:
             raise ExceptionGroup("tasks", [ExceptionGroup("inner", [CorruptLogError("slot 2 is no entry")])])
 
-    assert run_to_exit_code(Follower(master.context)) == EXIT_CANNOT_CONTINUE
+    assert run_to_exit_code(Follower(master.context)) == WorkerExit.CANNOT_CONTINUE
 
 
 class UnreachableGang:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.ledger import Ledger, read_delta
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import TrialLog
 from corral.workers.streams.messages import TrainReply
-from corral.workers.worker import EXIT_DONE, EXIT_NOT_FINITE
 from tests.workers.master.trials import FINE, NUM_STEPS, SKIPPED, Gang, KilledError, run_master, trial_of
 
 DAMAGED = TrainReply(stats={}, num_updates=1, num_nonfinite=0, is_damaged=True)
@@ -37,7 +37,7 @@ def test_samples_of_a_step_that_was_skipped_are_trained_on_later(
     plan, trial = trial_of(tmp_path)
     replies = iter([FINE, SKIPPED])
     gang = Gang(train=lambda step: next(replies, FINE))
-    assert run_master(plan, trial, gang, monkeypatch) == EXIT_DONE
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
     skipped = gang.trained[1]
     assert gang.trained[-1] == skipped  # after all others: at once, it would be skipped again
     assert len(gang.trained) == NUM_STEPS + 1
@@ -56,7 +56,7 @@ def test_a_loss_that_stays_not_finite_takes_training_back_and_then_fails_it(
         tmp_path, f"control.commit_every_steps={commit_every_steps}", "control.max_nonfinite_steps=2"
     )
     gang = Gang(train=lambda step: FINE if step <= 2 else SKIPPED)
-    assert run_master(plan, trial, gang, monkeypatch) == EXIT_NOT_FINITE
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.NOT_FINITE
     state = TrialLog(trial.log_path).read()
     assert not state.is_done and state.epoch == 2  # taken back once
     if commit_every_steps == 1:
@@ -75,7 +75,7 @@ def test_training_that_goes_on_from_the_last_commit_may_go_back_again(
 ) -> None:
     plan, trial = trial_of(tmp_path, "control.max_nonfinite_steps=1")
     replies = iter([FINE, SKIPPED, FINE, SKIPPED])
-    assert run_master(plan, trial, Gang(train=lambda step: next(replies, FINE)), monkeypatch) == EXIT_DONE
+    assert run_master(plan, trial, Gang(train=lambda step: next(replies, FINE)), monkeypatch) == WorkerExit.DONE
     assert TrialLog(trial.log_path).read().epoch == 3
     assert ledger_of(trial).trained_count == 8 * NUM_STEPS
 
@@ -85,7 +85,7 @@ def test_weights_that_are_not_finite_are_neither_committed_nor_written(
 ) -> None:
     plan, trial = trial_of(tmp_path)
     gang = Gang(train=lambda step: DAMAGED)
-    assert run_master(plan, trial, gang, monkeypatch) == EXIT_NOT_FINITE
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.NOT_FINITE
     assert len(gang.trained) == 2
     assert TrialLog(trial.log_path).read().commits == () and not list(trial.weights_path.iterdir())
 
@@ -129,7 +129,7 @@ def _run_with_deaths(run: Callable[[Gang], int]) -> int:
                 raise KilledError(name)
 
         try:
-            assert run(Gang(at_call=die)) == EXIT_DONE
+            assert run(Gang(at_call=die)) == WorkerExit.DONE
             return deadly
         except KilledError:
             pass
@@ -173,7 +173,7 @@ def test_no_file_of_the_trial_is_touched_in_the_event_loop_while_it_trains(
     try:
         # The trial's log is written once more after the epoch, by whoever looks at it then.
         monkeypatch.setattr(Gang, "__aexit__", _leave(is_training))
-        assert run_master(plan, trial, Gang(at_call=at_call), monkeypatch) == EXIT_DONE
+        assert run_master(plan, trial, Gang(at_call=at_call), monkeypatch) == WorkerExit.DONE
     finally:
         _WATCHED.clear()
     assert touched == []

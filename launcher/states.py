@@ -1,0 +1,75 @@
+"""The words of rl-status, for trials and for workers: code compares these, people read them in docs/operations.md."""
+
+from enum import StrEnum
+
+
+class TrialState(StrEnum):
+    """One word for a trial."""
+
+    QUEUED = "QUEUED"
+    BLOCKED = "BLOCKED"
+    HELD = "HELD"
+    REQUEUED = "REQUEUED"
+    SUSPENDED = "SUSPENDED"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    DEGRADED = "DEGRADED"
+    UNRESPONSIVE = "UNRESPONSIVE"
+    STOPPING = "STOPPING"
+    COMPLETE = "COMPLETE"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    TIMED_OUT = "TIMED_OUT"
+    NODE_FAILED = "NODE_FAILED"
+    PREEMPTED = "PREEMPTED"
+    OOM = "OOM"
+    LOST = "LOST"
+    UNKNOWN = "UNKNOWN"
+
+    @classmethod
+    def of(cls, word: str | None) -> "TrialState":
+        """The state that a record names; UNKNOWN if it is none of ours."""
+        return cls(word) if word is not None and word in tuple(cls) else cls.UNKNOWN
+
+
+NOT_STARTED = (TrialState.QUEUED, TrialState.BLOCKED, TrialState.HELD, TrialState.REQUEUED)
+"""SLURM has not started it, or has put it back."""
+FINAL_STATES = frozenset(
+    {
+        TrialState.COMPLETE,
+        TrialState.STOPPED,
+        TrialState.FAILED,
+        TrialState.CANCELLED,
+        TrialState.TIMED_OUT,
+        TrialState.NODE_FAILED,
+        TrialState.PREEMPTED,
+        TrialState.OOM,
+        TrialState.LOST,
+    }
+)
+"""Nothing of it runs any more."""
+
+
+class WorkerState(StrEnum):
+    """One word for a worker."""
+
+    UP = "UP"
+    STARTING = "STARTING"
+    RESTARTING = "RESTARTING"
+    SILENT = "SILENT"
+    MISSING = "MISSING"
+    AWAY = "AWAY"
+    HELD = "HELD"
+    GIVEN_UP = "GIVEN UP"
+    ENDED = "ENDED"
+    NOT_STARTED = "-"
+    UNKNOWN = "UNKNOWN"
+
+
+SPEAKING = (WorkerState.UP, WorkerState.STARTING)
+"""What it says of itself holds now."""
+TROUBLED = (WorkerState.SILENT, WorkerState.RESTARTING, WorkerState.MISSING)
+"""It should be there and is not; the worst first."""
+ABSENT = (WorkerState.AWAY, WorkerState.HELD, WorkerState.GIVEN_UP)
+"""The trial does, or has to do, without it for now."""
