@@ -51,6 +51,7 @@ def connect(server: RedisServer, *, username: str | None = None, password: str |
 @pytest.mark.parametrize(
     ("username", "password"),
     [(None, None), ("trial", "wrong"), (None, PASSWORD), ("default", ""), ("stranger", PASSWORD)],
+    ids=["nobody", "wrong password", "password alone", "default user", "another user"],
 )
 def test_nobody_gets_in_without_the_trials_password(
     server: RedisServer, username: str | None, password: str | None

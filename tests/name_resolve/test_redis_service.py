@@ -167,7 +167,9 @@ def test_a_hung_redis_is_unavailable_and_not_a_hang(own_redis_server: RedisServe
 
 
 @pytest.mark.parametrize(
-    ("username", "password"), [("trial", "wrong"), ("trial", None), (None, None), ("stranger", PASSWORD)]
+    ("username", "password"),
+    [("trial", "wrong"), ("trial", None), (None, None), ("stranger", PASSWORD)],
+    ids=["wrong password", "no password", "nobody", "another user"],
 )
 def test_wrong_credentials_are_an_immediate_error_without_the_password(
     redis_server: RedisServer, username: str | None, password: str | None
