@@ -12,7 +12,7 @@ echo "== 1/3  data and an untrained model of half a million parameters -> $data"
 "$bin/python" -m corral.workers.data.arithmetic --out "$data"
 
 stamp=$(date +%Y%m%d-%H%M%S)
-echo "== 2/3  supervised fine-tuning, until about a third of the held-out sums is right"
+echo "== 2/3  supervised fine-tuning, until about half of the held-out sums is right"
 "$bin/rl-submit" "$here/arithmetic_sft.yaml" --local --wait --trial "demo-$stamp" \
     -s "model.path=$data/model" \
     -s "dataset.path=$data/train_sft.jsonl" \
