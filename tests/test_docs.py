@@ -66,7 +66,7 @@ def table_below(document: Path, heading: str) -> list[list[str]]:
 @functools.cache
 def help_of(command: str) -> str:
     environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
-    run = subprocess.run([BIN / command, "--help"], env=environment, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([BIN / command, "--help"], env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return run.stdout
 

@@ -57,7 +57,7 @@ def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
         "for i in range(200): Journal(Path(sys.argv[1])).append('tick', who=sys.argv[2], i=i, filler='x' * 500)"
     )
     processes = [subprocess.Popen([sys.executable, "-c", code, str(path), str(who)]) for who in range(3)]
-    assert [process.wait(timeout=60) for process in processes] == [0, 0, 0]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
     events = [json.loads(line) for line in path.read_text().splitlines() if line]
     for who in range(3):
         assert [event["i"] for event in events if event["who"] == str(who)] == list(range(200))

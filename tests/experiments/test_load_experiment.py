@@ -190,5 +190,5 @@ sys.modules["corral.experiments.render"].render_plan(make_run_plan(experiment, i
 heavy = ("torch", "transformers", "tokenizers", "numpy", "jinja2", "zmq", "redis", "corral.workers", "corral.launcher")
 print([name for name in heavy if name in sys.modules])
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (result.stdout.strip(), result.returncode) == ("[]", 0), result.stderr

@@ -390,7 +390,7 @@ def test_eight_processes_that_claim_at_once_get_consecutive_epochs(path: Path) -
     command = [sys.executable, "-c", code, str(path)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([*command, f"writer {index}"], **pipes) for index in range(8)]
-    answers = [process.communicate("g", timeout=100)[0] for process in processes]
+    answers = [process.communicate("g", timeout=120)[0] for process in processes]
     epochs = [[int(word) for word in answer.split()] for answer in answers]
     assert sorted(epoch for own in epochs for epoch in own) == list(range(1, 201))
     assert all(own == sorted(own) for own in epochs)
@@ -415,7 +415,7 @@ def test_a_killed_writer_loses_no_commit_that_it_was_told_of(path: Path) -> None
         told = [int(process.stdout.readline()) for _ in range(7 * attempt)]
         process.send_signal(signal.SIGKILL)
         told += [int(line) for line in process.stdout.read().split("\n")[:-1]]
-        process.wait(timeout=30)
+        process.wait(timeout=120)
         process.stdout.close()
         steps = [logged.commit.step for logged in TrialLog(path).read().commits]
         assert steps == list(range(1, len(steps) + 1)) and told[-1] <= steps[-1] <= told[-1] + 1

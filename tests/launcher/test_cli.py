@@ -31,7 +31,7 @@ def run(command: str, *arguments: str, fileroot: Path) -> subprocess.CompletedPr
         env=os.environ | {"CORRAL_FILEROOT": str(fileroot), "COLUMNS": "200", "NO_COLOR": "1"},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
 
 
@@ -86,7 +86,7 @@ def test_a_missing_gpu_is_refused_with_both_numbers(experiment: Path, tmp_path: 
         env=os.environ | {"CORRAL_FILEROOT": str(tmp_path / "trials"), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
     assert refused.returncode == 2
     assert "needs 1 GPUs" in refused.stderr and "has 0" in refused.stderr
@@ -115,7 +115,7 @@ def test_slurm_commands_that_are_missing_are_named(experiment: Path, tmp_path: P
         env={"CORRAL_FILEROOT": str(tmp_path / "trials"), "PATH": str(tmp_path), "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
     assert refused.returncode == 4, refused.stderr
     assert "--local" in refused.stderr
@@ -155,7 +155,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(make_trial: MakeTrial, tmp_pa
     os.close(read_end)  # as `head` does once it has its lines
     with os.fdopen(write_end, "w") as output:
         ended = subprocess.run(
-            [str(BIN / "rl-status"), "--fileroot", str(tmp_path)], stdout=output, stderr=subprocess.PIPE, timeout=30
+            [str(BIN / "rl-status"), "--fileroot", str(tmp_path)], stdout=output, stderr=subprocess.PIPE, timeout=120
         )
     assert (ended.returncode, ended.stderr) == (0, b"")
 

@@ -226,7 +226,7 @@ def test_a_machine_without_slurm_is_checked_for_local_trials(tmp_path: Path) -> 
         (tmp_path / "bin" / program).symlink_to(shutil.which(program) or "/bin/false")
     environment = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path), "CORRAL_FILEROOT": str(tmp_path / "root")}
     command = [str(BIN / "rl-doctor"), "-o", "json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     said = {one["check"]: one for one in json.loads(done.stdout)}
     assert "only --local" in said["slurm.commands"]["said"] and said["redis"]["level"] == "ok"

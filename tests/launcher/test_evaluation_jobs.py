@@ -163,7 +163,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path, model: P
         first.kill()
         first.wait()
     gate.write_text("1000")
-    subprocess.run(command, env=environment_of(tmp_path), check=True, timeout=60)
+    subprocess.run(command, env=environment_of(tmp_path), check=True, timeout=120)
     result = read_result(result_path(directory.evaluations_path, 1))
     assert result is not None and (result.num_starts, result.num_prompts) == (2, NUM_PROBLEMS)
     assert len(judged.read_text().split()) == 8 + NUM_PROBLEMS - 4  # the first batch of four was kept

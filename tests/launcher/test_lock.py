@@ -99,7 +99,7 @@ def other_process(trial: StubTrial) -> Iterator[None]:
         assert process.stdout is not None
         process.stdout.readline()
         yield
-        process.communicate(timeout=20)
+        process.communicate(timeout=120)
 
 
 @pytest.mark.usefixtures("other_process")

@@ -97,7 +97,7 @@ def run_cut(inherited: str | None, planned: tuple[int, ...]) -> subprocess.Compl
     command = srun_command("model_worker/0", say, StepPlace(step=sliced, running=HEAD, node_gpus=8))
     environment = {"PATH": os.environ["PATH"]} | ({} if inherited is None else {"CUDA_VISIBLE_DEVICES": inherited})
     return subprocess.run(
-        command[command.index("sh") :], env=environment, capture_output=True, text=True, timeout=10, check=False
+        command[command.index("sh") :], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
 
 

@@ -140,6 +140,6 @@ def test_ctrl_c_ends_the_waiting_and_not_the_stop(make_trial: MakeTrial, tmp_pat
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
         trial.wait_for("stop_requested")
         waiting.send_signal(signal.SIGINT)
-        out, err = waiting.communicate(timeout=20)
+        out, err = waiting.communicate(timeout=120)
     assert waiting.returncode == 130 and "goes on without this command" in out, (out, err)
     assert not trial.events("trial_ended")

@@ -163,7 +163,7 @@ def test_a_second_supervisor_of_a_trial_is_refused(make_trial: MakeTrial) -> Non
     trial = make_trial({"master_worker/0": ["master"]})
     first = trial.start()
     trial.wait_for("supervisor_started")
-    second = subprocess.run(trial.command(), capture_output=True, text=True, timeout=20)
+    second = subprocess.run(trial.command(), capture_output=True, text=True, timeout=120)
     assert second.returncode == 2
     assert str(first.pid) in second.stderr and "rl-stop" in second.stderr
     assert len(trial.events("supervisor_started")) == 1

@@ -73,7 +73,7 @@ def redis_service(own_redis_server: RedisServer) -> Iterator[RedisNameService]:
         yield names
 
 
-def wait_until(condition: Callable[[], bool], description: str, timeout_s: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], description: str, timeout_s: float = 120) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"waited {timeout_s} s until {description}"

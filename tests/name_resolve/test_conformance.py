@@ -157,7 +157,7 @@ def test_wait_returns_what_is_already_there(service: NameService) -> None:
 def test_wait_finds_a_name_that_is_added_later(make_service: ServiceFactory) -> None:
     waiter, adder = make_service(), make_service()
     found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(waiter.wait("a/b", timeout_s=20)))
+    thread = threading.Thread(target=lambda: found.append(waiter.wait("a/b", timeout_s=120)))
     thread.start()
     time.sleep(0.1)
     adder.add("a/b", "later")
@@ -169,7 +169,7 @@ def test_wait_finds_a_lease_that_is_acquired_later(make_service: ServiceFactory)
     waiter, owner = make_service(), make_service()
     timer = threading.Timer(0.1, lambda: owner.lease("a", "leased", ttl_s=30, owner="me"))
     timer.start()
-    assert waiter.wait("a", timeout_s=20) == "leased"
+    assert waiter.wait("a", timeout_s=120) == "leased"
     timer.join(20)
 
 

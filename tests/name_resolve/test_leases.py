@@ -49,7 +49,7 @@ def test_updates_racing_with_refreshes_never_fall_back(make_service: ServiceFact
     lease = owner.lease("a", "0", ttl_s=0.01, owner="me")
     for number in range(1, 200):
         lease.update(str(number))
-        assert observer.wait("a", timeout_s=20) == str(number)
+        assert observer.wait("a", timeout_s=120) == str(number)
 
 
 def test_a_release_deletes_the_name_and_nothing_brings_it_back(make_service: ServiceFactory) -> None:
@@ -143,7 +143,7 @@ def test_a_living_owner_registers_again_after_a_deletion(make_service: ServiceFa
     lease = owner.lease("a", "v", ttl_s=SHORT_TTL_S, owner="me")
     lease.update("w")
     other.delete("a")
-    assert other.wait("a", timeout_s=20) == "w"
+    assert other.wait("a", timeout_s=120) == "w"
     assert not lease.lost
 
 

@@ -122,7 +122,7 @@ def test_a_controller_that_is_away_when_the_job_starts_is_waited_for(
         go.touch()
         claim = trial.directory.control_path / "claim-0.json"
         wait_until(claim.exists, "the keeper")
-        wait_until(lambda: "waiting for" in output_of(trial), "the supervisor to wait", timeout_s=40.0)
+        wait_until(lambda: "waiting for" in output_of(trial), "the supervisor to wait")
     finally:
         cluster.start_controller()
     wait_for_end(trial, "COMPLETE")
@@ -221,7 +221,7 @@ def test_elastic_rollout_workers_come_and_go_and_no_prompt_is_lost(
         trial.wait_for(lambda: trial.starts(roamer)[-1]["node"] != node, "its start in the trial's own job")
         trial.wait_for_steps(2)
         cluster.run("scancel", taker)
-        trial.wait_for(lambda: len(trial.events("member_running")) == 2, "its node again", timeout_s=60.0)
+        trial.wait_for(lambda: len(trial.events("member_running")) == 2, "its node again")
         trial.full_speed()
         trial.wait_for_end()
         check_nothing_is_left(trial)
@@ -256,5 +256,5 @@ def wait_for_commits(trial: SlurmTrial) -> None:
 
 
 def wait_for_end(trial: SlurmTrial, state: str) -> None:
-    ended = wait_until(lambda: trial.events("trial_ended"), f"the end of the trial; {trial.events()}", timeout_s=60.0)
+    ended = wait_until(lambda: trial.events("trial_ended"), f"the end of the trial; {trial.events()}")
     assert ended[-1]["state"] == state, trial.events()

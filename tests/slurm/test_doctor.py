@@ -20,7 +20,7 @@ BIN = Path(sys.executable).parent
 
 def rl_doctor(cluster: Cluster, fileroot: Path, *options: str, exit_code: int = 0) -> dict[str, Any]:
     command = [str(BIN / "rl-doctor"), "--fileroot", str(fileroot), "-o", "json", *options]
-    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == exit_code, done.stdout + done.stderr
     return {one["check"]: one for one in json.loads(done.stdout)}
 

@@ -126,7 +126,7 @@ def count(trial: Trial, event: str) -> int:
 
 
 def wait(trial: Trial, look: Any, what: str) -> None:
-    trial.wait_for(look, what, timeout_s=60.0, pause_s=0.2)
+    trial.wait_for(look, what, pause_s=0.2)
 
 
 def show_throughput(trial: Trial, what: str) -> None:

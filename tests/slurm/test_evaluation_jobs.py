@@ -130,7 +130,7 @@ def test_submitit_itself_learns_of_a_crash_without_accounting(site: Cluster, tmp
     watcher = QueueWatcher(delay_s=2)
     job.watcher = watcher
     watcher.register_job(job.job_id)
-    wait_until(job.done, f"the end of job {job.job_id}", timeout_s=30.0)
+    wait_until(job.done, f"the end of job {job.job_id}")
     assert isinstance(job, SlurmJob) and job.state == "FAILED"
 
 

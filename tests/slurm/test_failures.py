@@ -152,7 +152,7 @@ def test_a_preempted_trial_that_was_busy_to_the_end_completes_in_its_next_attemp
     job_id = trial.submit()
     wait_for_commits(trial)
     take_all_nodes(cluster)
-    wait_until(lambda: ends_of(trial), "the end of the first attempt", timeout_s=60.0)
+    wait_until(lambda: ends_of(trial), "the end of the first attempt")
     trial.behave({"master_worker/0": [END_AT_ONCE]})
     wait_for_end(trial, "COMPLETE")
     assert [end["state"] for end in ends_of(trial)] == ["PREEMPTED", "COMPLETE"]
@@ -226,7 +226,7 @@ def test_the_time_limit_without_a_warning_still_leads_to_a_successor(make_slurm_
     job_id = trial.submit()
     wait_for_commits(trial)
     cluster.run("scontrol", "update", f"jobid={job_id}", "TimeLimit=0:01")
-    wait_until(lambda: ends_of(trial), "the time limit", timeout_s=100.0)
+    wait_until(lambda: ends_of(trial), "the time limit")
     trial.behave({"master_worker/0": [END_AT_ONCE]})
     wait_for_end(trial, "COMPLETE")
     first = ends_of(trial)[0]
@@ -239,9 +239,7 @@ def test_attempts_that_commit_nothing_do_not_follow_each_other_for_ever(
     trial = make_slurm_trial({"master_worker/0": ["master"]}, **ONE_NODE)
     job_id = trial.submit()
     for attempt in range(2):
-        wait_until(
-            lambda attempt=attempt: len(trial.starts("master_worker/0")) == attempt + 1, "the master", timeout_s=40.0
-        )
+        wait_until(lambda attempt=attempt: len(trial.starts("master_worker/0")) == attempt + 1, "the master")
         cluster.run("scontrol", "requeue", job_id)
     ended = wait_for_end(trial, "REQUEUED", "FAILED", "LOST", "STOPPED")
     assert "both ended before their first commit" in ended.note
@@ -264,7 +262,7 @@ def test_a_stopped_controller_kills_nothing_and_a_dead_worker_comes_back(
         assert commits_of(trial) > before + 20  # it trained all the time
     finally:
         cluster.start_controller()
-    wait_until(lambda: len(trial.starts("generation_server/0")) >= 2, "the server again", timeout_s=60.0)
+    wait_until(lambda: len(trial.starts("generation_server/0")) >= 2, "the server again")
     print(f"server runs again {time.monotonic() - stopped:.1f} s after the controller stopped for 20 s")
     assert len(trial.starts("master_worker/0")) == len(trial.starts("model_worker/0")) == 1
     assert ends_of(trial) == []
@@ -355,7 +353,7 @@ def wait_for_more_commits(trial: SlurmTrial) -> None:
 
 
 def wait_for_end(trial: SlurmTrial, *states: str) -> Any:
-    wait_until(lambda: trial.events("trial_ended"), f"the end of the trial; {trial.events()}", timeout_s=120.0)
+    wait_until(lambda: trial.events("trial_ended"), f"the end of the trial; {trial.events()}")
     return trial.wait_for_state(*states)
 
 

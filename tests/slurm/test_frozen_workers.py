@@ -40,9 +40,7 @@ def test_a_frozen_worker_of_each_kind_is_named_with_who_waits_for_it(start_job: 
             # Its lease ends while it stands still; what it said last does not.
             time.sleep(max(0.0, 11.0 - (time.monotonic() - frozen_at)) if worker == "generation_server/0" else 0.0)
             assert _silent(trial, worker)
-            status = trial.wait_for(
-                lambda worker=worker: _ends_at(trial, worker), f"somebody to wait for {worker}", timeout_s=30.0
-            )
+            status = trial.wait_for(lambda worker=worker: _ends_at(trial, worker), f"somebody to wait for {worker}")
             chains = [" > ".join(step["worker"] for step in chain["steps"]) for chain in status["waits"]]
             print(f"{worker} frozen: named after {seconds[worker]:.1f} s, {status['note']!r}, chains {chains}")
         finally:

@@ -23,8 +23,8 @@ def members_of(trial: SlurmTrial) -> dict[str, QueuedJob]:
     return {job.tag["allocation"]: job for job in jobs if job.state in ("PENDING", "RUNNING")}
 
 
-def wait_for_end(trial: SlurmTrial, *, timeout_s: float) -> None:
-    ended = wait_until(lambda: trial.events("trial_ended"), f"the end of {trial.facts.name}", timeout_s=timeout_s)
+def wait_for_end(trial: SlurmTrial) -> None:
+    ended = wait_until(lambda: trial.events("trial_ended"), f"the end of {trial.facts.name}")
     assert ended[-1]["state"] == "COMPLETE", trial.events()
 
 
@@ -42,7 +42,7 @@ def test_the_second_of_two_packed_trials_waits_for_the_first(make_slurm_trial: A
     for trial in trials:
         trial.submit()
     for trial in trials:
-        wait_for_end(trial, timeout_s=40.0)
+        wait_for_end(trial)
     first_end, second_start = trials[0].events("trial_ended")[0], trials[1].events("worker_started")[0]
     assert first_end["time"] < second_start["time"]
 
@@ -67,7 +67,7 @@ def test_two_trials_that_hold_half_of_the_cluster_each_both_complete(make_slurm_
         cluster.run("scontrol", "release", members_of(trial)["generation_server"].job_id)
 
     for trial in trials:
-        wait_for_end(trial, timeout_s=90.0)
+        wait_for_end(trial)
     tell(trials, ["member_submitted", "member_running", "gang_given_back", "worker_started", "trial_ended"])
     given_back = [event for trial in trials for event in trial.events("gang_given_back")]
     assert given_back and all(set(event["missing"]) == {"generation_server"} for event in given_back[:2]), given_back
@@ -79,4 +79,4 @@ def test_two_trials_that_hold_half_of_the_cluster_each_both_complete(make_slurm_
             for name in ("model_worker", "generation_server")
         ]
         assert min(start["time"] for start in starts) >= max(all_there)  # no step before the whole gang was there
-        wait_until(lambda trial=trial: not members_of(trial), "the end of every job of the trial", timeout_s=20.0)
+        wait_until(lambda trial=trial: not members_of(trial), "the end of every job of the trial")

@@ -159,7 +159,7 @@ def test_hostile_values_reach_the_worker_as_they_were_written(
     try:
         trial.submit()
         for worker in ("model_worker/0", "generation_server/0"):
-            pid = wait_until(lambda worker=worker: trial.starts(worker), f"the start of {worker}", timeout_s=30.0)[0][0]
+            pid = wait_until(lambda worker=worker: trial.starts(worker), f"the start of {worker}")[0][0]
             environment = _strings(Path(f"/proc/{pid}/environ"))
             arguments = _strings(Path(f"/proc/{pid}/cmdline"))
             assert [f"{name}={value}" in environment for name, value in variables.items()] == [True] * len(variables)

@@ -47,7 +47,7 @@ def _run_submit(*arguments: str) -> "subprocess.CompletedProcess[str]":
         env=os.environ | {"NO_COLOR": "1", "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
 
 
@@ -131,7 +131,7 @@ def test_a_refusal_imports_neither_torch_nor_transformers(experiment: Path) -> N
         "print(code, *sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'transformers', 'numpy'}))\n"
     )
     arguments = [str(experiment), "-s", "launch.partition=nosuch"]
-    run = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=30)
+    run = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120)
     assert run.stdout.split() == ["5"], run.stdout + run.stderr
 
 

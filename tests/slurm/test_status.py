@@ -46,14 +46,14 @@ def submit_stand_in(trial: SlurmTrial, *options: str, attempt: int = 0, script: 
     return trial.job_id
 
 
-def note_until(trial: SlurmTrial, words: str, *, timeout_s: float = 30.0) -> TrialStatus:
+def note_until(trial: SlurmTrial, words: str) -> TrialStatus:
     """The status, as soon as its note holds these words."""
 
     def look() -> TrialStatus | None:
         status = trial.status()
         return status if words in status.note else None
 
-    return wait_until(look, f"a note with {words!r}, last {trial.status()}", timeout_s=timeout_s)
+    return wait_until(look, f"a note with {words!r}, last {trial.status()}")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_forgotten_job_is_told_by_our_records_else_lost_and_a_controller_that_
     queue = CachedQueue(client, path=tmp_path / "queue.json")
     assert StatusReader(client, queue=queue).read([waiting.facts])[0].state == "QUEUED"
     own_cluster.stop_controller()
-    wait_until(lambda: queue.look().unreachable_since, "the cache to be old", timeout_s=30.0)
+    wait_until(lambda: queue.look().unreachable_since, "the cache to be old")
     (unreachable,) = StatusReader(client, queue=queue).read([waiting.facts])
     assert unreachable.state == "QUEUED" and "cluster unreachable since" in unreachable.note
     started = time.monotonic()
@@ -214,5 +214,5 @@ def run(command: str, *arguments: str, tmp_path: Path) -> subprocess.CompletedPr
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )

@@ -29,7 +29,7 @@ def folder(cluster: Cluster, tmp_path: Path) -> Path:
 def _submit(folder: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[bytes]":
     command = [str(Path(sys.executable).parent / "rl-submit"), *arguments, "--fileroot", str(folder / "trials")]
     environment = os.environ | {"NO_COLOR": "1", "HOME": str(folder)} | variables
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, timeout=30)
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, timeout=120)
 
 
 @pytest.mark.parametrize("layout", ["packed", "hetjob", "jobs"])
@@ -50,7 +50,7 @@ def test_a_dry_run_prints_the_script_that_a_submission_hands_over(folder: Path, 
         command = re.search(r"^command +(.*)$", real.stdout.decode(), re.MULTILINE)
         assert command is not None, real.stdout
         assert shlex.split(command[1]) == ["sbatch", "--parsable", str(directory / "trial.sbatch")]
-        listed = subprocess.run(["bash", "-n"], input=dry.stdout, capture_output=True, timeout=10)
+        listed = subprocess.run(["bash", "-n"], input=dry.stdout, capture_output=True, timeout=120)
         assert listed.returncode == 0, listed.stderr
     finally:
         job = re.search(r"^job +(\d+)", real.stdout.decode(), re.MULTILINE)

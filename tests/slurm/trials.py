@@ -77,7 +77,7 @@ class SlurmTrial(StubTrial):
             status = self.status()
             return status if status.state in states else None
 
-        return wait_until(look, f"{states}, last {self.status()}", timeout_s=40.0)
+        return wait_until(look, f"{states}, last {self.status()}")
 
 
 def job_of(trial: Trial) -> str:

@@ -14,7 +14,7 @@ from corral.workers.presence import Presence
 KEY = "workers/rollout_worker/0"
 
 
-def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 15.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
@@ -74,7 +74,7 @@ def run_worker(names: Path, body: str) -> "subprocess.Popen[str]":
 
 def test_a_phase_that_outstays_its_deadline_ends_the_process_with_its_stacks(tmp_path: Path) -> None:
     worker = run_worker(tmp_path, "presence.enter('train step', deadline_s=0.2)\ntime.sleep(60)")
-    _, output = worker.communicate(timeout=30)
+    _, output = worker.communicate(timeout=120)
     assert worker.returncode == WorkerExit.HUNG
     assert "train step" in output and "Thread" in output and "time.sleep" not in output.splitlines()[0]
 
@@ -85,6 +85,6 @@ def test_a_worker_whose_place_was_taken_leaves_and_its_successor_keeps_the_recor
     )
     assert worker.stderr is not None and worker.stderr.readline() == "up\n"
     with Presence(FileNameService(tmp_path), KEY, owner="b", ttl_s=10, identity=WorkerRecord(incarnation="b")):
-        assert worker.wait(timeout=30) == WorkerExit.SUPERSEDED
+        assert worker.wait(timeout=120) == WorkerExit.SUPERSEDED
         assert decode_record(FileNameService(tmp_path).get(KEY)).incarnation == "b"
     worker.stderr.close()

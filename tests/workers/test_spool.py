@@ -233,7 +233,7 @@ def test_a_killed_process_loses_no_record_that_was_stored(directory: Path) -> No
         lines = [process.stdout.readline() for _ in range(40)]
         process.send_signal(signal.SIGKILL)
         lines += process.stdout.read().split("\n")[:-1]
-        process.wait(timeout=30)
+        process.wait(timeout=120)
         process.stdout.close()
         for word, number in (line.split() for line in lines):
             (stored if word == "stored" else discarded).add(int(number))

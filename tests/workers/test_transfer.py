@@ -16,7 +16,7 @@ from corral.workers.model.transfer import DataManager, TransferError
 from corral.workers.parallel_context import ParallelContext, connect_store, host_store, init_parallel
 
 WORLD_SIZE = 3
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 KEYS = ("input_ids", "prompt_mask", "old_logprobs", "rewards")
 OWNER_BY_UID = {"0:a": 0, "0:b": 1, "0:c": 1, "0:d": 0, "0:e": 2}
 LENGTHS_BY_UID = {"0:a": [5, 1000], "0:b": [1], "0:c": [7, 3, 2], "0:d": [2], "0:e": [64, 64]}

@@ -17,7 +17,7 @@ from corral.workers.generation.engine_loop import EngineLoop, EngineStoppedError
 from corral.workers.generation.engine_requests import AbortFinish
 from tests.workers.generation.tiny_models import save_tiny_model
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture(scope="module")

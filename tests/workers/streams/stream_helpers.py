@@ -21,7 +21,7 @@ def security_of(directory: Path, role: str) -> StreamSecurity:
     return StreamSecurity.from_trial_secrets(TrialSecrets.load(directory), role, trial_uuid=TRIAL)
 
 
-def wait_until(condition: Callable[[], bool], *, waiting_for: str, timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], *, waiting_for: str, timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -29,7 +29,7 @@ def wait_until(condition: Callable[[], bool], *, waiting_for: str, timeout_s: fl
         time.sleep(0.005)
 
 
-async def until(condition: Callable[[], bool], *, waiting_for: str, timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], *, waiting_for: str, timeout_s: float = 120.0) -> None:
     """As `wait_until`, on an asyncio loop."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -33,7 +33,7 @@ def main(secrets: str, endpoint: str, worker_id: str) -> None:
         ) as stream:
             print("ready", flush=True)
             while True:
-                envelope = stream.next_blocking(timeout_s=60)
+                envelope = stream.next_blocking(timeout_s=120)
                 if envelope is None:
                     return
                 if not isinstance(envelope.request, TrainStep):

@@ -99,7 +99,7 @@ async def take(stream: WorkerRequestStream) -> Envelope:
 
 async def initialize(client: RequestClient, *streams: WorkerRequestStream) -> None:
     """Let the workers follow the client's epoch."""
-    await client.wait_for_workers([stream.worker_id for stream in streams], timeout_s=10)
+    await client.wait_for_workers([stream.worker_id for stream in streams], timeout_s=120)
     pending = client.post({stream.worker_id: INITIALIZE for stream in streams}, deadline_s=10)
     await client.flush(deadline_s=10)
     for stream in streams:
@@ -194,7 +194,7 @@ def test_metadata_travels_typed(as_role: AsRole) -> None:
 def test_a_remote_exception_comes_with_its_traceback(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
-            await client.wait_for_workers([stream.worker_id], timeout_s=10)
+            await client.wait_for_workers([stream.worker_id], timeout_s=120)
             with pytest.raises(RemoteError, match="model_worker/0.*LookupError: the dataset is gone") as raised:
                 await client.call(stream.worker_id, Fetch(), deadline_s=10)
             assert 'raise LookupError("the dataset is gone")' in raised.value.remote_traceback
@@ -232,7 +232,7 @@ def test_a_reply_after_the_deadline_is_counted_and_dropped(as_role: AsRole) -> N
 def test_workers_that_do_not_come_are_named(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
-            await client.wait_for_workers([stream.worker_id], timeout_s=10)
+            await client.wait_for_workers([stream.worker_id], timeout_s=120)
             with pytest.raises(
                 StreamTimeoutError, match=r"^model_worker/7 did not connect .* \(1 of 2 workers are here\)"
             ):
@@ -273,7 +273,7 @@ def test_a_killed_or_stopped_worker_is_an_error_for_whoever_waits_for_it(
             as_role("master_worker"), address=LOOPBACK, epoch=1, reconnect_grace_s=0.5, on_worker_dead=dead.append
         ) as client:
             process = worker_process(client.endpoint)
-            await client.wait_for_workers(["model_worker/0"], timeout_s=30)
+            await client.wait_for_workers(["model_worker/0"], timeout_s=120)
             client.post({"model_worker/0": INITIALIZE}, deadline_s=100)
             pending = client.post({"model_worker/0": train("never")}, deadline_s=100)
             await client.flush(deadline_s=10)
@@ -324,7 +324,7 @@ def test_a_restarted_worker_fails_what_its_predecessor_had_not_answered(as_role:
             with worker(security, lambda: client.endpoint, incarnation="second") as second:
                 with pytest.raises(PeerDeadError, match="TrainStep"):
                     await pending.results()
-                await client.wait_for_workers([second.worker_id], timeout_s=10)
+                await client.wait_for_workers([second.worker_id], timeout_s=120)
                 hello = client.hello_of(second.worker_id)
                 assert hello is not None and hello.incarnation == "second"
 
@@ -447,7 +447,7 @@ def test_a_new_epoch_discards_what_the_old_master_had_queued(as_role: AsRole) ->
 def test_only_initialize_raises_the_epoch(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
-            await client.wait_for_workers([stream.worker_id], timeout_s=10)
+            await client.wait_for_workers([stream.worker_id], timeout_s=120)
             assert await client.call(stream.worker_id, Ping(), deadline_s=10) == OkReply()
             with pytest.raises(RemoteError, match="TrainStep of epoch 5 came before its Initialize"):
                 await client.call(stream.worker_id, train(), deadline_s=10)
@@ -461,7 +461,7 @@ def test_only_initialize_raises_the_epoch(as_role: AsRole) -> None:
 def test_a_flush_does_not_wait_for_a_request_that_was_refused(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
-            await client.wait_for_workers([stream.worker_id], timeout_s=10)
+            await client.wait_for_workers([stream.worker_id], timeout_s=120)
             early = client.post({stream.worker_id: train("too early")}, deadline_s=10)
             late = client.post({stream.worker_id: INITIALIZE}, deadline_s=10)
             await client.flush(deadline_s=10)  # names both: the refusal has not arrived yet
@@ -497,7 +497,7 @@ def test_many_calls_at_once_find_their_own_answers(as_role: AsRole) -> None:
 
             def serve(stream: WorkerRequestStream) -> None:
                 for _ in range(50):
-                    envelope = stream.next_blocking(timeout_s=20)
+                    envelope = stream.next_blocking(timeout_s=120)
                     assert envelope is not None and isinstance(envelope.request, TrainStep)
                     stream.reply(envelope, StatsReply(stats={"version": float(envelope.request.version)}))
 

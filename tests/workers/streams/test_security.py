@@ -227,7 +227,7 @@ def test_servers_survive_a_thousand_connections_of_garbage(as_role: AsRole) -> N
                     incarnation="a",
                     non_blocking=lambda request, tensors: OkReply(),
                 ) as stream:
-                    await client.wait_for_workers([stream.worker_id], timeout_s=10)
+                    await client.wait_for_workers([stream.worker_id], timeout_s=120)
                     assert await client.call(stream.worker_id, Ping(), deadline_s=10) == OkReply()
                     await asyncio.to_thread(send_garbage, client.endpoint, count=100, seed=3)
                     assert await client.call(stream.worker_id, Ping(), deadline_s=10) == OkReply()
