@@ -13,6 +13,7 @@ import msgspec
 
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.errors import ConfigError, ConfigProblem, closest, display_path, show_value
+from corral.experiments.regular_file import open_regular
 
 _MAX_ID_LENGTH = 128
 _MAX_PROBLEMS = 3  # more of the same kind would only scroll the first ones away
@@ -58,7 +59,7 @@ class DatasetReader:
 
     def __iter__(self) -> Iterator[DatasetRow]:
         try:
-            with self.config.path.open("rb") as stream:
+            with open_regular(self.config.path) as stream:
                 for number, line in enumerate(stream, start=1):
                     self._digest.update(line)
                     row = self._row(line, number) if line.strip() else None

@@ -1,15 +1,33 @@
-"""A model on disk in Hugging Face format: directory -> the facts that submission checks, or what is missing."""
+"""A model on disk in Hugging Face format: directory -> the facts that submission checks, or what is missing.
+
+config.json, tokenizer.json, and the headers of the weights are read, and compared with each other; no tensor is.
+"""
 
 import json
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.errors import ConfigProblem, display_path
+import msgspec
+
+from corral.experiments.errors import ConfigProblem, display_path, show_value
+from corral.experiments.regular_file import open_regular, read_regular
 from corral.experiments.tokens import eos_token_ids
 
 _LFS_BEGINNING = b"version https://git-lfs"
 _HEADER_LENGTH_BYTES = 8  # a safetensors file starts with the length of its JSON header
+_MAX_HEADER_BYTES = 100_000_000  # that of the safetensors library
+_COUNTS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "max_position_embeddings",
+)  # fmt: skip
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_EMBEDDINGS = "embed_tokens.weight"
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""By the name of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +45,10 @@ def inspect_model(directory: Path) -> tuple[ModelFacts | None, list[ConfigProble
         hint = "give a directory in Hugging Face format (config.json, *.safetensors, tokenizer.json) on this machine"
         return None, [_problem(f"model {display_path(directory)} {kind}", hint)]
     config, problems = _read_config(directory)
-    problems += _weight_problems(directory)
-    if not (directory / "tokenizer.json").is_file():
-        problems.append(_problem(f"model {display_path(directory)} has no tokenizer.json", _tokenizer_hint(directory)))
+    shapes, weight_problems = _inspect_weights(directory)
+    problems += [*weight_problems, *_tokenizer_problems(directory)]
+    if config is not None:
+        problems += _config_problems(directory, config, shapes)
     if config is not None and not _names_end_of_answer(directory):
         hint = 'add "eos_token_id" to config.json: the id of the token that ends an answer'
         problems.append(_problem(f"model {display_path(directory)} names no eos_token_id", hint))
@@ -48,7 +67,7 @@ def _facts(config: dict[str, Any]) -> ModelFacts:
 def _read_config(directory: Path) -> tuple[dict[str, Any] | None, list[ConfigProblem]]:
     name = display_path(directory)
     try:
-        config = json.loads((directory / "config.json").read_bytes())
+        config = json.loads(read_regular(directory / "config.json"))
     except FileNotFoundError:
         return None, [_problem(f"model {name} has no config.json", "download the whole model, not only its weights")]
     except (OSError, ValueError, RecursionError) as error:
@@ -65,7 +84,48 @@ def _names_end_of_answer(directory: Path) -> bool:
         return False
 
 
-def _weight_problems(directory: Path) -> list[ConfigProblem]:
+def _config_problems(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> Iterator[ConfigProblem]:
+    """Sizes that no model has, or that its weights do not have."""
+    name = display_path(directory)
+    for key in _COUNTS:
+        value = config.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            message = f"config.json of model {name} says {key}: {show_value(value)}"
+            yield _problem(message, "it must be a whole number, at least 1; download the file again")
+    layers, of_weights = (
+        config.get("num_hidden_layers"),
+        [int(match[1]) for match in map(_LAYER.search, shapes) if match],
+    )
+    if isinstance(layers, int) and of_weights and layers > max(of_weights) + 1:
+        message = (
+            f"config.json of model {name} says num_hidden_layers: {layers}, and its weights have {max(of_weights) + 1}"
+        )
+        yield _problem(message, "config.json and the weights are of different models, or one is incomplete")
+    hidden = config.get("hidden_size")
+    for tensor, shape in shapes.items():
+        if tensor.endswith(_EMBEDDINGS) and isinstance(hidden, int) and shape[-1:] != (hidden,):
+            message = (
+                f"config.json of model {name} says hidden_size: {hidden}, and its {tensor} has shape {list(shape)}"
+            )
+            yield _problem(message, "config.json and the weights are of different models")
+
+
+def _tokenizer_problems(directory: Path) -> Iterator[ConfigProblem]:
+    name = display_path(directory)
+    try:
+        content = msgspec.json.decode(read_regular(directory / "tokenizer.json"))
+    except FileNotFoundError:
+        yield _problem(f"model {name} has no tokenizer.json", _tokenizer_hint(directory))
+        return
+    except (OSError, ValueError, RecursionError) as error:
+        yield _problem(f"cannot read tokenizer.json of model {name}: {error}", "download it again")
+        return
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        yield _problem(f"tokenizer.json of model {name} describes no tokenizer (it has no model)", "download it again")
+
+
+def _inspect_weights(directory: Path) -> tuple[Shapes, list[ConfigProblem]]:
+    """The tensors that the weights say they hold, and what is wrong with the files."""
     name = display_path(directory)
     shards = sorted(directory.glob("*.safetensors"))
     if not shards:
@@ -73,35 +133,56 @@ def _weight_problems(directory: Path) -> list[ConfigProblem]:
             hint = "its weights are pickled; convert them with save_pretrained(..., safe_serialization=True)"
         else:
             hint = "download the weights as safetensors"
-        return [_problem(f"model {name} has no *.safetensors", hint)]
-    problems = [problem for shard in shards if (problem := _shard_problem(shard)) is not None]
+        return {}, [_problem(f"model {name} has no *.safetensors", hint)]
+    shapes: dict[str, tuple[int, ...]] = {}
+    problems = []
+    for shard in shards:
+        found, problem = _read_header(shard)
+        shapes |= found
+        problems += [problem] if problem is not None else []
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         problems += _index_problems(index, {shard.name for shard in shards})
-    return problems
+    return shapes, problems
 
 
-def _shard_problem(shard: Path) -> ConfigProblem | None:
+class _Tensor(msgspec.Struct):
+    """What a header says of one tensor."""
+
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _read_header(shard: Path) -> tuple[Shapes, ConfigProblem | None]:
     name = display_path(shard)
     try:
         size_bytes = shard.stat().st_size
-        with shard.open("rb") as stream:
+        with open_regular(shard) as stream:
             beginning = stream.read(len(_LFS_BEGINNING))
+            header_bytes = int.from_bytes(beginning[:_HEADER_LENGTH_BYTES], "little")
+            stream.seek(_HEADER_LENGTH_BYTES)
+            header = stream.read(header_bytes) if header_bytes <= _MAX_HEADER_BYTES else b""
     except OSError as error:
-        return _problem(f"cannot read weights {name}: {error.strerror or error}", "check its permissions")
+        return {}, _problem(f"cannot read weights {name}: {error.strerror or error}", "check its permissions")
     if beginning == _LFS_BEGINNING:
-        return _problem(f"weights {name} are a git-lfs pointer, not tensors", "run git lfs pull in the model's folder")
-    header_bytes = int.from_bytes(beginning[:_HEADER_LENGTH_BYTES], "little")
-    if len(beginning) < _HEADER_LENGTH_BYTES or header_bytes + _HEADER_LENGTH_BYTES > size_bytes:
-        return _problem(
-            f"weights {name} are cut off or no safetensors file ({size_bytes} bytes)", "download them again"
-        )
-    return None
+        hint = "run git lfs pull in the model's folder"
+        return {}, _problem(f"weights {name} are a git-lfs pointer, not tensors", hint)
+    try:
+        content = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        content.pop("__metadata__", None)
+        tensors = {key: msgspec.json.decode(value, type=_Tensor) for key, value in content.items()}
+    except (ValueError, RecursionError):
+        tensors = None
+    ends_at = max((tensor.data_offsets[1] for tensor in (tensors or {}).values()), default=0)
+    if tensors is None or _HEADER_LENGTH_BYTES + header_bytes + ends_at > size_bytes:
+        message = f"weights {name} are cut off or no safetensors file ({size_bytes} bytes)"
+        return {}, _problem(message, "download them again")
+    return {key: tensor.shape for key, tensor in tensors.items()}, None
 
 
 def _index_problems(index: Path, present: set[str]) -> list[ConfigProblem]:
     try:
-        named = set(json.loads(index.read_bytes())["weight_map"].values())
+        named = set(json.loads(read_regular(index))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [_problem(f"cannot read {display_path(index)}: {error!r}", "download it again")]
     missing = sorted(str(name) for name in named - present)

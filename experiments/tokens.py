@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from corral.experiments.regular_file import read_regular
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -128,7 +130,7 @@ def _at_most(text: str) -> int:
 def _read(path: Path) -> dict[str, Any]:
     """A JSON object; empty if there is no such file."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path))
     except FileNotFoundError:
         return {}
     return content if isinstance(content, dict) else {}

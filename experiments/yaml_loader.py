@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import yaml
 
 from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, display_path, dotted, shorten, split_remedy
+from corral.experiments.regular_file import open_regular
 
 MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 20  # mappings and lists inside each other; the schema needs five
@@ -52,7 +53,7 @@ def read_yaml(path: Path, *, what: str = EXPERIMENT_FILE) -> tuple[Any, dict[Key
         ConfigError: if the file cannot be read or is not YAML of the strict kind.
     """
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError.of(

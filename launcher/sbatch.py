@@ -19,6 +19,7 @@ from typing import Any
 
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
+from corral.experiments.regular_file import read_regular
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.layout import Allocation, Layout
 from corral.launcher.own_jobs import job_name
@@ -269,7 +270,7 @@ def _render_own_template(template: Path, variables: dict[str, Any]) -> str:
         )
 
     try:
-        source = template.read_text(encoding="utf-8").replace("\r\n", "\n")
+        source = read_regular(template).decode("utf-8").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(f"cannot be read ({error})", "name a readable UTF-8 file, or leave it out") from error
     try:

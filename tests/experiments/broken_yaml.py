@@ -6,6 +6,7 @@ Used through `load_experiment` and through the command line alike.
 """
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -70,13 +71,21 @@ def rows(count: int, *, first: int = 0) -> str:
     return "".join(json.dumps({"id": f"sum-{n}", "prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in numbers)
 
 
+def tokenizer_json() -> str:
+    """A tokenizer.json of one token a character."""
+    vocabulary = {character: number for number, character in enumerate("?0123456789+=")}
+    split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"}
+    return json.dumps({"version": "1.0", "pre_tokenizer": split, "model": model})
+
+
 def write_inputs(folder: Path) -> None:
     """A model directory and two datasets that submission finds nothing wrong with."""
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
     config = {"model_type": "qwen2", "vocab_size": 14, "max_position_embeddings": 64, "eos_token_id": 1}
     (model / "config.json").write_text(json.dumps(config))
-    (model / "tokenizer.json").write_text("{}")
+    (model / "tokenizer.json").write_text(tokenizer_json())
     (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     (folder / "train.jsonl").write_text(rows(NUM_TRAINING_ROWS))
     (folder / "heldout.jsonl").write_text(rows(10, first=1000))
@@ -128,12 +137,15 @@ def _row(**fields: object) -> str:
     return json.dumps(fields) + "\n"
 
 
-def _tokenizer() -> str:
-    """A tokenizer.json of one token a character."""
-    vocabulary = {character: number for number, character in enumerate("?0123456789+=")}
-    split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
-    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"}
-    return json.dumps({"version": "1.0", "pre_tokenizer": split, "model": model})
+def _weights(*, cut: int = 0, **shapes: list[int]) -> str:
+    """A safetensors file of float32 zeros, less its last bytes; all of it is ASCII."""
+    header: dict[str, object] = {}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header)
+    return struct.pack("<Q", len(text.ljust(127))).decode() + text.ljust(127) + "\0" * (end - cut)
 
 
 SYNTAX_CASES = (
@@ -458,6 +470,48 @@ FILE_CASES = (
         line=6,
     ),
     BrokenCase(
+        name="model-with-a-negative-size",
+        files={"model/config.json": '{"hidden_size": -64, "vocab_size": 14, "eos_token_id": 1}'},
+        words=("hidden_size: -64", "at least 1", "actor.path"),
+        line=6,
+    ),
+    BrokenCase(
+        name="model-with-more-layers-than-weights",
+        files={
+            "model/config.json": '{"num_hidden_layers": 1000000000, "vocab_size": 14, "eos_token_id": 1}',
+            "model/model.safetensors": _weights(**{"model.layers.1.mlp.weight": [2, 2]}),
+        },
+        words=("num_hidden_layers: 1000000000", "its weights have 2", "actor.path"),
+        line=6,
+    ),
+    BrokenCase(
+        name="model-of-another-width-than-its-weights",
+        files={
+            "model/config.json": '{"hidden_size": 64, "vocab_size": 14, "eos_token_id": 1}',
+            "model/model.safetensors": _weights(**{"model.embed_tokens.weight": [14, 32]}),
+        },
+        words=("hidden_size: 64", "model.embed_tokens.weight has shape [14, 32]"),
+        line=6,
+    ),
+    BrokenCase(
+        name="model-whose-last-tensor-is-cut-off",
+        files={"model/model.safetensors": _weights(cut=8, **{"model.embed_tokens.weight": [2, 2]})},
+        words=("cut off", "download them again", "actor.path"),
+        line=6,
+    ),
+    BrokenCase(
+        name="tokenizer-that-is-none",
+        files={"model/tokenizer.json": '{"version": "1.0"}'},
+        words=("tokenizer.json", "describes no tokenizer", "download it again"),
+        line=6,
+    ),
+    BrokenCase(
+        name="tokenizer-that-is-no-json",
+        files={"model/tokenizer.json": "<html>404</html>"},
+        words=("cannot read tokenizer.json", "download it again"),
+        line=6,
+    ),
+    BrokenCase(
         name="model-without-end-token",
         files={"model/config.json": '{"vocab_size": 14, "max_position_embeddings": 64}'},
         words=("eos_token_id", "config.json"),
@@ -468,7 +522,7 @@ FILE_CASES = (
         edit=("seed: 3", "ref: {path: other}"),
         files={
             "other/config.json": '{"vocab_size": 99, "eos_token_id": 1}',
-            "other/tokenizer.json": "{}",
+            "other/tokenizer.json": tokenizer_json(),
             "other/model.safetensors": struct.pack("<Q", 2).decode() + "{}",
         },
         words=("vocabulary of 99", "14", "same tokenizer"),
@@ -483,7 +537,7 @@ FILE_CASES = (
     BrokenCase(
         name="prompt-too-long",
         files={
-            "model/tokenizer.json": _tokenizer(),
+            "model/tokenizer.json": tokenizer_json(),
             "train.jsonl": rows(39) + _row(id="long", prompt="1+" * 8 + "1=", answer="9"),
         },
         words=("train.jsonl:40", "prompt has 18 tokens", "max_prompt_tokens 16", "raise dataset.max_prompt_tokens"),
@@ -494,7 +548,7 @@ FILE_CASES = (
         base=VALID_SFT,
         overrides=("model.max_tokens_per_micro_batch=20",),
         files={
-            "model/tokenizer.json": _tokenizer(),
+            "model/tokenizer.json": tokenizer_json(),
             "train.jsonl": rows(39) + _row(id="long", prompt="1+1=", answer="2" * 16),
         },
         words=("train.jsonl:40", "4 + 17 tokens", "max_tokens_per_micro_batch 20"),
@@ -503,7 +557,7 @@ FILE_CASES = (
     BrokenCase(
         name="held-out-prompt-too-long",
         files={
-            "model/tokenizer.json": _tokenizer(),
+            "model/tokenizer.json": tokenizer_json(),
             "heldout.jsonl": _row(prompt="1+" * 8 + "1=", answer="9"),
         },
         words=("heldout.jsonl:1", "prompt has 18 tokens", "evaluation.dataset.max_prompt_tokens"),
@@ -511,7 +565,10 @@ FILE_CASES = (
     ),
     BrokenCase(
         name="long-prompts-and-no-tokenizer-to-measure-them",
-        files={"train.jsonl": rows(39) + _row(prompt="1+" * 8 + "1=", answer="9")},
+        files={
+            "train.jsonl": rows(39) + _row(prompt="1+" * 8 + "1=", answer="9"),
+            "model/tokenizer.json": '{"model": {}}',
+        },
         words=("cannot use the tokenizer", "download it again"),
         line=17,
     ),

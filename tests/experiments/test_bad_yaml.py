@@ -1,7 +1,10 @@
 """Every broken experiment is refused with its key, its line and a way out, and no input does worse than that."""
 
+import os
 import random
 import string
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,29 @@ def test_broken_experiment_is_refused_with_key_line_and_remedy(case: BrokenCase,
 @pytest.mark.parametrize("case", BROKEN_CASES, ids=lambda case: case.name)
 def test_every_problem_has_a_hint(case: BrokenCase, tmp_path: Path) -> None:
     assert all(problem.hint for problem in _error_of(case, tmp_path).problems)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [("experiment.yaml", "pipe"), ("train.jsonl", "pipe"), ("train.jsonl", "device"), ("model/config.json", "pipe")],
+)
+def test_a_pipe_is_not_waited_for_and_a_device_is_not_read_to_its_end(tmp_path: Path, what: str, kind: str) -> None:
+    write_inputs(tmp_path)
+    (tmp_path / "experiment.yaml").write_text(VALID_PPO)
+    (tmp_path / what).unlink()
+    if kind == "pipe":
+        os.mkfifo(tmp_path / what)
+    else:
+        (tmp_path / what).symlink_to("/dev/zero")
+    program = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
+        "from corral.experiments.registry import load_experiment\n"
+        "load_experiment(sys.argv[1])\n"
+    )
+    arguments = [sys.executable, "-c", program, str(tmp_path / "experiment.yaml")]
+    refused = subprocess.run(arguments, capture_output=True, text=True, timeout=30, check=False)
+    assert "ConfigError" in refused.stderr and "not a regular file" in refused.stderr.lower(), refused.stderr
 
 
 def test_all_mistakes_of_a_stage_are_reported_at_once(tmp_path: Path) -> None:
