@@ -148,7 +148,7 @@ def check_containers(groups: Mapping[WorkerKind, GroupConfig], cluster: ClusterC
             if scheduling.container_image is not None and cluster.container_runtime is None:
                 yield ConfigProblem(
                     message="container_image needs cluster.container_runtime, which is not set",
-                    hint="set cluster.container_runtime to apptainer or pyxis, whichever this site has",
+                    hint="set cluster.container_runtime to apptainer, singularity or pyxis, whichever this site has",
                     path=(*path, "container_image"),
                     shown=scheduling.container_image,
                 )

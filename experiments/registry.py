@@ -86,7 +86,7 @@ def load_with_source(
     )
     changes = [as_text_where_asked(change, experiment_class) for change in changes]
     data = _with_group_defaults(apply_overrides(merged.data, changes))
-    data = _with_sbatch_arguments(data, sbatch_arguments)
+    data, source = _with_sbatch_arguments(data, sbatch_arguments, source)
     data = _with_absolute_paths(data, experiment_class, source)
     experiment = validate(experiment_class, data, source)
     check_experiment(experiment, source)
@@ -166,12 +166,19 @@ def _with_defaults(group: dict[str, Any], default: dict[str, Any]) -> dict[str, 
     return filled
 
 
-def _with_sbatch_arguments(data: dict[str, Any], added: Sequence[str]) -> dict[str, Any]:
+def _with_sbatch_arguments(
+    data: dict[str, Any], added: Sequence[str], source: ConfigSource
+) -> tuple[dict[str, Any], ConfigSource]:
     launch = data.get("launch") or {}
     given = launch.get("extra_sbatch_arguments") or [] if isinstance(launch, dict) else None
     if not added or not isinstance(given, list):
-        return data
-    return {**data, "launch": {**launch, "extra_sbatch_arguments": [*given, *added]}}
+        return data, source
+    typed: dict[KeyPath, str] = {
+        ("launch", "extra_sbatch_arguments", len(given) + number): f"--sbatch-arg={argument}"
+        for number, argument in enumerate(added)
+    }
+    changed = {**data, "launch": {**launch, "extra_sbatch_arguments": [*given, *added]}}
+    return changed, replace(source, argument_by_path=typed)
 
 
 def _with_absolute_paths(

@@ -1,7 +1,8 @@
 """A worker's command inside its group's container: what goes before it, what srun is told, which variables go along.
 
-    container_runtime: apptainer   srun ... apptainer exec [--nv] --bind ... IMAGE python3 -m corral.workers ...
-    container_runtime: pyxis       srun --container-image=IMAGE --container-mounts=... python3 -m corral.workers ...
+    container_runtime: apptainer     srun ... apptainer exec [--nv] --bind ... IMAGE python3 -m corral.workers ...
+                       singularity   the same by its older name
+                       pyxis         srun --container-image=IMAGE --container-mounts=... python3 -m corral.workers ...
 
 The trial directory is mounted where it is on the host: plan, trial log, checkpoints and rendezvous lie in it. Weights
 and data are the user's to mount. Supervisor, Redis and srun stay outside: containers rarely hold SLURM's commands.
@@ -14,6 +15,9 @@ from pathlib import Path
 from corral.experiments.config import ClusterConfig
 from corral.experiments.errors import ConfigError
 from corral.scheduling.scheduling import Scheduling
+
+PROGRAM_RUNTIMES = ("apptainer", "singularity")
+"""Runtimes that are a program on the node, called by this name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,28 +55,33 @@ def contain(
         return ContainedCommand(command=tuple(command), environment=environment)
     inside = (cluster.container_python, *command[1:])
     match cluster.container_runtime:
-        case "apptainer":
-            return _apptainer(image, inside, environment, scheduling, directory)
+        case "apptainer" | "singularity" as program:
+            return _apptainer(program, image, inside, environment, scheduling, directory)
         case "pyxis":
             return _pyxis(image, inside, environment, scheduling, directory)
         case None:
             raise ConfigError.of(
                 f"container_image {image} cannot be run: cluster.container_runtime is not set",
-                hint="set cluster.container_runtime to apptainer or pyxis, whichever this site has",
+                hint="set cluster.container_runtime to apptainer, singularity or pyxis, whichever this site has",
                 path=("cluster", "container_runtime"),
                 shown="null",
             )
 
 
 def _apptainer(
-    image: str, inside: Sequence[str], environment: Mapping[str, str], scheduling: Scheduling, directory: Path
+    program: str,
+    image: str,
+    inside: Sequence[str],
+    environment: Mapping[str, str],
+    scheduling: Scheduling,
+    directory: Path,
 ) -> ContainedCommand:
     binds = [f"--bind={mount}" for mount in (_own_mount(directory), *scheduling.container_mounts)]
     gpus = ["--nv"] if scheduling.gpu else []
     # Variables by their own variables: --env splits its argument at commas.
-    carried = {f"APPTAINERENV_{name}": value for name, value in environment.items()}
+    carried = {f"{program.upper()}ENV_{name}": value for name, value in environment.items()}
     return ContainedCommand(
-        command=("apptainer", "exec", *gpus, *binds, image, *inside), environment={**environment, **carried}
+        command=(program, "exec", *gpus, *binds, image, *inside), environment={**environment, **carried}
     )
 
 

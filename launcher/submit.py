@@ -9,17 +9,16 @@ An error before `create` leaves nothing; an error in it removes what it made.
 """
 
 import contextlib
-import hashlib
-import json
+import logging
 import os
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from uuid import uuid4
 
 from corral.experiments.attempt_ends import read_end
 from corral.experiments.attempts import last_attempt, record_attempt
@@ -31,7 +30,13 @@ from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.profile import find_profiles
 from corral.experiments.registry import load_with_source
 from corral.experiments.secrets import TrialSecrets
-from corral.experiments.trial_directory import TrialDirectory, atomic_write, next_trial_name, validate_name
+from corral.experiments.trial_directory import (
+    TrialDirectory,
+    TrialExistsError,
+    atomic_write,
+    next_trial_name,
+    validate_name,
+)
 from corral.experiments.trial_log import CorruptLogError, TrialLog
 from corral.launcher.layout import Layout
 from corral.launcher.local import share_gpus, start_detached, visible_gpus
@@ -51,6 +56,8 @@ from corral.launcher.submission import (
 from corral.launcher.trials import TrialFacts, default_fileroot
 from corral.scheduling.slurm_formats import check_plain_text
 
+logger = logging.getLogger(__name__)
+
 Mode = Literal["local", "slurm"]
 SUPERVISOR_COMMAND = (sys.executable, "-m", "corral.launcher.supervisor")
 _SUPERVISOR_START_TIMEOUT_S = 20.0
@@ -63,6 +70,14 @@ class SubmissionError(RuntimeError):
     """The trial could not be started, for a reason outside of its configuration."""
 
 
+class NameTakenError(SubmissionError):
+    """Somebody else has made a trial of this name in the meantime."""
+
+
+class AlreadyCompleteError(SubmissionError):
+    """There is nothing left to do."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     """A checked trial that can be started."""
@@ -73,6 +88,8 @@ class Submission:
     checks: tuple[str, ...]
     layout: Layout | None
     """None for a local trial."""
+    has_default_name: bool = False
+    """Whether nobody chose the trial's name."""
     profiles: tuple[Path, ...] = ()
     """Profiles beneath the experiment file, the weakest first."""
 
@@ -109,12 +126,13 @@ def prepare(
     )
     experiment = loaded.experiment
     fileroot = (experiment.cluster.fileroot or default_fileroot()).absolute()
-    trial = _trial_name(experiment.trial if trial_name is None else trial_name, fileroot / experiment.name)
+    chosen = experiment.trial if trial_name is None else trial_name
+    trial = _trial_name(chosen, fileroot / experiment.name)
     try:
         directory = TrialDirectory.of(fileroot, experiment=experiment.name, trial=trial)
     except ValueError as error:
         raise ConfigError.of(str(error)) from error
-    if directory.path.exists():
+    if chosen is not None and directory.path.exists():
         raise ConfigError.of(
             f"trial {experiment.name}/{trial} exists already: {directory.path}",
             hint=f"choose another name with -n, or continue it with rl-submit --resume {experiment.name}/{trial}",
@@ -131,6 +149,7 @@ def prepare(
         warnings=(*experiment.find_warnings(), *warnings),
         checks=checks,
         layout=layout,
+        has_default_name=chosen is None,
         profiles=loaded.source.profiles,
     )
 
@@ -139,7 +158,8 @@ def prepare_resume(facts: TrialFacts, *, client: SlurmClient | None = None, has_
     """Checks that a trial can go on from its last commit.
 
     Raises:
-        SubmissionError: if it still runs, is done, or has a damaged trial log.
+        AlreadyCompleteError: if it is done.
+        SubmissionError: if it still runs, or has a damaged trial log.
         ConfigError: if its plan does not fit the machine any more.
     """
     directory = facts.directory
@@ -153,7 +173,7 @@ def prepare_resume(facts: TrialFacts, *, client: SlurmClient | None = None, has_
     except CorruptLogError as error:
         raise SubmissionError(f"trial {facts.name} cannot be resumed: {error}") from error
     if log.is_done:
-        raise SubmissionError(f"trial {facts.name} is complete; there is nothing to resume")
+        raise AlreadyCompleteError(f"trial {facts.name} is complete; there is nothing to resume")
     layout, checks, warnings = _check_resources(plan, directory, client, has_checks=has_checks)
     return Submission(plan=plan, directory=directory, warnings=warnings, checks=checks, layout=layout)
 
@@ -183,11 +203,14 @@ def create(submission: Submission) -> None:
     """Makes the trial directory.
 
     Raises:
-        SubmissionError: if the name was taken in the meantime, or the disk refuses; nothing is left behind.
+        NameTakenError: if the name was taken in the meantime.
+        SubmissionError: if the disk refuses; nothing is left behind.
     """
     directory = submission.directory
     try:
         directory.create()
+    except TrialExistsError as error:
+        raise NameTakenError(str(error)) from error
     except OSError as error:
         raise SubmissionError(str(error)) from error
     try:
@@ -264,7 +287,7 @@ def _start_local(directory: TrialDirectory, attempt: int, supervisor_command: Se
             why = "ended at once" if ended else f"did not start within {_SUPERVISOR_START_TIMEOUT_S:.0f} s"
             raise SubmissionError(f"the supervisor {why}: {said or 'it said nothing'}")
         time.sleep(0.02)
-    Journal(directory.journal_path).append("submitted", attempt=attempt, pid=pid)
+    _note(directory, attempt=attempt, pid=pid)
     return str(pid)
 
 
@@ -275,12 +298,20 @@ def _start_on_slurm(submission: Submission, layout: Layout, attempt: int, client
     job_id = submit_once(client, [], directory.sbatch_path, is_it=is_head_of(own))
     with contextlib.suppress(OSError):  # the job has been taken; its comment names it, and so will its claim
         own.note(job_id, attempt=attempt)
-    Journal(directory.journal_path).append("submitted", attempt=attempt, job_id=job_id)
+    _note(directory, attempt=attempt, job_id=job_id)
     return job_id
 
 
+def _note(directory: TrialDirectory, **fields: object) -> None:
+    """Tells the journal what has been started; that it cannot be written changes nothing about that."""
+    try:
+        Journal(directory.journal_path).append("submitted", **fields)
+    except OSError as error:
+        logger.warning("%s could not be written: %s", directory.journal_path, error)
+
+
 def script_of(submission: Submission) -> bytes | None:
-    """What the next submission would hand to sbatch, to the byte; None for a local trial."""
+    """What this submission would hand to sbatch; None for a local trial."""
     if submission.layout is None:
         return None
     return os.fsencode(render_script(submission.plan, submission.layout, submission.directory))
@@ -295,16 +326,8 @@ def write_launch_files(plan: RunPlan, layout: Layout, directory: TrialDirectory)
 
 
 def _identity(experiment: Experiment, directory: TrialDirectory, *, trial: str) -> TrialIdentity:
-    """Who the trial is. A dry run and the submission after it come to the same uuid, no two submissions ever do:
-
-    making or removing a trial's folder changes the time of the folder above it, which the uuid follows from.
-    """
-    above = next(parent for parent in directory.path.parents if parent.exists())
-    state = above.stat()
-    content = [str(directory.path), str(above), state.st_dev, state.st_ino, state.st_mtime_ns, socket.gethostname()]
-    text = json.dumps([*content, experiment.model_dump(mode="json")], sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return TrialIdentity(experiment=experiment.name, trial=trial, uuid=digest[:32], directory=directory.path)
+    """Who the trial is: no two plans ever have the same uuid, whatever their names."""
+    return TrialIdentity(experiment=experiment.name, trial=trial, uuid=uuid4().hex, directory=directory.path)
 
 
 def _trial_name(wanted: str | None, experiment_directory: Path) -> str:

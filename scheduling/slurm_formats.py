@@ -7,6 +7,7 @@ A value that SLURM would reject, or read as something else, is refused here with
 import re
 from collections.abc import Sequence
 from datetime import date, datetime, time, timedelta
+from typing import NamedTuple
 
 _MINUTE_S = 60
 _HOUR_S = 60 * _MINUTE_S
@@ -188,60 +189,67 @@ def _calendar_moment(parts: dict[str, str | None], clock: time, now: datetime) -
     raise ValueError(f"time {month}/{day} does not come within eight years")
 
 
-_OWN = "corral sets it for every trial"
-_ANSWER = "corral reads sbatch's answer, which this option changes"
-_PROTECTED_OPTIONS: dict[str, str] = {
-    "job-name": f"{_OWN}; choose experiment and trial names",
-    "output": f"{_OWN}; logs are in the trial directory",
-    "error": f"{_OWN}; logs are in the trial directory",
-    "input": _OWN,
-    "open-mode": _OWN,
-    "chdir": _OWN,
-    "comment": _OWN,
-    "signal": _OWN,
-    "requeue": _OWN,
-    "no-requeue": _OWN,
-    "no-kill": _OWN,
-    "dependency": _OWN,
-    "export": "use the group's env_vars",
-    "export-file": "use the group's env_vars",
-    "array": "a trial is one job; submit one trial per point of a sweep",
-    "wrap": _OWN,
-    "clusters": "a trial runs on one cluster, that of $SLURM_CONF",
-    "nodes": "it follows from the groups' counts, cpu, gpu and mem",
-    "use-min-nodes": "it follows from the groups' counts, cpu, gpu and mem",
-    "ntasks": "use the group's count",
-    "ntasks-per-node": "use the group's count",
-    "ntasks-per-gpu": "use the group's count",
-    "ntasks-per-core": "use the group's count",
-    "ntasks-per-socket": "use the group's count",
-    "cpus-per-task": "use the field cpu",
-    "cpus-per-gpu": "use the field cpu",
-    "mem": "use the field mem",
-    "mem-per-cpu": "use the field mem, and cluster.mem_request: cpu where jobs have to ask for it per CPU",
-    "mem-per-gpu": "use the field mem",
-    "gres": "use the fields gpu and gpu_type",
-    "gpus": "use the fields gpu and gpu_type",
-    "gpus-per-node": "use the fields gpu and gpu_type",
-    "gpus-per-task": "use the fields gpu and gpu_type",
-    "gpus-per-socket": "use the fields gpu and gpu_type",
-    "gpu-bind": _OWN,
-    "tres-per-task": "use the fields cpu, gpu and gpu_type",
-    "nodelist": "use the field nodelist",
-    "nodefile": "use the field nodelist",
-    "exclude": "use the field exclude",
-    "partition": "use the field partition",
-    "account": "use the field account",
-    "qos": "use the field qos",
-    "constraint": "use the field constraint",
-    "reservation": "use the field reservation",
-    "time": "use the field time_limit",
-    "begin": "use the field begin",
-    "deadline": "use the field deadline",
-    "container-image": "use the field container_image",
-    "container-mounts": "use the field container_mounts",
+class _Owned(NamedTuple):
+    """An option of sbatch that is not the user's."""
+
+    instead: str = ""
+    """What to do about the same thing; "" if nothing."""
+    why: str = "corral sets it for every trial"
+
+
+_ANSWER = _Owned(why="corral reads sbatch's answer, which this option changes")
+_PROTECTED_OPTIONS: dict[str, _Owned] = {
+    "job-name": _Owned("choose experiment and trial names"),
+    "output": _Owned(why="logs are in the trial directory"),
+    "error": _Owned(why="logs are in the trial directory"),
+    "input": _Owned(),
+    "open-mode": _Owned(),
+    "chdir": _Owned(),
+    "comment": _Owned(),
+    "signal": _Owned(),
+    "requeue": _Owned(),
+    "no-requeue": _Owned(),
+    "no-kill": _Owned(),
+    "dependency": _Owned(),
+    "export": _Owned("use the group's env_vars"),
+    "export-file": _Owned("use the group's env_vars"),
+    "array": _Owned("submit one trial per point of a sweep", why="a trial is one job"),
+    "wrap": _Owned(),
+    "clusters": _Owned(why="a trial runs on one cluster, that of $SLURM_CONF"),
+    "nodes": _Owned(why="it follows from the groups' counts, cpu, gpu and mem"),
+    "use-min-nodes": _Owned(why="it follows from the groups' counts, cpu, gpu and mem"),
+    "ntasks": _Owned("use the group's count"),
+    "ntasks-per-node": _Owned("use the group's count"),
+    "ntasks-per-gpu": _Owned("use the group's count"),
+    "ntasks-per-core": _Owned("use the group's count"),
+    "ntasks-per-socket": _Owned("use the group's count"),
+    "cpus-per-task": _Owned("use the field cpu"),
+    "cpus-per-gpu": _Owned("use the field cpu"),
+    "mem": _Owned("use the field mem"),
+    "mem-per-cpu": _Owned("use the field mem, and cluster.mem_request: cpu where jobs have to ask for it per CPU"),
+    "mem-per-gpu": _Owned("use the field mem"),
+    "gres": _Owned("use the fields gpu and gpu_type"),
+    "gpus": _Owned("use the fields gpu and gpu_type"),
+    "gpus-per-node": _Owned("use the fields gpu and gpu_type"),
+    "gpus-per-task": _Owned("use the fields gpu and gpu_type"),
+    "gpus-per-socket": _Owned("use the fields gpu and gpu_type"),
+    "gpu-bind": _Owned(),
+    "tres-per-task": _Owned("use the fields cpu, gpu and gpu_type"),
+    "nodelist": _Owned("use the field nodelist"),
+    "nodefile": _Owned("use the field nodelist"),
+    "exclude": _Owned("use the field exclude"),
+    "partition": _Owned("use the field partition"),
+    "account": _Owned("use the field account"),
+    "qos": _Owned("use the field qos"),
+    "constraint": _Owned("use the field constraint"),
+    "reservation": _Owned("use the field reservation"),
+    "time": _Owned("use the field time_limit"),
+    "begin": _Owned("use the field begin"),
+    "deadline": _Owned("use the field deadline"),
+    "container-image": _Owned("use the field container_image"),
+    "container-mounts": _Owned("use the field container_mounts"),
     "parsable": _ANSWER,
-    "test-only": f"{_ANSWER}; rl-submit --dry-run checks without submitting",
+    "test-only": _ANSWER._replace(instead="rl-submit --dry-run checks without submitting"),
     "wait": _ANSWER,
     "quiet": _ANSWER,
     "verbose": _ANSWER,
@@ -264,9 +272,9 @@ def check_sbatch_arguments(arguments: Sequence[str]) -> None:
         # getopt accepts any unambiguous beginning: --job-n is --job-name too.
         owned = name if name in _PROTECTED_OPTIONS else _first_with_beginning(name)
         if owned is not None:
-            raise ValueError(
-                f"extra sbatch argument {argument!r} may not be given (--{owned}): {_PROTECTED_OPTIONS[owned]}"
-            )
+            why, instead = _PROTECTED_OPTIONS[owned].why, _PROTECTED_OPTIONS[owned].instead
+            remedy = f"leave it out: {instead}" if instead else "leave it out"
+            raise ValueError(f"extra sbatch argument {argument!r} may not be given (--{owned}), {why}; {remedy}")
 
 
 def _first_with_beginning(name: str) -> str | None:

@@ -36,7 +36,7 @@ class ClusterConfig(FrozenConfig):
     """How this site gives out GPUs: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all (nodes come with all of theirs)."""  # noqa: E501
     mem_request: Literal["node", "cpu"] = "node"
     """How this site gives out memory: `--mem` per node, or `--mem-per-cpu`, where that is all that jobs may ask for."""
-    container_runtime: Literal["apptainer", "pyxis"] | None = None
+    container_runtime: Literal["apptainer", "singularity", "pyxis"] | None = None
     """What runs a group's container_image; None where no group has one."""
     container_python: str = "python3"
     """Python inside the containers, with corral installed in it."""

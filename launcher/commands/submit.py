@@ -1,8 +1,9 @@
 """rl-submit: an experiment file becomes a trial, on SLURM or on this machine."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -14,6 +15,9 @@ from corral.launcher.commands.common import Fileroot, fail, run, terminal_width,
 if TYPE_CHECKING:
     from corral.launcher.submit import Submission
     from corral.launcher.trials import TrialFacts
+
+
+_NAME_TRIES = 100  # of as many who submit at the same time, the last one needs as many
 
 
 class DryRun(StrEnum):
@@ -74,31 +78,47 @@ def submit(
             raise typer.BadParameter("--no-checks is about a cluster; with --local there is none")
         if resume is not None:
             options = (experiment, trial, override, profile, layout, sbatch_arg, local or None)
-            submission = _prepared_resume(
-                resume, fileroot, has_other_options=any(option for option in options), has_checks=not no_checks
-            )
+            has_others = any(option for option in options)
+            prepare = partial(_prepared_resume, resume, fileroot, has_other_options=has_others)
         elif experiment is None:
             raise typer.BadParameter("name an experiment file, or a trial to --resume")
         else:
-            from corral.launcher.submit import prepare
+            from corral.launcher.submit import prepare as prepare_trial
 
-            changes = _changes(override, fileroot=fileroot, layout=layout)
-            arguments = _checked_arguments(sbatch_arg or [])
-            submission = prepare(
+            prepare = partial(
+                prepare_trial,
                 experiment,
-                changes,
+                _changes(override, fileroot=fileroot, layout=layout),
                 trial_name=trial,
                 mode="local" if local else "slurm",
                 profile=profile,
-                sbatch_arguments=arguments,
-                has_checks=not no_checks,
+                sbatch_arguments=_checked_arguments(sbatch_arg or []),
             )
+        submission = prepare(has_checks=not no_checks)
         if dry_run is DryRun.SCRIPT:
             _print_script(submission)
             return
         _print_plan(submission, sys.stdout)
         if dry_run is None:
+            if resume is None:
+                submission = create_under_a_free_name(submission, partial(prepare, has_checks=not no_checks))
             _start(submission, is_resumed=resume is not None, wait=wait, follow=follow, verbose=verbose)
+
+
+def create_under_a_free_name(submission: "Submission", prepare: "Callable[[], Submission]") -> "Submission":
+    """The submission whose directory was made: another one where somebody else took a name that nobody chose."""
+    from corral.launcher.submit import NameTakenError, create
+
+    for tries_left in reversed(range(_NAME_TRIES)):
+        try:
+            create(submission)
+            break
+        except NameTakenError:
+            if not submission.has_default_name or not tries_left:
+                raise
+        taken, submission = submission.plan.trial.trial, prepare()
+        print(f"{taken} was taken in the meantime; this trial is {submission.plan.trial.trial}", flush=True)
+    return submission
 
 
 def _changes(overrides: Sequence[str] | None, *, fileroot: Path | None, layout: LayoutName | None) -> list[str]:
@@ -139,12 +159,16 @@ def _checked_arguments(arguments: Sequence[str]) -> Sequence[str]:
 
 
 def _prepared_resume(name: str, fileroot: Path | None, *, has_other_options: bool, has_checks: bool) -> "Submission":
-    from corral.launcher.submit import prepare_resume
+    from corral.launcher.submit import AlreadyCompleteError, prepare_resume
     from corral.launcher.trials import default_fileroot, find_trial
 
     if has_other_options:
         raise typer.BadParameter("--resume continues a trial as it was planned; it takes no experiment, name or -s")
-    return prepare_resume(find_trial(name, fileroot or default_fileroot()), has_checks=has_checks)
+    try:
+        return prepare_resume(find_trial(name, fileroot or default_fileroot()), has_checks=has_checks)
+    except AlreadyCompleteError as complete:
+        print(complete)
+        raise typer.Exit(0) from None
 
 
 def _print_plan(submission: "Submission", out: TextIO) -> None:
@@ -180,11 +204,9 @@ def _print_script(submission: "Submission") -> None:
 
 def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bool, verbose: bool) -> None:
     from corral.experiments.errors import display_path
-    from corral.launcher.submit import create, start
+    from corral.launcher.submit import start
     from corral.launcher.trials import default_fileroot, read_facts
 
-    if not is_resumed:
-        create(submission)
     identifier = start(submission, resume=is_resumed)
     plan = submission.plan
     if plan.mode == "local":

@@ -423,7 +423,7 @@ CONTRADICTION_CASES = (
     BrokenCase(
         name="container-without-runtime",
         overrides=("groups.model_worker.scheduling.container_image=torch.sif",),
-        words=("container_image", "cluster.container_runtime", "apptainer or pyxis"),
+        words=("container_image", "cluster.container_runtime", "apptainer, singularity or pyxis"),
     ),
     BrokenCase(
         name="mounts-without-container",

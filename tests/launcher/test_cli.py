@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ import pytest
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import TrialLog
 from corral.launcher import submit
+from corral.launcher.commands.submit import create_under_a_free_name
 from corral.launcher.commands.submit import main as submit_main
+from corral.launcher.layout_planner import plan_layout
 from corral.launcher.processes import trial_processes
+from corral.launcher.slurm import SlurmClient
 from corral.launcher.status_view import fold
 from corral.launcher.trials import read_facts
 from tests.experiments.broken_yaml import BROKEN_CASES, VALID_PPO, BrokenCase, write_inputs
@@ -270,7 +274,7 @@ def test_wait_shows_progress_and_answers_with_the_end(
     assert "rl-status small-grpo/w" in output
 
 
-def test_wait_tells_failure_and_resume_refuses_a_trial_that_is_done(
+def test_wait_tells_failure_and_resume_does_nothing_for_a_trial_that_is_done(
     experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "trials"
@@ -279,8 +283,8 @@ def test_wait_tells_failure_and_resume_refuses_a_trial_that_is_done(
     assert "FAILED: master_worker/0 exit 2" in capsys.readouterr().out
     assert _submit(monkeypatch, "--resume", "f", "--wait", fileroot=root) == 0
     assert "attempt 1" in run("rl-status", "f", fileroot=root).stdout
-    assert _submit(monkeypatch, "--resume", "f", fileroot=root) == 1
-    assert "is complete" in capsys.readouterr().err
+    assert _submit(monkeypatch, "--resume", "f", fileroot=root) == 0
+    assert "is complete; there is nothing to resume" in capsys.readouterr().out
     assert _submit(monkeypatch, experiment, "--local", "-n", "f", fileroot=root) == 2
     assert "--resume" in capsys.readouterr().err
 
@@ -308,6 +312,36 @@ def test_a_damaged_trial_log_is_refused_in_one_line_before_anything_is_asked_for
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: trial small-grpo/d cannot be resumed: ") and f"{slot:08d}" in line
     assert sorted(trial.directory.control_path.iterdir()) == attempts
+
+
+def test_of_those_who_submit_at_once_each_gets_a_name_unless_it_was_chosen(experiment: Path, tmp_path: Path) -> None:
+    def prepare(name: str | None = None) -> submit.Submission:
+        return submit.prepare(experiment, _small(tmp_path), trial_name=name, mode="local")
+
+    together = [prepare() for _ in range(3)]
+    made = [create_under_a_free_name(submission, prepare) for submission in together]
+    assert [submission.plan.trial.trial for submission in made] == ["trial-1", "trial-2", "trial-3"]
+    assert len({submission.plan.trial.uuid for submission in (*together, *made)}) == 5
+    chosen = [prepare("mine"), prepare("mine")]
+    create_under_a_free_name(chosen[0], prepare)
+    with pytest.raises(submit.NameTakenError):
+        create_under_a_free_name(chosen[1], prepare)
+
+
+def test_a_job_that_was_taken_keeps_its_folder_though_the_journal_cannot_be_written(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Taken(SlurmClient):
+        def submit(self, options: Sequence[str], script: Path) -> str:
+            return "7"
+
+    prepared = submit.prepare(experiment, _small(tmp_path), trial_name="q", mode="local")
+    submission = replace(prepared, layout=plan_layout(prepared.plan))
+    submit.create(submission)
+    submission.directory.journal_path.mkdir()
+    assert submit.start(submission, client=Taken()) == "7"
+    assert submission.directory.plan_path.exists() and "could not be written" in caplog.text
+    submission.directory.journal_path.rmdir()
 
 
 def test_a_supervisor_that_cannot_start_leaves_no_trial(

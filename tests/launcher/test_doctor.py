@@ -163,6 +163,8 @@ def test_each_answer_of_a_node_has_its_judgement(
 def test_a_missing_container_runtime_is_told_before_a_trial_needs_it() -> None:
     assert judged(answer(0), runtime="apptainer")["nodes.containers"].level == "fail"
     assert judged(answer(0, runtimes=["apptainer"]), runtime="apptainer")["nodes.containers"].level == "ok"
+    assert judged(answer(0, runtimes=["singularity"]), runtime="singularity")["nodes.containers"].level == "ok"
+    assert judged(answer(0, runtimes=["singularity"]), runtime="apptainer")["nodes.containers"].level == "fail"
 
 
 def test_a_login_node_that_reaches_no_port_is_a_warning() -> None:

@@ -131,6 +131,12 @@ def test_apptainer_gets_mounts_gpus_and_variables_that_no_comma_cuts() -> None:
     assert "--nv" not in contained("apptainer", container_image="i.sif").command
 
 
+def test_singularity_is_called_by_its_own_name_and_reads_its_own_variables() -> None:
+    inside = contained("singularity", container_image="i.sif")
+    assert inside.command[:2] == ("singularity", "exec")
+    assert inside.environment["SINGULARITYENV_LIST"] == "a,b"
+
+
 def test_pyxis_is_told_by_options_of_srun() -> None:
     inside = contained("pyxis", container_image="nvcr.io#nvidia/pytorch:24.01", container_mounts=("/data:/data",))
     assert inside.srun_options == (
