@@ -11,6 +11,7 @@
 Launcher and workers meet here: `rl-stop` writes `control/stop.json`, and the master worker reads it.
 """
 
+import contextlib
 import errno
 import os
 import re
@@ -45,6 +46,8 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`requeue`: checkpoint, then go on in the next attempt."""
     state: str = ""
     """How the attempt ends by this, as a word of rl-status, where a supervisor asks for its job's sake."""
+    is_notice: bool = False
+    """Whether SLURM wants the steps to leave; the supervisor asks it why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +217,18 @@ class TrialDirectory:
         """The name by which files of this trial refer to `path`; the inverse of `inside`."""
         return path.relative_to(self.path).as_posix()
 
-    def write_stop_request(self, request: StopRequest) -> None:
-        atomic_write(self.stop_request_path, msgspec.json.encode(request))
+    def write_stop_request(self, request: StopRequest, *, replace: bool = True) -> None:
+        """Leaves the request where master and supervisor find it; without `replace` one that is there stays."""
+        if replace:
+            atomic_write(self.stop_request_path, msgspec.json.encode(request))
+            return
+        temporary = self.stop_request_path.with_name(f".stop.{random_tokens.token_hex(4)}.tmp")
+        write_new_file(temporary, msgspec.json.encode(request))
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, self.stop_request_path)
+        finally:
+            temporary.unlink()
 
     def read_stop_request(self) -> StopRequest | None:
         """The stop request, or None if nobody asked.

@@ -88,8 +88,12 @@ class AttemptEnding:
         continuation = self._continuation
         if continuation is not None and number is signal.SIGUSR2:
             # Sites may let SLURM send the same signal at the beginning of a preemption's grace period.
-            is_wanted = not was_asked and not self._end.is_settled
-            return self._leave_in_time(number.name, continuation) if is_wanted else None
+            if was_asked or self._end.is_settled:
+                return None
+            state = EndState.PREEMPTED if continuation.is_preempted() else EndState.TIMED_OUT
+            self._do(self._end.hand_over(state, _CAUSE_BY_STATE[state]))
+            by = f"{number.name}: {_CAUSE_BY_STATE[state]}"
+            return self._request(by, grace_s=self._plan.supervision.stop_grace_s, state=state)
         if continuation is not None and number is signal.SIGTERM:
             if self.is_job_ending:
                 return None  # SLURM says it more than once
@@ -105,16 +109,14 @@ class AttemptEnding:
         is_now = was_asked and number is not signal.SIGUSR2
         return self._request(_LOCAL_MEANING[number], grace_s=self._plan.supervision.stop_grace_s, now=is_now)
 
-    def left_early(self, *, was_asked: bool) -> StopRequest | None:
-        """Workers have left as if asked to: in the grace period of a preemption SLURM asks the steps, and not us."""
-        continuation = self._continuation
-        if continuation is None or was_asked or self._end.is_settled or not continuation.is_preempted():
-            return None
-        return self._leave(EndState.PREEMPTED, "SLURM")
-
     def requested(self, request: StopRequest) -> None:
         """A stop request was found."""
         if request == self._own_request:
+            return
+        if request.is_notice and self._continuation is not None:
+            # In the grace period of a preemption SLURM asks the steps to leave, and not us.
+            why = EndState.PREEMPTED if self._continuation.is_preempted() else EndState.REQUEUED
+            self._do(self._end.hand_over(why, _CAUSE_BY_STATE.get(why, request.by)))
             return
         # Set if the supervisor before us, which was killed, has asked for its job's sake.
         state = EndState(request.state) if request.state in tuple(EndState) else None
@@ -137,15 +139,6 @@ class AttemptEnding:
         """Sees to what follows, and records the end; returns what it became."""
         self._do(self._end.close(), log)
         return self._end.verdict
-
-    def _leave_in_time(self, by: str, continuation: Continuation) -> StopRequest:
-        return self._leave(EndState.PREEMPTED if continuation.is_preempted() else EndState.TIMED_OUT, by)
-
-    def _leave(self, state: EndState, by: str) -> StopRequest:
-        """A last commit, and then the next attempt; if the time for it is too short, SLURM ends us."""
-        self._do(self._end.hand_over(state, _CAUSE_BY_STATE[state]))
-        grace_s = self._plan.supervision.stop_grace_s
-        return self._request(f"{by}: {_CAUSE_BY_STATE[state]}", grace_s=grace_s, state=state)
 
     def _request(self, by: str, *, grace_s: float, state: EndState | None = None, now: bool = False) -> StopRequest:
         self._own_request = StopRequest(

@@ -1,6 +1,6 @@
 """One polite poller for all trials and all commands of a user: squeue's answer is shared through a file.
 
-    rl-status, rl-status -w, rl-logs -f, rl-submit --wait
+    rl-status, rl-status -w, rl-logs -f, rl-submit --wait of one machine
          |  look(newer_than)
          v
     CachedQueue --old enough, or older than a submission?--> lock --> squeue --> $XDG_CACHE_HOME/corral/queue-*.json
@@ -198,10 +198,14 @@ class CachedQueue:
 
 
 def cache_path() -> Path:
-    """The file of this user and this cluster, which is known by its configuration."""
+    """The file of this user on this machine, and of the cluster that it asks.
+
+    Several clusters may share a home folder, and each numbers its jobs. A machine asks one of them, unless its
+    environment names another; and the times in the file are those of one clock.
+    """
     root = os.environ.get("XDG_CACHE_HOME")
-    cluster = "|".join(os.environ.get(name, "") for name in ("SLURM_CONF", "SLURM_CLUSTERS"))
-    name = hashlib.sha256(cluster.encode(errors="surrogateescape")).hexdigest()[:12] if cluster != "|" else "default"
+    cluster = [os.uname().nodename, *(os.environ.get(name, "") for name in ("SLURM_CONF", "SLURM_CLUSTERS"))]
+    name = hashlib.sha256("|".join(cluster).encode(errors="surrogateescape")).hexdigest()[:12]
     return (Path(root) if root else Path.home() / ".cache") / "corral" / f"queue-{name}.json"
 
 

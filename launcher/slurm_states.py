@@ -91,6 +91,7 @@ _ADVICE_BY_REASON = {
     "FrontEndDown": "the front end is down",
 }
 _HOLDER_AND_FIELD = {Holder.QOS: ("the QOS", "launch.qos"), Holder.ACCOUNT: ("the account", "launch.account")}
+_HELD_BY_SOMEBODY = ("JobHeldUser", "JobHeldAdmin")
 _HOLDS = ("JobHoldMaxRequeue", "launch failed requeued held", "job requeued in held state", "JobLaunchFailure")
 _UNKNOWN_START = ("N/A", "", "Unknown")
 
@@ -170,6 +171,8 @@ def _judge_waiting(reason: str, *, start: str, has_run: bool, job_id: str) -> Jo
         return JobVerdict(
             "HELD", f"{reason}: it was put back too often; mend the cause, then scontrol release {job_id}"
         )
+    if head in _HELD_BY_SOMEBODY:
+        return JobVerdict("HELD", f"{head}: {_advice(head, job_id)}")
     if has_run and head in ("BeginTime", "None", ""):
         return JobVerdict("REQUEUED", "" if start in _UNKNOWN_START else f"eligible at {start}")
     estimate = "" if start in _UNKNOWN_START else f", est. start {start}"

@@ -92,8 +92,9 @@ class SrunTask:
             return False  # without its log nothing is known; the node's own state can still be asked for
 
     def terminate(self) -> None:
-        # Through SLURM: a SIGTERM to srun itself would kill the worker at once, without time to finish.
-        self._signal_step("TERM")
+        # Through SLURM: a signal to srun itself would kill the worker at once, without time to finish. And SIGINT:
+        # SIGTERM is what SLURM sends by itself when the job is about to end, and to workers that is no order to leave.
+        self._signal_step("INT")
 
     def kill(self) -> None:
         if self.poll() is not None:

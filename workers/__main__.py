@@ -32,6 +32,7 @@ from corral.experiments.secrets import SecretFilter, TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.worker_record import WorkerRecord
 from corral.name_resolve import NameService, RedisNameService, TrialKeys
+from corral.workers.notice import notice_of
 from corral.workers.presence import Presence
 from corral.workers.streams.control import ControlServer
 from corral.workers.streams.security import StreamSecurity
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     stopping = threading.Event()
     keys = TrialKeys(plan.trial.uuid)
     try:
-        install_signal_handlers(stopping)
+        install_signal_handlers(stopping, notice=notice_of(plan, trial, arguments.kind))
         with (
             connect_names(trial, secrets, keys) as names,
             StreamSecurity.from_trial_secrets(secrets, arguments.kind, trial_uuid=plan.trial.uuid) as security,
@@ -184,7 +185,7 @@ def _control_handler(worker: Worker) -> Callable[[str], Mapping[str, Any]]:
             case "stacks":
                 return {"stacks": _stacks()}
             case "exit":
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGINT)
                 return {"leaving": True}
         raise ValueError(f"unknown control command {command!r}; known are ping, status, stacks and exit")
 

@@ -2,7 +2,7 @@
 
     start ──► setup ──► running ──► done (exit 0)
                 │          │
-                │          ├─ SIGTERM: finish what is cheap, leave (exit 0)
+                │          ├─ SIGINT, and SIGTERM unless it is only a notice: finish what is cheap, leave (exit 0)
                 │          ├─ superseded: another process has its place (exit 75)
                 │          └─ error: traceback in the log (exit 1); the supervisor restarts it
                 └─ never restarted: bad configuration (exit 2), a loss that stays not finite (exit 77), damage that only
@@ -32,6 +32,7 @@ from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import CorruptLogError
 from corral.name_resolve import NameService, TrialKeys
+from corral.workers.notice import Notice
 from corral.workers.presence import Presence
 from corral.workers.streams.security import StreamSecurity
 
@@ -122,8 +123,13 @@ class Worker(ABC):
         return {}
 
 
-def install_signal_handlers(stopping: threading.Event) -> None:
-    """SIGTERM and SIGINT ask the worker to leave: the event is set and the main thread is interrupted once."""
+def install_signal_handlers(stopping: threading.Event, *, notice: Notice | None = None) -> None:
+    """SIGTERM and SIGINT ask the worker to leave: the event is set and the main thread is interrupted once.
+
+    Args:
+        stopping: the event.
+        notice: what SIGTERM does instead, where it is no order.
+    """
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if stopping.is_set():
@@ -131,12 +137,12 @@ def install_signal_handlers(stopping: threading.Event) -> None:
         stopping.set()
         raise StopRequested(signal.Signals(number).name)
 
-    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGTERM, notice or on_signal)
     signal.signal(signal.SIGINT, on_signal)
 
 
 def run_async(main: Coroutine[Any, Any, None], stopping: threading.Event) -> None:
-    """Run an asyncio worker; SIGTERM and SIGINT cancel it where it waits, never in the middle of a statement.
+    """Run an asyncio worker; signals that are no notice cancel it where it waits, never in the middle of a statement.
 
     One task that fails in a group of them ends the worker with its own exception.
 
@@ -153,7 +159,8 @@ def run_async(main: Coroutine[Any, Any, None], stopping: threading.Event) -> Non
             task.cancel()
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop)
+            if not isinstance(signal.getsignal(number), Notice):
+                loop.add_signal_handler(number, stop)
         failure: BaseException | None = None
         try:
             await task

@@ -2,7 +2,7 @@
 
     {"rollout_worker/0": ["exit 3", "wait"], "master_worker/0": ["finish 0.5"]}
 
-wait       ends with 0 on SIGTERM               stubborn   ignores SIGTERM
+wait       ends with 0 when asked to            stubborn   does not obey
 exit N     ends with N                          kill       SIGKILLs itself
 finish S   a master that is done after S s      master     a master that runs until a stop request
 steps N D  a master that commits a step every D s, in all attempts together N of them
@@ -40,11 +40,19 @@ def main() -> int:
     words = json.loads((directory.path / "stub.json").read_text()).get(worker, ["wait"])
     word, *arguments = words[min(len(starts.read_text().splitlines()), len(words)) - 1].split()
     print(f"{worker} attempt {options.attempt}: {word} {' '.join(arguments)}", flush=True)
-    return act(directory, word, arguments, attempt=options.attempt)
+    return act(directory, options.kind, word, arguments, attempt=options.attempt)
 
 
-def act(directory: TrialDirectory, word: str, arguments: list[str], *, attempt: int) -> int:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if word == "stubborn" else lambda *_: sys.exit(0))
+def act(directory: TrialDirectory, kind: str, word: str, arguments: list[str], *, attempt: int) -> int:
+    leave = signal.SIG_IGN if word == "stubborn" else lambda *_: sys.exit(0)
+    signal.signal(signal.SIGINT, leave)
+    signal.signal(signal.SIGTERM, leave)
+    if "SLURM_JOB_ID" in os.environ:  # not at the top: the many stubs of a local trial start faster without
+        from corral.experiments.plan import RunPlan
+        from corral.workers.notice import notice_of
+
+        plan = RunPlan.from_json(directory.plan_path.read_bytes())
+        signal.signal(signal.SIGTERM, notice_of(plan, directory, kind) or leave)
     if word == "exit":
         print(f"ValueError: told to exit with {arguments[0]}", file=sys.stderr)
         return int(arguments[0])

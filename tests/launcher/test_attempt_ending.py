@@ -364,3 +364,33 @@ def test_on_this_machine_every_signal_stops_the_trial_with_advice(tmp_path: Path
     attempt.end.requested(REQUEUE)  # there is no queue
     assert attempt.finish().state == "STOPPED"
     assert attempt.recorded() == ("STOPPED", "") and attempt.has_ended()
+
+
+NOTICE = StopRequest(
+    requested_at=0.0, by="SLURM (SIGTERM to the steps)", now=False, grace_s=5.0, then="requeue", is_notice=True
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "state"), [(KILLED | {"PreemptTime": "2026-11-21T08:11:27"}, "PREEMPTED"), (KILLED, "REQUEUED")]
+)
+def test_a_notice_to_the_steps_is_explained_by_slurm_and_hands_over(
+    attempt: Attempt, answer: dict[str, str], state: str
+) -> None:
+    attempt.slurm.answer = answer
+    attempt.end.requested(NOTICE)
+    assert attempt.end.then == "requeue" and not attempt.end.is_job_ending
+    assert attempt.finish().goes_on and attempt.recorded() == (state, "successor")
+
+
+def test_the_signal_that_a_site_sends_before_a_preemption_is_no_time_limit(attempt: Attempt) -> None:
+    attempt.slurm.answer = KILLED | {"PreemptTime": "2026-11-21T08:11:27"}
+    request = attempt.usr2()
+    assert request is not None and request.state == "PREEMPTED"
+    assert attempt.finish().state == "PREEMPTED"
+
+
+def test_a_notice_and_then_scancel_is_cancelled(attempt: Attempt) -> None:
+    attempt.end.requested(NOTICE)
+    attempt.term(SCANCEL)
+    assert attempt.finish().state == "CANCELLED" and attempt.slurm.alive == set()

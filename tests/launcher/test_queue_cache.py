@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -156,16 +157,19 @@ def test_whether_there_is_accounting_is_asked_once_a_day(
     assert queue.has_accounting()
 
 
-def test_each_cluster_has_its_own_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_cluster_has_its_own_answer_also_where_two_share_a_home_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("SLURM_CONF", raising=False)
     monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
-    paths = set()
+    here, own = os.uname(), cache_path()
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename=f"login.of-another-than-{here.nodename}"))
+    paths = {own, cache_path()}  # both clusters have their configuration where SLURM looks for it by default
     for configuration in ("/a/slurm.conf", "/b/slurm.conf"):
         monkeypatch.setenv("SLURM_CONF", configuration)
         paths.add(cache_path())
-    monkeypatch.delenv("SLURM_CONF")
-    assert len(paths) == 2 and cache_path() == tmp_path / "corral" / "queue-default.json"
-    assert os.fspath(tmp_path) in str(paths)
+    assert len(paths) == 4 and {path.parent for path in paths} == {tmp_path / "corral"}
 
 
 def test_only_a_named_storage_keeps_accounts() -> None:

@@ -12,7 +12,7 @@ import pytest
 from corral.experiments.attempt_ends import failed_nodes
 from corral.experiments.attempts import read_attempts
 from corral.experiments.trial_directory import StopRequest
-from corral.experiments.trial_log import TrialLog
+from corral.experiments.trial_log import Stop, TrialLog
 from corral.launcher.slurm import SlurmClient
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, missing_programs, running_cluster
@@ -133,30 +133,33 @@ def test_a_drained_node_disturbs_nobody_and_is_avoided_after_a_requeue(make_slur
         cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
 
 
-def test_a_preempted_trial_is_requeued_and_completes(make_slurm_trial: Any, cluster: Cluster) -> None:
-    trial = make_slurm_trial({"master_worker/0": [ENDLESS]}, **ONE_NODE, launch={"partition": "spot"})
-    job_id = trial.submit()
+def test_a_preempted_trial_commits_in_the_grace_period_and_goes_on(make_slurm_trial: Any, cluster: Cluster) -> None:
+    trial = make_slurm_trial(GROWS_OLD, **ONE_NODE, launch={"partition": "spot"})
+    trial.submit()
     wait_for_commits(trial)
-    trial.behave({"master_worker/0": [END_AT_ONCE] * 50})
     take_all_nodes(cluster)
-    # Steps get SIGTERM when the grace period begins, the supervisor at its end: the master may complete in between.
-    ended = wait_for_end(trial, "COMPLETE")
-    assert ended.state == "COMPLETE"
-    assert jobs_of(trial) == {job_id}
+    wait_for_end(trial, "COMPLETE")
+    assert [end["state"] for end in ends_of(trial)] == ["PREEMPTED", "COMPLETE"], trial.events()
+    # Steps got SIGTERM at its beginning, and no exit was a crash: all stayed until the master had committed.
+    assert trial.events("unit_restarting") == []
+    assert len(trial.starts("master_worker/0")) == 2
+    (stopped,) = [entry for _, entry in TrialLog(trial.directory.log_path).read_from(1) if isinstance(entry, Stop)]
+    assert stopped.epoch == 1 and stopped.then == "requeue"  # by the master itself
 
 
 def test_a_preempted_trial_that_was_busy_to_the_end_completes_in_its_next_attempt(
     make_slurm_trial: Any, cluster: Cluster
 ) -> None:
-    trial = make_slurm_trial({"master_worker/0": [ENDLESS]}, **ONE_NODE, launch={"partition": "spot"})
-    job_id = trial.submit()
-    wait_for_commits(trial)
+    trial = make_slurm_trial({"master_worker/0": ["stubborn"]}, **ONE_NODE, launch={"partition": "spot"})
+    trial.submit()
+    wait_until(lambda: trial.starts("master_worker/0"), "the master")
     take_all_nodes(cluster)
     wait_until(lambda: ends_of(trial), "the end of the first attempt")
     trial.behave({"master_worker/0": [END_AT_ONCE]})
     wait_for_end(trial, "COMPLETE")
     assert [end["state"] for end in ends_of(trial)] == ["PREEMPTED", "COMPLETE"]
-    assert jobs_of(trial) == {job_id}
+    assert trial.events("unit_restarting") == []
+    wait_until(lambda: not alive(trial), "an empty queue")
 
 
 def test_scancel_from_outside_is_final(make_slurm_trial: Any, cluster: Cluster) -> None:

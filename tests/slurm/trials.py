@@ -9,6 +9,7 @@ from corral.experiments.plan import RunPlan
 from corral.launcher import submit
 from corral.launcher.layout import Layout
 from corral.launcher.layout_planner import plan_layout
+from corral.launcher.own_jobs import own_jobs_of_plan
 from corral.launcher.slurm import SlurmClient
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
@@ -60,6 +61,7 @@ class SlurmTrial(StubTrial):
     def submitted(self, job_id: str, *, attempt: int = 0) -> None:
         """Records what sbatch has answered."""
         self.job_id = job_id
+        own_jobs_of_plan(self.plan, self.directory).note(job_id, attempt=attempt)
         Journal(self.directory.journal_path).append("submitted", attempt=attempt, job_id=job_id)
 
     @property
