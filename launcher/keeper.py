@@ -15,7 +15,9 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from corral.experiments.attempt_ends import read_end
 from corral.experiments.journal import Journal
+from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.attempt_start import claim_decides, open_attempt
 from corral.launcher.lock import SupervisorLock
@@ -64,6 +66,12 @@ def _keep(
         returncode = forwarder.run([*command, "--attempt", str(attempt), *unheard], lock.descriptor)
         if returncode >= 0:
             return returncode
+        end = read_end(directory, attempt)
+        if end is not None:
+            # All is done but to leave: SLURM, which may have been asked to start the job again, was faster.
+            if end.is_final:
+                TrialSecrets.destroy(directory.secrets_path)
+            return 0
         journal.append("supervisor_died", attempt=attempt, returncode=returncode, restarts=restarts)
         if -returncode in forwarder.forwarded:
             # It was asked to stop before it could listen: its successor is told.

@@ -60,7 +60,7 @@ def note_until(trial: SlurmTrial, words: str) -> TrialStatus:
     ("options", "state", "words"),
     [
         (["--begin=now+1hour"], "QUEUED", "BeginTime: not eligible before its begin time, est. start 20"),
-        (["--hold"], "QUEUED", "JobHeldUser: held by you; scontrol release"),
+        (["--hold"], "HELD", "JobHeldUser: held by you; scontrol release"),
         (["--dependency=after:{other}"], "QUEUED", "Dependency: waits for another job"),
         (["--partition=short", "--nodes=3"], "BLOCKED", "PartitionNodeLimit"),
         (["--partition=short", "--time=10"], "BLOCKED", "PartitionTimeLimit"),
@@ -117,7 +117,7 @@ def test_a_job_of_an_earlier_attempt_is_a_note_and_not_this_attempts(make_slurm_
     new = submit_stand_in(trial, "--hold", attempt=1)
     try:
         status = note_until(trial, f"job {old} of an earlier attempt is still PENDING; scancel {old}")
-        assert (status.state, status.job_id, status.attempt) == ("QUEUED", new, 1)
+        assert (status.state, status.job_id, status.attempt) == ("HELD", new, 1)
     finally:
         cluster.run("scancel", old)
 
@@ -195,11 +195,11 @@ def test_a_forgotten_job_is_told_by_our_records_else_lost_and_a_controller_that_
     assert lost.state == "LOST" and "--resume" in lost.note
 
     queue = CachedQueue(client, path=tmp_path / "queue.json")
-    assert StatusReader(client, queue=queue).read([waiting.facts])[0].state == "QUEUED"
+    assert StatusReader(client, queue=queue).read([waiting.facts])[0].state == "HELD"
     own_cluster.stop_controller()
     wait_until(lambda: queue.look().unreachable_since, "the cache to be old")
     (unreachable,) = StatusReader(client, queue=queue).read([waiting.facts])
-    assert unreachable.state == "QUEUED" and "cluster unreachable since" in unreachable.note
+    assert unreachable.state == "HELD" and "cluster unreachable since" in unreachable.note
     started = time.monotonic()
     StatusReader(client, queue=queue).read([waiting.facts])
     print(f"while the controller is down, a second look takes {time.monotonic() - started:.3f} s")

@@ -1,0 +1,35 @@
+"""A supervisor that is killed after it has recorded the end: nothing starts again, and nothing else is said."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from corral.experiments.attempt_ends import AttemptEndRecord, Follows, read_end
+from corral.launcher.keeper import keep
+from tests.launcher.trials import StubTrial
+
+SUPERVISOR = """
+import os, signal, sys
+from pathlib import Path
+from corral.experiments.attempt_ends import AttemptEndRecord, write_end
+from corral.experiments.trial_directory import TrialDirectory
+
+directory, then = TrialDirectory(Path(sys.argv[1])), sys.argv[2]
+with (directory.path / "starts").open("a") as file:
+    file.write("started ")
+write_end(directory, AttemptEndRecord(attempt=0, state="REQUEUED", cause="asked for", then=then))
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("then", ["requeue", ""])
+def test_an_attempt_that_has_recorded_its_end_is_not_started_again(tmp_path: Path, then: Follows) -> None:
+    trial = StubTrial(tmp_path, {}, model_workers=1, servers=0)
+    trial.prepare()
+    command = [sys.executable, "-c", SUPERVISOR, str(trial.directory.path), then]
+    assert keep(trial.directory, command=command, max_restarts=3) == 0
+    assert (trial.directory.path / "starts").read_text() == "started "
+    assert read_end(trial.directory, 0) == AttemptEndRecord(attempt=0, state="REQUEUED", cause="asked for", then=then)
+    assert trial.events("trial_ended") == trial.events("supervisor_died") == []
+    assert trial.directory.secrets_path.exists() is bool(then)
