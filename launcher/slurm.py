@@ -276,8 +276,11 @@ class SlurmClient:
 
 
 def queue_command() -> list[str]:
-    """The one squeue call that serves all trials. Never `-j`: it hides ids that SLURM has forgotten."""
-    return ["squeue", "-h", "-r", "-t", "all", "-u", user_name(), "-o", _QUEUE_FORMAT]
+    """The one squeue call that serves all trials. Never `-j`: it hides ids that SLURM has forgotten.
+
+    And never `-r`: no job of a trial is an array, and others' may have a hundred thousand elements that wait.
+    """
+    return ["squeue", "-h", "-t", "all", "-u", user_name(), "-o", _QUEUE_FORMAT]
 
 
 def nodes_command(partition: str | None = None) -> list[str]:

@@ -134,6 +134,7 @@ def test_filters_of_the_users_shell_hide_no_job_and_spare_none(tmp_path: Path, m
     assert SlurmClient().queue() == []
     SlurmClient().cancel("7")
     assert queue_command()[queue_command().index("-u") + 1] == pwd.getpwuid(os.getuid()).pw_name
+    assert "-r" not in queue_command()  # an array of somebody's evaluation is one line, not one for each element
 
 
 def test_a_command_that_cannot_be_run_at_the_moment_is_a_cluster_that_does_not_answer(

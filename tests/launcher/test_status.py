@@ -383,5 +383,5 @@ def test_attempts_before_this_one_are_told_with_their_nodes() -> None:
 def test_the_facts_behind_a_word_are_shown_with_the_command() -> None:
     evidence = dataclasses.replace(HEALTHY, facts=ON_SLURM, job=dataclasses.replace(job("RUNNING"), line="7|RUNNING"))
     text = explain(evidence, describe(evidence), QueueAnswer(asked_at=NOW, jobs=()))
-    assert text.startswith("why RUNNING") and "$ squeue -h -r -t all" in text and "7|RUNNING" in text
+    assert text.startswith("why RUNNING") and "$ squeue -h -t all" in text and "7|RUNNING" in text
     assert "3 of 3 workers hold a lease" in text

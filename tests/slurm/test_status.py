@@ -161,7 +161,7 @@ def test_the_facts_behind_a_word_are_squeues_own_line(make_slurm_trial: Any, tmp
     trial = make_slurm_trial({})
     submit_stand_in(trial, "--hold")
     shown = run("rl-status", "trial", "--explain", tmp_path=tmp_path).stdout
-    assert "why HELD: JobHeldUser" in shown and "$ squeue -h -r -t all" in shown
+    assert "why HELD: JobHeldUser" in shown and "$ squeue -h -t all" in shown
     assert f"{trial.job_id}|{trial.job_id}|PENDING|JobHeldUser|" in shown
 
 
