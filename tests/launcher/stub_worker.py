@@ -39,11 +39,13 @@ def main() -> int:
         file.write(f"{os.getpid()} {options.incarnation}\n")
     words = json.loads((directory.path / "stub.json").read_text()).get(worker, ["wait"])
     word, *arguments = words[min(len(starts.read_text().splitlines()), len(words)) - 1].split()
+    obey(directory, options.kind, word)
     print(f"{worker} attempt {options.attempt}: {word} {' '.join(arguments)}", flush=True)
-    return act(directory, options.kind, word, arguments, attempt=options.attempt)
+    return act(directory, word, arguments, attempt=options.attempt)
 
 
-def act(directory: TrialDirectory, kind: str, word: str, arguments: list[str], *, attempt: int) -> int:
+def obey(directory: TrialDirectory, kind: str, word: str) -> None:
+    """As a real worker obeys signals; what is printed afterwards says that it does."""
     leave = signal.SIG_IGN if word == "stubborn" else lambda *_: sys.exit(0)
     signal.signal(signal.SIGINT, leave)
     signal.signal(signal.SIGTERM, leave)
@@ -53,6 +55,9 @@ def act(directory: TrialDirectory, kind: str, word: str, arguments: list[str], *
 
         plan = RunPlan.from_json(directory.plan_path.read_bytes())
         signal.signal(signal.SIGTERM, notice_of(plan, directory, kind) or leave)
+
+
+def act(directory: TrialDirectory, word: str, arguments: list[str], *, attempt: int) -> int:
     if word == "exit":
         print(f"ValueError: told to exit with {arguments[0]}", file=sys.stderr)
         return int(arguments[0])

@@ -136,6 +136,7 @@ def test_a_drained_node_disturbs_nobody_and_is_avoided_after_a_requeue(make_slur
 def test_a_preempted_trial_commits_in_the_grace_period_and_goes_on(make_slurm_trial: Any, cluster: Cluster) -> None:
     trial = make_slurm_trial(GROWS_OLD, **ONE_NODE, launch={"partition": "spot"})
     trial.submit()
+    trial.wait_for_workers()
     wait_for_commits(trial)
     take_all_nodes(cluster)
     wait_for_end(trial, "COMPLETE")
@@ -152,7 +153,7 @@ def test_a_preempted_trial_that_was_busy_to_the_end_completes_in_its_next_attemp
 ) -> None:
     trial = make_slurm_trial({"master_worker/0": ["stubborn"]}, **ONE_NODE, launch={"partition": "spot"})
     trial.submit()
-    wait_until(lambda: trial.starts("master_worker/0"), "the master")
+    trial.wait_for_workers()
     take_all_nodes(cluster)
     wait_until(lambda: ends_of(trial), "the end of the first attempt")
     trial.behave({"master_worker/0": [END_AT_ONCE]})
