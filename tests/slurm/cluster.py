@@ -331,7 +331,11 @@ PartitionName=short Nodes=n1 MaxTime=1 DefaultTime=1 MaxNodes=1 State=UP
                 process.wait()
 
     def _leftovers(self) -> Iterator[int]:
-        """Steps of this cluster and their tasks: they carry its configuration path, and a step or a job's id."""
+        """Steps of this cluster and their tasks.
+
+        Tasks carry its configuration path and a job's id; a step's daemon, which newer SLURM starts without that
+        path, has a socket in the cluster's directory.
+        """
         mark = f"SLURM_CONF={self.config_path}".encode()
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -341,8 +345,9 @@ PartitionName=short Nodes=n1 MaxTime=1 DefaultTime=1 MaxNodes=1 State=UP
                 command = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
+            is_daemon = command.startswith(b"slurmstepd")
             is_task = any(name.startswith(b"SLURM_JOB_ID=") for name in environment)
-            if mark in environment and (is_task or command.startswith(b"slurmstepd")):
+            if (mark in environment and (is_task or is_daemon)) or (is_daemon and self._daemon_node(int(entry.name))):
                 yield int(entry.name)
 
 

@@ -52,8 +52,12 @@ def test_quick_submits_nothing(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_a_probe_that_cannot_start_says_for_what_it_waits(cluster: Cluster, tmp_path: Path) -> None:
-    # More nodes than there are: accepted by sbatch, and never started.
-    outcome = probe(SlurmClient(), tmp_path, partition=None, num_nodes=9, timeout_s=20.0)
+    # More nodes than the partition gives to a job: accepted by sbatch, and never started.
+    cluster.run("scontrol", "update", "partitionname=spot", "maxnodes=1")
+    try:
+        outcome = probe(SlurmClient(), tmp_path, partition="spot", num_nodes=2, timeout_s=20.0)
+    finally:
+        cluster.run("scontrol", "update", "partitionname=spot", "maxnodes=UNLIMITED")
     (finding,) = judge_probe(outcome, fileroot=tmp_path, runtime=None)
     assert finding.level == "warn" and "can never start (Partition" in finding.said
     assert list(tmp_path.iterdir()) == []

@@ -106,7 +106,10 @@ def test_a_job_that_slurm_put_back_says_when_it_may_start(make_slurm_trial: Any,
 
 def test_a_missing_log_folder_is_named(make_slurm_trial: Any) -> None:
     trial = make_slurm_trial({})
-    submit_stand_in(trial, f"--output={trial.directory.path}/nowhere/%j.log")
+    trial.directory.path.mkdir(parents=True, exist_ok=True)
+    no_folder = trial.directory.path / "nowhere"  # a file: newer SLURM makes folders that are missing
+    no_folder.touch()
+    submit_stand_in(trial, f"--output={no_folder}/%j.log")
     assert "folder" in note_until(trial, "folder").note
     assert trial.status().state == "FAILED"
 
