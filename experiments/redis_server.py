@@ -30,6 +30,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from corral.experiments.tether import die_with_parent
+
 logger = logging.getLogger(__name__)
 
 _OLDEST_VERSION = (6, 2)  # ACL rules for channels
@@ -76,7 +78,9 @@ def find_redis_executable() -> Path:
 
 
 class RedisServer:
-    """A `redis-server` child process, in a session of its own.
+    """A `redis-server` child process, in a session of its own, which ends with the process that started it.
+
+    To be started from a main thread, see `die_with_parent`.
 
     Args:
         directory: for its files; created with mode 0700, or refused if others may enter it.
@@ -223,6 +227,7 @@ class RedisServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 cwd=self._directory,
+                preexec_fn=die_with_parent(),  # nothing in it is durable
             )
         try:
             return self._wait_until_answering(self._process, start_password, log_start, deadline_s, timeout_s)

@@ -6,10 +6,12 @@ rl-submit --local --start_detached--> supervisor (its own session) --LocalRunner
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from corral.experiments.tether import die_with_parent
 from corral.launcher.runner import TaskSpec
+from corral.launcher.unit_actions import ExitKind
 
 LOCAL_NODE = "localhost"
 
@@ -37,8 +39,8 @@ class LocalTask:
         self._signal_group(signal.SIGKILL)
         return self._process.wait()
 
-    def has_lost_its_node(self) -> bool:
-        return False
+    def exit_kind(self) -> ExitKind:
+        return ExitKind.OWN
 
     def terminate(self) -> None:
         if self.poll() is None:
@@ -61,6 +63,7 @@ class LocalRunner:
     def __init__(self, *, bind_address: str, gpus_by_worker: Mapping[str, Sequence[str]]) -> None:
         self._bind_address = "127.0.0.1" if bind_address == "auto" else bind_address
         self._gpus_by_worker = gpus_by_worker
+        self._tasks: dict[str, LocalTask] = {}
 
     def start(self, spec: TaskSpec) -> LocalTask:
         environment = os.environ | {
@@ -77,8 +80,14 @@ class LocalRunner:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
+                preexec_fn=die_with_parent(),  # what is committed is whole; an orphan would train on, unsupervised
             )
-        return LocalTask(process)
+        self._tasks[spec.worker] = LocalTask(process)
+        return self._tasks[spec.worker]
+
+    def signal(self, workers: Collection[str], *, kill: bool) -> None:
+        for task in (self._tasks[worker] for worker in workers):
+            (task.kill if kill else task.terminate)()
 
     def bind_address(self, worker: str) -> str:
         return self._bind_address

@@ -1,7 +1,7 @@
 """What runs in the jobs of members: from the layout to the jobs, the restart units, and where these run meanwhile."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from corral.launcher.layout import Layout, RunningAllocations, Step
@@ -40,6 +40,9 @@ class FallbackRunner:
     def bind_address(self, worker: str) -> str:
         self._aim(worker)
         return self._runner.bind_address(worker)
+
+    def signal(self, workers: Collection[str], *, kill: bool) -> None:
+        self._runner.signal(workers, kill=kill)
 
     def clean_up(self) -> None:
         self._runner.clean_up()

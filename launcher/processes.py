@@ -8,7 +8,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 TRIAL_UUID_VARIABLE = "CORRAL_TRIAL_UUID"
@@ -40,32 +41,59 @@ def is_process_alive(description: dict[str, object]) -> bool | None:
 
 def trial_processes(trial_uuid: str, *, spare: Collection[int] = ()) -> Iterator[int]:
     """Process ids on this host that carry the trial's uuid."""
-    wanted = f"{TRIAL_UUID_VARIABLE}={trial_uuid}".encode()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) in spare:
             continue
-        try:
-            environment = (entry / "environ").read_bytes()
-        except OSError:  # another user's process, or it has just ended
-            continue
-        if wanted in environment.split(b"\0") and process_start_ticks(int(entry.name)) is not None:
-            yield int(entry.name)
+        pid = int(entry.name)
+        if _carries(trial_uuid, pid) and process_start_ticks(pid) is not None:
+            yield pid
 
 
-def kill_trial_processes(trial_uuid: str, *, spare: Collection[int] = (), timeout_s: float = 5.0) -> list[int]:
-    """End what an earlier supervisor of the trial left on this host; returns the ids that were killed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftovers:
+    """What was found of a trial, and what became of it."""
+
+    killed: tuple[int, ...]
+    left: tuple[int, ...]
+    """Killed, and not gone in time: a process that waits for a dead disk or GPU dies when that answers."""
+
+
+def kill_trial_processes(trial_uuid: str, *, spare: Collection[int] = (), timeout_s: float = 5.0) -> Leftovers:
+    """Ends what runs of a trial on this host, and waits for its end."""
     killed: set[int] = set()
     deadline = time.monotonic() + timeout_s
-    while left := list(trial_processes(trial_uuid, spare=spare)):
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"processes {left} of trial {trial_uuid} did not die within {timeout_s:.0f} s of SIGKILL"
-            )
-        for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            killed.add(pid)
+    while (left := tuple(trial_processes(trial_uuid, spare=spare))) and time.monotonic() < deadline:
+        killed.update(pid for pid in left if _kill_process_of(trial_uuid, pid))
         time.sleep(0.02)
-    return sorted(killed)
+    return Leftovers(killed=tuple(sorted(killed)), left=left)
+
+
+def _kill_process_of(trial_uuid: str, pid: int) -> bool:
+    """SIGKILL to a process of the trial, and to no other one that got its id in the meantime."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    except OSError:  # a kernel before 5.3: the moment between look and kill is as short as it can be
+        return _carries(trial_uuid, pid) and _kill(lambda: os.kill(pid, signal.SIGKILL))
+    try:
+        # The descriptor is of one process for good, so what is seen of the id now is seen of it, or it is gone.
+        return _carries(trial_uuid, pid) and _kill(lambda: signal.pidfd_send_signal(descriptor, signal.SIGKILL))
+    finally:
+        os.close(descriptor)
+
+
+def _kill(send: Callable[[], None]) -> bool:
+    try:
+        send()
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _carries(trial_uuid: str, pid: int) -> bool:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # another user's process, or it has just ended
+        return False
+    return f"{TRIAL_UUID_VARIABLE}={trial_uuid}".encode() in environment.split(b"\0")

@@ -1,8 +1,11 @@
 """How a worker's task is started: the border between the supervisor and local processes or SLURM steps."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from corral.launcher.unit_actions import ExitKind
 
 
 class PlaceNotAvailableError(OSError):
@@ -40,14 +43,8 @@ class Task(Protocol):
     def poll(self) -> int | None:
         """Return code once it ended (negative: a signal), else None."""
 
-    def has_lost_its_node(self) -> bool:
-        """Whether it ended because its node did; srun's return code may be 0 then."""
-
-    def terminate(self) -> None:
-        """Ask it to end."""
-
-    def kill(self) -> None:
-        """End it, and whatever it started."""
+    def exit_kind(self) -> ExitKind:
+        """Why it ended; asked once, when it has."""
 
 
 class TaskRunner(Protocol):
@@ -60,6 +57,9 @@ class TaskRunner(Protocol):
             PlaceNotAvailableError: if its nodes are not there at the moment.
             OSError: if the command cannot be started.
         """
+
+    def signal(self, workers: Collection[str], *, kill: bool) -> None:
+        """Ask the last started tasks of these workers to end, all at once, or end them and what they started."""
 
     def bind_address(self, worker: str) -> str:
         """The interface that the worker's servers listen on.

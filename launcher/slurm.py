@@ -210,18 +210,17 @@ class SlurmClient:
         lines = self._run(["sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State"]).split("\n")
         return lines[0].strip()
 
-    def steps(self, job_id: str) -> dict[str, list[str]]:
-        """Step ids of a running job by step name."""
-        return parse_steps(self._run(["squeue", "-h", "-s", "-j", job_id, "-o", "%i|%j"]))
+    def steps(self, *job_ids: str) -> dict[str, list[str]]:
+        """Step ids of running jobs by step name."""
+        return parse_steps(self._run(["squeue", "-h", "-s", "-j", ",".join(job_ids), "-o", "%i|%j"]))
 
     def cancel(self, job_or_step: str, *, signal_name: str | None = None) -> None:
         """Ends a job or a step, or sends it a signal; one that has ended already is no error."""
-        command = ["scancel", *([f"--signal={signal_name}"] if signal_name else []), job_or_step]
-        completed = self._complete(command)
-        if completed.returncode != 0:
-            failure = _failure(command, completed)
-            if failure.complaint not in (Complaint.NO_SUCH_JOB, Complaint.HAS_ENDED):
-                raise failure
+        self._cancel([*([f"--signal={signal_name}"] if signal_name else []), job_or_step])
+
+    def cancel_steps(self, steps: Sequence[str], *, signal_name: str) -> None:
+        """Sends a signal to many steps at once; those that have ended already are no error."""
+        self._cancel([f"--signal={signal_name}", *steps])
 
     def nodes(self) -> list[Node]:
         """All nodes, once for each partition they are in."""
@@ -238,6 +237,14 @@ class SlurmClient:
     def ask(self, command: Sequence[str]) -> str:
         """What any other command of SLURM prints; SlurmError if it fails."""
         return self._run(command)
+
+    def _cancel(self, arguments: Sequence[str]) -> None:
+        command = ["scancel", *arguments]
+        completed = self._complete(command)
+        if completed.returncode != 0:
+            failure = _failure(command, completed)
+            if failure.complaint not in (Complaint.NO_SUCH_JOB, Complaint.HAS_ENDED):
+                raise failure
 
     def _run(self, command: Sequence[str]) -> str:
         completed = self._complete(command)

@@ -8,14 +8,16 @@ srun: it may belong to another job than the one that the step goes to.
 """
 
 import os
+import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from corral.experiments.plan import RunPlan
+from corral.experiments.tether import die_with_parent
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.containers import ContainedCommand, contain
 from corral.launcher.layout import Layout, RunningAllocation, RunningAllocations, Step
@@ -23,7 +25,7 @@ from corral.launcher.patience import patiently
 from corral.launcher.processes import TRIAL_UUID_VARIABLE
 from corral.launcher.runner import AllocationLostError, PlaceNotAvailableError, TaskSpec
 from corral.launcher.slurm import SlurmClient, SlurmError, clean_environment
-from corral.launcher.srun_task import SrunTask, StepSignals
+from corral.launcher.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
 from corral.scheduling.slurm_formats import expand_host_list
 from corral.scheduling.worker_information import parse_worker_id
 
@@ -174,35 +176,36 @@ class SrunRunner:
         self._why_away = why_away
         self._moved: dict[str, tuple[Step, bool]] = {}
         self._address_by_host: dict[str, str] = {}
-        self._started: set[str] = set()
+        self._tasks: dict[str, SrunTask] = {}
 
     def start(self, spec: TaskSpec) -> SrunTask:
         place = self.place_of(spec.worker)
-        if spec.worker in self._started:
+        if spec.worker in self._tasks:
             self._check_component(spec.worker, place.running)
-        self._started.add(spec.worker)
         contained = self._contain(spec)
         counts_gpus = self._plan.cluster.gpu_request != "none"
         command = srun_command(spec.worker, contained, place, counts_gpus=counts_gpus)
         with spec.log_path.open("ab") as log:
-            log_start = log.tell()
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**clean_environment(), **contained.environment},
+                env={**clean_environment(), **contained.environment, "SLURM_EXIT_ERROR": str(EXIT_OF_SRUN)},
                 start_new_session=True,
+                preexec_fn=die_with_parent(signal.SIGTERM),  # SIGKILL of srun could leave its step running
             )
-        return SrunTask(
+        self._tasks[spec.worker] = SrunTask(
             process,
             name=step_name(spec.worker),
             node=place.host,
             signals=self._signals,
             job_id=place.running.steps_job_id,
-            log_path=spec.log_path,
-            log_start=log_start,
         )
+        return self._tasks[spec.worker]
+
+    def signal(self, workers: Collection[str], *, kill: bool) -> None:
+        signal_tasks([self._tasks[worker] for worker in workers], self._signals, kill=kill)
 
     def place_of(self, worker: str) -> StepPlace:
         """Where a worker would run now.
@@ -271,12 +274,11 @@ class SrunRunner:
                 raise TimeoutError(
                     f"steps {steps} of an earlier supervisor did not end within {_CLEAN_UP_TIMEOUT_S:.0f} s of scancel"
                 )
-            for step in steps:
-                patiently(partial(self._client.cancel, step, signal_name="KILL"), f"the end of step {step}")
+            patiently(partial(self._client.cancel_steps, steps, signal_name="KILL"), f"the end of steps {steps}")
             time.sleep(0.2)
 
     def _steps_of(self, jobs: Sequence[str]) -> list[str]:
-        return [step for job in jobs for ids in self._client.steps(job).values() for step in ids]
+        return [step for ids in self._client.steps(*jobs).values() for step in ids]
 
     def _check_component(self, worker: str, running: RunningAllocation) -> None:
         """Before a restart: a component of a heterogeneous job can be cancelled alone, and then stays away."""

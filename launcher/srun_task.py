@@ -1,20 +1,21 @@
-"""One worker as a step of SLURM, seen through the srun that carries it: its end, its signals, the loss of its node.
+"""Workers as steps of SLURM, seen through the sruns that carry them: their ends, and signals to them.
 
-SrunTask.terminate, kill --StepSignals--> squeue -s, scancel --> step
-                             +--no answer--> SIGTERM to srun, which ends its step at once
+signal --StepSignals--> one squeue -s, one scancel --> steps
+             +--no answer--> SIGTERM to each srun, which ends its step at once
+exit_kind <-- an exit that is srun's own, not the worker's, and what SLURM then says about the job
 """
 
-import os
-import re
 import signal
 import subprocess
 import time
-from pathlib import Path
+from collections.abc import Collection
 
 from corral.launcher.slurm import SlurmClient, SlurmError, SlurmUnreachableError
+from corral.launcher.slurm_words import LEAVING_WORDS, RUNNING_WORDS, state_word
+from corral.launcher.unit_actions import ExitKind
 
-_LOG_TAIL_BYTES = 65536
-_NODE_FAILURE = re.compile(rb"^srun: error: .*node fail", re.IGNORECASE | re.MULTILINE)
+EXIT_OF_SRUN = 250
+"""What srun ends with if it is SLURM that failed, by SLURM_EXIT_ERROR; SLURM's own 253 means out of memory."""
 _SILENCE_S = 30.0
 
 
@@ -24,25 +25,41 @@ def return_code_of_step(code: int) -> int:
 
 
 class StepSignals:
-    """Signals to steps, through SLURM. A controller that does not answer is not waited for once per worker."""
+    """What the sruns of a trial ask SLURM. A controller that does not answer is not waited for once per worker."""
 
     def __init__(self, client: SlurmClient) -> None:
         self._client = client
         self._silent_until = float("-inf")
 
-    def send(self, job_id: str, step: str, signal_name: str) -> bool:
-        """Sends a signal to the steps of that name; False if SLURM does not do it."""
+    def send(self, tasks: Collection["SrunTask"], signal_name: str) -> bool:
+        """Sends a signal to the steps of tasks; False if SLURM does not do it."""
         if time.monotonic() < self._silent_until:
             return False
         try:
-            for step_id in self._client.steps(job_id).get(step, ()):
-                self._client.cancel(step_id, signal_name=signal_name)
+            found = self._client.steps(*sorted({task.job_id for task in tasks}))
+            steps = [step for task in tasks for step in found.get(task.name, ())]
+            if steps:
+                self._client.cancel_steps(steps, signal_name=signal_name)
         except SlurmUnreachableError:
             self._silent_until = time.monotonic() + _SILENCE_S
             return False
         except SlurmError:
             return False
         return True
+
+    def why_not_started(self, job_id: str) -> ExitKind:
+        """Whose fault it is that a step could not be made."""
+        if time.monotonic() < self._silent_until:
+            return ExitKind.SLURM_AWAY
+        try:
+            job = self._client.job(job_id)
+        except SlurmUnreachableError:
+            self._silent_until = time.monotonic() + _SILENCE_S
+            return ExitKind.SLURM_AWAY
+        except SlurmError:
+            return ExitKind.OWN
+        word = state_word(job.get("JobState", "")) if job is not None else ""
+        return ExitKind.OWN if word in RUNNING_WORDS | LEAVING_WORDS else ExitKind.JOB_GONE
 
 
 class SrunTask:
@@ -56,16 +73,12 @@ class SrunTask:
         node: str,
         signals: StepSignals,
         job_id: str,
-        log_path: Path,
-        log_start: int,
     ) -> None:
         self._process = process
-        self._name = name
+        self.name = name
+        self.job_id = job_id
         self._node = node
         self._signals = signals
-        self._job_id = job_id
-        self._log_path = log_path
-        self._log_start = log_start
 
     @property
     def pid(self) -> int:
@@ -79,33 +92,22 @@ class SrunTask:
         code = self._process.poll()
         return None if code is None else return_code_of_step(code)
 
-    def has_lost_its_node(self) -> bool:
-        """Whether srun said so: on a node's crash it ends with 0, as after a success."""
+    def exit_kind(self) -> ExitKind:
+        return self._signals.why_not_started(self.job_id) if self._process.poll() == EXIT_OF_SRUN else ExitKind.OWN
+
+    def end_srun(self) -> None:
+        """SIGTERM to srun itself, which ends its step without time to finish."""
         if self.poll() is None:
-            return False
-        try:
-            with self._log_path.open("rb") as log:
-                end = log.seek(0, os.SEEK_END)
-                log.seek(max(self._log_start, end - _LOG_TAIL_BYTES))
-                return _NODE_FAILURE.search(log.read()) is not None
-        except OSError:
-            return False  # without its log nothing is known; the node's own state can still be asked for
-
-    def terminate(self) -> None:
-        # Through SLURM: a signal to srun itself would kill the worker at once, without time to finish. And SIGINT:
-        # SIGTERM is what SLURM sends by itself when the job is about to end, and to workers that is no order to leave.
-        self._signal_step("INT")
-
-    def kill(self) -> None:
-        if self.poll() is not None:
-            return
-        self._signal_step("KILL")
-        # A second SIGINT/SIGTERM makes srun end its step; SIGKILL of srun alone could leave the worker running.
-        self._process.send_signal(signal.SIGTERM)
-
-    def _signal_step(self, name: str) -> None:
-        if self.poll() is not None:
-            return
-        is_told = self._signals.send(self._job_id, self._name, name)
-        if not is_told and self.poll() is None:  # what is left is srun itself
             self._process.send_signal(signal.SIGTERM)
+
+
+def signal_tasks(tasks: Collection[SrunTask], signals: StepSignals, *, kill: bool) -> None:
+    """Asks steps to end, or ends them. Through SLURM: a signal to srun itself would kill the worker at once."""
+    running = [task for task in tasks if task.poll() is None]
+    if not running:
+        return
+    # SIGINT: SIGTERM is what SLURM sends by itself when the job is about to end, and to workers that is no order to leave.
+    is_told = signals.send(running, "KILL" if kill else "INT")
+    if not is_told or kill:  # SIGKILL of srun alone could leave the worker running
+        for task in running:
+            task.end_srun()

@@ -5,7 +5,19 @@ from enum import StrEnum
 
 from corral.experiments.exit_codes import WorkerExit
 
-EXIT_NODE_LOST = 1000  # no process can end so; set by the supervisor: the node failed, so the budget is not charged
+
+class ExitKind(StrEnum):
+    """Why a task ended, or did not start."""
+
+    OWN = "own"
+    """It did so by itself; its return code says how."""
+    NODE_LOST = "node_lost"
+    SLURM_AWAY = "slurm_away"
+    """SLURM's controller did not answer when the task was to be started."""
+    FILES_AWAY = "files_away"
+    """The file system refused what a start needs, as a full or a lost one does for a while."""
+    JOB_GONE = "job_gone"
+    """The job that it was to run in has ended."""
 
 
 class Outcome(StrEnum):
@@ -52,12 +64,21 @@ class RestartPolicy:
         return min(self.max_pause_s, self.pause_s * 2.0 ** min(restart - 1, 30))
 
 
+_MEANING_BY_KIND = {
+    ExitKind.NODE_LOST: "lost its node",
+    ExitKind.SLURM_AWAY: "could not be started: SLURM did not answer",
+    ExitKind.FILES_AWAY: "could not be started: the file system refused",
+    ExitKind.JOB_GONE: "could not be started: its job has ended",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TaskExit:
     """The end of one task; a negative return code is a signal, as `subprocess` reports it."""
 
     task: str
     returncode: int
+    kind: ExitKind = ExitKind.OWN
     killed_by_us: bool = False
 
     @property
@@ -65,9 +86,14 @@ class TaskExit:
         """Whether another task's end explains this one."""
         return self.killed_by_us or self.returncode == WorkerExit.GANG_BROKEN
 
+    @property
+    def is_charged(self) -> bool:
+        """Whether it counts as a crash of the task."""
+        return self.kind is ExitKind.OWN and self.returncode != WorkerExit.SUPERSEDED
+
     def __str__(self) -> str:
-        if self.returncode == EXIT_NODE_LOST:
-            return f"{self.task} lost its node"
+        if self.kind is not ExitKind.OWN:
+            return f"{self.task} {_MEANING_BY_KIND[self.kind]}"
         how = f"signal {-self.returncode}" if self.returncode < 0 else f"exit {self.returncode}"
         meaning = {
             0: " before the trial was done",

@@ -28,11 +28,11 @@ from enum import StrEnum
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.launcher.unit_actions import (
-    EXIT_NODE_LOST,
     Action,
     AppendStop,
     AskPlace,
     EndTrial,
+    ExitKind,
     GiveUpUnit,
     LeaveUnit,
     Outcome,
@@ -109,12 +109,8 @@ class Supervision:
         self._cause = ""
         self.phase = TrialPhase.RUNNING
 
-    def restarts(self, unit: str) -> int:
-        """Times that the unit was started again."""
-        return self._units[unit].restarts
-
-    def exited(self, task: str, returncode: int, now: float) -> list[Action]:
-        """A task ended.
+    def exited(self, task: str, returncode: int, now: float, *, kind: ExitKind = ExitKind.OWN) -> list[Action]:
+        """A task ended, or could not be started.
 
         The shell reads the trial log first (`log_ended`), so that a worker that ends because of Done is no crash.
         """
@@ -122,7 +118,7 @@ class Supervision:
         if task not in unit.running:
             return []
         unit.running.discard(task)
-        unit.exits.append(TaskExit(task, returncode, killed_by_us=task in self._signalled))
+        unit.exits.append(TaskExit(task, returncode, kind, killed_by_us=task in self._signalled))
         self._signalled.discard(task)
         if self.phase in (TrialPhase.TERMINATING, TrialPhase.KILLING):
             return self._end_if_all_gone()
@@ -265,8 +261,7 @@ class Supervision:
         if unit.is_given_up:
             unit.phase = UnitPhase.WAITING
             return []
-        if first.returncode not in (WorkerExit.SUPERSEDED, EXIT_NODE_LOST):
-            unit.charged += 1
+        unit.charged += first.is_charged
         if unit.charged > self._policy.max_restarts:
             cause = f"{first}; {unit.spec.name} used up its {self._policy.max_restarts} restarts"
             if unit.spec.is_optional:

@@ -2,12 +2,11 @@
 
     python -m corral.workers --plan TRIAL/plan.json --kind rollout_worker --index 0 --attempt 0 --incarnation 5f2c...
 
-This is the only place that configures logging, signals and the process's ties to its parent. Secrets come from the
-trial directory, never from arguments or the environment.
+This is the only place that configures logging and signals. Secrets come from the trial directory, never from arguments
+or the environment.
 """
 
 import argparse
-import ctypes
 import faulthandler
 import importlib
 import json
@@ -54,7 +53,6 @@ WORKER_CLASSES: dict[str, str] = {
     "gserver_manager": "corral.workers.generation.gserver_manager:GserverManager",
     "rollout_worker": "corral.workers.rollout.rollout_worker:RolloutWorker",
 }
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _RENDEZVOUS_TIMEOUT_S = 60.0
 _OPEN_FILES = 65536  # a connection of a stream takes five; many sites start processes with 1024
 
@@ -65,8 +63,6 @@ def main(argv: list[str] | None = None) -> int:
     faulthandler.enable()
     plan = RunPlan.from_json(arguments.plan.read_bytes())
     _allow_open_files()
-    if plan.mode == "local":
-        _die_with_parent()
     trial = TrialDirectory(plan.trial.directory)
     secrets = TrialSecrets.load(trial.secrets_path)
     _configure_logging(f"{arguments.kind}/{arguments.index}", secrets)
@@ -216,14 +212,6 @@ def _allow_open_files() -> None:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _die_with_parent() -> None:
-    """A local worker without its supervisor would be an orphan that nobody restarts or stops."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it went away before the wish was registered
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from corral.launcher.layout_planner import plan_layout
 from corral.launcher.runner import PlaceNotAvailableError, TaskSpec
 from corral.launcher.slurm import SlurmClient, SlurmUnreachableError
 from corral.launcher.srun import SrunRunner, StepPlace, batch_allocations, srun_command
-from corral.launcher.srun_task import SrunTask, StepSignals
+from corral.launcher.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
+from corral.launcher.unit_actions import ExitKind
 from corral.scheduling.scheduling import Scheduling
 from tests.launcher.trials import make_plan, wait_until
 
@@ -237,49 +239,74 @@ def test_a_sliced_worker_that_moved_shares_the_cores_of_its_new_node(tmp_path: P
     assert runner.place_of("model_worker/0").sliced_cpus == 5
 
 
-@pytest.mark.parametrize(
-    ("before", "said", "lost"),
-    [
-        ("", "srun: error: Node failure on n3\n", True),
-        ("", "srun: error: *** STEP 7.1 ON n3 CANCELLED AT 2026 DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***\n", True),
-        ("srun: error: Node failure on n3\n", "all is well\n", False),
-        ("", "my own words: srun: error: Node failure\n", False),
-    ],
-)
-def test_a_lost_node_is_told_by_what_srun_wrote_since_the_start(
-    before: str, said: str, lost: bool, tmp_path: Path
-) -> None:
-    log = tmp_path / "log"
-    log.write_text(before)
-    with log.open("ab") as output:
-        start = output.tell()
-        process = subprocess.Popen([sys.executable, "-c", f"print({said!r}, end='')"], stdout=output)
-    task = SrunTask(
-        process, name="x", node="n3", signals=StepSignals(FakeClient()), job_id="7", log_path=log, log_start=start
-    )
-    wait_until(lambda: task.poll() is not None, "the end of the process")
-    assert (task.poll(), task.has_lost_its_node()) == (0, lost)
+class SteppingClient(SlurmClient):
+    """A cluster whose every step runs; it counts what it is asked."""
+
+    def __init__(self, job: dict[str, str] | None = None, *, is_away: bool = False) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, ...]] = []
+        self._job = job
+        self._is_away = is_away
+
+    def steps(self, *job_ids: str) -> dict[str, list[str]]:
+        self._ask("squeue", *job_ids)
+        return {f"x-{index}": [f"7.{index}"] for index in range(1000)}
+
+    def cancel_steps(self, steps: Sequence[str], *, signal_name: str) -> None:
+        self._ask("scancel", signal_name, *steps)
+
+    def job(self, job_id: str) -> dict[str, str] | None:
+        self._ask("scontrol", job_id)
+        return self._job
+
+    def _ask(self, *command: str) -> None:
+        self.asked.append(command)
+        if self._is_away:
+            raise SlurmUnreachableError(f"{command[0]} did not answer within 20 s")
 
 
-def test_a_controller_that_is_away_is_asked_once_and_not_for_each_worker(tmp_path: Path) -> None:
-    class AwayClient(SlurmClient):
-        asked = 0
+def make_task(signals: StepSignals, index: int = 0, *, code: str = "import time; time.sleep(600)") -> SrunTask:
+    process = subprocess.Popen([sys.executable, "-c", code])
+    return SrunTask(process, name=f"x-{index}", node="n1", signals=signals, job_id="7")
 
-        def steps(self, job_id: str) -> dict[str, list[str]]:
-            self.asked += 1
-            raise SlurmUnreachableError("squeue did not answer within 20 s")
 
-    client = AwayClient()
+def test_a_hundred_steps_are_told_to_end_by_two_commands() -> None:
+    client = SteppingClient()
     signals = StepSignals(client)
-    tasks = [
-        SrunTask(
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]),
-            name=f"x-{index}", node="n1", signals=signals, job_id="7", log_path=tmp_path / "log", log_start=0,
-        )
-        for index in range(5)
-    ]  # fmt: skip
-    for task in tasks:
-        task.terminate()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        tasks = [SrunTask(process, name=f"x-{i}", node="n1", signals=signals, job_id="7") for i in range(100)]
+        signal_tasks(tasks, signals, kill=False)
+        assert client.asked == [("squeue", "7"), ("scancel", "INT", *(f"7.{i}" for i in range(100)))]
+        assert process.poll() is None
+        signal_tasks(tasks, signals, kill=True)
+        assert [command[:2] for command in client.asked[2:]] == [("squeue", "7"), ("scancel", "KILL")]
+
+
+def test_a_controller_that_is_away_is_asked_once_and_not_for_each_worker() -> None:
+    client = SteppingClient(is_away=True)
+    signals = StepSignals(client)
+    tasks = [make_task(signals, index) for index in range(5)]
+    signal_tasks(tasks, signals, kill=False)
     for task in tasks:
         assert wait_until(task.poll, "the end of srun itself") == -15
-    assert client.asked == 1
+    assert len(client.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "client", "kind"),
+    [
+        (1, SteppingClient(is_away=True), ExitKind.OWN),
+        (EXIT_OF_SRUN, SteppingClient(is_away=True), ExitKind.SLURM_AWAY),
+        (EXIT_OF_SRUN, SteppingClient({"JobState": "RUNNING"}), ExitKind.OWN),
+        (EXIT_OF_SRUN, SteppingClient({"JobState": "COMPLETING"}), ExitKind.OWN),
+        (EXIT_OF_SRUN, SteppingClient({"JobState": "NODE_FAIL"}), ExitKind.JOB_GONE),
+        (EXIT_OF_SRUN, SteppingClient({"JobState": "PENDING"}), ExitKind.JOB_GONE),
+        (EXIT_OF_SRUN, SteppingClient(None), ExitKind.JOB_GONE),
+    ],
+)
+def test_an_exit_of_srun_itself_is_explained_by_what_slurm_says_of_the_job(
+    exit_code: int, client: SteppingClient, kind: ExitKind
+) -> None:
+    task = make_task(StepSignals(client), code=f"import sys; sys.exit({exit_code})")
+    wait_until(lambda: task.poll() is not None, "the end of the process")
+    assert task.exit_kind() is kind

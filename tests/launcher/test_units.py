@@ -12,6 +12,7 @@ from corral.launcher.unit_actions import (
     AppendStop,
     AskPlace,
     EndTrial,
+    ExitKind,
     GiveUpUnit,
     LeaveUnit,
     Outcome,
@@ -50,6 +51,18 @@ def test_a_dead_rollout_worker_is_restarted_alone_after_a_pause() -> None:
     ]
     assert supervision.tick(10.5) == []
     assert supervision.tick(11.0) == [StartUnit("rollout_worker/0")]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ExitKind if kind is not ExitKind.OWN])
+def test_what_could_not_be_started_is_tried_again_at_growing_pauses_and_at_no_cost(kind: ExitKind) -> None:
+    supervision, now, pauses = started(), 0.0, []
+    for _ in range(10 * POLICY.max_restarts):
+        (restart,) = supervision.exited("rollout_worker/0", 127, now, kind=kind)
+        assert isinstance(restart, RestartUnit)
+        pauses.append(restart.pause_s)
+        now += restart.pause_s
+        assert supervision.tick(now) == [StartUnit("rollout_worker/0")]
+    assert pauses == sorted(pauses) and pauses[-1] == POLICY.max_pause_s
 
 
 def test_one_dead_rank_takes_its_gang_along_and_all_start_together() -> None:
@@ -218,7 +231,6 @@ def test_a_unit_whose_place_was_taken_comes_back_with_it_at_no_cost() -> None:
         assert supervision.tick(now + 100.0) == []
         supervision.place_given("generation_server/1", now)
         assert supervision.tick(now) == [StartUnit("generation_server/1")]
-    assert supervision.restarts("generation_server/1") == 0
 
 
 def test_an_exit_is_judged_once_slurm_has_said_whether_the_place_holds() -> None:
@@ -289,7 +301,6 @@ def test_the_master_starts_with_its_trainer_and_again_after_it_was_away() -> Non
     assert supervision.tick(1000.0) == []
     supervision.place_given("model_worker", 2000.0)
     assert supervision.tick(2000.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
-    assert supervision.restarts("master_worker/0") == supervision.restarts("model_worker") == 0
 
 
 def test_the_master_leaves_with_ranks_that_ended_before_slurm_said_that_their_place_is_gone() -> None:
@@ -328,6 +339,7 @@ class World:
         self.running: set[str] = set()
         self.end: EndTrial | None = None
         self.starts: dict[str, int] = {}
+        self.restarts: dict[str, int] = {}
 
     def apply(self, actions: list[Action]) -> None:
         for action in actions:
@@ -339,6 +351,8 @@ class World:
                 self.starts[unit.name] = self.starts.get(unit.name, 0) + 1
             elif isinstance(action, SignalTask):
                 assert action.task in self.running, "signalled what does not run"
+            elif isinstance(action, RestartUnit):
+                self.restarts[action.unit] = action.restarts
             elif isinstance(action, EndTrial):
                 self.end = action
 
@@ -433,7 +447,7 @@ def test_whatever_becomes_of_places_nothing_starts_without_one_and_a_taken_one_c
             apply(supervision.tick(now))
         if world.end is not None or supervision.phase is not TrialPhase.RUNNING:
             break
-        for name, restarts in ((unit.name, supervision.restarts(unit.name)) for unit in units):
+        for name, restarts in world.restarts.items():
             assert restarts <= crashes[name], f"{name} was charged for what was no crash of its own"
     if supervision.phase is not TrialPhase.RUNNING:
         assert any(crashes[unit.name] > POLICY.max_restarts for unit in units if not unit.is_optional)
