@@ -7,6 +7,7 @@ import signal
 from corral.experiments.redis_server import RedisServer
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.redis_probe import RedisProbe
 from corral.name_resolve.base import NameService
 from corral.name_resolve.keys import TrialKeys
 
@@ -17,7 +18,14 @@ class TrialRedis:
     """A Redis server that can be started again on its port."""
 
     def __init__(
-        self, *, directory: TrialDirectory, trial_uuid: str, secrets: TrialSecrets, attempt: int, host: str
+        self,
+        *,
+        directory: TrialDirectory,
+        trial_uuid: str,
+        secrets: TrialSecrets,
+        attempt: int,
+        host: str,
+        probe: RedisProbe | None = None,
     ) -> None:
         folder = directory.control_path / "redis"
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -30,6 +38,7 @@ class TrialRedis:
             log_path=directory.attempt_logs(attempt) / "redis.log",
         )
         self._has_started = False
+        self._probe = probe or RedisProbe()
 
     @property
     def pid(self) -> int:
@@ -45,11 +54,16 @@ class TrialRedis:
         else:
             self._server.start()
         self._has_started = True
+        self._probe.begin(self.address)
 
     def poll(self) -> int | None:
         return self._server.poll()
 
+    def is_frozen(self) -> bool:
+        return self._server.is_running() and self._probe.is_frozen
+
     def kill(self) -> None:
+        self._probe.end()
         if self._server.is_running():
             os.kill(self._server.pid, signal.SIGKILL)  # nothing in it is durable
 

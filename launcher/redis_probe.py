@@ -1,0 +1,66 @@
+"""Whether a Redis server that has not ended still answers: one that is frozen keeps its port and its clients, silent.
+
+thread: connect, PING --any answer--> silent = 0
+                    +---none in time--> silent + 1 --too many in a row--> is_frozen
+"""
+
+import socket
+import threading
+
+_TIMEOUT_S = 2.0
+_PAUSE_S = 1.0
+_MAX_SILENT = 5  # one or two are missed by a machine that was suspended with all that runs on it
+
+
+class RedisProbe:
+    """Asks one server again and again, in a thread that does not keep the process alive."""
+
+    def __init__(
+        self, *, timeout_s: float = _TIMEOUT_S, pause_s: float = _PAUSE_S, max_silent: int = _MAX_SILENT
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._pause_s = pause_s
+        self._max_silent = max_silent
+        self._address: tuple[str, int] | None = None
+        self._silent = 0
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Event()
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the server has not answered for some time."""
+        return self._silent >= self._max_silent
+
+    def begin(self, address: tuple[str, int]) -> None:
+        """A server has been started, or started again, and answers there."""
+        self._address = address
+        self._silent = 0
+        self._changed.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="redis-probe", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """There is no server any more."""
+        self._address = None
+        self._silent = 0
+
+    def _watch(self) -> None:
+        while True:
+            self._changed.clear()
+            address = self._address
+            if address is not None:
+                is_silent = not answers(address, timeout_s=self._timeout_s)
+                if address == self._address and not self._changed.is_set():
+                    self._silent = self._silent + 1 if is_silent else 0
+            self._changed.wait(self._pause_s)
+
+
+def answers(address: tuple[str, int], *, timeout_s: float) -> bool:
+    """Whether a server says anything there; that we are not logged in is an answer too."""
+    try:
+        with socket.create_connection(address, timeout=timeout_s) as connection:
+            connection.sendall(b"PING\r\n")
+            return bool(connection.recv(1))
+    except OSError:
+        return False
