@@ -26,22 +26,21 @@ class Journal:
         self._path = path
 
     def append(self, event: str, **fields: Any) -> None:
-        """Adds one line.
-
-        Args:
-            event: what happened, e.g. `worker_exited`.
-            fields: whatever explains it (worker, attempt, pid, node, cause, ...); must be JSON.
+        """Adds one line, see `event_line`.
 
         Raises:
-            ValueError: if a field is named `time`, or its value is not JSON.
+            ValueError: as that does.
+            OSError: if the file system refuses.
         """
-        if "time" in fields:
-            raise ValueError(f"journal field 'time' of event {event!r} is set by the journal; use another name")
-        try:
-            text = json.dumps({"time": time.time(), "event": event, **fields}, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"event {event!r} has a field that is not JSON ({error}); convert it first") from error
-        line = text.encode("ascii") + b"\n"
+        self.append_line(event_line(event, **fields))
+
+    def append_line(self, line: bytes) -> None:
+        """Adds a line that `event_line` has made.
+
+        Raises:
+            OSError: if the file system refuses; nothing of the line counts then, so it may be added again.
+        """
+        line += b"\n"
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             # A writer that died within a line must cost that line only, so its successor starts on a fresh one.
@@ -55,6 +54,25 @@ class Journal:
                 )
         finally:
             os.close(descriptor)
+
+
+def event_line(event: str, **fields: Any) -> bytes:
+    """An event that happens now, as a line of the journal.
+
+    Args:
+        event: what happens, e.g. `worker_exited`.
+        fields: whatever explains it (worker, attempt, pid, node, cause, ...); must be JSON.
+
+    Raises:
+        ValueError: if a field is named `time`, or its value is not JSON.
+    """
+    if "time" in fields:
+        raise ValueError(f"journal field 'time' of event {event!r} is set by the journal; use another name")
+    try:
+        text = json.dumps({"time": time.time(), "event": event, **fields}, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"event {event!r} has a field that is not JSON ({error}); convert it first") from error
+    return text.encode("ascii")
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from corral.experiments.attempt_ends import AttemptEndRecord, Follows, write_end
 from corral.experiments.attempts import read_attempts, why_not_another
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
-from corral.experiments.trial_log import LogState, StoppedError, TrialLog
+from corral.experiments.trial_log import LogState, StoppedError, TrialLog, TrialLogError
 from corral.launcher.attempt_end import ADVICE, AttemptEnd
 from corral.launcher.continuation import Continuation
 from corral.launcher.end_actions import (
@@ -186,13 +186,15 @@ class AttemptEnding:
         return []
 
     def _seal(self, log: TrialLog) -> None:
-        log.poll()
         has_successor = self._continuation is not None and bool(self._continuation.successor)
-        if log.state.is_handed_over or (has_successor and not log.state.is_stopped):
-            try:
+        try:
+            state = log.read()
+            if state.is_handed_over or (has_successor and not state.is_stopped):
                 log.request_stop("supervisor", reason="no further attempt follows by itself")
-            except StoppedError:
-                return
+        except StoppedError:
+            return
+        except (OSError, TrialLogError) as error:  # control/end-N.json says the same, where it can be written
+            self._record("log_not_sealed", cause=str(error))
 
     def _write_end(self, state: EndState, cause: str, then: Follows) -> None:
         """What later starts of the trial decide on; the journal is only told."""

@@ -5,7 +5,6 @@ exits/{attempt}.{kind}-{index}.{n}.json   worker, attempt, returncode, signal, t
 
 import json
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,12 @@ class ExitRecorder:
         self._attempt = attempt
         self._next_number: dict[str, int] = {}
 
-    def record(self, worker: str, returncode: int, *, pid: int, node: str) -> None:
-        """Writes down how a worker ended and what it said last."""
+    def record(self, worker: str, returncode: int, *, pid: int, node: str, ended_at: float) -> None:
+        """Writes down how a worker ended and what it said last.
+
+        Raises:
+            OSError: if the file system refuses; it may be written down again.
+        """
         kind, _, index = worker.partition("/")
         log_path = self._directory.worker_log(self._attempt, kind, int(index))
         content = {
@@ -37,7 +40,7 @@ class ExitRecorder:
             "attempt": self._attempt,
             "returncode": returncode,
             "signal": signal_name(returncode),
-            "time": time.time(),
+            "time": ended_at,
             "node": node,
             "pid": pid,
             "last_lines": tail_lines(log_path, _TAIL_LINES),

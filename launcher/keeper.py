@@ -1,36 +1,60 @@
-"""The keeper: the supervisor's parent, so small that it has nothing to die of; it starts a killed supervisor again.
+"""The keeper: the supervisor's parent, so small that it has nothing to die of; it starts a broken supervisor again.
 
 keeper --attempt--> supervisor --starts--> workers, Redis
   ^                    |
-  |                    +-- ended by a signal that we did not send: start again; the new one first ends what the old
-  |                        one left running, then everything continues from the last commit
-  +-- SIGTERM, SIGINT, SIGUSR2 are passed on; the supervisor's exit code becomes the keeper's
+  |                    +-- ENDED, FAILED, ABANDONED: the keeper ends too
+  |                    +-- any other exit, or a signal: what it left is ended, and another one is started, which goes on
+  |                        from the last commit; after too many in a row the trial fails
+  +-- SIGTERM, SIGINT, SIGUSR2 are passed on
+
+The supervisor ends with the keeper, and what it has started with it: nothing of a trial runs unsupervised.
 """
 
-import logging
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType
 
-from corral.experiments.attempt_ends import read_end
+from corral.experiments.attempt_ends import AttemptEndRecord, read_end, write_end
+from corral.experiments.attempts import AttemptRecord
 from corral.experiments.journal import Journal
+from corral.experiments.plan import RunPlan
 from corral.experiments.secrets import TrialSecrets
+from corral.experiments.tether import die_with_parent
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.attempt_start import claim_decides, open_attempt
+from corral.launcher.file_thread import FileThread
 from corral.launcher.lock import SupervisorLock
-
-logger = logging.getLogger(__name__)
+from corral.launcher.processes import kill_trial_processes
+from corral.launcher.recorder import Recorder
+from corral.launcher.supervisor_exit import SupervisorExit
+from corral.launcher.unit_actions import Outcome, RestartPolicy
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _PAUSE_S = 0.2
 _LEAVING_S = 30.0  # the attempt before, on another node, may still be ending
+_TOLD_TIMEOUT_S = 60.0  # the end of a trial is worth waiting for a file server
+
+
+@dataclass(slots=True)
+class RestartBudget:
+    """How often something may be started again; one that ran for long enough has all of it back."""
+
+    policy: RestartPolicy
+    in_a_row: int = 0
+
+    def ended(self, lived_s: float) -> float | None:
+        """The pause before the next start; None if there is to be none."""
+        self.in_a_row = 1 if lived_s >= self.policy.healthy_after_s else self.in_a_row + 1
+        return None if self.in_a_row > self.policy.max_restarts else self.policy.pause_before(self.in_a_row)
 
 
 def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int) -> int:
-    """Runs `command --attempt N` under the trial's lock until it ends by itself; returns its exit code.
+    """Runs `command --attempt N` under the trial's lock until it ends by itself; returns the exit code for its own.
 
     Returns 0 at once if the trial is over, so that there is no attempt to run.
 
@@ -45,7 +69,7 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
         record = open_attempt(directory)
         if record is None:
             return 0
-        return _keep(directory, forwarder, lock, record.attempt, command=command, max_restarts=max_restarts)
+        return _keep(directory, forwarder, lock, record, command=command, max_restarts=max_restarts)
     finally:
         forwarder.close()
         lock.release()
@@ -55,31 +79,60 @@ def _keep(
     directory: TrialDirectory,
     forwarder: "_Forwarder",
     lock: SupervisorLock,
-    attempt: int,
+    record: AttemptRecord,
     *,
     command: Sequence[str],
     max_restarts: int,
 ) -> int:
-    journal = Journal(directory.journal_path)
+    plan = RunPlan.from_json(directory.plan_path.read_bytes())
+    recorder = Recorder(FileThread("records"), Journal(directory.journal_path), attempt=record.attempt)
+    policy = RestartPolicy(
+        max_restarts=max_restarts, pause_s=_PAUSE_S, healthy_after_s=plan.supervision.healthy_after_s
+    )
+    budget = RestartBudget(policy)
     unheard: list[str] = []
-    for restarts in range(max_restarts + 1):
-        returncode = forwarder.run([*command, "--attempt", str(attempt), *unheard], lock.descriptor)
-        if returncode >= 0:
-            return returncode
-        end = read_end(directory, attempt)
-        if end is not None:
-            # All is done but to leave: SLURM, which may have been asked to start the job again, was faster.
-            if end.is_final:
-                TrialSecrets.destroy(directory.secrets_path)
-            return 0
-        journal.append("supervisor_died", attempt=attempt, returncode=returncode, restarts=restarts)
+    num_starts = 0
+    while True:
+        started_at = time.monotonic()
+        returncode = forwarder.run([*command, "--attempt", str(record.attempt), *unheard], lock.descriptor)
+        if returncode in tuple(SupervisorExit):
+            return SupervisorExit(returncode).of_keeper
+        if (end := read_end(directory, record.attempt)) is not None:
+            return _leave_ended(directory, recorder, end)
+        num_starts += 1
+        # Its own children have died with it; what they had started is nobody's now.
+        kill_trial_processes(plan.trial.uuid, spare=(os.getpid(),))
+        recorder.event("supervisor_died", returncode=returncode, restarts=num_starts - 1)
+        pause_s = budget.ended(time.monotonic() - started_at)
+        if pause_s is None:
+            return _give_up(directory, recorder, f"the supervisor ended {budget.in_a_row} times in a row")
         if -returncode in forwarder.forwarded:
             # It was asked to stop before it could listen: its successor is told.
             unheard = ["--signalled", signal.Signals(-returncode).name]
-        time.sleep(_PAUSE_S)
-    cause = f"the supervisor was killed {max_restarts + 1} times"
-    journal.append("trial_ended", attempt=attempt, state="FAILED", cause=cause)
-    return 1
+        forwarder.pause(pause_s)
+
+
+def _leave_ended(directory: TrialDirectory, recorder: Recorder, end: AttemptEndRecord) -> int:
+    """All was done but to leave: SLURM, which may have been asked to start the job again, was faster."""
+    if end.is_final:
+        recorder.keep(lambda: TrialSecrets.destroy(directory.secrets_path))
+    recorder.close(timeout_s=_TOLD_TIMEOUT_S)
+    return (SupervisorExit.FAILED if end.state == Outcome.FAILED else SupervisorExit.ENDED).of_keeper
+
+
+def _give_up(directory: TrialDirectory, recorder: Recorder, cause: str) -> int:
+    """The end of the trial: nothing of it runs any more."""
+    record_failure(directory, recorder, f"{cause}; its log says why")
+    recorder.close(timeout_s=_TOLD_TIMEOUT_S)
+    return SupervisorExit.FAILED.of_keeper
+
+
+def record_failure(directory: TrialDirectory, recorder: Recorder, cause: str) -> None:
+    """Writes down that the trial has failed, and not by its workers; its keys are not needed any more."""
+    end = AttemptEndRecord(attempt=recorder.attempt, state=Outcome.FAILED, cause=cause, then="")
+    recorder.keep(lambda: write_end(directory, end))
+    recorder.keep(lambda: TrialSecrets.destroy(directory.secrets_path))
+    recorder.event("trial_ended", state=Outcome.FAILED.value, cause=cause, failed="supervisor")
 
 
 class _Forwarder:
@@ -88,19 +141,26 @@ class _Forwarder:
     def __init__(self) -> None:
         self.forwarded: set[int] = set()
         self._early: list[int] = []
+        self._has_early = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self._previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def run(self, command: Sequence[str], lock_descriptor: int) -> int:
-        # The child shares the lock, so that the trial stays locked if only the keeper is killed.
-        with subprocess.Popen(command, pass_fds=(lock_descriptor,)) as child:
+        # The child shares the lock: the trial stays locked until it is gone too.
+        with subprocess.Popen(command, pass_fds=(lock_descriptor,), preexec_fn=die_with_parent()) as child:
             self._child = child
-            while self._early:
-                self._forward(self._early.pop(0), None)
+            self._has_early.clear()
+            early, self._early = self._early, []
+            for number in early:
+                self._forward(number, None)
             returncode = child.wait()
             self._child = None
         return returncode
+
+    def pause(self, seconds: float) -> None:
+        """Until the next child may be started; at once if there is a signal for it."""
+        self._has_early.wait(0.0 if self._early else seconds)
 
     def close(self) -> None:
         for number, handler in self._previous.items():
@@ -109,6 +169,7 @@ class _Forwarder:
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if self._child is None or self._child.poll() is not None:
             self._early.append(number)  # for the next child, if there is one
+            self._has_early.set()
         else:
             self.forwarded.add(number)
             self._child.send_signal(number)

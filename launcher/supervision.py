@@ -4,45 +4,48 @@
                               |
                               +--StartUnit, SignalTask, AppendStop, EndTrial--> TaskRunner, Redis, trial log, journal
 
+    trial directory <--FileThread: TrialWatch, Recorder--> this loop, which waits for no file without a deadline
+
 It needs no torch, so it starts on the host in a fraction of a second. It holds no state
 that matters: what happened is in the journal, who may commit is in the trial log. `corral.launcher.keeper` starts a new
-one if it is killed.
+one if it is killed; whatever ends it ends what it has started.
 """
 
-import json
 import os
-import secrets as random_tokens
-import select
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
-from typing import Protocol
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from signal import Signals
 
 from corral.experiments.attempts import AttemptRecord
-from corral.experiments.journal import Journal
 from corral.experiments.plan import RunPlan
 from corral.experiments.secrets import TrialSecrets
-from corral.experiments.trial_directory import StopRequest, TrialDirectory, atomic_write
-from corral.experiments.trial_log import Done, Stop, StoppedError, TrialLog
+from corral.experiments.tether import die_with_parent
+from corral.experiments.trial_directory import StopRequest, TrialDirectory
+from corral.experiments.trial_log import Done, Entry, Stop, StoppedError, TrialLog, TrialLogError
 from corral.launcher.attempt_ending import AttemptEnding
+from corral.launcher.attempt_tasks import AttemptTasks, Exit, NameServer
 from corral.launcher.continuation import Continuation
 from corral.launcher.end_actions import EndState
-from corral.launcher.exits import ExitRecorder
+from corral.launcher.file_thread import FILE_TIMEOUT_S, FileThread
 from corral.launcher.members import Members
 from corral.launcher.node_loss import NodeLoss, note_failed_node
+from corral.launcher.plan_units import WorkerCommand, units_of_plan, worker_command
 from corral.launcher.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
-from corral.launcher.runner import AllocationLostError, Task, TaskRunner, TaskSpec
-from corral.launcher.slurm import SlurmError
+from corral.launcher.recorder import Recorder
+from corral.launcher.runner import TaskRunner
+from corral.launcher.supervisor_exit import SupervisorExit
+from corral.launcher.trial_watch import Seen, TrialWatch
 from corral.launcher.unit_actions import (
-    EXIT_NODE_LOST,
     Action,
     AppendStop,
     AskPlace,
     EndTrial,
+    ExitKind,
     GiveUpUnit,
     LeaveUnit,
     Outcome,
@@ -50,75 +53,23 @@ from corral.launcher.unit_actions import (
     RestartUnit,
     SignalTask,
     StartUnit,
-    UnitSpec,
 )
-from corral.launcher.units import TRAINER_UNIT, Supervision, TrialPhase
-from corral.scheduling.worker_information import parse_worker_id
+from corral.launcher.units import Supervision, TrialPhase
+from corral.launcher.wake_up import WakeUp
 
-REDIS_UNIT = "redis"
-_POLL_INTERVAL_S = 0.1
+_TICK_S = 0.1
+_TOLD_TIMEOUT_S = 10.0  # at the end, for what could not be told before
 _REPORT_TIMEOUT_S = 60.0
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
-class NameServer(Protocol):
-    """The Redis server of this attempt, as the supervisor needs it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _News:
+    """What is judged only after a look at the trial directory that began later than it happened."""
 
-    @property
-    def pid(self) -> int:
-        """Process id."""
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port; a restart keeps them."""
-
-    def start(self) -> None:
-        """Starts it, again after a crash; returns once it answers.
-
-        Raises:
-            OSError, RuntimeError, TimeoutError: if it does not come up.
-        """
-
-    def poll(self) -> int | None:
-        """Return code once it ended."""
-
-    def kill(self) -> None:
-        """Ends it."""
-
-
-WorkerCommand = Callable[[TrialDirectory, str, int, AttemptRecord, str], Sequence[str]]
-"""(trial, kind, index, attempt, incarnation) -> command line."""
-
-
-def worker_command(
-    directory: TrialDirectory, kind: str, index: int, attempt: AttemptRecord, incarnation: str
-) -> list[str]:
-    """The command line of a worker. It holds nothing secret: other users of the node can read it."""
-    return [
-        sys.executable,
-        "-m",
-        "corral.workers",
-        "--plan",
-        str(directory.plan_path),
-        "--kind",
-        kind,
-        "--index",
-        str(index),
-        "--attempt",
-        str(attempt.attempt),
-        "--incarnation",
-        incarnation,
-    ]
-
-
-def units_of_plan(plan: RunPlan) -> list[UnitSpec]:
-    """Restart units: Redis, all training ranks together, every other worker by itself."""
-    workers = [f"{worker.kind}/{worker.index}" for worker in plan.workers]
-    ranks = tuple(worker for worker in workers if worker.startswith(f"{TRAINER_UNIT}/"))
-    units = [UnitSpec(name=REDIS_UNIT, tasks=(REDIS_UNIT,), is_service=True)]
-    if ranks:
-        units.append(UnitSpec(name=TRAINER_UNIT, tasks=ranks))
-    return units + [UnitSpec(name=worker, tasks=(worker,)) for worker in workers if worker not in ranks]
+    exits: Sequence[Exit]
+    signals: Sequence[Signals]
+    look: int
+    deadline: float
 
 
 class Supervisor:
@@ -132,26 +83,30 @@ class Supervisor:
         attempt: AttemptRecord,
         runner: TaskRunner,
         name_server: NameServer,
+        recorder: Recorder,
         worker_command: WorkerCommand = worker_command,
         members: Members | None = None,
         continuation: Continuation | None = None,
         node_loss: NodeLoss | None = None,
-        signals: Sequence[signal.Signals] = (),
+        signals: Sequence[Signals] = (),
     ) -> None:
         self._directory = directory
         self._plan = plan
         self._attempt = attempt
         self._runner = runner
-        self._name_server = name_server
-        self._worker_command = worker_command
-        self._journal = Journal(directory.journal_path)
-        self._exits = ExitRecorder(directory, attempt.attempt)
-        self._log = TrialLog(directory.log_path)
+        self._recorder = recorder
+        self._record = recorder.event
+        # A thread each: a look that hangs must not stop a start, nor a journal that hangs a look.
+        self._looks, self._starts = FileThread("looks"), FileThread("starts")
+        self._log = TrialLog(directory.log_path)  # of the thread that looks, until all has ended
+        self._watch = TrialWatch(self._looks, directory, self._log, attempt=attempt.attempt)
+        self._wake = WakeUp(signals)
         self._members = members
         units = units_of_plan(plan)
         if members is not None:
             units = members.with_places(units)
         self._tasks_by_unit = {unit.name: unit.tasks for unit in units}
+        self._tasks_of_own_job = {task for unit in units if not unit.needs_place for task in unit.tasks}
         self._supervision = Supervision(
             units,
             RestartPolicy(
@@ -160,11 +115,17 @@ class Supervisor:
                 healthy_after_s=plan.supervision.healthy_after_s,
             ),
         )
-        self._tasks: dict[str, Task] = {}
-        self._name_server_runs = False
-        self._failed_starts: list[tuple[str, int]] = []
-        self._lost_allocation = ""
-        self._signals = [*signals]
+        self._tasks = AttemptTasks(
+            directory=directory,
+            plan=plan,
+            attempt=attempt,
+            runner=runner,
+            name_server=name_server,
+            files=self._starts,
+            recorder=recorder,
+            worker_command=worker_command,
+        )
+        self._news: deque[_News] = deque()
         self._ends = AttemptEnding(
             directory=directory,
             attempt=attempt.attempt,
@@ -174,62 +135,59 @@ class Supervisor:
         )
         self._continuation = continuation
         self._node_loss = node_loss
-        self._seen_stop_request: StopRequest | None = None
+        self._heeded_requests: set[StopRequest] = set()
         self._held_groups: frozenset[str] = frozenset()
         self._end: EndTrial | None = None
+        self._why_abandoned = ""
 
-    def run(self) -> int:
-        """Supervises until the trial has ended; returns the exit code."""
+    def run(self) -> SupervisorExit:
+        """Supervises until the attempt has ended."""
         os.environ[TRIAL_UUID_VARIABLE] = self._plan.trial.uuid  # inherited by everything that is started from here
-        with self._listen_to_signals() as wake_up:
+        self._looks.wake_up = self._wake.wake_up
+        with self._wake.listening():
             self._clean_up_after_predecessor()
             self._record("supervisor_started", pid=os.getpid(), node=os.uname().nodename, mode=self._attempt.mode)
-            while self._end is None:
+            while self._end is None and not self._why_abandoned:
                 self._step()
+                self._recorder.try_again(time.monotonic())
                 if self._end is None:
-                    select.select([wake_up], [], [], _POLL_INTERVAL_S)
-                    _drain(wake_up)
-            return self._finish(self._end)  # here, as a signal in between must not kill us
+                    self._wake.wait(_TICK_S)
+            # Here, as a signal in between must not kill us.
+            end = self._abandon() if self._end is None else self._finish(self._end)
+            self._recorder.close(timeout_s=_TOLD_TIMEOUT_S)
+            return end
 
     def _step(self) -> None:
-        exits = self._collect_exits()
-        if exits:
-            exits = self._after_node_loss(exits)
-        # After the exits were collected, before they are judged: a worker that ended because of Done is no crash.
-        self._read_trial_log()
-        self._read_requests()
+        now = time.monotonic()
+        exits = self._after_node_loss(self._tasks.collect())
+        signals = self._wake.take_signals()
+        if exits or signals:
+            # A worker that ended because of Done is no crash, and a stop request comes before a signal's.
+            deadline = now + (0.0 if self._looks.hangs else FILE_TIMEOUT_S)
+            self._news.append(_News(exits=exits, signals=signals, look=self._watch.ask(now), deadline=deadline))
+        for seen in self._watch.take(now, is_awaited=bool(self._news)):
+            self._heed(seen)
         self._leave_lost_allocation()
         if self._members is not None:
             # Before the exits are judged: those whose nodes were taken are no crashes.
             self._apply(self._members.drive(self._supervision, time.monotonic()))
-        for task, returncode in exits:
-            self._apply(self._supervision.exited(task, returncode, time.monotonic()))
+        while self._news and (self._watch.has_seen(self._news[0].look) or now >= self._news[0].deadline):
+            news = self._news.popleft()
+            self._find_job_gone(news.exits)
+            for number in news.signals:
+                self._request_stop_for(number)
+            for one in news.exits:
+                self._apply(self._supervision.exited(one.task, one.returncode, time.monotonic(), kind=one.kind))
         self._apply(self._supervision.tick(time.monotonic()))
 
-    def _collect_exits(self) -> list[tuple[str, int]]:
-        exits, self._failed_starts = self._failed_starts, []
-        for worker, task in list(self._tasks.items()):
-            if (returncode := task.poll()) is not None:
-                del self._tasks[worker]
-                exits.append((worker, returncode))
-                self._exits.record(worker, returncode, pid=task.pid, node=task.node)
-                self._record("worker_exited", worker=worker, pid=task.pid, node=task.node, returncode=returncode)
-        if self._name_server_runs and (returncode := self._name_server.poll()) is not None:
-            self._name_server_runs = False
-            exits.append((REDIS_UNIT, returncode))
-            self._record("redis_exited", worker=REDIS_UNIT, pid=self._name_server.pid, returncode=returncode)
-        return exits
-
-    def _after_node_loss(self, exits: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    def _after_node_loss(self, exits: Sequence[Exit]) -> Sequence[Exit]:
         """If the allocation outlives its nodes: moves what ran on a lost one, and says whose exit that explains."""
-        if self._node_loss is None:
-            return list(exits)
+        if self._node_loss is None or not exits:
+            return exits
         for node in self._node_loss.look():
             note_failed_node(self._directory, node, self._record)
             self._relocate(node)
-        return [
-            (worker, EXIT_NODE_LOST if self._node_loss.excuse(worker) else returncode) for worker, returncode in exits
-        ]
+        return [replace(one, kind=ExitKind.NODE_LOST) if self._node_loss.excuse(one.task) else one for one in exits]
 
     def _relocate(self, node: str) -> None:
         assert self._node_loss is not None
@@ -247,34 +205,43 @@ class Supervisor:
             self._supervision.give_up(worker)
             self._record("unit_given_up", unit=worker, cause=f"{cause}, and no other has room for it")
 
+    def _find_job_gone(self, exits: Sequence[Exit]) -> None:
+        """Of the trial's own job; whether a job beside it is gone, SLURM is asked for its place."""
+        for one in exits:
+            if one.kind is ExitKind.JOB_GONE and one.task in self._tasks_of_own_job:
+                self._why_abandoned = f"{one.task} could not be started: the job has ended"
+
     def _leave_lost_allocation(self) -> None:
         """The next attempt gets all of its nodes again."""
-        cause, self._lost_allocation = self._lost_allocation, ""
+        cause, self._tasks.lost_allocation = self._tasks.lost_allocation, ""
         if cause and self._continuation is not None and self._supervision.phase is TrialPhase.RUNNING:
             self._ends.nodes_lost(cause)
             self._apply(
                 self._supervision.stop_requested(reason=cause, grace_s=0.0, immediately=True, now=time.monotonic())
             )
 
-    def _read_trial_log(self) -> None:
-        for slot, entry in self._log.poll():
-            if slot < self._attempt.start_slot:
-                continue
-            if isinstance(entry, Done):
-                self._apply(self._supervision.log_ended(Outcome.COMPLETE, "", time.monotonic()))
-            elif isinstance(entry, Stop):
-                reason = f"{entry.reason} (by {entry.by})" if entry.reason else f"stopped by {entry.by}"
-                self._apply(self._supervision.log_ended(Outcome.STOPPED, reason, time.monotonic()))
+    def _heed(self, seen: Seen) -> None:
+        """What others want, and what has become of the trial."""
+        if seen.is_superseded:
+            self._why_abandoned = f"attempt {self._attempt.attempt + 1} has begun"
+        for slot, entry in seen.entries or ():
+            if slot >= self._attempt.start_slot:
+                self._heed_entry(entry)
+        if seen.held_groups is not None:
+            self._hold_groups(seen.held_groups)
+        if seen.unreadable_stop_request:
+            self._record("stop_request_unreadable", cause=seen.unreadable_stop_request)
+        if seen.stop_request is not None:
+            self._heed_stop_request(seen.stop_request)
 
-    def _read_requests(self) -> None:
-        self._read_held_groups()
-        self._read_stop_request()  # before a signal's request takes its place
-        while self._signals:
-            self._request_stop_for(self._signals.pop(0))
-            self._read_stop_request()
+    def _heed_entry(self, entry: Entry) -> None:
+        if isinstance(entry, Done):
+            self._apply(self._supervision.log_ended(Outcome.COMPLETE, "", time.monotonic()))
+        elif isinstance(entry, Stop):
+            reason = f"{entry.reason} (by {entry.by})" if entry.reason else f"stopped by {entry.by}"
+            self._apply(self._supervision.log_ended(Outcome.STOPPED, reason, time.monotonic()))
 
-    def _read_held_groups(self) -> None:
-        held = self._directory.read_held_groups()
+    def _hold_groups(self, held: frozenset[str]) -> None:
         if held == self._held_groups:
             return
         self._held_groups = held
@@ -283,16 +250,10 @@ class Supervisor:
             is_held = unit.partition("/")[0] in held
             self._apply(self._supervision.hold(unit, is_held=is_held, now=time.monotonic()))
 
-    def _read_stop_request(self) -> None:
-        try:
-            request = self._directory.read_stop_request()
-        except ValueError as error:
-            self._record("stop_request_unreadable", cause=str(error))
-            self._directory.clear_stop_request()
+    def _heed_stop_request(self, request: StopRequest) -> None:
+        if request in self._heeded_requests:
             return
-        if request is None or request == self._seen_stop_request:
-            return
-        self._seen_stop_request = request
+        self._heeded_requests.add(request)
         self._ends.requested(request)
         self._record("stop_requested", by=request.by, now=request.now, grace_s=request.grace_s, then=request.then)
         self._apply(
@@ -304,19 +265,21 @@ class Supervisor:
             )
         )
 
-    def _request_stop_for(self, number: signal.Signals) -> None:
+    def _request_stop_for(self, number: Signals) -> None:
         request = self._ends.signalled(number, was_asked=self._supervision.phase is not TrialPhase.RUNNING)
         if request is not None:
             # A file like rl-stop's, because the master has to see it too.
-            self._directory.write_stop_request(request)
+            self._recorder.keep(partial(self._directory.write_stop_request, request))
+            self._heed_stop_request(request)
 
     def _apply(self, actions: Sequence[Action]) -> None:
+        signals: dict[bool, list[str]] = {False: [], True: []}
         for action in actions:
             match action:
                 case StartUnit(unit):
-                    self._start_unit(unit)
+                    self._tasks.start(self._tasks_by_unit[unit])
                 case SignalTask(task, kill):
-                    self._signal_task(task, kill=kill)
+                    signals[kill].append(task)
                 case RestartUnit(unit, cause, pause_s, restarts):
                     self._record("unit_restarting", unit=unit, cause=cause, pause_s=pause_s, restarts=restarts)
                 case LeaveUnit(unit, cause):
@@ -331,132 +294,79 @@ class Supervisor:
                     self._append_stop(reason)
                 case EndTrial():
                     self._end = action
-
-    def _start_unit(self, unit: str) -> None:
-        if unit == REDIS_UNIT:
-            self._start_name_server()
-            return
-        incarnation = random_tokens.token_hex(8)
-        for worker in self._tasks_by_unit[unit]:
-            self._start_worker(worker, incarnation)
-
-    def _start_worker(self, worker: str, incarnation: str) -> None:
-        kind, _, index = worker.partition("/")
-        try:
-            spec = TaskSpec(
-                worker=worker,
-                command=tuple(self._worker_command(self._directory, kind, int(index), self._attempt, incarnation)),
-                environment=self._worker_environment(worker),
-                log_path=self._directory.worker_log(self._attempt.attempt, kind, int(index)),
-            )
-            task = self._runner.start(spec)
-        except (OSError, SlurmError) as error:
-            self._failed_starts.append((worker, 127))
-            self._record("worker_not_started", worker=worker, cause=str(error))
-            if isinstance(error, AllocationLostError):
-                self._lost_allocation = str(error)
-            return
-        self._tasks[worker] = task
-        self._record("worker_started", worker=worker, pid=task.pid, node=task.node, incarnation=incarnation)
-
-    def _worker_environment(self, worker: str) -> dict[str, str]:
-        kind, index = parse_worker_id(worker)
-        return {
-            **self._plan.scheduling[kind].scheduling_of(index).env_vars,
-            "CORRAL_BIND_ADDRESS": self._runner.bind_address(worker),
-            "PYTHONUNBUFFERED": "1",
-        }
-
-    def _start_name_server(self) -> None:
-        try:
-            self._name_server.start()
-        except (OSError, RuntimeError) as error:  # TimeoutError is an OSError
-            self._failed_starts.append((REDIS_UNIT, 1))
-            self._record("redis_not_started", worker=REDIS_UNIT, cause=str(error))
-            return
-        self._name_server_runs = True
-        host, port = self._name_server.address
-        atomic_write(self._directory.rendezvous_path, json.dumps({"host": host, "port": port}).encode())
-        self._record("redis_started", worker=REDIS_UNIT, pid=self._name_server.pid, port=port)
-
-    def _signal_task(self, worker: str, *, kill: bool) -> None:
-        if worker == REDIS_UNIT:
-            if self._name_server_runs:
-                self._name_server.kill()
-        elif worker in self._tasks:
-            task = self._tasks[worker]
-            (task.kill if kill else task.terminate)()
+        for kill, tasks in signals.items():
+            self._tasks.signal(tasks, kill=kill)
 
     def _append_stop(self, reason: str) -> None:
+        stop = partial(self._log.request_stop, "supervisor", reason=reason[:1000], then=self._ends.then)
         try:
-            self._log.request_stop("supervisor", reason=reason[:1000], then=self._ends.then)
+            self._looks.run(stop, f"append a stop to {self._directory.log_path}")
         except StoppedError:
             pass  # the trial ended by itself in the meantime; the end that is in the log counts
+        except (OSError, TrialLogError) as error:
+            # It fences a master that we end anyway.
+            self._record("stop_not_appended", cause=str(error))
 
     def _clean_up_after_predecessor(self) -> None:
         self._directory.rendezvous_path.unlink(missing_ok=True)  # no worker may go to the Redis of an earlier attempt
         self._runner.clean_up()
-        killed = kill_trial_processes(self._plan.trial.uuid, spare=(os.getpid(), os.getppid()))
-        if killed:
-            self._record("leftovers_killed", pids=killed)
+        self._kill_leftovers()
 
-    def _finish(self, end: EndTrial) -> int:
-        self._read_requests()  # the last word of whoever wants the trial to stop
-        self._log.poll()
+    def _kill_leftovers(self) -> None:
+        found = kill_trial_processes(self._plan.trial.uuid, spare=(os.getpid(), os.getppid()))
+        if found.killed:
+            self._record("leftovers_killed", pids=found.killed, left=found.left)
+
+    def _abandon(self) -> SupervisorExit:
+        """The trial goes on elsewhere, or not at all: only what was started here is ended, and nothing is decided."""
+        self._record("attempt_abandoned", cause=self._why_abandoned)
+        self._tasks.kill_all()
+        return SupervisorExit.ABANDONED
+
+    def _finish(self, end: EndTrial) -> SupervisorExit:
+        self._hear_last_word()
         # Done may have been appended between our last look and the kill: the log, not the signal, says what happened.
         verdict = self._ends.judge(end, self._log.state)
         if self._ends.is_job_ending:
             verdict = self._ends.close(self._log)  # first of all: SLURM may kill us at any moment
-        left = kill_trial_processes(self._plan.trial.uuid, spare=(os.getpid(), os.getppid()))
-        if left:
-            self._record("leftovers_killed", pids=left)
+        self._kill_leftovers()
         if self._members is not None:
             self._members.close()
-        TrialSecrets.destroy(self._directory.secrets_path)
+        self._destroy_secrets()
         if not verdict.goes_on:
             self._draw_report()
         if not self._ends.is_job_ending:
             verdict = self._ends.close(self._log)
-        return 1 if verdict.state is EndState.FAILED else 0
+        return SupervisorExit.FAILED if verdict.state is EndState.FAILED else SupervisorExit.ENDED
+
+    def _hear_last_word(self) -> None:
+        """Of whoever wants the trial to stop, and of the trial log."""
+        now = time.monotonic()
+        look, deadline = self._watch.ask(now), now + (0.0 if self._looks.hangs else FILE_TIMEOUT_S)
+        while not self._watch.has_seen(look) and now < deadline:
+            self._wake.wait(_TICK_S)
+            now = time.monotonic()
+            for seen in self._watch.take(now, is_awaited=True):
+                self._heed(seen)
+        for number in [number for news in self._news for number in news.signals] + self._wake.take_signals():
+            self._request_stop_for(number)
+
+    def _destroy_secrets(self) -> None:
+        path = self._directory.secrets_path
+        try:
+            self._starts.run(lambda: TrialSecrets.destroy(path), f"remove {path}")
+        except OSError as error:
+            self._record("secrets_not_removed", cause=str(error))
 
     def _draw_report(self) -> None:
         if not self._directory.metrics_path.exists():
             return
         command = [sys.executable, "-m", "corral.launcher.report", "--trial", str(self._directory.path)]
         try:
-            subprocess.run(command, check=True, capture_output=True, timeout=_REPORT_TIMEOUT_S)
+            subprocess.run(
+                command, check=True, capture_output=True, timeout=_REPORT_TIMEOUT_S, preexec_fn=die_with_parent()
+            )
         except subprocess.CalledProcessError as error:
             self._record("report_failed", cause=error.stderr.decode(errors="replace")[-2000:])
         except (OSError, subprocess.TimeoutExpired) as error:
             self._record("report_failed", cause=str(error))
-
-    def _record(self, event: str, **fields: object) -> None:
-        self._journal.append(event, attempt=self._attempt.attempt, **fields)
-
-    @contextmanager
-    def _listen_to_signals(self) -> Iterator[int]:
-        """Signals are noted, and wake the loop; SIGCHLD does no more than that."""
-        read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        previous_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        previous = {number: signal.signal(number, self._note_signal) for number in _STOP_SIGNALS}
-        previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may go
-        try:
-            yield read_end
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(previous_descriptor)
-            os.close(read_end)
-            os.close(write_end)
-
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(signal.Signals(number))
-
-
-def _drain(descriptor: int) -> None:
-    try:
-        while os.read(descriptor, 4096):
-            pass
-    except BlockingIOError:
-        return

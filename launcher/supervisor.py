@@ -1,17 +1,19 @@
 """The supervisor's program: reads what rl-submit has written, and puts the parts of an attempt together.
 
 python -m corral.launcher.supervisor --trial DIR
-      keeper (this process) --starts, again if it is killed--> the same with --kept --attempt N: Supervisor
+      keeper (this process) --starts, again if it breaks--> the same with --kept --attempt N: Supervisor
 """
 
 import argparse
+import contextlib
+import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from corral.experiments.attempt_ends import failed_nodes
 from corral.experiments.attempts import read_attempt
@@ -19,23 +21,30 @@ from corral.experiments.journal import Journal
 from corral.experiments.plan import RunPlan
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial_log import CorruptLogError
 from corral.launcher.attempt_start import JobStart
 from corral.launcher.continuation import Continuation
-from corral.launcher.keeper import keep
+from corral.launcher.file_thread import FileThread
+from corral.launcher.keeper import keep, record_failure
 from corral.launcher.layout import Layout
 from corral.launcher.local import LocalRunner, share_gpus, visible_gpus
 from corral.launcher.lock import SupervisorRunsError
 from corral.launcher.member_places import FallbackRunner
 from corral.launcher.members import Members
 from corral.launcher.node_loss import NodeLoss
+from corral.launcher.plan_units import WorkerCommand, worker_command
+from corral.launcher.recorder import Recorder
 from corral.launcher.runner import TaskRunner
 from corral.launcher.slurm import SlurmClient
 from corral.launcher.srun import SrunRunner, batch_allocations
-from corral.launcher.supervision import Supervisor, WorkerCommand, worker_command
+from corral.launcher.supervision import Supervisor
+from corral.launcher.supervisor_exit import EXIT_BROKEN, SupervisorExit
 from corral.launcher.trial_redis import TrialRedis
-from corral.launcher.unit_actions import Outcome
 
-_MAX_SUPERVISOR_RESTARTS = 20
+logger = logging.getLogger(__name__)
+
+_MAX_SUPERVISOR_RESTARTS = 20  # in a row, each before it has run for supervision.healthy_after_s
+_TOLD_TIMEOUT_S = 10.0
 _CONTINUATION_TIMEOUT_S = 5.0  # it is asked while SLURM is about to kill us
 
 
@@ -43,13 +52,15 @@ def make_supervisor(
     directory: TrialDirectory,
     attempt: int,
     worker_command: WorkerCommand,
+    *,
+    recorder: Recorder,
     signals: Sequence[signal.Signals] = (),
 ) -> Supervisor:
     """The supervisor of an attempt that the keeper has opened; `signals` came too early for the one before it."""
     plan = RunPlan.from_json(directory.plan_path.read_bytes())
     secrets = TrialSecrets.load(directory.secrets_path)
     record = read_attempt(directory, attempt)
-    parts = make_runner(plan, directory, attempt)
+    parts = make_runner(plan, directory, attempt, record=recorder.event)
     name_server = TrialRedis(
         directory=directory, trial_uuid=plan.trial.uuid, secrets=secrets, attempt=attempt, host=parts.redis_host
     )
@@ -59,6 +70,7 @@ def make_supervisor(
         attempt=record,
         runner=parts.runner,
         name_server=name_server,
+        recorder=recorder,
         worker_command=worker_command,
         members=parts.members,
         continuation=parts.continuation,
@@ -81,7 +93,7 @@ class RunnerParts:
     """Set if the allocation outlives its nodes."""
 
 
-def make_runner(plan: RunPlan, directory: TrialDirectory, attempt: int) -> RunnerParts:
+def make_runner(plan: RunPlan, directory: TrialDirectory, attempt: int, *, record: Callable[..., None]) -> RunnerParts:
     """What starts the workers, and what of SLURM the attempt deals with."""
     if plan.mode == "local":
         gpus_wanted = {
@@ -95,7 +107,6 @@ def make_runner(plan: RunPlan, directory: TrialDirectory, attempt: int) -> Runne
     client = SlurmClient()
     layout = Layout.from_json(directory.layout_path.read_bytes())
     own = batch_allocations(os.environ)
-    record = partial(Journal(directory.journal_path).append, attempt=attempt)
     members = Members(
         client=client,
         plan=plan,
@@ -154,9 +165,12 @@ def main(
     if not options.kept:
         return keep_supervisor(directory, command=[*own_command, "--trial", str(directory.path), "--kept"])
     signals = [signal.Signals[name] for name in options.signalled]
-    return run_supervisor(
-        directory, options.attempt, lambda: make_supervisor(directory, options.attempt, worker_command, signals)
-    )
+    recorder = Recorder(FileThread("records"), Journal(directory.journal_path), attempt=options.attempt)
+
+    def make() -> Supervisor:
+        return make_supervisor(directory, options.attempt, worker_command, recorder=recorder, signals=signals)
+
+    return run_supervisor(directory, make, recorder)
 
 
 def keep_supervisor(directory: TrialDirectory, *, command: Sequence[str]) -> int:
@@ -168,21 +182,40 @@ def keep_supervisor(directory: TrialDirectory, *, command: Sequence[str]) -> int
         return 2
 
 
-def run_supervisor(directory: TrialDirectory, attempt: int, make: Callable[[], Supervisor]) -> int:
-    """Runs a supervisor; whatever it cannot survive is in the journal, where rl-status and rl-logs show it."""
+def run_supervisor(directory: TrialDirectory, make: Callable[[], Supervisor], recorder: Recorder) -> int:
+    """Runs a supervisor. What it cannot survive ends it and what it has started; then the keeper starts another one.
+
+    What would end that one too ends the trial: a plan that cannot be carried out here, a damaged trial log.
+    """
     try:
-        return make().run()
+        try:
+            supervisor = make()
+        except ValueError as error:
+            return _fail(directory, recorder, error)
+        return supervisor.run()
+    except CorruptLogError as error:
+        return _fail(directory, recorder, error)
     except Exception as error:
-        Journal(directory.journal_path).append(
-            "trial_ended",
-            attempt=attempt,
-            state=Outcome.FAILED.value,
-            cause=f"supervisor: {error}",
-            failed="supervisor",
-        )
-        TrialSecrets.destroy(directory.secrets_path)
-        raise
+        logger.error("the supervisor breaks; the keeper starts another one", exc_info=True)
+        recorder.event("supervisor_failed", cause=f"{type(error).__name__}: {error}")
+        recorder.close(timeout_s=_TOLD_TIMEOUT_S)
+        return EXIT_BROKEN
+
+
+def _fail(directory: TrialDirectory, recorder: Recorder, error: Exception) -> SupervisorExit:
+    logger.error("the trial has failed", exc_info=True)
+    record_failure(directory, recorder, f"supervisor: {error}")
+    recorder.close(timeout_s=_TOLD_TIMEOUT_S)
+    return SupervisorExit.FAILED
+
+
+def leave(exit_code: int) -> NoReturn:
+    """Ends this process with exactly this code, whatever threads wait for, and though the disk of its log is full."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(exit_code)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

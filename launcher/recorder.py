@@ -1,0 +1,109 @@
+"""What an attempt tells: journal lines and exit records, written in the file thread, later if they cannot be now.
+
+    event  --a line--> lines --+--in order--> events.jsonl
+    keep   --a file--> files --+            > exits/
+                               |
+             refused: kept, and tried again each second; told how many came late
+
+What is only told ends nothing: a full disk, or a file server that forgets its clients, costs at most these words.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from corral.experiments.journal import Journal, event_line
+from corral.launcher.file_thread import FileThread
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 2.0  # whoever reads after writing finds it, unless the file system hangs
+_PAUSE_S = 1.0
+_MAX_KEPT = 10_000
+
+
+class Recorder:
+    """Writes the journal of one attempt, and other files that explain."""
+
+    def __init__(self, files: FileThread, journal: Journal, *, attempt: int) -> None:
+        self._files = files
+        self._journal = journal
+        self.attempt = attempt
+        self._lines: deque[bytes] = deque()
+        self._writes: deque[Callable[[], None]] = deque()
+        self._trouble = ""
+        """Why something could not be written when it was told; "" if all is well."""
+        self._num_late = 0
+        self._num_dropped = 0
+        self._next_try = 0.0
+
+    def event(self, name: str, **fields: object) -> None:
+        """Adds a line to the journal, with the present time whenever it comes to be written."""
+        line = event_line(name, attempt=self.attempt, **fields)
+        if len(self._lines) >= _MAX_KEPT:
+            self._num_dropped += 1
+            return
+        self._lines.append(line)
+        if not self._trouble and not self._files.wait_for(self._files.submit(self._write), _PATIENCE_S):
+            self._trouble = "the file system hangs"
+
+    def keep(self, write: Callable[[], None]) -> None:
+        """Has a file written that explains, without waiting for it."""
+        if len(self._writes) >= _MAX_KEPT:
+            self._num_dropped += 1
+            return
+        self._writes.append(write)
+        if not self._trouble:
+            self._files.submit(self._write)
+
+    def try_again(self, now: float) -> None:
+        """Called once in a while: what was refused is tried again."""
+        if self._trouble and now >= self._next_try and not self._files.hangs:
+            self._next_try = now + _PAUSE_S
+            self._files.submit(self._write)
+
+    def close(self, *, timeout_s: float) -> None:
+        """Waits until all is written; lines that are not in time go to this process's own log."""
+        deadline = time.monotonic() + timeout_s
+        while self._files.submit(self._write).wait(max(0.0, deadline - time.monotonic())):
+            if not self._trouble or time.monotonic() + _PAUSE_S > deadline:
+                break
+            time.sleep(_PAUSE_S)
+        for line in tuple(self._lines):
+            logger.warning("not in the journal: %s", line.decode())
+
+    def _write(self) -> None:
+        """In the file thread. Lines and files do without each other: a quota may refuse new files only."""
+        refused = [why for why in (self._write_lines(), self._write_files()) if why]
+        if not refused and self._trouble:
+            self._lines.append(self._what_was_late())
+            refused = [why for why in (self._write_lines(),) if why]
+        elif refused and not self._trouble:
+            logger.warning("journal or exit records cannot be written now: %s", refused[0])
+        self._trouble = refused[0] if refused else ""
+
+    def _what_was_late(self) -> bytes:
+        num_late, num_dropped = self._num_late, self._num_dropped
+        self._num_late = self._num_dropped = 0
+        return event_line("records_late", attempt=self.attempt, late=num_late, dropped=num_dropped, cause=self._trouble)
+
+    def _write_lines(self) -> str:
+        while self._lines:
+            try:
+                self._journal.append_line(self._lines[0])
+            except OSError as error:
+                return str(error)
+            self._num_late += bool(self._trouble)
+            self._lines.popleft()
+        return ""
+
+    def _write_files(self) -> str:
+        while self._writes:
+            try:
+                self._writes[0]()
+            except OSError as error:
+                return str(error)
+            self._num_late += bool(self._trouble)
+            self._writes.popleft()
+        return ""
