@@ -106,7 +106,7 @@ def signal_tasks(tasks: Collection[SrunTask], signals: StepSignals, *, kill: boo
     running = [task for task in tasks if task.poll() is None]
     if not running:
         return
-    # SIGINT: SIGTERM is what SLURM sends by itself when the job is about to end, and to workers that is no order to leave.
+    # SIGINT: SIGTERM is what SLURM sends by itself when the job is about to end, and no order to leave.
     is_told = signals.send(running, "KILL" if kill else "INT")
     if not is_told or kill:  # SIGKILL of srun alone could leave the worker running
         for task in running:
