@@ -53,6 +53,8 @@ class FakeGenerationServer:
         self.refuse: Callable[[list[list[int]]], int] = lambda prompts: 200
         """Gives the status of a request for these prompts, partial answers included."""
         self.num_requests = 0
+        self.garbled: list[object] = []
+        """What it says of itself, one after the other, before it speaks the truth."""
 
     async def start(self) -> str:
         """Listen; returns the URL."""
@@ -79,7 +81,7 @@ class FakeGenerationServer:
         return web.json_response({})
 
     async def _info(self, request: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.version})
+        return web.json_response(self.garbled.pop() if self.garbled else {"weight_version": self.version})
 
     async def _update(self, request: web.Request) -> web.Response:
         self.version = (await request.json())["weight_version"]

@@ -18,7 +18,7 @@ from corral.experiments.trial_log import TrialLog
 from corral.workers.rollout import agents
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.spool import Spool
-from tests.workers.rollout_rig import RolloutRig
+from tests.workers.rollout_rig import FakeGenerationServer, RolloutRig
 from tests.workers.test_committed_ledger import Trainer
 
 HERE = __name__
@@ -126,6 +126,15 @@ def test_a_server_that_fails_is_brought_back_before_it_is_asked_again(tmp_path: 
         rig.run_until(lambda: len(rig.received) == 1, "one prompt")
         assert rig.outcomes() == {"0": "finished"}
         assert rig.num_retried() == 1, "told again, it would be benched again when it has come back"
+
+
+def test_a_server_that_talks_nonsense_is_asked_again(tmp_path: Path) -> None:
+    """A server whose update was lost sight of would stand aside for ever."""
+    server = FakeGenerationServer()
+    server.garbled = [["a list"], {"no": "version"}, 7]
+    with RolloutRig(tmp_path, ["1+1="], rollout={}, server=server) as rig:
+        rig.run_until(lambda: len(rig.received) == 1, "one prompt")
+        assert server.garbled == []
 
 
 def test_what_a_commit_covered_while_the_worker_was_away_is_forgotten_dropped_prompts_too(tmp_path: Path) -> None:

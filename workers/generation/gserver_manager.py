@@ -7,8 +7,8 @@
     workers     rollout workers' records             name-resolve         freed places of the dead
     commits     trial log                            the master           consumed samples
 
-asyncio only; nothing is locked across I/O. What it knows it can lose: Admission and ServerTable are rebuilt from
-reports, records and the trial log.
+asyncio only; nothing is locked across I/O, and every loop and every update is a task of one TaskGroup. What it knows it
+can lose: Admission and ServerTable are rebuilt from reports, records and the trial log.
 """
 
 import asyncio
@@ -113,6 +113,7 @@ class GserverManager(Worker):
             ):
                 self._in_use = WeightsInUse(in_use)
                 async with asyncio.TaskGroup() as tasks:
+                    self._tasks = tasks
                     tasks.create_task(self._every(_VERSION_POLL_S, self._watch_weights))
                     tasks.create_task(self._every(_SERVER_POLL_S, self._watch_servers))
                     tasks.create_task(self._every(_PROBE_INTERVAL_S, self._probe_servers))
@@ -220,13 +221,13 @@ class GserverManager(Worker):
             task = self._updates.get(server.name)
             if task is None or task.done():
                 self._table.loading(server.name)
-                self._updates[server.name] = asyncio.create_task(self._update(server, version, self._weights))
+                self._updates[server.name] = self._tasks.create_task(self._update(server, version, self._weights))
 
     async def _update(self, server: Server, version: str, weights: Path) -> None:
         try:
             async with self._in_use.reading(weights):
                 await self._client.bring_to(server.url, version=version, weights=weights)
-        except ServerError as error:
+        except (ServerError, NameServiceError) as error:
             logger.warning("%s could not be brought to version %s: %s", server.name, version, error)
             await asyncio.sleep(_RETRY_PAUSE_S)
             self._table.suspect(server.name, incarnation=server.incarnation)

@@ -47,7 +47,10 @@ class GenerationServerClient:
 
     async def version(self, url: str) -> str:
         """The tag of the weights that the server holds."""
-        return str((await self._get(url, "/get_model_info"))["weight_version"])
+        info = await self._get(url, "/get_model_info")
+        if "weight_version" not in info:
+            raise ServerError(f"{url}/get_model_info names no weight_version")
+        return str(info["weight_version"])
 
     async def probe(self, url: str) -> None:
         """ServerError unless the server says that it is ready."""
@@ -69,6 +72,6 @@ class GenerationServerClient:
                 if response.status != 200:
                     raise ServerError(f"{url}{path} answered {response.status}: {text[:300]}")
                 return dict(await response.json()) if "json" in response.content_type and text.strip() else {}
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, TypeError) as error:
             reason = str(error) or f"no answer within {timeout_s:.0f} s"
             raise ServerError(f"{url}{path} failed: {reason}") from error
