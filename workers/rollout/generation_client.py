@@ -43,6 +43,8 @@ class Setback:
     url: str
     is_busy: bool
     """Whether the server only had no room: it is well."""
+    lost: str = ""
+    """How the connection to it ended, if it did."""
 
 
 RouteFunction = Callable[[str, int, Setback | None], Awaitable[Route | None]]
@@ -112,6 +114,9 @@ class GenerationClient:
             num_busy = 0
             if setback is not None:
                 await asyncio.sleep(_RETRY_PAUSE_S)
+                if setback.lost:
+                    # Only now: where a trial ends, its servers leave at once, and whoever asked them within this pause.
+                    logger.warning("%s/generate failed: %s", setback.url, setback.lost)
             if sum(len(answer.output_ids) for answer in unfinished) > before or all(a.finished for a in unfinished):
                 last_progress = time.monotonic()
         return answers
@@ -138,8 +143,7 @@ class GenerationClient:
                     return _judge_refusal(route, response.status, (await response.text())[:500])
                 chunks = await response.json()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            logger.warning("%s/generate failed: %s", route.url, error or type(error).__name__)
-            return Setback(route.url, is_busy=False)
+            return Setback(route.url, is_busy=False, lost=str(error) or type(error).__name__)
         return None if _take_in(chunks, answers, route) else Setback(route.url, is_busy=False)
 
 

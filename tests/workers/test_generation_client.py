@@ -1,0 +1,55 @@
+"""The client of generation servers: what it says of a server that goes away."""
+
+import asyncio
+import logging
+
+import aiohttp
+import pytest
+
+from corral.experiments.config import SamplingConfig
+from corral.workers.rollout.generation_client import GenerationClient, Route, Setback
+
+DEADLINE_S = 20.0
+
+
+async def _ask(*, is_ending: bool) -> None:
+    """One group at a server that ends every connection; given up at once, or only before the second try."""
+    lost, told = asyncio.Event(), asyncio.Event()
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.close()
+
+    async def notice(*event: object) -> None:
+        lost.set()
+
+    async def route(uid: str, tokens: int, setback: Setback | None) -> Route | None:
+        if setback is not None:
+            told.set()
+            await asyncio.Event().wait()
+        return Route(url)
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    url = "http://{}:{}".format(*server.sockets[0].getsockname())
+    trace = aiohttp.TraceConfig()
+    trace.on_request_exception.append(notice)
+    async with server, aiohttp.ClientSession(trace_configs=[trace]) as session:
+        client = GenerationClient(
+            session,
+            route,
+            sampling=SamplingConfig(),
+            stop_token_ids=[0],
+            new_tokens_per_chunk=4,
+            request_timeout_s=DEADLINE_S,
+        )
+        group = asyncio.create_task(client.sample_group("0:a", [1, 2], group_size=2))
+        await asyncio.wait_for((lost if is_ending else told).wait(), DEADLINE_S)
+        group.cancel()
+        await asyncio.wait([group])
+
+
+@pytest.mark.parametrize("is_ending", [True, False])
+def test_a_server_that_leaves_with_the_trial_is_no_warning(is_ending: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(_ask(is_ending=is_ending))
+    assert ("/generate failed" in caplog.text) is not is_ending
