@@ -337,6 +337,16 @@ def link_files(source: Path, target: Path) -> None:
                 shutil.copy2(path, target / path.name)
 
 
+def read_tail(path: Path, num_bytes: int) -> bytes:
+    """The last bytes of a file, or all of it; none if there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+            return file.read(num_bytes)
+    except FileNotFoundError:
+        return b""
+
+
 def write_all(descriptor: int, data: bytes) -> None:
     """Writes all of `data`; one write(2) may take less on a nearly full disk."""
     remaining = memoryview(data)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.trial_directory import TrialDirectory, atomic_write
+from corral.experiments.trial_directory import TrialDirectory, atomic_write, read_tail
 
 _TAIL_BYTES = 16384
 _TAIL_LINES = 20
@@ -103,12 +103,5 @@ def signal_name(returncode: int) -> str | None:
 
 def tail_lines(path: Path, count: int) -> list[str]:
     """The last lines of a text file; an empty list if there is none."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return []
-    lines = text.splitlines()
+    lines = read_tail(path, _TAIL_BYTES).decode(errors="replace").splitlines()
     return lines[-count:] if count else []

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from corral.experiments.trial_directory import read_tail
+
 _TAIL_BYTES = 65536
 _TAIL_LINES = 100
 
@@ -20,13 +22,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def last_metrics(path: Path) -> dict[str, Any]:
     """The newest value of every number in the last lines; {} before the first step."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = _parse(b"\n".join(file.read().split(b"\n")[-_TAIL_LINES:]))
-    except FileNotFoundError:
-        return {}
+    lines = _parse(b"\n".join(read_tail(path, _TAIL_BYTES).split(b"\n")[-_TAIL_LINES:]))
     newest: dict[str, Any] = {}
     for line in lines:  # evaluations come every few steps, and stay worth showing in between
         newest.update({name: value for name, value in line.items() if value is not None})

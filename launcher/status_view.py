@@ -51,6 +51,7 @@ _MAX_NODES = 4
 _MAX_WAITS = 6
 _SHORT_WAIT_S = 1.0
 _MIN_LAST_COLUMN = 20
+_INDENT_APART = 4
 _FIRST_COLUMN = re.compile(r"\s*\S+\s{2,}")
 
 
@@ -158,19 +159,24 @@ def render_table(
     """Columns as wide as their widest cell; the second one is a state, and carries its colour.
 
     Args:
-        width: of the terminal; the last column goes on below itself where it ends, if that leaves room for words.
+        width: of the terminal. The last column goes on below itself where the terminal ends; if there is no room for
+            words beside the others, it stands on lines of its own.
     """
     cells = [tuple(printable(cell) for cell in row) for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     indent = sum(widths[:-1]) + 2 * (len(widths) - 1)
-    room = width - indent if width is not None and width - indent >= _MIN_LAST_COLUMN else max(1, widths[-1])
+    is_apart = width is not None and width - indent < min(_MIN_LAST_COLUMN, widths[-1])
+    if is_apart:
+        indent = _INDENT_APART
+    room = max(1, widths[-1]) if width is None else max(_MIN_LAST_COLUMN, width - indent)
     lines = []
     for row in cells:
         padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         padded[1] = _coloured(padded[1], colour=colour)
-        first, *more = textwrap.wrap(row[-1], room, break_long_words=False, break_on_hyphens=False) or [""]
-        lines.append("  ".join([*padded[:-1], first]).rstrip())
-        lines += [" " * indent + part for part in more]
+        last = textwrap.wrap(row[-1], room, break_long_words=False, break_on_hyphens=False)
+        beside, below = ([], last if row[-1] != "-" else []) if is_apart else (last[:1], last[1:])
+        lines.append("  ".join([*padded[:-1], *beside]).rstrip())
+        lines += [" " * indent + part for part in below]
     return "\n".join(lines)
 
 

@@ -121,6 +121,7 @@ def wait_for_trial(facts: "TrialFacts", name: str) -> None:
     print(f"{facts.name} {ended.state}" + (f": {ended.note}" if ended.note else ""))
     if (facts.directory.report_path / "curves.png").exists():
         print(f"report     {facts.directory.report_path / 'curves.png'}")
-    if code:
+    if code is CommandExit.FAILED:
         print(f"see        rl-logs {name} --errors", file=sys.stderr)
+    if code:
         raise typer.Exit(code)

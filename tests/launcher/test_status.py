@@ -22,7 +22,7 @@ from corral.launcher.queue_cache import QueueAnswer
 from corral.launcher.slurm import QueuedJob
 from corral.launcher.status import Evidence, WorkerLife, describe, judge
 from corral.launcher.status_reader import StatusReader
-from corral.launcher.status_view import format_duration, render_json, render_trial, render_trials
+from corral.launcher.status_view import format_duration, render_json, render_trial, render_trials, render_workers
 from corral.launcher.trial_redis import connect_name_service
 from corral.launcher.trials import TrialFacts, read_facts
 from corral.workers.presence import Presence
@@ -195,7 +195,9 @@ def test_a_long_note_goes_on_below_itself() -> None:
     assert len(whole) == 2 and header == whole[0] and more
     assert all(len(line) <= column + 24 and not line[:column].strip() for line in more)
     assert " ".join([first[column:], *(line.strip() for line in more)]) == status.note
-    assert render_trials([status], width=column + 5).splitlines() == whole  # no room for words
+    below = render_trials([status], width=column + 5).splitlines()  # no room for words beside the others
+    assert max(len(line) for line in below) <= column + 5
+    assert " ".join(line.strip() for line in below[3:]) == status.note
 
 
 def test_a_bar_takes_the_room_that_the_words_leave() -> None:
@@ -204,6 +206,16 @@ def test_a_bar_takes_the_room_that_the_words_leave() -> None:
     assert progress_bar(status, room=13) == "[=====     ] "
     assert progress_bar(status, room=10) == ""
     assert progress_bar(dataclasses.replace(status, total_steps=None), room=100) == ""
+
+
+def test_a_table_that_is_too_wide_keeps_its_columns_and_has_its_last_one_below() -> None:
+    waiting = record(phase="wait for a batch", waiting_for="3 more of 8 trajectories", waits_for=WORKERS[1:])
+    status = describe(dataclasses.replace(HEALTHY, records=with_record("master_worker/0", waiting)))
+    lines = render_workers(status.workers, width=90).splitlines()
+    assert max(len(line) for line in lines) <= 90
+    assert lines[1] == "    WAITING FOR" and lines[3] == "    3 more of 8 trajectories (rollout_worker x2)"
+    assert lines[4].startswith("rollout_worker/0") and lines[5].startswith("rollout_worker/1")
+    assert len(render_workers(status.workers, width=200).splitlines()) == 4
 
 
 def test_the_bar_stays_in_a_narrow_terminal_and_words_go() -> None:
