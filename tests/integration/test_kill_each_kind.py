@@ -24,8 +24,7 @@ VICTIMS = (
 ENDS_AN_EPOCH = VICTIMS[-3:]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("commit_every_steps", [1, 3])
+@pytest.mark.parametrize("commit_every_steps", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_any_process_can_be_killed_and_the_trial_trains_every_prompt_once(
     start_trial: Callable[..., Trial], commit_every_steps: int
 ) -> None:

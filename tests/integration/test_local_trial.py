@@ -17,7 +17,6 @@ from tests.integration.trial_helpers import WORKERS, Trial
 TORCH_FREE = ("master_worker/0", "gserver_manager/0", "rollout_worker/0")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("eta", "commit_every_steps"), [(1, 1), (0, 3)])
 def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
     start_trial: Callable[..., Trial], eta: int, commit_every_steps: int
@@ -55,7 +54,6 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
     assert (trial.directory.exports_path / "final" / "model.safetensors").exists()
 
 
-@pytest.mark.slow
 def test_an_agent_that_always_fails_ends_the_trial_and_its_line_is_named(start_trial: Callable[..., Trial]) -> None:
     trial = start_trial(
         num_rows=64,

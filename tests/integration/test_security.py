@@ -23,8 +23,6 @@ from corral.workers.streams.security import StreamSecurity
 from tests.integration.evidence import check_every_sample_was_consumed_once, check_nothing_is_left, find_secrets
 from tests.integration.trial_helpers import WORKERS, Material, Trial, submit
 
-pytestmark = pytest.mark.slow
-
 NUM_BLOBS = 1000
 REFUSED = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import pytest
-
 from tests.integration.evidence import (
     History,
     check_every_sample_was_consumed_once,
@@ -13,7 +11,6 @@ from tests.integration.evidence import (
 from tests.integration.trial_helpers import Trial
 
 
-@pytest.mark.slow
 def test_a_stopped_trial_goes_on_from_its_last_commit(start_trial: Callable[..., Trial]) -> None:
     trial = start_trial(
         num_rows=90,

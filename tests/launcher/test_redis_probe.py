@@ -4,8 +4,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.redis_probe import RedisProbe
@@ -40,7 +38,6 @@ def test_a_frozen_server_is_noticed_and_one_that_was_started_again_is_not_taken_
     redis.kill()
 
 
-@pytest.mark.slow
 def test_a_frozen_redis_is_replaced_on_its_port_while_the_workers_go_on(make_trial: MakeTrial) -> None:
     trial = make_trial({"master_worker/0": ["master"]}, model_workers=1, servers=0)
     trial.start()

@@ -25,7 +25,7 @@ from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, missing_programs, running_cluster
 from tests.slurm.trials import SlurmTrial
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 ENDLESS = "steps 100000 0.1"
 GROWS_OLD = {"master_worker/0": [ENDLESS, "steps 1 0"]}

@@ -17,9 +17,10 @@ from tests.integration.trial_helpers import WORKERS, Trial
 from tests.slurm.cluster import Cluster
 from tests.slurm.trials import job_of
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 
+@pytest.mark.slow
 def test_supervised_training_of_the_shipped_recipe_completes(start_job: Callable[..., Trial]) -> None:
     trial = start_job("sft", num_rows=64, overrides={"evaluation.every_steps": 4})
     trial.wait_for_end()

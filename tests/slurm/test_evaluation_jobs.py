@@ -74,7 +74,6 @@ def wait_for_state(reader: EvaluationReader, step: int, state: str) -> Evaluatio
     return wait_until(look, f"{state} of step {step}: {reader.read([step])}", timeout_s=WAIT_S)
 
 
-@pytest.mark.slow
 def test_versions_are_evaluated_as_an_array_by_the_command(site: Cluster, tmp_path: Path, model: Path) -> None:
     directory = make_evaluable_trial(tmp_path / "a root", model, commits=(1, 2))
     arguments = [str(directory.path), "--step", "all", "--wait", "-o", "json", "--minutes", "5"]
@@ -90,7 +89,6 @@ def test_versions_are_evaluated_as_an_array_by_the_command(site: Cluster, tmp_pa
     assert not (directory.evaluations_path / "weights" / "step-00000001").exists()
 
 
-@pytest.mark.slow
 def test_crashed_cancelled_and_interrupted_evaluations_end_as_what_they_are(
     site: Cluster, tmp_path: Path, model: Path
 ) -> None:

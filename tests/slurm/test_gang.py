@@ -10,7 +10,7 @@ from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster
 from tests.slurm.trials import SlurmTrial
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 WORKS = {"master_worker/0": ["finish 1.5"]}
 # A rank and a server fill a node's GPUs: each trial needs two nodes for training, and two for generation.

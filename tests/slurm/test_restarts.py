@@ -16,7 +16,7 @@ from tests.integration.evidence import (
 from tests.integration.trial_helpers import WORKERS, Trial
 from tests.launcher.trials import wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 NUM_RANKS = 3
 

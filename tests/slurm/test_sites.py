@@ -13,7 +13,7 @@ from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, running_cluster
 from tests.slurm.trials import SlurmTrial
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 REWRITES_COMMENTS = """\
 function slurm_job_submit(job, partitions, uid)
