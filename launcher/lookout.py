@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 _PATIENCE_S = 3.0  # a loaded file server answers within a second; one that is gone does not within minutes
 _MAX_AT_ONCE = 32
+_SLOW_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +53,19 @@ class Lookout(Generic[K]):
         silent = Unanswered(f"no answer within {patience_s:.0f} s")
         answers: dict[K, T | Unanswered] = {key: silent for key in calls if key in self._stuck}
         look = _Look({key: call for key, call in calls.items() if key not in self._stuck}, self._stuck)
-        for _ in range(min(self._max_at_once, len(look.waiting))):
-            look.add_thread()
+        num_threads = 0
         while len(answers) < len(calls):
+            # Quick answers are had soonest from few threads, which do not get into each other's way.
+            if look.waiting and num_threads < self._max_at_once:
+                look.add_thread()
+                num_threads += 1
             for key in look.overdue(patience_s):
                 answers[key] = silent
                 look.give_up(key)
-            try:
-                key, answer = look.answers.get(timeout=look.next_deadline_s(patience_s))
-            except queue.Empty:
-                continue
-            if isinstance(answer, BaseException):
-                raise answer
-            answers[key] = answer
+            for key, answer in look.answered(patience_s):
+                if isinstance(answer, BaseException):
+                    raise answer
+                answers[key] = answer
         return answers
 
     def look_once(self, key: K, call: Callable[[], T], *, patience_s: float | None = None) -> T | Unanswered:
@@ -81,7 +82,7 @@ class _Look(Generic[K, T]):
         self._lock = threading.Lock()
         self._started: dict[K, float] = {}
         self.waiting = deque(calls)
-        self.answers: queue.SimpleQueue[tuple[K, T | Unanswered | BaseException]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[K, T | Unanswered | BaseException]] = queue.SimpleQueue()
 
     def add_thread(self) -> None:
         threading.Thread(target=self._work, name="lookout", daemon=True).start()
@@ -91,11 +92,18 @@ class _Look(Generic[K, T]):
             now = time.monotonic()
             return [key for key, started in self._started.items() if now - started >= patience_s]
 
-    def next_deadline_s(self, patience_s: float) -> float:
-        """Seconds until the next look for what is overdue."""
-        with self._lock:
-            first = min(self._started.values(), default=time.monotonic())
-        return max(0.0, first + patience_s - time.monotonic())
+    def answered(self, patience_s: float) -> Iterator[tuple[K, T | Unanswered | BaseException]]:
+        """What comes back, until nothing has for a moment, or something is overdue, or all has."""
+        while True:
+            with self._lock:
+                oldest = min(self._started.values(), default=None)
+                if oldest is None and not self.waiting and self._answers.empty():
+                    return
+            left_s = _SLOW_S if oldest is None else min(_SLOW_S, oldest + patience_s - time.monotonic())
+            try:
+                yield self._answers.get(timeout=max(0.0, left_s))
+            except queue.Empty:
+                return
 
     def give_up(self, key: K) -> None:
         with self._lock:
@@ -122,4 +130,4 @@ class _Look(Generic[K, T]):
                 self._stuck.discard(key)
                 if self._started.pop(key, None) is None:
                     return  # given up, and replaced
-            self.answers.put((key, answer))
+            self._answers.put((key, answer))
