@@ -53,7 +53,7 @@ def test_a_supervisor_that_breaks_is_started_again_and_keeps_the_secrets(make_tr
     trial.start()
     trial.wait_for_workers()
     before = set(trial.processes())
-    break_files(trial.directory, "RuntimeError", "control/group-requests.json")
+    break_files(trial.directory, "RuntimeError", "log/")
     (failed,) = trial.wait_for("supervisor_failed")
     mend_files(trial.directory)
     assert failed["cause"] == "RuntimeError: a fault"
@@ -66,10 +66,10 @@ def test_a_supervisor_that_breaks_is_started_again_and_keeps_the_secrets(make_tr
 
 
 def test_a_file_that_hangs_stops_neither_restarts_nor_signals(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"]}, model_workers=1, servers=0)
+    trial = make_trial({"master_worker/0": ["wait"]}, model_workers=1, servers=0)
     supervisor = trial.start()
     trial.wait_for_workers()
-    os.mkfifo(trial.directory.group_requests_path)  # whoever opens it waits for a writer
+    os.mkfifo(trial.directory.log_path / "00000001")  # whoever opens it waits for a writer
     kill(trial, WORKER)
     wait_until(lambda: len(trial.starts(WORKER)) == 2, "the worker's second start")
     supervisor.send_signal(signal.SIGTERM)

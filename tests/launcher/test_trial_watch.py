@@ -47,11 +47,11 @@ def test_a_look_that_was_asked_for_sees_what_was_there_when_it_was_asked(tmp_pat
 
 def test_a_look_that_hangs_holds_up_neither_the_loop_nor_another_look(tmp_path: Path) -> None:
     watch, directory, _ = make_watch(tmp_path)
-    os.mkfifo(directory.group_requests_path)
+    os.mkfifo(directory.stop_request_path)
     look = watch.ask(0.0)
     for turn in range(100):
         assert watch.take(float(turn), is_awaited=True) == []
     assert not watch.has_seen(look)
-    with directory.group_requests_path.open("wb"):
+    with directory.stop_request_path.open("wb"):
         pass  # it answers again
     wait_until(lambda: watch.take(100.0, is_awaited=True) or watch.has_seen(look), "the look")
