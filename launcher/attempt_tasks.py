@@ -146,7 +146,15 @@ class AttemptTasks:
     def _ended(self, worker: str, task: Task, returncode: int) -> Exit:
         kind = task.exit_kind()
         self._recorder.keep(
-            partial(self._exits.record, worker, returncode, pid=task.pid, node=task.node, ended_at=time.time())
+            partial(
+                self._exits.record,
+                worker,
+                returncode,
+                exit_kind=kind,
+                pid=task.pid,
+                node=task.node,
+                ended_at=time.time(),
+            )
         )
         self._recorder.event(
             "worker_exited", worker=worker, pid=task.pid, node=task.node, returncode=returncode, kind=kind.value

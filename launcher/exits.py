@@ -1,6 +1,6 @@
 """Exit records: one small file per ended worker, so that the first failure can be told from those that followed it.
 
-exits/{attempt}.{kind}-{index}.{n}.json   worker, attempt, returncode, signal, time, node, pid, last_lines
+exits/{attempt}.{kind}-{index}.{n}.json   worker, attempt, returncode, kind, signal, time, node, pid, last_lines
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import Any
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial_directory import TrialDirectory, atomic_write, read_tail
+from corral.launcher.unit_actions import ExitKind
 
 _TAIL_BYTES = 16384
 _TAIL_LINES = 20
@@ -27,7 +28,9 @@ class ExitRecorder:
         self._attempt = attempt
         self._next_number: dict[str, int] = {}
 
-    def record(self, worker: str, returncode: int, *, pid: int, node: str, ended_at: float) -> None:
+    def record(
+        self, worker: str, returncode: int, *, exit_kind: ExitKind, pid: int, node: str, ended_at: float
+    ) -> None:
         """Writes down how a worker ended and what it said last.
 
         Raises:
@@ -39,6 +42,7 @@ class ExitRecorder:
             "worker": worker,
             "attempt": self._attempt,
             "returncode": returncode,
+            "kind": exit_kind,
             "signal": signal_name(returncode),
             "time": ended_at,
             "node": node,
@@ -77,7 +81,7 @@ def first_cause(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def is_consequence(record: Mapping[str, Any]) -> bool:
     """Whether another end explains this one."""
-    return record["returncode"] in _CONSEQUENCES
+    return record["returncode"] in _CONSEQUENCES or record.get("kind", ExitKind.OWN) != ExitKind.OWN
 
 
 def is_out_of_memory(record: Mapping[str, Any]) -> bool:

@@ -123,8 +123,11 @@ def _incident_of_event(event: Mapping[str, Any]) -> Incident | None:
         node = str(event.get("node") or "")
         return Incident(time=moment, who="node", what=cause or "failed", attempt=attempt, node=node, is_outside=True)
     if name == "supervisor_died":
-        what = f"ended by signal {-int(event.get('returncode', 0))}"
+        code = int(event.get("returncode", 0))
+        what = f"ended by signal {-code}" if code < 0 else f"exit {code}"
         return Incident(time=moment, who="supervisor", what=what, attempt=attempt, is_outside=True)
+    if name == "supervisor_failed":
+        return Incident(time=moment, who="supervisor", what=cause, attempt=attempt, is_outside=True)
     if name in ("redis_exited", "redis_not_started", "worker_not_started"):
         what = cause or f"ended with {event.get('returncode')}"
         who = str(event.get("worker") or "redis")

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from corral.experiments.trial_directory import StopRequest
+from corral.launcher.failures import describe_failures
 from corral.launcher.lock import is_locked
 from tests.launcher.broken_files import break_files, mend_files
 from tests.launcher.conftest import MakeTrial
@@ -63,6 +64,9 @@ def test_a_supervisor_that_breaks_is_started_again_and_keeps_the_secrets(make_tr
     assert trial.events("trial_ended") == []
     stop(trial)
     assert trial.wait() == 0
+    assert describe_failures(trial.directory, attempt=None).startswith(
+        "first failure: supervisor, RuntimeError: a fault"
+    )
 
 
 def test_a_file_that_hangs_stops_neither_restarts_nor_signals(make_trial: MakeTrial) -> None:
