@@ -111,7 +111,11 @@ class AttemptEnd:
             self.phase, self._state, self._cause = EndPhase.HANDING_OVER, end.state, end.cause
             if end.needs_successor and not self._successor:
                 return [AskForSuccessor()]  # and with the answer, at once, the end is recorded
-        return actions + self._record_at_once()
+        actions += self._record_at_once()
+        if end.is_requeued and self.phase is EndPhase.HANDING_OVER and self._successor:
+            # Asked for before SLURM said so: of two jobs that go on, its own one is enough.
+            actions.append(RevokeSuccessor())
+        return actions
 
     def successor_found(self, job_id: str) -> list[EndAction]:
         """A job waits to go on."""

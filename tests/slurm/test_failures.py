@@ -53,7 +53,8 @@ def test_a_crashed_node_ends_the_attempt_and_the_next_one_completes_elsewhere(
     assert [end["state"] for end in ends_of(trial)] == ["NODE_FAILED", "COMPLETE"], trial.events()
     assert failed_nodes(trial.directory) == [node]
     assert node not in {event["node"] for event in trial.events("worker_started", attempt=1)}
-    assert jobs_of(trial) == {job_id}  # SLURM itself has requeued it
+    assert [event["job_id"] for event in trial.events("submitted")] == [job_id, job_id]  # SLURM itself requeued it
+    wait_until(lambda: not alive(trial), "an empty queue")
 
 
 def test_a_crash_of_the_supervisors_own_node_is_survived_too(make_slurm_trial: Any, cluster: Cluster) -> None:
