@@ -54,7 +54,7 @@ def environment_of(fileroot: Path) -> dict[str, str]:
 
 def rl_eval(fileroot: Path, *arguments: str, exit_code: int = 0) -> str:
     done = subprocess.run(
-        [str(BIN / "rl-eval"), *arguments], env=environment_of(fileroot), capture_output=True, text=True, timeout=120
+        [str(BIN / "rl-eval"), *arguments], env=environment_of(fileroot), capture_output=True, text=True, timeout=240
     )
     assert done.returncode == exit_code, done.stdout + done.stderr
     return done.stdout + (done.stderr if exit_code else "")
@@ -163,7 +163,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path, model: P
         first.kill()
         first.wait()
     gate.write_text("1000")
-    subprocess.run(command, env=environment_of(tmp_path), check=True, timeout=120)
+    subprocess.run(command, env=environment_of(tmp_path), check=True, timeout=240)
     result = read_result(result_path(directory.evaluations_path, 1))
     assert result is not None and (result.num_starts, result.num_prompts) == (2, NUM_PROBLEMS)
     assert len(judged.read_text().split()) == 8 + NUM_PROBLEMS - 4  # the first batch of four was kept

@@ -15,6 +15,7 @@ from corral.experiments.attempts import begin_attempt, last_attempt, read_claim,
 from corral.launcher.keeper import keep
 from corral.launcher.lock import SupervisorLock, SupervisorRunsError, is_locked, lock_path
 from corral.launcher.processes import describe_this_process
+from corral.launcher.supervisor_exit import SupervisorExit
 from tests.launcher.trials import StubTrial
 
 ELSEWHERE = {"host": "another-node", "pid": 1, "start_ticks": 1}
@@ -46,7 +47,8 @@ def start_job(trial: StubTrial, monkeypatch: pytest.MonkeyPatch, job_id: str, *,
     monkeypatch.setenv("SLURM_JOB_ID", job_id)
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
     monkeypatch.setenv("PATH", "")  # nobody says anything about job 7
-    return keep(trial.directory, command=[sys.executable, "-c", "pass"], max_restarts=0)
+    ends = [sys.executable, "-c", f"raise SystemExit({SupervisorExit.ENDED})"]
+    return keep(trial.directory, command=ends, max_restarts=0)
 
 
 @pytest.mark.usefixtures("no_locks")

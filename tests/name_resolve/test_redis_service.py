@@ -47,10 +47,10 @@ def test_operations_wait_through_a_restart(own_redis_server: RedisServer) -> Non
     with connect(own_redis_server, unavailable_timeout_s=120) as names:
         names.add("before", "x")
         kill(own_redis_server)
-        restarting = threading.Timer(0.3, own_redis_server.restart)
-        restarting.start()
-        names.add("after", "y")
-        restarting.join(20)
+        waiting = threading.Thread(target=names.add, args=("after", "y"))
+        waiting.start()
+        own_redis_server.restart()
+        waiting.join(120)
         assert names.get_subtree("") == {"after": "y"}
 
 

@@ -161,7 +161,8 @@ def test_a_preempted_trial_that_was_busy_to_the_end_completes_in_its_next_attemp
     trial.behave({"master_worker/0": [END_AT_ONCE]})
     wait_for_end(trial, "COMPLETE")
     assert [end["state"] for end in ends_of(trial)] == ["PREEMPTED", "COMPLETE"]
-    assert trial.events("unit_restarting") == []
+    # SLURM's SIGTERM reaches Redis, which is none of the steps; no worker's exit was a crash.
+    assert {event["unit"] for event in trial.events("unit_restarting")} <= {"redis"}
     wait_until(lambda: not alive(trial), "an empty queue")
 
 
