@@ -99,10 +99,10 @@ class Trial:
             [program, *arguments, str(self.directory.path)], environment=self.environment, exit_code=exit_code
         )
 
-    def run_resume(self, *, exit_code: int = 0) -> str:
+    def run_resume(self) -> str:
         """`rl-submit --resume`; what it printed."""
         command = ["rl-submit", "--resume", str(self.directory.path)]
-        return run_program(command, environment=self.environment, exit_code=exit_code)
+        return run_program(command, environment=self.environment)
 
     def logs(self, *arguments: str) -> str:
         """What `rl-logs` prints."""
