@@ -274,12 +274,15 @@ def test_a_hundred_steps_are_told_to_end_by_two_commands() -> None:
     client = SteppingClient()
     signals = StepSignals(client)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
-        tasks = [SrunTask(process, name=f"x-{i}", node="n1", signals=signals, job_id="7") for i in range(100)]
-        signal_tasks(tasks, signals, kill=False)
-        assert client.asked == [("squeue", "7"), ("scancel", "INT", *(f"7.{i}" for i in range(100)))]
-        assert process.poll() is None
-        signal_tasks(tasks, signals, kill=True)
-        assert [command[:2] for command in client.asked[2:]] == [("squeue", "7"), ("scancel", "KILL")]
+        try:
+            tasks = [SrunTask(process, name=f"x-{i}", node="n1", signals=signals, job_id="7") for i in range(100)]
+            signal_tasks(tasks, signals, kill=False)
+            assert client.asked == [("squeue", "7"), ("scancel", "INT", *(f"7.{i}" for i in range(100)))]
+            assert process.poll() is None
+            signal_tasks(tasks, signals, kill=True)
+            assert [command[:2] for command in client.asked[2:]] == [("squeue", "7"), ("scancel", "KILL")]
+        finally:
+            process.kill()
 
 
 def test_a_controller_that_is_away_is_asked_once_and_not_for_each_worker() -> None:
