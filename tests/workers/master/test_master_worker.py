@@ -2,24 +2,28 @@
 
 import asyncio
 import math
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Self, cast
 
 import pytest
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.journal import Journal
+from corral.experiments.ledger import LEDGER_NAME
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import CorruptLogError, TrialLog
+from corral.workers import checkpoint
 from corral.workers.checkpoint import NoValidCheckpointError, RecoveryPoint
 from corral.workers.master import master_worker
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.trainer_gang import GangLostError, TrainerGang
 from corral.workers.streams.errors import StaleEpochError
 from corral.workers.worker import CannotContinueError, Worker, run_to_exit_code
+from tests.workers.master.trials import Gang, KilledError, run_master, trial_of
 
 
 class Presence:
@@ -135,26 +139,56 @@ def test_a_commit_gives_the_epochs_their_whole_budget_back(
     assert TrialLog(master.context.trial.log_path).read().epoch == 6
 
 
-def test_the_master_answers_while_a_checkpoint_is_verified_and_each_piece_is_progress(
+def test_each_piece_of_a_checkpoint_that_is_verified_is_progress(
     master: MasterWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answered = threading.Event()
-
     def verify(state: object, trial: object, *, on_progress: Callable[[], None]) -> RecoveryPoint:
         for _ in range(5):
             on_progress()
-        assert answered.wait(30.0), "the loop stands still while a checkpoint is verified"
         return RecoveryPoint(honoured=(), rejected=())
 
     monkeypatch.setattr(master_worker, "last_valid_commit", verify)
-
-    async def scenario() -> None:
-        asyncio.get_running_loop().call_soon(answered.set)
-        await master._recover(master._log.claim("host:1"))
-
-    asyncio.run(scenario())
+    asyncio.run(master._recover(master._log.claim("host:1")))
     presence = cast(Any, master.context.presence)
     assert (presence.beats, presence.deadlines) == (5, [7.0])
+
+
+class ListeningGang(Gang):
+    """Knows the event loop that its requests and heartbeats go through."""
+
+    loop: asyncio.AbstractEventLoop
+
+    async def __aenter__(self) -> Self:
+        self.loop = asyncio.get_running_loop()
+        return self
+
+
+def test_the_master_answers_while_the_files_of_a_commit_are_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+
+    def die_after_a_commit(name: str) -> None:
+        if name == "run_step" and TrialLog(trial.log_path).read().commits:
+            raise KilledError(name)
+
+    with pytest.raises(KilledError):
+        run_master(plan, trial, Gang(at_call=die_after_a_commit), monkeypatch)
+    (committed,) = (logged.commit for logged in TrialLog(trial.log_path).read().commits)
+
+    gang, hashed, real = ListeningGang(), set[str](), checkpoint._digest
+
+    def hash_once_answered(file: Any, on_progress: Callable[[], None]) -> str:
+        answered = threading.Event()
+        gang.loop.call_soon_threadsafe(answered.set)
+        assert answered.wait(30.0), f"the event loop waits for the hash of {file.name}"
+        hashed.add(os.path.relpath(file.name, trial.path))
+        return real(file, on_progress)
+
+    monkeypatch.setattr(checkpoint, "_digest", hash_once_answered)
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    verified = {name for name in hashed if name.startswith(f"{committed.directory}/")}
+    assert f"{committed.directory}/{LEDGER_NAME}" in verified and hashed > verified
 
 
 def test_loading_a_model_takes_as_long_as_its_ranks_make_progress(
