@@ -6,7 +6,7 @@ Epoch, request id and deadline travel in the header of every message (`codec.Hea
 
     non-blocking   Spec ModelConfig Fetch LoadRows Reject ClearDataCache Ping Shutdown
                    answered at once, by the I/O thread
-    blocking       Initialize Inference TrainStep Evaluate SaveWeights SaveCheckpoint RunHooks
+    blocking       Initialize Inference TrainStep Evaluate SaveWeights SaveCheckpoint
                    collectives inside: queued until a Flush names them, run by the main thread in the order of request
                        ids
 """
@@ -138,10 +138,6 @@ class SaveCheckpoint(_Message, frozen=True, tag="save_checkpoint"):
     step: int
 
 
-class RunHooks(_Message, frozen=True, tag="run_hooks"):
-    """Nothing but the hooks -> OkReply"""
-
-
 class Flush(_Message, frozen=True, tag="flush"):
     """All concurrent requests of this level have been sent: run these -> OkReply
 
@@ -164,7 +160,7 @@ class Shutdown(_Message, frozen=True, tag="shutdown"):
 
 
 NonBlockingRequest = Spec | ModelConfig | Fetch | LoadRows | Reject | ClearDataCache | Ping | Shutdown
-BlockingRequest = Initialize | Inference | TrainStep | Evaluate | SaveWeights | SaveCheckpoint | RunHooks
+BlockingRequest = Initialize | Inference | TrainStep | Evaluate | SaveWeights | SaveCheckpoint
 Request = NonBlockingRequest | BlockingRequest | Flush
 
 
