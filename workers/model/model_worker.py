@@ -75,6 +75,10 @@ _TRAJECTORY_CAPACITY_BYTES = 2**30
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+class RequestNotServedError(ValueError):
+    """A model worker does not know this kind of request; it has done nothing for it."""
+
+
 class ModelWorker(Worker):
     """Holds the models of one rank and serves the master."""
 
@@ -253,6 +257,9 @@ class ModelWorker(Worker):
         except (TransferError, torch.distributed.DistError) as error:
             stream.reply_error(envelope, error)
             raise GangBrokenError(f"{name} failed because another rank is gone: {error}") from error
+        except RequestNotServedError as error:
+            stream.reply_error(envelope, error)
+            return  # all ranks refuse it alike, so none of them is left behind in a collective
         except Exception as error:
             stream.reply_error(envelope, error)
             raise
@@ -348,8 +355,8 @@ class ModelWorker(Worker):
         return self._evaluator.evaluate(self._engines[self._trained_role().role].model)
 
 
-def _not_served(request: Request) -> ValueError:
-    return ValueError(f"request {type(request).__name__} is not served by this model worker")
+def _not_served(request: Request) -> RequestNotServedError:
+    return RequestNotServedError(f"request {type(request).__name__} is not served by this model worker")
 
 
 def _words(name: str) -> str:
