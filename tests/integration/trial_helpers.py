@@ -173,12 +173,16 @@ class Trial:
         """Rewards of a slow trial take no time from now on, and it may run to its end."""
         self._pace.lift()
 
-    def wait_for_steps(self, more: int) -> None:
+    def wait_for_steps(self, more: int, *, timeout_s: float = DEADLINE_S) -> None:
         """Until `more` train steps have run from now on; a slow trial then stops a few steps later."""
         steps = self.train_steps()
         before = len(steps)
         self._pace.allow(max(steps, default=0) + more + _STEPS_AHEAD)
-        self.wait_for(lambda: len(self.train_steps()) >= before + more, f"{more} train steps after {before}")
+        self.wait_for(
+            lambda: len(self.train_steps()) >= before + more,
+            f"{more} train steps after {before}",
+            timeout_s=timeout_s,
+        )
 
     def wait_for_uncommitted_step(self, *, commit_every_steps: int) -> None:
         """Until a slow trial has run the first step after a commit, and stops before the next one is due."""
