@@ -112,8 +112,9 @@ class WorkerRequestStream:
         self.num_stale = 0
         self._thread = LoopThread(f"requests of {worker_id}")
 
-        def connect() -> DealerLink:
-            return DealerLink(
+        def connect() -> None:
+            # Set in the I/O thread: a master that is quick lets us in before this thread hears of the link.
+            self._link = DealerLink(
                 security,
                 address_provider,
                 server="master_worker",
@@ -123,7 +124,8 @@ class WorkerRequestStream:
                 silence_s=silence_s,
             )
 
-        self._link = self._thread.call(connect)
+        self._link: DealerLink
+        self._thread.call(connect)
 
     @property
     def max_epoch(self) -> int:

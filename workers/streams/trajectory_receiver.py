@@ -69,8 +69,9 @@ class TrajectoryReceiver:
         self._malformed = Refusals("malformed messages to the trajectories socket")
         self._thread = LoopThread("trajectories")
 
-        def start() -> RouterEndpoint:
-            return RouterEndpoint(
+        def start() -> None:
+            # Set in the loop's thread: a sender that is quick is answered before this thread hears of the socket.
+            self._router = RouterEndpoint(
                 security,
                 address=address,
                 roles=roles,
@@ -80,8 +81,9 @@ class TrajectoryReceiver:
                 bulk=True,
             )
 
+        self._router: RouterEndpoint
         try:
-            self._router = self._thread.call(start)
+            self._thread.call(start)
         except BaseException:
             self._thread.close()
             raise

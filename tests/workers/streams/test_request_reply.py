@@ -8,10 +8,12 @@ import subprocess
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from corral.workers.streams import request_handler
 from corral.workers.streams.codec import MessageCodec, Tensors
 from corral.workers.streams.errors import (
     PeerDeadError,
@@ -20,6 +22,7 @@ from corral.workers.streams.errors import (
     StreamClosedError,
     StreamTimeoutError,
 )
+from corral.workers.streams.loop_thread import LoopThread
 from corral.workers.streams.messages import (
     Fetch,
     FromWorker,
@@ -119,6 +122,38 @@ def test_non_blocking_requests_are_answered_while_a_blocking_one_runs(as_role: A
             await asyncio.to_thread(stream.reply, envelope, StatsReply(stats={"loss": 0.25}))
             assert await step.results() == {stream.worker_id: StatsReply(stats={"loss": 0.25})}
             assert envelope.request == train(version=4)
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_a_worker_is_let_in_however_late_its_own_thread_hears_of_the_link(
+    as_role: AsRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_in = threading.Event()
+
+    class LateLoopThread(LoopThread):
+        """Its callers go on only when the master has heard from the worker."""
+
+        def call(self, function: Callable[[], Any], *, deadline_s: float = 30.0) -> Any:
+            result = super().call(function, deadline_s=deadline_s)
+            is_in.wait(30)
+            return result
+
+    monkeypatch.setattr(request_handler, "LoopThread", LateLoopThread)
+
+    async def run(client: RequestClient) -> None:
+        security = as_role("model_worker")
+
+        def start() -> None:
+            with worker(security, lambda: client.endpoint):
+                pass
+
+        started = asyncio.create_task(asyncio.to_thread(start))
+        try:
+            await client.wait_for_workers(["model_worker/0"], timeout_s=20)
+        finally:
+            is_in.set()
+            await started
 
     with_master(run, as_role("master_worker"))
 
