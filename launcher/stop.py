@@ -20,17 +20,18 @@ from corral.experiments.trial_log import DoneError, TrialLog
 from corral.launcher.own_jobs import HEAD
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, user_name
 from corral.launcher.slurm_words import is_active
-from corral.launcher.states import FINAL_STATES, NOT_STARTED
+from corral.launcher.states import FINAL_STATES, NOT_STARTED, WorkerState
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.trial_jobs import own_jobs_of
 from corral.launcher.trials import TrialFacts, read_facts
+from corral.launcher.worker_rows import WorkerRow
 
 SCALABLE_GROUPS = ("generation_server", "rollout_worker")
 _TEARDOWN_S = 40.0  # SIGTERM, SIGKILL, SLURM's own epilogue, the report
 _POLL_INTERVAL_S = 0.2
 _HOLD_TIMEOUT_S = 30.0
-_DOWN = ("HELD", "AWAY", "GIVEN UP", "-")
+_DOWN = (WorkerState.HELD, WorkerState.AWAY, WorkerState.GIVEN_UP, WorkerState.NOT_STARTED)
 _WHY_NOT = {
     "master_worker": "the trial is nothing without its master",
     "model_worker": "its ranks hold the model that is trained",
@@ -163,10 +164,15 @@ def wait_for_held(facts: TrialFacts, group: str) -> bool:
     reader, deadline = StatusReader(), time.monotonic() + _HOLD_TIMEOUT_S
     while time.monotonic() < deadline:
         (status,) = reader.read([facts])
-        if status.is_final or not any(row.kind == group and row.state not in _DOWN for row in status.workers):
+        if status.is_final or not any(row.kind == group and _may_run(row) for row in status.workers):
             return True
         time.sleep(_POLL_INTERVAL_S if facts.mode == "local" else 1.0)
     return False
+
+
+def _may_run(row: WorkerRow) -> bool:
+    """Whether a process of the worker may still be there: its lease goes first, its exit is recorded last."""
+    return row.state not in _DOWN or (row.state is WorkerState.HELD and row.pid is not None)
 
 
 def find_orphaned_job(argument: str, client: SlurmClient, *, now: bool) -> QueuedJob | None:

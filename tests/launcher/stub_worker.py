@@ -7,6 +7,7 @@ exit N     ends with N                          kill       SIGKILLs itself
 finish S   a master that is done after S s      master     a master that runs until a stop request
 steps N D  a master that commits a step every D s, in all attempts together N of them
 die D S    waits S s, then `exit D`             child      starts a process of its own, then waits
+linger S   ends with 0 S s after it was asked to
 """
 
 import argparse
@@ -39,14 +40,19 @@ def main() -> int:
         file.write(f"{os.getpid()} {options.incarnation}\n")
     words = json.loads((directory.path / "stub.json").read_text()).get(worker, ["wait"])
     word, *arguments = words[min(len(starts.read_text().splitlines()), len(words)) - 1].split()
-    obey(directory, options.kind, word)
+    obey(directory, options.kind, word, linger_s=float(arguments[0]) if word == "linger" else 0.0)
     print(f"{worker} attempt {options.attempt}: {word} {' '.join(arguments)}", flush=True)
     return act(directory, word, arguments, attempt=options.attempt)
 
 
-def obey(directory: TrialDirectory, kind: str, word: str) -> None:
+def obey(directory: TrialDirectory, kind: str, word: str, *, linger_s: float) -> None:
     """As a real worker obeys signals; what is printed afterwards says that it does."""
-    leave = signal.SIG_IGN if word == "stubborn" else lambda *_: sys.exit(0)
+
+    def end(*_: object) -> None:
+        time.sleep(linger_s)
+        sys.exit(0)
+
+    leave = signal.SIG_IGN if word == "stubborn" else end
     signal.signal(signal.SIGINT, leave)
     signal.signal(signal.SIGTERM, leave)
     if "SLURM_JOB_ID" in os.environ:  # not at the top: the many stubs of a local trial start faster without

@@ -205,7 +205,7 @@ def test_rl_stop_checkpoints_and_rl_status_shows_the_end(make_trial: MakeTrial, 
 
 
 def test_rl_stop_of_a_group_keeps_it_down_until_it_is_undone(make_trial: MakeTrial, tmp_path: Path) -> None:
-    trial = make_trial({"master_worker/0": ["master"]})
+    trial = make_trial({"master_worker/0": ["master"], "generation_server/0": ["linger 1"]})
     trial.start()
     trial.wait_for_workers()
     held = run("rl-stop", "trial", "--group", "generation_server", fileroot=tmp_path)
