@@ -4,9 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Tests wait for SLURM's timers as much as they compute: two processes of them keep two cores busy.
-TEST_PROCESSES ?= 2
-PYTEST := $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
+# Tests wait for SLURM's timers as much as they compute: three processes of them keep two cores busy.
+TEST_PROCESSES ?= 3
+PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup setup-slurm demo test test-all test-slurm test-fast lint typecheck docs bench damage clean
@@ -34,7 +34,7 @@ test-slurm: setup $(if $(SLURM_ROOT),,setup-slurm)  ## the SLURM tests; SLURM_RO
 	@if [ -n "$(SLURM_ROOT)" ]; then \
 		tests/slurm/make_root.sh "$(SLURM_ROOT)" && set -- tests/slurm/in_root.sh "$(SLURM_ROOT)" || exit; \
 	fi; \
-	CORRAL_REQUIRE_SLURM=1; export CORRAL_REQUIRE_SLURM; "$$@" $(BIN)/python -m pytest tests/slurm
+	CORRAL_REQUIRE_SLURM=1; export CORRAL_REQUIRE_SLURM; "$$@" $(PYTEST) tests/slurm
 
 test-fast: setup  ## without SLURM and without whole trials
 	$(PYTEST) -m 'not slow and not slurm' --ignore tests/integration

@@ -1,6 +1,16 @@
-"""Settings for all tests: nothing here is measured by the clock, so hypothesis sets no deadline either."""
+"""Settings for all tests: nothing here is measured by the clock, so hypothesis sets no deadline either.
 
+Clusters and whole trials come first: at the end no process should be left alone with a long file.
+"""
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("corral", deadline=None)
 settings.load_profile("corral")
+
+_LONG = ("tests/slurm/", "tests/integration/", "tests/damage/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(_LONG))
