@@ -111,6 +111,7 @@ class WorkerRequestStream:
         self._malformed = Refusals(f"malformed requests to {worker_id}")
         self.num_stale = 0
         self._thread = LoopThread(f"requests of {worker_id}")
+        self._link: DealerLink
 
         def connect() -> None:
             # Set in the I/O thread: a master that is quick lets us in before this thread hears of the link.
@@ -124,7 +125,6 @@ class WorkerRequestStream:
                 silence_s=silence_s,
             )
 
-        self._link: DealerLink
         self._thread.call(connect)
 
     @property

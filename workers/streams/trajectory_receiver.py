@@ -68,6 +68,7 @@ class TrajectoryReceiver:
         self._codec: MessageCodec[ToReceiver] = MessageCodec(ToReceiver, trial_uuid=security.trial_uuid)
         self._malformed = Refusals("malformed messages to the trajectories socket")
         self._thread = LoopThread("trajectories")
+        self._router: RouterEndpoint
 
         def start() -> None:
             # Set in the loop's thread: a sender that is quick is answered before this thread hears of the socket.
@@ -81,7 +82,6 @@ class TrajectoryReceiver:
                 bulk=True,
             )
 
-        self._router: RouterEndpoint
         try:
             self._thread.call(start)
         except BaseException:
