@@ -4,9 +4,13 @@ failed at nothing.
 
 import asyncio
 import math
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,3 +157,26 @@ def test_a_worker_that_leaves_cancels_what_it_judges_and_fails_nothing() -> None
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(leave())
+
+
+LINKED = """
+import asyncio, my_rewards
+from corral.workers.rollout.judging import RewardJudge
+from tests.workers.test_judging import Characters
+asyncio.run(RewardJudge(my_rewards.score, Characters(), stop_token_ids=(), timeout_s=60, retries=0).judge({}, [52]))
+"""
+
+
+def test_a_failure_names_the_users_line_where_corral_is_installed_behind_a_link(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    (tmp_path / "corral").symlink_to(root)
+    (tmp_path / "my_rewards.py").write_text("def score(problem, answer):\n    return problem['none']\n")
+    path = os.pathsep.join([str(tmp_path), str(root)])
+    failed = subprocess.run(
+        [sys.executable, "-c", LINKED],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert failed.stderr.endswith("failed 1 times, last: KeyError: 'none' (my_rewards.py:2)\n"), failed.stderr

@@ -3,7 +3,7 @@
 import traceback
 from pathlib import Path
 
-_OURS = Path(__file__).resolve().parents[1]
+_OURS = Path(__file__).parents[1]  # not resolved: frames name their files as they were imported
 
 
 def describe_error(error: BaseException) -> str:
