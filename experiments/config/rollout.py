@@ -58,6 +58,9 @@ class RolloutConfig(FrozenConfig):
     """How the manager spreads requests over generation servers."""
     agent: ImportPath = "corral.workers.rollout.agents:single_turn"
     """An async function (problem, prompt_ids, sample_group, judge) -> JudgedGroup, see workers/rollout/agents.py."""
+    agent_timeout_s: float = Field(default=300.0, gt=0.0)
+    """How long an agent may wait at a time for something that is neither an answer nor a reward; those have deadlines
+    of their own."""
     reward: ImportPath = EXACT_MATCH
     """A function (problem, answer text) -> float."""
     reward_timeout_s: float = Field(default=15.0, gt=0.0)

@@ -44,12 +44,34 @@ async def raises_for_some(problem: Mapping[str, Any], prompt_ids: list[int], sam
     return group
 
 
+async def waits_for_some(problem: Mapping[str, Any], prompt_ids: list[int], sample_group: Any, judge: Any) -> Any:
+    """An agent of a user: what it awaits never comes for two rows, and one of them does not take that for an end."""
+    if problem["id"] == "1":
+        await asyncio.Event().wait()
+    if problem["id"] == "2":
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(60.0)  # longer than anybody waits for it
+    return await agents.single_turn(problem, prompt_ids, sample_group, judge)
+
+
 async def always_raises(problem: Mapping[str, Any], prompt_ids: list[int], sample_group: Any, judge: Any) -> Any:
     return problem["no such field"]
 
 
 async def asks_long(problem: Mapping[str, Any], prompt_ids: list[int], sample_group: Any, judge: Any) -> Any:
     return await agents.single_turn(problem, prompt_ids * int(problem["prompt"]), sample_group, judge)
+
+
+others_are_dropped = threading.Event()
+
+
+def waits_for_the_others(problem: Mapping[str, Any], answer: str) -> float:
+    """A reward of a user that takes longer for row 3 than any agent may be at work of its own."""
+    if problem["id"] == "3":
+        others_are_dropped.wait()
+    return 1.0
 
 
 def fails_for_one(problem: Mapping[str, Any], answer: str) -> float:
@@ -69,6 +91,32 @@ def test_a_prompt_whose_agent_fails_is_tried_again_then_dropped_with_its_cause(t
         assert outcomes["5"].startswith("agent_error: ValueError: a reward must be a finite float32")
         assert outcomes["6"].startswith("agent_error: ValueError")
         assert rig.server.num_requests == 8 + 6  # one more try of all that reached the server
+
+
+def test_an_agent_that_awaits_what_never_comes_is_dropped_and_one_that_awaits_a_slow_reward_is_not(
+    tmp_path: Path,
+) -> None:
+    rollout = {"agent": f"{HERE}:waits_for_some", "agent_timeout_s": 0.5, "reward_retries": 1}
+    rollout |= {"reward": f"{HERE}:waits_for_the_others", "reward_timeout_s": 600.0}
+    others_are_dropped.clear()
+
+    with RolloutRig(tmp_path, ["1+2="] * 4, rollout=rollout) as rig:
+
+        def all_came() -> bool:
+            if {"1", "2"} <= rig.outcomes().keys():
+                others_are_dropped.set()
+            return len(rig.received) == 4
+
+        try:
+            rig.run_until(all_came, "four prompts")
+        finally:
+            others_are_dropped.set()
+        outcomes = rig.outcomes()
+    assert outcomes["0"] == outcomes["3"] == "finished"
+    why = f"agent_error: AgentHangsError: agent {HERE}:waits_for_some waited 0.5 s (rollout.agent_timeout_s) for "
+    line = waits_for_some.__code__.co_firstlineno + 3
+    assert outcomes["1"].startswith(why) and outcomes["1"].endswith(f", in test_rollout_worker.py:{line}")
+    assert outcomes["2"].startswith(why)
 
 
 def test_an_agent_that_always_fails_ends_the_worker_with_its_file_and_line(

@@ -1,7 +1,8 @@
 """Agents: async functions from a problem to a judged group of answers.
 
 An agent gets the problem, a sampler that speaks text and token ids, and a judge that calls the reward function with its
-deadline and retries. The one that ships asks once and judges each answer; others are named by import path.
+deadline and retries. Whatever else an agent awaits has to come within `rollout.agent_timeout_s`. The one that ships
+asks once and judges each answer; others are named by import path.
 """
 
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,7 +1,7 @@
 """GroupMaker: one prompt becomes one judged group that a train step can use, or the reason why it cannot.
 
     row ──encode──► agent ⇄ generation servers, judge ──► checks ──► group, sample
-                      │ raised, or gave back what no step can use
+                      │ raised, gave back what no step can use, or waited too long for something of its own
                       ├── again, `rollout.reward_retries` times
                       ├── PromptFailedError: the prompt is dropped and counted
                       └── UserCodeError: so many prompts in a row failed that the code is to blame, not the prompt
@@ -19,6 +19,7 @@ from corral.experiments.config import RolloutConfig
 from corral.experiments.dataset_file import DatasetRow
 from corral.experiments.tokens import encode_prompt
 from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.rollout.agent_run import AgentRun
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError, RequestRefusedError
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge, checked_reward
@@ -132,7 +133,8 @@ class GroupMaker:
 
         prompt_ids = encode_prompt(self._tokenizer, row.prompt)
         self._check_prompt(prompt_ids)
-        group = await self._agent(row.fields, prompt_ids, sample_group, self._judge)
+        run = AgentRun(self._config.agent, timeout_s=self._config.agent_timeout_s)
+        group = await run.wait(self._agent(row.fields, prompt_ids, run.asks(sample_group), run.asks(self._judge)))
         self._check_group(group)
         return group, make_sample(uid, group)
 
