@@ -12,6 +12,7 @@ from pathlib import Path
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.log_lines import EVERY_LINE, LineFilter, text_of
 from corral.launcher.logs import LogFile, LogFinder, NoLogsError
+from corral.launcher.patient_files import DIRECT, Files, PatientFiles
 from corral.launcher.queue_cache import CachedQueue
 from corral.launcher.slurm import SlurmClient
 from corral.launcher.status_reader import StatusReader
@@ -32,11 +33,11 @@ class _Reading:
     offset: int
     partial: bytes = b""
 
-    def new_lines(self) -> Iterator[bytes]:
+    def new_lines(self, files: Files) -> Iterator[bytes]:
         """The whole lines up to what is its end now."""
         # Opened anew each time: over NFS that is what makes another node's writes visible.
         try:
-            with self.path.open("rb") as file:
+            with files.open(self.path) as file:
                 end = file.seek(0, 2)
                 file.seek(self.offset)
                 while self.offset < end and (data := file.read(min(_CHUNK_BYTES, end - self.offset))):
@@ -63,12 +64,14 @@ def follow(
     chosen: LineFilter = EVERY_LINE,
     prefix: bool = True,
     poll_interval_s: float = _POLL_INTERVAL_S,
+    files: Files = DIRECT,
 ) -> None:
     """Prints the files, and those that appear, until the trial has ended and all is printed.
 
     Args:
         find: the files that are there; those of an earlier call stay.
         read_before: bytes at the beginning of files that are not printed.
+        files: reads them.
     """
     readings: dict[Path, _Reading] = {}
     while True:
@@ -78,7 +81,7 @@ def follow(
             readings.setdefault(file.path, _Reading(label=file.label, path=file.path, offset=offset))
         width = max((len(reading.label) for reading in readings.values()), default=0)
         for reading in readings.values():
-            for raw in (*reading.new_lines(), *reading.last_line()) if is_over else reading.new_lines():
+            for raw in (*reading.new_lines(files), *reading.last_line()) if is_over else reading.new_lines(files):
                 if chosen.matches(line := text_of(raw)):
                     write(f"{reading.label.ljust(width)} | {line}" if prefix else line)
         if is_over:
@@ -94,8 +97,12 @@ def follow_trial(
     chosen: LineFilter = EVERY_LINE,
     prefix: bool = True,
 ) -> None:
-    """Prints what the workers of a trial print until it has ended. Ctrl-C raises KeyboardInterrupt, no more."""
-    client = SlurmClient()
+    """Prints what the workers of a trial print until it has ended. Ctrl-C raises KeyboardInterrupt, no more.
+
+    Raises:
+        TimeoutError: if the file system of the trial does not answer any more.
+    """
+    client, files = SlurmClient(), PatientFiles()
     reader = StatusReader(client, queue=CachedQueue(client))
     looked_at, is_over = float("-inf"), False
 
@@ -107,7 +114,7 @@ def follow_trial(
 
     def find() -> Sequence[LogFile]:
         try:
-            return finder.find()
+            return files.run(finder.find, facts.directory.path)
         except NoLogsError:  # of a new attempt there are none yet
             return []
 
@@ -118,6 +125,7 @@ def follow_trial(
         read_before=read_before,
         chosen=chosen,
         prefix=prefix,
+        files=files,
     )
 
 

@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+from corral.launcher.patient_files import DIRECT, Files
 from corral.launcher.terminal import printable
 
 _STAMP = re.compile(r"(\d{4}-\d{2}-\d{2})[ T](\d{2}:\d{2}:\d{2})")
@@ -85,16 +86,21 @@ def text_of(raw: bytes) -> str:
     return printable(raw.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2])
 
 
-def select_lines(path: Path, *, count: int | None, chosen: LineFilter, end: int | None = None) -> list[str]:
+def select_lines(
+    path: Path, *, count: int | None, chosen: LineFilter, end: int | None = None, files: Files = DIRECT
+) -> list[str]:
     """The last `count` lines of a file that are meant; None is all of them. A file that is not there has none.
 
     Args:
         end: of the part that is looked at, in bytes; all of the file unless given.
+        files: reads it.
     """
     try:
-        with path.open("rb") as file:
+        with files.open(path) as file:
             end = file.seek(0, 2) if end is None else end
             if chosen.since is not None:
+                if files.run(lambda: os.fstat(file.fileno()).st_mtime, path) < chosen.since:
+                    return []
                 lines = (line for line in _lines_since(file, end, chosen.since) if chosen.matches(line))
                 return list(lines if count is None else deque(lines, maxlen=count))
             lines = (line for raw in _backwards(file, end) if chosen.matches(line := text_of(raw)))
@@ -103,10 +109,10 @@ def select_lines(path: Path, *, count: int | None, chosen: LineFilter, end: int 
         return []
 
 
-def end_of_lines(path: Path) -> int:
+def end_of_lines(path: Path, *, files: Files = DIRECT) -> int:
     """Where the last whole line of a file ends: what comes after it is not written to its end yet."""
     try:
-        with path.open("rb") as file:
+        with files.open(path) as file:
             end = file.seek(0, 2)
             while end:
                 start = max(0, end - _CHUNK_BYTES)
@@ -141,8 +147,6 @@ def _backwards(file: BinaryIO, end: int) -> Iterator[bytes]:
 
 
 def _lines_since(file: BinaryIO, end: int, since: float) -> Iterator[str]:
-    if os.fstat(file.fileno()).st_mtime < since:
-        return
     file.seek(_offset_before(file, end, since))
     is_late = has_stamps = False
     early: list[str] = []

@@ -11,6 +11,7 @@ from pathlib import Path
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.log_lines import EVERY_LINE, LineFilter, select_lines
+from corral.launcher.patient_files import DIRECT, Files
 
 _NAME = re.compile(r"(?P<kind>[a-z_]+?)-(?P<index>\d+)\.log")
 OTHER_LOGS = ("redis", "supervisor")
@@ -97,23 +98,26 @@ class LogFinder:
 
 
 def print_tails(
-    files: Sequence[LogFile],
+    logs: Sequence[LogFile],
     count: int | None,
     write: Callable[[str], None],
     *,
     ends: Mapping[Path, int] | None = None,
     chosen: LineFilter = EVERY_LINE,
     prefix: bool = True,
+    files: Files = DIRECT,
 ) -> None:
-    """The last lines of each file that are meant, each line with its worker.
+    """The last lines of each log that are meant, each line with its worker.
 
     Args:
-        ends: how far each file is read; to its end unless given.
+        ends: how far each log is read; to its end unless given.
+        files: reads them.
     """
-    width = max(len(file.label) for file in files)
-    for file in files:
-        for line in select_lines(file.path, count=count, chosen=chosen, end=(ends or {}).get(file.path)):
-            write(f"{file.label.ljust(width)} | {line}" if prefix else line)
+    width = max(len(log.label) for log in logs)
+    for log in logs:
+        end = (ends or {}).get(log.path)
+        for line in select_lines(log.path, count=count, chosen=chosen, end=end, files=files):
+            write(f"{log.label.ljust(width)} | {line}" if prefix else line)
 
 
 def _attempts(directory: TrialDirectory, attempt: str | None) -> list[int]:

@@ -11,6 +11,7 @@ nobody is there any more: Stop in the trial log from here, and scancel of the jo
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ from corral.experiments.attempt_ends import read_end
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import DoneError, TrialLog
 from corral.launcher.own_jobs import HEAD
+from corral.launcher.patient_files import DIRECT, Files, PatientFiles
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, user_name
 from corral.launcher.slurm_words import is_active
 from corral.launcher.states import FINAL_STATES, NOT_STARTED, WorkerState
@@ -67,28 +69,29 @@ def stop_trial(
         pause: waits between two looks, instead of time.sleep; what it raises ends the waiting, and not the stop.
 
     Raises:
-        TimeoutError: if it is still there after the grace period and a bounded teardown.
+        TimeoutError: if it is still there after the grace period and a bounded teardown, or if its file system does not
+            answer.
     """
-    client = client or SlurmClient()
+    client, files = client or SlurmClient(), PatientFiles()
     reader = StatusReader(client)
     grace_s = facts.stop_grace_s if grace_s is None else grace_s
     (status,) = reader.read([facts])
     if status.is_final and status.state != "LOST":
-        _cancel_rest(facts, client)
+        _cancel_rest(facts, client, files)
         return status
-    request_stop(facts, now=now, grace_s=grace_s)
+    files.run(partial(request_stop, facts, now=now, grace_s=grace_s), facts.directory.path)
     if status.state == "LOST" or status.state in NOT_STARTED:
-        _append_stop(facts)
+        files.run(lambda: _append_stop(facts), facts.directory.log_path)
         if status.job_id and status.state in NOT_STARTED:
             client.cancel(status.job_id)
-        _cancel_rest(facts, client)
+        _cancel_rest(facts, client, files)
         (status,) = reader.read([facts])
         grace_s = 0.0
     deadline = time.monotonic() + (0.0 if now else grace_s) + _TEARDOWN_S
     while status.state not in FINAL_STATES:
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"trial {facts.name} is still {status.state} after {grace_s:.0f} s of grace; "
+                f"trial {facts.name} is still {status.state}{_because(status)} after {grace_s:.0f} s of grace; "
                 f"rl-stop --now {facts.name} does not wait"
                 + (f", scancel {status.job_id} ends its job" * bool(status.job_id))
             )
@@ -108,14 +111,14 @@ def requeue_trial(
 
     Raises:
         StopRefusedError: if it is not on SLURM, or does not run.
-        TimeoutError: if the attempt does not end in time.
+        TimeoutError: if the attempt does not end in time, or if its file system does not answer.
     """
     if facts.mode != "slurm":
         raise StopRefusedError(
             f"trial {facts.name} runs on this machine, where there is no queue; "
             f"rl-stop {facts.name} and rl-submit --resume {facts.name} start it again"
         )
-    reader = StatusReader(client)
+    reader, files = StatusReader(client), PatientFiles()
     (status,) = reader.read([facts])
     if status.is_final:
         hint = "" if status.state == "COMPLETE" else f"; rl-submit --resume {facts.name} continues it"
@@ -123,9 +126,9 @@ def requeue_trial(
     if status.state in NOT_STARTED:
         return status  # it waits in the queue as it is
     attempt, grace_s = status.attempt, facts.stop_grace_s if grace_s is None else grace_s
-    request_stop(facts, now=False, grace_s=grace_s, then="requeue")
+    files.run(partial(request_stop, facts, now=False, grace_s=grace_s, then="requeue"), facts.directory.path)
     deadline = time.monotonic() + grace_s + _TEARDOWN_S
-    while attempt is not None and read_end(facts.directory, attempt) is None:
+    while attempt is not None and files.run(lambda: read_end(facts.directory, attempt), facts.directory.path) is None:
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"attempt {attempt} of trial {facts.name} did not end within {grace_s + _TEARDOWN_S:.0f} s of "
@@ -141,6 +144,7 @@ def hold_group(facts: TrialFacts, group: str, *, undo: bool = False) -> str:
 
     Raises:
         StopRefusedError: if the trial cannot do without the group, has no such group, or has ended.
+        TimeoutError: if its file system does not answer.
     """
     kinds = list(dict.fromkeys(worker.partition("/")[0] for worker in facts.workers))
     if group not in kinds:
@@ -153,7 +157,7 @@ def hold_group(facts: TrialFacts, group: str, *, undo: bool = False) -> str:
     (status,) = StatusReader().read([facts])
     if status.is_final:
         raise StopRefusedError(f"trial {facts.name} is {status.state}; its groups do not run")
-    facts.directory.hold_group(group, undo=undo)
+    PatientFiles().run(lambda: facts.directory.hold_group(group, undo=undo), facts.directory.path)
     if undo:
         return f"{group} of {facts.name} is started again"
     return f"{group} of {facts.name} is ended and kept down; rl-stop {facts.name} --group {group} --undo brings it back"
@@ -175,13 +179,14 @@ def _may_run(row: WorkerRow) -> bool:
     return row.state not in _DOWN or (row.state is WorkerState.HELD and row.pid is not None)
 
 
-def find_orphaned_job(argument: str, client: SlurmClient, *, now: bool) -> QueuedJob | None:
+def find_orphaned_job(argument: str, client: SlurmClient, *, now: bool, files: Files = DIRECT) -> QueuedJob | None:
     """The living job with this id, if it is one of ours and its trial directory is gone.
 
     Args:
         argument: what the user typed.
         client: the cluster.
         now: whether a trial may be ended without a checkpoint, so that a folder that is only out of sight may be gone.
+        files: looks at its directory.
 
     Raises:
         StopRefusedError: if this machine cannot tell whether the directory is gone: it does not see the one above.
@@ -190,9 +195,9 @@ def find_orphaned_job(argument: str, client: SlurmClient, *, now: bool) -> Queue
     if found is None or not is_active(found.state) or "directory" not in found.tag:
         return None
     directory = Path(str(found.tag["directory"]))
-    if directory.is_dir():
+    if files.run(directory.is_dir, directory):
         return None
-    if not directory.parent.is_dir() and not now:
+    if not now and not files.run(directory.parent.is_dir, directory.parent):
         raise StopRefusedError(
             f"job {found.job_id} belongs to the trial in {directory}, and this machine has no {directory.parent}; "
             f"run rl-stop where it is mounted, or rl-stop --now {found.job_id} to end its jobs without a checkpoint"
@@ -209,16 +214,20 @@ def cancel_orphan(job: QueuedJob, client: SlurmClient) -> list[str]:
     return [one.job_id for one in jobs]
 
 
-def directory_of_job(argument: str, client: SlurmClient, fileroot: Path) -> Path | None:
+def directory_of_job(argument: str, client: SlurmClient, fileroot: Path, *, files: Files = DIRECT) -> Path | None:
     """The trial directory that a job id stands for, if SLURM knows the job and it is ours."""
     found = _find_job(argument, client)
     if found is None:
         return None
     if "directory" in found.tag:
         return Path(str(found.tag["directory"]))
-    noted = (path.parents[2] for path in fileroot.glob(f"*/*/control/jobs/{found.job_id}.json"))
+    return files.run(lambda: _directory_that_noted(found, fileroot), fileroot)
+
+
+def _directory_that_noted(job: QueuedJob, fileroot: Path) -> Path | None:
+    noted = (path.parents[2] for path in fileroot.glob(f"*/*/control/jobs/{job.job_id}.json"))
     facts = (read_facts(TrialDirectory(path)) for path in noted)
-    own = (one for one in facts if one is not None and own_jobs_of(one).identify(found) is not None)
+    own = (one for one in facts if one is not None and own_jobs_of(one).identify(job) is not None)
     return next((one.directory.path for one in own), None)
 
 
@@ -233,7 +242,7 @@ def _find_job(argument: str, client: SlurmClient) -> QueuedJob | None:
     return next((job for job in jobs if job.job_id == argument), None)
 
 
-def _cancel_rest(facts: TrialFacts, client: SlurmClient) -> None:
+def _cancel_rest(facts: TrialFacts, client: SlurmClient, files: Files) -> None:
     """Nothing of a trial that has ended may start later, or hold nodes that nobody uses."""
     if facts.mode != "slurm":
         return
@@ -241,10 +250,14 @@ def _cancel_rest(facts: TrialFacts, client: SlurmClient) -> None:
         jobs = client.queue()
     except SlurmError:
         return  # what a controller that is down would start ends by itself: the trial log says Stop
-    for job, note in own_jobs_of(facts).select(jobs):
+    for job, note in files.run(lambda: own_jobs_of(facts).select(jobs), facts.directory.path):
         is_member = note.allocation != HEAD  # a head that still runs is about to end
         if job.state == "PENDING" or (is_member and is_active(job.state)):
             client.cancel(job.job_id)
+
+
+def _because(status: TrialStatus) -> str:
+    return f" ({status.note})" if status.note else ""
 
 
 def _append_stop(facts: TrialFacts) -> None:

@@ -18,6 +18,7 @@ from typer.exceptions import TyperException
 from corral.experiments.exit_codes import CommandExit
 
 if TYPE_CHECKING:
+    from corral.launcher.patient_files import PatientFiles
     from corral.launcher.trials import TrialFacts
 
 
@@ -107,6 +108,22 @@ def wants_colour() -> bool:
 def terminal_width(out: TextIO | None = None) -> int | None:
     """Columns of the terminal that stdout is; None where it is none, and lines stay whole."""
     return shutil.get_terminal_size().columns if (out or sys.stdout).isatty() else None
+
+
+def find_in_time(files: "PatientFiles", name: str, fileroot: Path) -> "TrialFacts":
+    """The one trial that is meant.
+
+    Raises:
+        TimeoutError: if the file system that it is on does not answer.
+        TrialNotFoundError, PlanDamagedError: see `find_trial`.
+    """
+    from corral.launcher.trials import find_trial
+
+    if name.startswith(("/", ".", "~")):
+        place = Path(name).expanduser().absolute()
+    else:
+        place = fileroot / name if "/" in name else fileroot / "*" / name
+    return files.run(lambda: find_trial(name, fileroot), place)
 
 
 def wait_for_trial(facts: "TrialFacts", name: str) -> None:

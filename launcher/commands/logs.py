@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from corral.experiments.exit_codes import CommandExit
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, fail, run, user_errors
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, fail, find_in_time, run, user_errors
 from corral.launcher.completion import complete_trial, complete_worker
 
 if TYPE_CHECKING:
@@ -48,23 +48,26 @@ def logs(
         from corral.launcher.failures import describe_failures
         from corral.launcher.log_lines import end_of_lines
         from corral.launcher.logs import LogFinder, NoLogsError, attempt_number, print_tails
-        from corral.launcher.trials import default_fileroot, find_trial
+        from corral.launcher.patient_files import PatientFiles
+        from corral.launcher.trials import default_fileroot
 
-        chosen = _line_filter(since, grep)
-        facts = find_trial(trial, fileroot or default_fileroot())
+        chosen, files = _line_filter(since, grep), PatientFiles()
+        facts = find_in_time(files, trial, fileroot or default_fileroot())
+        directory = facts.directory
         try:
             if errors:
-                print(describe_failures(facts.directory, attempt=attempt_number(facts.directory, attempt)))
+                number = files.run(lambda: attempt_number(directory, attempt), directory.logs_path)
+                print(files.run(lambda: describe_failures(directory, attempt=number), directory.path))
                 return
-            finder = LogFinder(facts.directory, workers or [], attempt=attempt)
-            files = finder.find()
+            finder = LogFinder(directory, workers or [], attempt=attempt)
+            found = files.run(finder.find, directory.path)
             if path:
-                print("\n".join(str(file.path) for file in files))
+                print("\n".join(str(log.path) for log in found))
                 return
             count = lines if lines is not None else (None if since else _DEFAULT_LINES)
             # Where following goes on: a line that is being written is printed once it is whole.
-            ends = {file.path: end_of_lines(file.path) for file in files} if follow else {}
-            print_tails(files, count, print, ends=ends, chosen=chosen, prefix=not no_prefix)
+            ends = {log.path: end_of_lines(log.path, files=files) for log in found} if follow else {}
+            print_tails(found, count, print, ends=ends, chosen=chosen, prefix=not no_prefix, files=files)
             if follow:
                 _follow(facts, finder, ends, chosen, prefix=not no_prefix)
         except NoLogsError as error:

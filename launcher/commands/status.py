@@ -10,6 +10,7 @@ import typer
 from corral.launcher.commands.common import (
     TRIAL_HELP,
     Fileroot,
+    find_in_time,
     run,
     terminal_width,
     user_errors,
@@ -45,13 +46,14 @@ def status(
 ) -> None:
     """Show how trials stand: one row each, or one trial by its groups."""
     with user_errors():
-        from corral.launcher.trials import default_fileroot, find_trial
+        from corral.launcher.patient_files import PatientFiles
+        from corral.launcher.trials import default_fileroot
 
         root = fileroot or default_fileroot()
         if wait:
             if trial is None:
                 raise typer.BadParameter("--wait needs the name of one trial")
-            wait_for_trial(find_trial(trial, root), trial)
+            wait_for_trial(find_in_time(PatientFiles(), trial, root), trial)
             return
         from corral.launcher.overview import StatusPage
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from corral.experiments.exit_codes import CommandExit
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, fail, run, user_errors
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, fail, find_in_time, run, user_errors
 from corral.launcher.completion import complete_group, complete_trial
 
 if TYPE_CHECKING:
@@ -60,20 +60,21 @@ def stop(
 def _find(trial: str, fileroot: Path | None, *, now: bool) -> "TrialFacts | None":
     """The trial that is meant; None if it was a job without a trial directory, which is ended here."""
     from corral.experiments.trial_directory import TrialDirectory
+    from corral.launcher.patient_files import PatientFiles
     from corral.launcher.slurm import SlurmClient
     from corral.launcher.stop import cancel_orphan, directory_of_job, find_orphaned_job
-    from corral.launcher.trials import TrialNotFoundError, default_fileroot, find_trial, read_facts
+    from corral.launcher.trials import TrialNotFoundError, default_fileroot, read_facts
 
-    root = fileroot or default_fileroot()
+    root, files = fileroot or default_fileroot(), PatientFiles()
     try:
-        return find_trial(trial, root)
+        return find_in_time(files, trial, root)
     except TrialNotFoundError:
         client = SlurmClient()
-        path = directory_of_job(trial, client, root)
-        facts = read_facts(TrialDirectory(path)) if path is not None else None
+        path = directory_of_job(trial, client, root, files=files)
+        facts = files.run(partial(read_facts, TrialDirectory(path)), path) if path is not None else None
         if facts is not None:
             return facts
-        job = find_orphaned_job(trial, client, now=now)
+        job = find_orphaned_job(trial, client, now=now, files=files)
         if job is None:
             raise
         ended = cancel_orphan(job, client)

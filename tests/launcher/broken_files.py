@@ -1,4 +1,5 @@
-"""A file system that refuses, as a full or lost one does: `{trial}/trouble.json` says which files, and how.
+"""A file system that refuses, as a full or lost one does: `{trial}/trouble.json` says which files, and how; or one that
+hangs, as a file server that is gone.
 
 {"error": "ENOSPC", "paths": ["events.jsonl", "exits/"]}      an error's name, or RuntimeError for a fault of ours
 """
@@ -8,7 +9,8 @@ import errno
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,17 @@ def break_files(directory: TrialDirectory, error: str, *paths: str) -> None:
 
 def mend_files(directory: TrialDirectory) -> None:
     (directory.path / "trouble.json").unlink()
+
+
+@contextmanager
+def hanging(path: Path) -> Iterator[None]:
+    """Whoever opens this file meanwhile gets no answer: a pipe that nobody writes to stands for a lost file server."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    try:
+        yield
+    finally:
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # whoever still waits may go
 
 
 def install(trial: Path) -> None:
