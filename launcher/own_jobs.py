@@ -9,6 +9,7 @@ squeue's line --comment of corral--> the trial of its uuid
 An id alone says nothing: another cluster with the same home folder numbers its jobs too, and ids begin anew some day.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # rl-status reads plans without the schema, which takes longe
 HEAD = "head"
 _MAX_JOB_NAME = 64
 _STEM = 32  # of a name: what is cut off for SLURM's sake comes after it
+_LAST = "\U0010ffff"  # sorts after every other character
 
 
 class JobNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +44,7 @@ class JobIndex:
 
     by_uuid: Mapping[str, Sequence[QueuedJob]]
     without_tag: Sequence[QueuedJob]
+    """By name: a user may have thousands of jobs that are no trial's."""
 
     @classmethod
     def of(cls, jobs: Iterable[QueuedJob]) -> "JobIndex":
@@ -50,7 +53,12 @@ class JobIndex:
         for job in jobs:
             uuid = job.tag.get("trial_uuid")
             (by_uuid.setdefault(uuid, []) if isinstance(uuid, str) else without_tag).append(job)
-        return cls(by_uuid, without_tag)
+        return cls(by_uuid, sorted(without_tag, key=_name))
+
+    def begins_with(self, stem: str) -> Sequence[QueuedJob]:
+        """The jobs without a comment of ours whose names begin so."""
+        first = bisect_left(self.without_tag, stem, key=_name)
+        return self.without_tag[first : bisect_left(self.without_tag, f"{stem}{_LAST}", lo=first, key=_name)]
 
 
 @dataclass(slots=True)
@@ -93,7 +101,7 @@ class OwnJobs:
             return JobNote(
                 name=job.name, allocation=str(allocation), attempt=attempt if isinstance(attempt, int) else -1
             )
-        if not job.name.startswith(f"{self.experiment}.{self.trial}"[:_STEM]):
+        if not job.name.startswith(self._stem):
             return None
         note = self._note_of(job.job_id)
         return note if note is not None and note.name == job.name else None
@@ -101,8 +109,13 @@ class OwnJobs:
     def select(self, jobs: Iterable[QueuedJob] | JobIndex) -> list[tuple[QueuedJob, JobNote]]:
         """The trial's own among all, with what they are to it."""
         if isinstance(jobs, JobIndex):
-            jobs = [*jobs.by_uuid.get(self.uuid, ()), *jobs.without_tag]
+            jobs = [*jobs.by_uuid.get(self.uuid, ()), *jobs.begins_with(self._stem)]
         return [(job, note) for job in jobs if (note := self.identify(job)) is not None]
+
+    @property
+    def _stem(self) -> str:
+        """What the names of all its jobs begin with."""
+        return f"{self.experiment}.{self.trial}"[:_STEM]
 
     def _note_of(self, job_id: str) -> JobNote | None:
         if job_id not in self._notes:
@@ -126,3 +139,7 @@ def job_name(experiment: str, trial: str, allocation: str = "head") -> str:
     name = f"{validate_name(experiment, what='experiment name')}.{validate_name(trial, what='trial name')}"
     suffix = "" if allocation == "head" else "." + allocation.replace("/", "-")
     return name[: _MAX_JOB_NAME - len(suffix)] + suffix
+
+
+def _name(job: QueuedJob) -> str:
+    return job.name

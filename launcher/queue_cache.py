@@ -19,8 +19,7 @@ import secrets as random_tokens
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -47,11 +46,11 @@ class QueueAnswer:
     unreachable_since: float | None = None
     error: str = ""
     """Why SLURM did not answer, one line."""
+    index: JobIndex = field(init=False, repr=False, compare=False)
+    """The jobs by trial. Made at once, and not by each of the threads that need it."""
 
-    @cached_property
-    def index(self) -> JobIndex:
-        """The jobs by trial."""
-        return JobIndex.of(self.jobs)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "index", JobIndex.of(self.jobs))
 
 
 class Queue(Protocol):

@@ -1,9 +1,12 @@
 """The page of all trials: what is damaged, hangs, or has ended costs its own row and no other."""
 
 import json
-import os
+import selectors
+import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +15,19 @@ import pytest
 from corral.experiments.attempt_ends import AttemptEndRecord, write_end
 from corral.experiments.attempts import record_attempt
 from corral.experiments.journal import Journal
+from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import TrialLog
-from corral.launcher import lookout, overview
+from corral.launcher import lookout, overview, status_reader
 from corral.launcher.overview import StatusPage
+from corral.launcher.own_jobs import JobNote, OwnJobs
 from corral.launcher.queue_cache import QueueAnswer
 from corral.launcher.slurm import QueuedJob
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.trial_list import finished_path, read_finished
 from corral.launcher.trials import PlanDamagedError, TrialFacts, find_trial, read_facts
+from tests.launcher.broken_files import hanging
 from tests.launcher.trials import make_plan
 
 
@@ -36,8 +42,8 @@ def fileroot(tmp_path: Path) -> Path:
     return tmp_path / "trials"
 
 
-def make_trial(fileroot: Path, name: str, *, mode: str = "local", state: str = "COMPLETE") -> TrialDirectory:
-    """One whose end is recorded."""
+def make_trial(fileroot: Path, name: str, *, mode: str = "local", state: str | None = "COMPLETE") -> TrialDirectory:
+    """One whose end is recorded, or nowhere if it has no state."""
     directory = TrialDirectory(fileroot / "exp" / name)
     directory.create()
     plan = json.loads(make_plan(directory.path, trial=name).to_json())
@@ -45,7 +51,8 @@ def make_trial(fileroot: Path, name: str, *, mode: str = "local", state: str = "
     record_attempt(directory, attempt=0, resume=False, mode=mode)
     journal = Journal(directory.journal_path)
     journal.append("submitted", attempt=0, job_id="21")
-    journal.append("trial_ended", attempt=0, state=state, cause="")
+    if state is not None:
+        journal.append("trial_ended", attempt=0, state=state, cause="")
     return directory
 
 
@@ -59,14 +66,11 @@ def rows(text: str) -> dict[str, str]:
 
 @pytest.fixture
 def hung(fileroot: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A trial whose plan nobody gets to read: a pipe that nobody writes to stands for a file server that is gone."""
+    """A trial whose plan nobody gets to read."""
     monkeypatch.setattr(lookout, "_PATIENCE_S", 0.2)
     directory = make_trial(fileroot, "hung")
-    directory.plan_path.unlink()
-    os.mkfifo(directory.plan_path)
-    yield directory.path
-    descriptor = os.open(directory.plan_path, os.O_RDWR | os.O_NONBLOCK)  # whoever still reads may go
-    os.close(descriptor)
+    with hanging(directory.plan_path):
+        yield directory.path
 
 
 def test_a_directory_that_hangs_costs_its_own_row_and_no_other(fileroot: Path, hung: Path) -> None:
@@ -116,7 +120,11 @@ class Jobs:
 
 
 def pending_job(facts: TrialFacts, job_id: str) -> QueuedJob:
-    tag = {"corral": 1, "trial_uuid": facts.uuid, "allocation": "head", "directory": str(facts.directory.path)}
+    return queued_job(job_id, "exp.t", trial_uuid=facts.uuid, directory=str(facts.directory.path))
+
+
+def queued_job(job_id: str, name: str, **tag: str) -> QueuedJob:
+    """Pending; without a tag somebody else's."""
     return QueuedJob(
         job_id=job_id,
         state="PENDING",
@@ -127,8 +135,8 @@ def pending_job(facts: TrialFacts, job_id: str) -> QueuedJob:
         num_nodes="1",
         nodes="",
         submitted="",
-        name="exp.t",
-        comment=json.dumps(tag),
+        name=name,
+        comment=json.dumps({"corral": 1, "allocation": "head"} | tag) if tag else "billed to project 7",
     )
 
 
@@ -174,3 +182,105 @@ def test_a_damaged_trial_log_is_said(fileroot: Path) -> None:
     assert facts is not None
     (status,) = StatusReader().read([facts])
     assert str(directory.log_path) in status.note
+
+
+def test_the_work_for_a_job_does_not_grow_with_the_number_of_trials(
+    fileroot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_trials = 40
+    trials = [make_trial(fileroot, f"t-{number:02}", mode="slurm", state="FAILED") for number in range(num_trials)]
+    jobs: list[QueuedJob] = []
+    for number, directory in enumerate(trials):
+        facts = read_facts(directory)
+        assert facts is not None
+        gone = {"trial_uuid": f"gone-{number}", "directory": str(fileroot / "exp" / f"gone-{number}")}
+        jobs += [
+            queued_job(str(1000 + number), f"exp.t-{number:02}", trial_uuid=facts.uuid, directory=str(directory.path)),
+            queued_job(str(2000 + number), f"exp.gone-{number}", **gone),
+            queued_job(str(3000 + number), f"somebody-{number}"),
+        ]
+    read, asked = Counter[str](), Counter[str]()
+    read_tag, identify = QueuedJob.tag.fget, OwnJobs.identify
+    assert read_tag is not None
+
+    def count_reading(job: QueuedJob) -> dict[str, Any]:
+        read[job.job_id] += 1
+        return read_tag(job)
+
+    def count_asking(own: OwnJobs, job: QueuedJob) -> JobNote | None:
+        asked[job.job_id] += 1
+        return identify(own, job)
+
+    monkeypatch.setattr(QueuedJob, "tag", property(count_reading))
+    monkeypatch.setattr(OwnJobs, "identify", count_asking)
+    monkeypatch.setattr(overview, "CachedQueue", lambda client: Jobs(tuple(jobs)))
+    found = rows(page(fileroot).all_trials())
+    assert set(found) == {
+        f"{kind}-{number:{width}}" for kind, width in (("t", "02"), ("gone", "")) for number in range(40)
+    }
+    assert set(read) == {job.job_id for job in jobs}, "the seam is there"
+    assert max(read.values()) <= num_trials // 4, read.most_common(3)
+    assert set(asked) == {str(1000 + number) for number in range(num_trials)}, (
+        "a trial is asked about its own jobs only"
+    )
+    assert max(asked.values()) <= 2, asked.most_common(3)
+
+
+class SilentRedis:
+    """Takes connections and never answers; knows how many it had at the same time."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port = self._server.getsockname()[1]
+        self.most_at_once = 0
+        self._stop_here, self._stop_there = socket.socketpair()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._take)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stop_here.close()
+            thread.join()
+            self._stop_there.close()
+            self._server.close()
+
+    def _take(self) -> None:
+        clients: set[socket.socket] = set()
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._server, selectors.EVENT_READ)
+            ready.register(self._stop_there, selectors.EVENT_READ)
+            while True:
+                for key, _ in ready.select():
+                    if key.fileobj is self._stop_there:
+                        for client in clients:
+                            client.close()
+                        return
+                    if key.fileobj is self._server:
+                        client = self._server.accept()[0]
+                        clients.add(client)
+                        ready.register(client, selectors.EVENT_READ)
+                        self.most_at_once = max(self.most_at_once, len(clients))
+                    elif isinstance(key.fileobj, socket.socket) and not key.fileobj.recv(1 << 16):
+                        ready.unregister(key.fileobj)
+                        clients.remove(key.fileobj)
+                        key.fileobj.close()
+
+
+def test_redis_servers_that_do_not_answer_are_waited_for_together(
+    fileroot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_trials, redis = 24, SilentRedis()
+    for number in range(num_trials):
+        directory = make_trial(fileroot, f"t-{number}", state=None)
+        Journal(directory.journal_path).append("redis_started", attempt=0)
+        TrialSecrets.create(directory.secrets_path)
+        directory.rendezvous_path.write_text(json.dumps({"host": "127.0.0.1", "port": redis.port}))
+    monkeypatch.setattr(status_reader, "is_locked", lambda directory: True)  # their supervisors live
+    with redis.running():
+        found = rows(page(fileroot).all_trials())
+    assert len(found) == num_trials and all("Redis does not answer" in row for row in found.values()), found
+    # Each waits for two seconds: one after the other, or eight at a time, they never come to half of them.
+    assert redis.most_at_once > num_trials // 2, redis.most_at_once
