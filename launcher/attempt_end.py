@@ -38,6 +38,7 @@ from corral.launcher.job_ends import JobEnd
 from corral.launcher.unit_actions import EndTrial, Outcome
 
 ADVICE = "continue with rl-submit --resume"
+_REFUSED = "no further job could be submitted"
 
 
 class EndPhase(StrEnum):
@@ -237,5 +238,3 @@ class AttemptEnd:
         self._trial_end = self._state
         return [RecordTrialEnd(self._state, cause)]
 
-
-_REFUSED = "no further job could be submitted"
