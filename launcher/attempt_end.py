@@ -65,6 +65,7 @@ class AttemptEnd:
         self._state = EndState.STOPPED
         self._cause = ""
         self._job_end: JobEnd | None = None
+        self._is_in_queue_again = False
         self._is_recorded = False
         self._trial_end: EndState | None = None
         """Of the trial_ended that was recorded last."""
@@ -85,11 +86,21 @@ class AttemptEnd:
         """What a stop of the trial log that the supervisor itself appends says about what follows."""
         return "requeue" if self.phase in (EndPhase.HANDING_OVER, EndPhase.CLOSING) else ""
 
-    def hand_over(self, state: EndState, cause: str) -> list[EndAction]:
-        """The next attempt is to go on. What ends the trial, or the job already, goes first."""
+    def hand_over(self, state: EndState, cause: str, *, is_requeued: bool = False) -> list[EndAction]:
+        """The next attempt is to go on. What ends the trial, or the job already, goes first.
+
+        Args:
+            state: how the attempt ends by this.
+            cause: for people.
+            is_requeued: whether SLURM has put our job back into the queue already; its
+                SIGTERM follows.
+        """
         if self.is_settled or not self._has_queue:
             return []
         self.phase, self._state, self._cause = EndPhase.HANDING_OVER, state, cause
+        self._is_in_queue_again |= is_requeued
+        if self._is_in_queue_again:
+            return [RevokeSuccessor()] if self._successor else []
         return [] if self._successor else [AskForSuccessor()]
 
     def stop(self, state: EndState = EndState.STOPPED, cause: str = "") -> list[EndAction]:
@@ -114,7 +125,8 @@ class AttemptEnd:
                 return [AskForSuccessor()]  # and with the answer, at once, the end is recorded
         actions += self._record_at_once()
         if end.is_requeued and self.phase is EndPhase.HANDING_OVER and self._successor:
-            # Asked for before SLURM said so: of two jobs that go on, its own one is enough.
+            # Asked for before SLURM said so: of two jobs that go on, its own one is enough. In the grace period of a
+            # preemption nobody can know: a job that leaves before it is over is not requeued, one that is slower is.
             actions.append(RevokeSuccessor())
         return actions
 
@@ -195,7 +207,9 @@ class AttemptEnd:
     @property
     def _is_requeued(self) -> bool:
         """Whether SLURM starts our job again by itself; if it does not say so, our jobs ask for that."""
-        return self._job_end is not None and (self._job_end.is_requeued or self._job_end.state is EndState.UNKNOWN)
+        if self._job_end is None:
+            return self._is_in_queue_again
+        return self._job_end.is_requeued or self._job_end.state is EndState.UNKNOWN
 
     def _advised(self, cause: str) -> str:
         return f"{cause}; {ADVICE}" if self._state.may_go_on else cause
@@ -237,4 +251,3 @@ class AttemptEnd:
             return []
         self._trial_end = self._state
         return [RecordTrialEnd(self._state, cause)]
-

@@ -90,8 +90,9 @@ class AttemptEnding:
             # Sites may let SLURM send the same signal at the beginning of a preemption's grace period.
             if was_asked or self._end.is_settled:
                 return None
-            state = EndState.PREEMPTED if continuation.is_preempted() else EndState.TIMED_OUT
-            self._do(self._end.hand_over(state, _CAUSE_BY_STATE[state]))
+            prospect = continuation.look_ahead()
+            state = EndState.PREEMPTED if prospect.is_preempted else EndState.TIMED_OUT
+            self._do(self._end.hand_over(state, _CAUSE_BY_STATE[state], is_requeued=prospect.is_requeued))
             by = f"{number.name}: {_CAUSE_BY_STATE[state]}"
             return self._request(by, grace_s=self._plan.supervision.stop_grace_s, state=state)
         if continuation is not None and number is signal.SIGTERM:
@@ -115,8 +116,11 @@ class AttemptEnding:
             return
         if request.is_notice and self._continuation is not None:
             # In the grace period of a preemption SLURM asks the steps to leave, and not us.
-            why = EndState.PREEMPTED if self._continuation.is_preempted() else EndState.REQUEUED
-            self._do(self._end.hand_over(why, _CAUSE_BY_STATE.get(why, request.by)))
+            # Where there is none it asks all of us at once, and what the steps say may be heard first.
+            prospect = self._continuation.look_ahead()
+            why = EndState.PREEMPTED if prospect.is_preempted else EndState.REQUEUED
+            cause = _CAUSE_BY_STATE.get(why, request.by)
+            self._do(self._end.hand_over(why, cause, is_requeued=prospect.is_requeued))
             return
         # Set if the supervisor before us, which was killed, has asked for its job's sake.
         state = EndState(request.state) if request.state in tuple(EndState) else None

@@ -19,7 +19,7 @@ from corral.experiments.attempt_ends import failed_nodes
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory, atomic_write
 from corral.launcher.end_actions import EndState
-from corral.launcher.job_ends import JobEnd, explain_end, is_being_preempted
+from corral.launcher.job_ends import JobEnd, JobProspect, explain_end, look_ahead
 from corral.launcher.layout import Layout
 from corral.launcher.node_loss import nodes_that_are_down, note_failed_node
 from corral.launcher.own_jobs import own_jobs_of_plan
@@ -71,12 +71,13 @@ class Continuation:
         self.successor = read_successor(directory, after=job_id)
         """Job id of the successor; "" if there is none."""
 
-    def is_preempted(self) -> bool:
-        """Whether our nodes are wanted for another job, and we may use them for a while yet."""
+    def look_ahead(self) -> JobProspect:
+        """What SLURM has in mind for our job, while we may use its nodes for a while yet."""
         try:
-            return is_being_preempted(self._client.job(self._job_id))
+            job = self._client.job(self._job_id)
         except SlurmError:
-            return False
+            job = None
+        return look_ahead(job, restart_count=self._restart_count)
 
     def explain(self) -> JobEnd:
         """Why SLURM sends SIGTERM; records the nodes that failed, if it is that."""

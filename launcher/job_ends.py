@@ -72,9 +72,28 @@ class JobEnd:
         return is_over and not self.is_requeued
 
 
-def is_being_preempted(job: Mapping[str, str] | None) -> bool:
-    """Whether a job's nodes are wanted for another one, at once or after a grace period."""
-    return job is not None and job.get("PreemptTime", "") not in _NEVER
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobProspect:
+    """What SLURM has decided about a job so far, and has not told its script yet."""
+
+    is_preempted: bool
+    """Its nodes are wanted for another one, at once or after a grace period."""
+    is_requeued: bool
+    """It is in the queue again already: SLURM counts the restart before it signals anybody."""
+
+
+def look_ahead(job: Mapping[str, str] | None, *, restart_count: int) -> JobProspect:
+    """What becomes of a job, by `scontrol show job`; None, if SLURM could not be asked, says nothing.
+
+    Args:
+        job: its fields.
+        restart_count: how often it had been requeued when it started.
+    """
+    fields = job or {}
+    return JobProspect(
+        is_preempted=fields.get("PreemptTime", "") not in _NEVER,
+        is_requeued=_number(fields.get("Restarts", "")) > restart_count,
+    )
 
 
 def explain_end(job: Mapping[str, str] | None, job_output: str, *, job_id: str, restart_count: int) -> JobEnd:
@@ -94,13 +113,13 @@ def explain_end(job: Mapping[str, str] | None, job_output: str, *, job_id: str, 
         # Our jobs ask to be requeued, so where nothing else is known they are.
         is_requeued = by_daemon in (EndState.REQUEUED, EndState.NODE_FAILED, EndState.PREEMPTED)
         return JobEnd(state=by_daemon or EndState.UNKNOWN, is_requeued=is_requeued)
-    is_requeued = _number(job.get("Restarts", "")) > restart_count
+    prospect = look_ahead(job, restart_count=restart_count)
     if by_daemon not in (None, EndState.CANCELLED):
-        return JobEnd(state=by_daemon, is_requeued=is_requeued)
-    if is_requeued:
+        return JobEnd(state=by_daemon, is_requeued=prospect.is_requeued)
+    if prospect.is_requeued:
         return JobEnd(state=EndState.REQUEUED, is_requeued=True)
     word = state_word(job.get("JobState", ""))
-    if is_being_preempted(job):
+    if prospect.is_preempted:
         state = EndState.PREEMPTED
     elif word == "RUNNING":
         state = EndState.STOPPED  # also with a line of slurmstepd, which `scancel --batch --signal=TERM` leaves

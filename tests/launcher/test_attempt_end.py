@@ -97,6 +97,19 @@ def test_a_hand_over_asks_for_one_successor_and_goes_on(slurm: Slurm) -> None:
     assert slurm.actions[1:] == [RecordAttemptEnd(EndState.NODE_FAILED, "n2 failed", "successor")]
 
 
+def test_a_job_that_is_in_the_queue_again_needs_no_successor(slurm: Slurm) -> None:
+    slurm.do(slurm.end.hand_over(EndState.REQUEUED, "SIGTERM to the steps", is_requeued=True))
+    slurm.do(slurm.end.hand_over(EndState.NODE_FAILED, "n2 failed"))
+    assert slurm.actions == [] and slurm.finish().goes_on  # also if SLURM's own word never comes
+    assert slurm.actions == [RecordAttemptEnd(EndState.NODE_FAILED, "n2 failed", "requeue")]
+
+
+def test_a_successor_is_revoked_once_our_own_job_is_in_the_queue_again(slurm: Slurm) -> None:
+    slurm.do(slurm.end.hand_over(EndState.PREEMPTED, "wanted"))
+    slurm.do(slurm.end.hand_over(EndState.PREEMPTED, "wanted", is_requeued=True))
+    assert slurm.finish().goes_on and slurm.alive == set()
+
+
 def test_a_refused_successor_is_asked_for_again_and_then_our_own_job_is_requeued(slurm: Slurm) -> None:
     slurm.takes_jobs = False
     slurm.do(slurm.end.hand_over(EndState.TIMED_OUT, "soon"))

@@ -383,6 +383,14 @@ def test_a_notice_to_the_steps_is_explained_by_slurm_and_hands_over(
     assert attempt.finish().goes_on and attempt.recorded() == (state, "successor")
 
 
+def test_a_notice_that_is_heard_before_slurms_own_word_asks_for_no_job_beside_a_requeued_one(attempt: Attempt) -> None:
+    attempt.slurm.answer = REQUEUED
+    attempt.end.requested(NOTICE)
+    attempt.term(REQUEUED)
+    assert attempt.finish().goes_on and attempt.recorded() == ("REQUEUED", "requeue")
+    assert attempt.slurm.options == []
+
+
 def test_the_signal_that_a_site_sends_before_a_preemption_is_no_time_limit(attempt: Attempt) -> None:
     attempt.slurm.answer = KILLED | {"PreemptTime": "2026-11-21T08:11:27"}
     request = attempt.usr2()

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from corral.launcher.end_actions import EndState
-from corral.launcher.job_ends import JobEnd, explain_end
+from corral.launcher.job_ends import JobEnd, JobProspect, explain_end, look_ahead
 from corral.launcher.slurm import parse_key_values
 
 
@@ -86,6 +86,24 @@ def test_a_template_that_writes_elsewhere_leaves_scontrol_to_tell(scontrol: str,
 )
 def test_without_a_controller_the_line_in_the_jobs_output_tells(daemon: str, state: str, is_requeued: bool) -> None:
     assert Answer("", daemon).explain() == JobEnd(state=EndState(state), is_requeued=is_requeued)
+
+
+@pytest.mark.parametrize(
+    ("scontrol", "is_preempted", "is_requeued"),
+    [
+        (RUNNING, False, False),
+        (f"{RUNNING} PreemptTime=2026-11-21T08:11:27", True, False),  # in a grace period: what follows is open
+        (REQUEUED, False, True),
+        (PREEMPTED.replace("Restarts=0", "Restarts=1"), True, True),
+        ("", False, False),
+    ],
+)
+def test_what_is_decided_about_a_job_is_known_before_it_is_told(
+    scontrol: str, is_preempted: bool, is_requeued: bool
+) -> None:
+    job = parse_key_values(scontrol.replace("%", "7")) if scontrol else None
+    assert look_ahead(job, restart_count=0) == JobProspect(is_preempted=is_preempted, is_requeued=is_requeued)
+    assert not look_ahead(job, restart_count=1).is_requeued  # that one was ours
 
 
 def test_lines_of_earlier_starts_and_of_other_jobs_are_not_ours() -> None:
