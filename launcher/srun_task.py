@@ -3,6 +3,7 @@
 signal --StepSignals--> one squeue -s, one scancel --> steps
              +--no answer--> SIGTERM to each srun, which ends its step at once
 exit_kind <-- an exit that is srun's own, not the worker's, and what SLURM then says about the job
+          <-- SIGTERM, which only SLURM sends by itself: a worker that listens stays
 """
 
 import signal
@@ -79,6 +80,7 @@ class SrunTask:
         self.job_id = job_id
         self._node = node
         self._signals = signals
+        self._is_ended_by_us = False
 
     @property
     def pid(self) -> int:
@@ -93,11 +95,15 @@ class SrunTask:
         return None if code is None else return_code_of_step(code)
 
     def exit_kind(self) -> ExitKind:
-        return self._signals.why_not_started(self.job_id) if self._process.poll() == EXIT_OF_SRUN else ExitKind.OWN
+        if self._process.poll() == EXIT_OF_SRUN:
+            return self._signals.why_not_started(self.job_id)
+        is_noticed = self.poll() == -signal.SIGTERM and not self._is_ended_by_us
+        return ExitKind.NOTICED if is_noticed else ExitKind.OWN
 
     def end_srun(self) -> None:
         """SIGTERM to srun itself, which ends its step without time to finish."""
         if self.poll() is None:
+            self._is_ended_by_us = True
             self._process.send_signal(signal.SIGTERM)
 
 

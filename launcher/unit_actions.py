@@ -18,6 +18,8 @@ class ExitKind(StrEnum):
     """The file system refused what a start needs, as a full or a lost one does for a while."""
     JOB_GONE = "job_gone"
     """The job that it was to run in has ended."""
+    NOTICED = "noticed"
+    """SLURM's SIGTERM, notice that the job is about to end, reached it before it could listen."""
 
 
 class Outcome(StrEnum):
@@ -69,6 +71,7 @@ _MEANING_BY_KIND = {
     ExitKind.SLURM_AWAY: "could not be started: SLURM did not answer",
     ExitKind.FILES_AWAY: "could not be started: the file system refused",
     ExitKind.JOB_GONE: "could not be started: its job has ended",
+    ExitKind.NOTICED: "ended by SLURM's notice of the job's end (SIGTERM), which came before it could listen",
 }
 
 

@@ -292,6 +292,7 @@ def test_a_controller_that_is_away_is_asked_once_and_not_for_each_worker() -> No
     signal_tasks(tasks, signals, kill=False)
     for task in tasks:
         assert wait_until(task.poll, "the end of srun itself") == -15
+        assert task.exit_kind() is ExitKind.OWN  # no notice of SLURM's
     assert len(client.asked) == 1
 
 
@@ -311,5 +312,20 @@ def test_an_exit_of_srun_itself_is_explained_by_what_slurm_says_of_the_job(
     exit_code: int, client: SteppingClient, kind: ExitKind
 ) -> None:
     task = make_task(StepSignals(client), code=f"import sys; sys.exit({exit_code})")
+    wait_until(lambda: task.poll() is not None, "the end of the process")
+    assert task.exit_kind() is kind
+
+
+@pytest.mark.parametrize(
+    ("end", "kind"),
+    [
+        ("os.kill(os.getpid(), signal.SIGTERM)", ExitKind.NOTICED),
+        ("sys.exit(128 + signal.SIGTERM)", ExitKind.NOTICED),  # so srun says it of its task
+        ("os.kill(os.getpid(), signal.SIGKILL)", ExitKind.OWN),
+        ("sys.exit(0)", ExitKind.OWN),
+    ],
+)
+def test_sigterm_that_nobody_of_us_sent_is_a_notice_and_no_crash(end: str, kind: ExitKind) -> None:
+    task = make_task(StepSignals(SteppingClient()), code=f"import os, signal, sys; {end}")
     wait_until(lambda: task.poll() is not None, "the end of the process")
     assert task.exit_kind() is kind

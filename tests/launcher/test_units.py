@@ -65,6 +65,16 @@ def test_what_could_not_be_started_is_tried_again_at_growing_pauses_and_at_no_co
     assert pauses == sorted(pauses) and pauses[-1] == POLICY.max_pause_s
 
 
+def test_a_gang_that_slurms_notice_reached_before_it_could_listen_starts_again_at_no_cost() -> None:
+    supervision, now = started(), 0.0
+    for _ in range(POLICY.max_restarts + 1):
+        supervision.exited("model_worker/0", -15, now, kind=ExitKind.NOTICED)
+        (restart,) = supervision.exited("model_worker/1", -15, now, kind=ExitKind.NOTICED)
+        assert isinstance(restart, RestartUnit) and "SLURM's notice" in restart.cause
+        now += restart.pause_s
+        assert supervision.tick(now) == [StartUnit("model_worker")]
+
+
 def test_one_dead_rank_takes_its_gang_along_and_all_start_together() -> None:
     supervision = started()
     assert supervision.exited("model_worker/1", 1, 10.0) == [SignalTask("model_worker/0", kill=True)]
