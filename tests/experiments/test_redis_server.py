@@ -190,6 +190,16 @@ def test_stop_ends_the_process_and_may_be_repeated(tmp_path: Path) -> None:
         _ = server.pid
 
 
+def test_what_slurm_sends_to_all_processes_of_a_job_does_not_end_it(tmp_path: Path) -> None:
+    with make_server(tmp_path / "redis") as server:
+        with connect(server, username="trial", password=PASSWORD) as client:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+                os.kill(server.pid, number)
+            # Redis leaves in its own time, ten times a second: half a second of its clock is enough to know.
+            assert client.blpop([PREFIX + "never"], timeout=0.5) is None and client.ping()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()  # we do
+
+
 def test_a_hung_server_is_stopped_too(tmp_path: Path) -> None:
     server = make_server(tmp_path / "redis")
     server.start()
