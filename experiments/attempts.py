@@ -268,12 +268,12 @@ def _try_to_claim(directory: TrialDirectory, attempt: int, claim: AttemptClaim) 
     """Puts the claim where none is; of two that try, one gets True. link(2) is atomic on network file systems too."""
     path = _claim_path(directory, attempt)
     temporary = path.with_name(f".{path.name}.{random_tokens.token_hex(4)}.tmp")
-    write_new_file(temporary, msgspec.json.encode(claim))
     try:
+        write_new_file(temporary, msgspec.json.encode(claim))
         os.link(temporary, path)
     except FileExistsError:
         return False
     finally:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
     fsync_directory(directory.control_path)
     return True

@@ -5,6 +5,7 @@
 The journal explains; it never decides. What decides is the trial log.
 """
 
+import errno
 import json
 import logging
 import os
@@ -50,7 +51,8 @@ class Journal:
             if written != len(line):
                 os.write(descriptor, b"\n")
                 raise OSError(
-                    f"only {written} of {len(line)} bytes of an event fit into {self._path}; is the disk full?"
+                    errno.ENOSPC,
+                    f"only {written} of {len(line)} bytes of an event fit into {self._path}; is the disk full?",
                 )
         finally:
             os.close(descriptor)

@@ -46,6 +46,8 @@ class SupervisorLock:
     def __init__(self, directory: TrialDirectory) -> None:
         self._path = lock_path(directory)
         self._descriptor = -1
+        self._has_tried = False
+        """Whether the file may name us though the lock was not taken, because its disk failed half-way."""
 
     def acquire(self, *, patience_s: float = _PATIENCE_S, claim_decides: bool = False, **details: Any) -> None:
         """Takes the lock and writes who holds it.
@@ -59,19 +61,21 @@ class SupervisorLock:
 
         Raises:
             SupervisorRunsError: naming the holder.
+            OSError: if the file system refuses; it may be tried again.
         """
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._lock(descriptor, patience_s, claim_decides=claim_decides)
+            content = json.dumps({**describe_this_process(), **details}).encode()
+            self._has_tried = True
+            os.ftruncate(descriptor, 0)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            write_all(descriptor, content)
+            os.fsync(descriptor)
         except BaseException:
-            os.close(descriptor)
+            os.close(descriptor)  # and with it the lock: whoever tries again is not refused by himself
             raise
         self._descriptor = descriptor
-        content = json.dumps({**describe_this_process(), **details}).encode()
-        os.ftruncate(descriptor, 0)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        write_all(descriptor, content)
-        os.fsync(descriptor)
 
     @property
     def descriptor(self) -> int:
@@ -99,7 +103,9 @@ class SupervisorLock:
     def _is_held_by_name(self, *, claim_decides: bool) -> bool:
         """Whether the holder that the file names lives, or may live where we cannot look, and no claim decides."""
         holder = read_lock(self._path)
-        is_alive = is_process_alive(holder) if holder is not None else False
+        if holder is None or (self._has_tried and describe_this_process().items() <= holder.items()):
+            return False
+        is_alive = is_process_alive(holder)
         return not claim_decides if is_alive is None else is_alive
 
 

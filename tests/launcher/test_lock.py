@@ -81,6 +81,26 @@ def test_without_locks_a_living_process_of_this_host_is_waited_for_and_then_refu
         start_job(trial, monkeypatch, "8")
 
 
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_who_could_not_write_his_name_down_is_not_refused_by_himself(
+    trial: StubTrial, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, has_locks: bool
+) -> None:
+    lock_path(trial.directory).unlink()
+    if not has_locks:
+        request.getfixturevalue("no_locks")
+    lock = SupervisorLock(trial.directory)
+
+    def refused(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refused)
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            lock.acquire()
+    lock.acquire()
+    lock.release()
+
+
 @pytest.mark.usefixtures("no_locks")
 def test_without_locks_a_local_trial_of_another_host_is_not_started_here(tmp_path: Path) -> None:
     trial = StubTrial(tmp_path, {}, model_workers=1, servers=0)
