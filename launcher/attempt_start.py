@@ -3,12 +3,14 @@
 keeper --open_attempt--> begin_attempt --record--> secrets, log folder --> supervisor
                              +--refused--> control/end-N.json, journal: trial_ended; the job ends at once
 
-How the attempt before ended is read from control/, and asked of SLURM; the journal is only told.
+How the attempt before ended is read from control/, and asked of SLURM; the journal is only told. What the files refuse
+for a moment is tried again step by step: a second look from the beginning would find our own claim, and no predecessor.
 """
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from corral.experiments.attempt_ends import AttemptEndRecord, read_end, write_end
 from corral.experiments.attempts import (
@@ -26,6 +28,7 @@ from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import StoppedError, TrialLog
 from corral.launcher.node_loss import nodes_that_are_down, note_failed_node
+from corral.launcher.patience import FilePatience
 from corral.launcher.processes import describe_this_process
 from corral.launcher.slurm import SlurmClient, SlurmError
 from corral.scheduling.slurm_formats import expand_host_list
@@ -59,6 +62,14 @@ class JobStart:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Predecessor:
+    """The attempt that another one follows."""
+
+    attempt: int
+    claim: AttemptClaim
+
+
 def claim_decides(directory: TrialDirectory) -> bool:
     """Whether this is a start of a job that has no attempt yet: it gets one, whoever seems to run the last."""
     previous = last_attempt(directory)
@@ -68,49 +79,73 @@ def claim_decides(directory: TrialDirectory) -> bool:
     return claim is None or not claim.is_of(start.job_id, start.restart_count)
 
 
-def open_attempt(directory: TrialDirectory, *, client: SlurmClient | None = None) -> AttemptRecord | None:
+def open_attempt(
+    directory: TrialDirectory, *, client: SlurmClient | None = None, patience: FilePatience | None = None
+) -> AttemptRecord | None:
     """The attempt that this process is to supervise, with its files; None if the trial is over, which is recorded.
+
+    Args:
+        directory: the trial's.
+        client: SLURM's commands, to be asked how the attempt before ended.
+        patience: with files that fail for a moment.
 
     Raises:
         ValueError: if a file of the trial is not what corral writes.
+        OSError: if the files of the trial fail for longer.
     """
-    plan = RunPlan.from_json(directory.plan_path.read_bytes())
+    patience = patience or FilePatience()
+    plan = patience.insist(lambda: RunPlan.from_json(directory.plan_path.read_bytes()), "read the plan")
     start = JobStart.of_environment(os.environ if plan.mode == "slurm" else {})
-    previous = last_attempt(directory)
-    claim = read_claim(directory, previous.attempt) if previous is not None else None
-    follows = previous if claim is not None and not claim.is_of(start.job_id, start.restart_count) else None
-    if follows is not None and claim is not None:
-        end = _end_of_predecessor(directory, plan, follows.attempt, claim, start, client)
+    predecessor = patience.insist(lambda: _predecessor_of(directory, start), "read the last attempt")
+    end = None
+    if predecessor is not None:
+        look_back = partial(_end_of_predecessor, directory, plan, predecessor, start, client)
+        end = patience.insist(look_back, "record how the attempt before ended")
+    begin = partial(
+        begin_attempt,
+        directory,
+        job_id=start.job_id,
+        restart_count=start.restart_count,
+        mode=plan.mode,
+        nodes=start.nodes,
+    )
     try:
-        record = begin_attempt(
-            directory,
-            job_id=start.job_id,
-            restart_count=start.restart_count,
-            mode=plan.mode,
-            nodes=start.nodes,
-        )
+        record = patience.insist(begin, "claim an attempt")
     except AttemptRefusedError as error:
-        if follows is not None:
-            _record_refusal(directory, end, start, error)
+        if end is not None:
+            refusal = partial(_record_refusal, directory, end, start, error)
+            patience.insist(refusal, "record that no attempt follows")
         return None
-    if follows is not None:
-        TrialSecrets.destroy(directory.secrets_path)
-        TrialSecrets.create(directory.secrets_path)
-        directory.clear_stop_request()
-        Journal(directory.journal_path).append("submitted", attempt=record.attempt, job_id=start.job_id)
-    directory.start_attempt_logs(record.attempt)
+    if end is not None:
+        patience.insist(partial(_renew, directory), "make new secrets")
+        journal = Journal(directory.journal_path)
+        submitted = partial(journal.append, "submitted", attempt=record.attempt, job_id=start.job_id)
+        patience.insist(submitted, "record the attempt")
+    patience.insist(partial(directory.start_attempt_logs, record.attempt), "make the folder of its logs")
     return record
 
 
+def _predecessor_of(directory: TrialDirectory, start: JobStart) -> _Predecessor | None:
+    """The last attempt, if another start of a job has claimed it."""
+    last = last_attempt(directory)
+    claim = read_claim(directory, last.attempt) if last is not None else None
+    if last is None or claim is None or claim.is_of(start.job_id, start.restart_count):
+        return None
+    return _Predecessor(last.attempt, claim)
+
+
+def _renew(directory: TrialDirectory) -> None:
+    """Nobody of the attempt before gets in any more, and what was asked of it is not asked of the next one."""
+    TrialSecrets.destroy(directory.secrets_path)
+    TrialSecrets.create(directory.secrets_path)
+    directory.clear_stop_request()
+
+
 def _end_of_predecessor(
-    directory: TrialDirectory,
-    plan: RunPlan,
-    attempt: int,
-    claim: AttemptClaim,
-    start: JobStart,
-    client: SlurmClient | None,
+    directory: TrialDirectory, plan: RunPlan, predecessor: _Predecessor, start: JobStart, client: SlurmClient | None
 ) -> AttemptEndRecord:
     """How the attempt before ended; whoever wanted the trial to end there is heeded, by a stop in the trial log."""
+    attempt, claim = predecessor.attempt, predecessor.claim
     by = _final_request(directory)
     if by:
         _append_stop(directory, by=by, reason="asked for between two attempts")

@@ -7,7 +7,8 @@ keeper --attempt--> supervisor --starts--> workers, Redis
   |                        from the last commit; after too many in a row the trial fails
   +-- SIGTERM, SIGINT, SIGUSR2 are passed on
 
-The supervisor ends with the keeper, and what it has started with it: nothing of a trial runs unsupervised.
+The supervisor ends with the keeper, and what it has started with it: nothing of a trial runs unsupervised. Files of the
+trial that fail for a moment are waited for, with nothing running.
 """
 
 import os
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 
 from corral.experiments.attempt_ends import AttemptEndRecord, read_end, write_end
@@ -29,6 +31,7 @@ from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.attempt_start import claim_decides, open_attempt
 from corral.launcher.file_thread import FileThread
 from corral.launcher.lock import SupervisorLock
+from corral.launcher.patience import FilePatience
 from corral.launcher.processes import kill_trial_processes
 from corral.launcher.recorder import Recorder
 from corral.launcher.supervisor_exit import SupervisorExit
@@ -60,19 +63,24 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
 
     Raises:
         SupervisorRunsError: if another supervisor holds the trial.
+        OSError: if the files of the trial fail for long, or a signal comes while they do.
     """
     lock = SupervisorLock(directory)
-    job_id = os.environ.get("SLURM_JOB_ID", "")
-    lock.acquire(patience_s=_LEAVING_S if job_id else 0.5, claim_decides=claim_decides(directory), job_id=job_id)
+    FilePatience().insist(lambda: _acquire(lock, directory), "lock the trial")
     forwarder = _Forwarder()
     try:
-        record = open_attempt(directory)
+        record = open_attempt(directory, patience=FilePatience(forwarder.has_early))
         if record is None:
             return 0
         return _keep(directory, forwarder, lock, record, command=command, max_restarts=max_restarts)
     finally:
         forwarder.close()
         lock.release()
+
+
+def _acquire(lock: SupervisorLock, directory: TrialDirectory) -> None:
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    lock.acquire(patience_s=_LEAVING_S if job_id else 0.5, claim_decides=claim_decides(directory), job_id=job_id)
 
 
 def _keep(
@@ -84,7 +92,8 @@ def _keep(
     command: Sequence[str],
     max_restarts: int,
 ) -> int:
-    plan = RunPlan.from_json(directory.plan_path.read_bytes())
+    patience = FilePatience(forwarder.has_early)
+    plan = patience.insist(lambda: RunPlan.from_json(directory.plan_path.read_bytes()), "read the plan")
     recorder = Recorder(FileThread("records"), Journal(directory.journal_path), attempt=record.attempt)
     policy = RestartPolicy(
         max_restarts=max_restarts, pause_s=_PAUSE_S, healthy_after_s=plan.supervision.healthy_after_s
@@ -97,11 +106,12 @@ def _keep(
         returncode = forwarder.run([*command, "--attempt", str(record.attempt), *unheard], lock.descriptor)
         if returncode in tuple(SupervisorExit):
             return SupervisorExit(returncode).of_keeper
-        if (end := read_end(directory, record.attempt)) is not None:
-            return _leave_ended(directory, recorder, end)
-        num_starts += 1
         # Its own children have died with it; what they had started is nobody's now.
         kill_trial_processes(plan.trial.uuid, spare=(os.getpid(),))
+        end = patience.insist(partial(read_end, directory, record.attempt), "read how the attempt ended")
+        if end is not None:
+            return _leave_ended(directory, recorder, end)
+        num_starts += 1
         recorder.event("supervisor_died", returncode=returncode, restarts=num_starts - 1)
         pause_s = budget.ended(time.monotonic() - started_at)
         if pause_s is None:
@@ -141,7 +151,7 @@ class _Forwarder:
     def __init__(self) -> None:
         self.forwarded: set[int] = set()
         self._early: list[int] = []
-        self._has_early = threading.Event()
+        self._is_disturbed = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self._previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -150,7 +160,7 @@ class _Forwarder:
         # The child shares the lock: the trial stays locked until it is gone too.
         with subprocess.Popen(command, pass_fds=(lock_descriptor,), preexec_fn=die_with_parent()) as child:
             self._child = child
-            self._has_early.clear()
+            self._is_disturbed.clear()
             early, self._early = self._early, []
             for number in early:
                 self._forward(number, None)
@@ -160,7 +170,11 @@ class _Forwarder:
 
     def pause(self, seconds: float) -> None:
         """Until the next child may be started; at once if there is a signal for it."""
-        self._has_early.wait(0.0 if self._early else seconds)
+        self._is_disturbed.wait(0.0 if self._early else seconds)
+
+    def has_early(self) -> bool:
+        """Whether a signal waits for the next child."""
+        return bool(self._early)
 
     def close(self) -> None:
         for number, handler in self._previous.items():
@@ -169,7 +183,7 @@ class _Forwarder:
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if self._child is None or self._child.poll() is not None:
             self._early.append(number)  # for the next child, if there is one
-            self._has_early.set()
+            self._is_disturbed.set()
         else:
             self.forwarded.add(number)
             self._child.send_signal(number)

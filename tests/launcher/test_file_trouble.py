@@ -39,6 +39,43 @@ def test_a_disk_that_is_full_or_lost_for_a_while_ends_nothing_and_is_told_later(
     assert trial.ended()["state"] == "STOPPED" and trial.processes() == []
 
 
+@pytest.mark.parametrize(
+    ("error", "path"),
+    [
+        ("ESTALE", "control/"),
+        ("ENOSPC", "control/supervisor.lock"),
+        ("EIO", "plan.json"),
+        ("EIO", "control/claim-0.json"),
+    ],
+)
+def test_a_trial_whose_files_fail_while_it_starts_begins_when_they_are_there_again(
+    make_trial: MakeTrial, error: str, path: str
+) -> None:
+    trial = make_trial({"master_worker/0": ["wait"]}, model_workers=1, servers=0)
+    break_files(trial.directory, error, path)
+    keeper = trial.start()
+    said = trial.directory.path / "supervisor.out"
+    wait_until(lambda: "waiting for the files" in said.read_text() or keeper.poll() is not None, "what the keeper does")
+    assert keeper.poll() is None and trial.events() == []
+    mend_files(trial.directory)
+    trial.wait_for_workers()
+    stop(trial)
+    assert trial.wait() == 0
+    assert trial.ended()["state"] == "STOPPED" and len(trial.events("supervisor_started")) == 1
+
+
+def test_a_signal_ends_a_keeper_that_waits_for_its_files(make_trial: MakeTrial) -> None:
+    trial = make_trial({}, model_workers=1, servers=0)
+    break_files(trial.directory, "EIO", "plan.json")
+    keeper = trial.start()
+    said = trial.directory.path / "supervisor.out"
+    wait_until(lambda: "waiting for the files" in said.read_text() or keeper.poll() is not None, "what the keeper does")
+    assert keeper.poll() is None
+    keeper.send_signal(signal.SIGTERM)
+    assert trial.wait() == 1
+    assert not is_locked(trial.directory) and trial.events() == []
+
+
 def test_a_disk_that_stays_full_lets_a_trial_that_is_stopped_end_and_leaves_nothing(make_trial: MakeTrial) -> None:
     trial = make_trial({"master_worker/0": ["wait"]}, model_workers=1, servers=0)
     trial.start()
