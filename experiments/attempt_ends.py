@@ -7,12 +7,36 @@ The journal tells the same to people; it may lack a line after a crash or on a f
 """
 
 import os
+from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from corral.experiments.trial_directory import TrialDirectory, atomic_write, fsync_directory
+
+
+class EndState(StrEnum):
+    """How an attempt ends, as rl-status says it."""
+
+    COMPLETE = "COMPLETE"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    TIMED_OUT = "TIMED_OUT"
+    PREEMPTED = "PREEMPTED"
+    NODE_FAILED = "NODE_FAILED"
+    REQUEUED = "REQUEUED"
+    UNKNOWN = "UNKNOWN"
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a next attempt may follow without a human; if nothing is known, SLURM's requeue says so."""
+        return self in _GO_ON
+
+
+_GO_ON = (EndState.TIMED_OUT, EndState.PREEMPTED, EndState.NODE_FAILED, EndState.REQUEUED, EndState.UNKNOWN)
+
 
 Follows = Literal["", "requeue", "successor"]
 """What goes on after an attempt: SLURM starts its job again, another job does, or, with "", nothing without a human."""

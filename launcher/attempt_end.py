@@ -20,12 +20,11 @@ The shell is `corral.launcher.attempt_ending`; nothing here does I/O. Each metho
 from enum import StrEnum
 from typing import Literal
 
-from corral.experiments.attempt_ends import Follows
+from corral.experiments.attempt_ends import EndState, Follows
 from corral.experiments.attempts import Refusal
 from corral.launcher.end_actions import (
     AskForSuccessor,
     EndAction,
-    EndState,
     RecordAttemptEnd,
     RecordTrialEnd,
     RequeueOwnJob,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from corral.experiments.attempt_ends import AttemptEndRecord, Follows, write_end
+from corral.experiments.attempt_ends import AttemptEndRecord, EndState, Follows, write_end
 from corral.experiments.attempts import read_attempts, why_not_another
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
@@ -23,7 +23,6 @@ from corral.launcher.continuation import Continuation
 from corral.launcher.end_actions import (
     AskForSuccessor,
     EndAction,
-    EndState,
     RecordAttemptEnd,
     RecordTrialEnd,
     RequeueOwnJob,

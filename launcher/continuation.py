@@ -15,10 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from corral.experiments.attempt_ends import failed_nodes
+from corral.experiments.attempt_ends import EndState, failed_nodes
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory, atomic_write
-from corral.launcher.end_actions import EndState
 from corral.launcher.job_ends import JobEnd, JobProspect, explain_end, look_ahead
 from corral.launcher.layout import Layout
 from corral.launcher.node_loss import nodes_that_are_down, note_failed_node

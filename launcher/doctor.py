@@ -1,21 +1,16 @@
 """rl-doctor's judgement: facts of a machine and its cluster -> findings, each with what to do.
 
-    this machine      python, Redis, profile files, the file root
-    the cluster       scontrol show config, sinfo, partitions          all pure functions: facts in, findings out
-    its nodes         what the probe job answered (doctor_probe.py)
-
-A finding is ok, warn (works, but something costs more or is less safe than it could be) or fail (trials will not run).
+this machine      python, Redis, profile files, the file root
+the cluster       scontrol show config, sinfo, partitions          all pure functions: facts in, findings out
+its nodes         what the probe job answered (doctor_probe.py)
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
 
+from corral.launcher.findings import Finding, fail, ok, warn
 from corral.launcher.slurm import Node
 from corral.scheduling.slurm_formats import parse_time_limit
-
-Level = Literal["ok", "warn", "fail"]
 
 _OLDEST_SLURM = (20, 11)  # srun --exact
 _OLDEST_SLURM_TESTED = (22, 5)
@@ -23,37 +18,6 @@ _MIN_JOB_AGE_S = 60
 _DEFAULT_CRED_EXPIRE_S = 120
 _LONG_SLURMD_TIMEOUT_S = 600
 _UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that was looked at."""
-
-    check: str
-    level: Level
-    said: str
-    advice: str = ""
-
-
-def ok(check: str, said: str) -> Finding:
-    """Nothing to do."""
-    return Finding(check=check, level="ok", said=said)
-
-
-def warn(check: str, said: str, advice: str) -> Finding:
-    """Works, with a cost."""
-    return Finding(check=check, level="warn", said=said, advice=advice)
-
-
-def fail(check: str, said: str, advice: str) -> Finding:
-    """Trials will not run."""
-    return Finding(check=check, level="fail", said=said, advice=advice)
-
-
-def worst(findings: Sequence[Finding]) -> Level:
-    """The gravest level among them."""
-    levels = {finding.level for finding in findings}
-    return "fail" if "fail" in levels else "warn" if "warn" in levels else "ok"
 
 
 def judge_config(config: Mapping[str, str]) -> Iterator[Finding]:
@@ -218,23 +182,3 @@ def seconds_of(text: str) -> int | None:
         return parse_time_limit(text)
     except ValueError:
         return None
-
-
-def render(findings: Sequence[Finding]) -> str:
-    """One line per check, and one more where something is to be done."""
-    width = max((len(finding.check) for finding in findings), default=0)
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.level:<4}  {finding.check.ljust(width)}  {finding.said}")
-        if finding.advice:
-            lines.append(f"{'':<4}  {'':<{width}}  -> {finding.advice}")
-    counts = {level: sum(1 for finding in findings if finding.level == level) for level in ("ok", "warn", "fail")}
-    return "\n".join([*lines, "", "  ".join(f"{count} {level}" for level, count in counts.items())])
-
-
-def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """The same as data."""
-    return [
-        {"check": finding.check, "level": finding.level, "said": finding.said, "advice": finding.advice}
-        for finding in findings
-    ]

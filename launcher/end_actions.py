@@ -1,31 +1,8 @@
 """What goes into and comes out of the state machine of an attempt's end: kinds of ends in, actions out."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-from corral.experiments.attempt_ends import Follows
-
-
-class EndState(StrEnum):
-    """How an attempt ends, as rl-status says it."""
-
-    COMPLETE = "COMPLETE"
-    STOPPED = "STOPPED"
-    FAILED = "FAILED"
-    CANCELLED = "CANCELLED"
-    TIMED_OUT = "TIMED_OUT"
-    PREEMPTED = "PREEMPTED"
-    NODE_FAILED = "NODE_FAILED"
-    REQUEUED = "REQUEUED"
-    UNKNOWN = "UNKNOWN"
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether a next attempt may follow without a human; if nothing is known, SLURM's requeue says so."""
-        return self in _GO_ON
-
-
-_GO_ON = (EndState.TIMED_OUT, EndState.PREEMPTED, EndState.NODE_FAILED, EndState.REQUEUED, EndState.UNKNOWN)
+from corral.experiments.attempt_ends import EndState, Follows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

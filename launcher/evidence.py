@@ -7,22 +7,9 @@ from typing import Any
 from corral.experiments.attempts import AttemptRecord
 from corral.experiments.trial_directory import StopRequest
 from corral.experiments.worker_record import WorkerRecord
+from corral.launcher.journal_view import PastAttempt, WorkerLife
 from corral.launcher.slurm import QueuedJob
 from corral.launcher.trials import TrialFacts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLife:
-    """What the journal knows about one worker in the last attempt."""
-
-    pid: int | None = None
-    node: str = ""
-    incarnation: str = ""
-    started_at: float | None = None
-    restarts: int = 0
-    exit: str = ""
-    """How its last process ended, while no newer one was started."""
-    ended_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +21,6 @@ class Member:
     is_elastic: bool
     job: QueuedJob | None
     """None while it is in no queue."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptEnd:
-    """One attempt that is over, for the history."""
-
-    attempt: int
-    state: str
-    cause: str
-    nodes: tuple[str, ...]
-    """Nodes that failed."""
-    started_at: float
-    ended_at: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +77,7 @@ class Evidence:
     """What still lives of another attempt."""
     failure: Mapping[str, Any] | None = None
     """The exit record of the worker that failed first, of a trial that failed."""
-    history: tuple[AttemptEnd, ...] = ()
+    history: tuple[PastAttempt, ...] = ()
     damage: tuple[str, ...] = ()
     """What is wrong with the trial's files, and the way out."""
 

@@ -6,12 +6,29 @@ exits/{attempt}.{kind}-{index}.{n}.json   worker, attempt, returncode, kind, sig
 import json
 import signal
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial_directory import TrialDirectory, atomic_write, read_tail
-from corral.launcher.unit_actions import ExitKind
+
+
+class ExitKind(StrEnum):
+    """Why a task ended, or did not start."""
+
+    OWN = "own"
+    """It did so by itself; its return code says how."""
+    NODE_LOST = "node_lost"
+    SLURM_AWAY = "slurm_away"
+    """SLURM's controller did not answer when the task was to be started."""
+    FILES_AWAY = "files_away"
+    """The file system refused what a start needs, as a full or a lost one does for a while."""
+    JOB_GONE = "job_gone"
+    """The job that it was to run in has ended."""
+    NOTICED = "noticed"
+    """SLURM's SIGTERM, notice that the job is about to end, reached it before it could listen."""
+
 
 _TAIL_BYTES = 16384
 _TAIL_LINES = 20

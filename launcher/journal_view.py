@@ -4,7 +4,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from corral.launcher.evidence import AttemptEnd, WorkerLife
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLife:
+    """What the journal knows about one worker in the last attempt."""
+
+    pid: int | None = None
+    node: str = ""
+    incarnation: str = ""
+    started_at: float | None = None
+    restarts: int = 0
+    exit: str = ""
+    """How its last process ended, while no newer one was started."""
+    ended_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastAttempt:
+    """One attempt that is over, for the history."""
+
+    attempt: int
+    state: str
+    cause: str
+    nodes: tuple[str, ...]
+    """Nodes that failed."""
+    started_at: float
+    ended_at: float | None
+
 
 Event = Mapping[str, Any]
 
@@ -45,18 +71,18 @@ class JournalView:
         }
         return {worker: causes[worker] for worker in workers if worker in causes}
 
-    def history(self) -> tuple[AttemptEnd, ...]:
+    def history(self) -> tuple[PastAttempt, ...]:
         """Every attempt that is over, the oldest first."""
         numbers = sorted({int(event["attempt"]) for event in self.events if isinstance(event.get("attempt"), int)})
         ends = [self._end_of(number) for number in numbers]
         return tuple(end for end in ends if end.attempt < self.attempt or end.ended_at is not None)
 
-    def _end_of(self, number: int) -> AttemptEnd:
+    def _end_of(self, number: int) -> PastAttempt:
         events = [event for event in self.events if event.get("attempt") == number]
         ended = next((event for event in reversed(events) if event["event"] in ("trial_ended", "attempt_ended")), None)
         started = next((event for event in events if event["event"] == "supervisor_started"), events[0])
         nodes = (str(event.get("node")) for event in events if event["event"] == "node_failed")
-        return AttemptEnd(
+        return PastAttempt(
             attempt=number,
             state=str(ended.get("state")) if ended else "",
             cause=str(ended.get("cause") or "") if ended else "",

@@ -2,26 +2,15 @@
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 from corral.launcher.layout import Layout, RunningAllocations, Step
 from corral.launcher.member_actions import MemberSpec
-from corral.launcher.runner import Task, TaskRunner, TaskSpec
+from corral.launcher.runner import MovingRunner, Task, TaskSpec
 from corral.launcher.unit_actions import UnitSpec
 from corral.launcher.units import TRAINER_UNIT
 
 MEMBER_ROLES = ("group", "elastic")
 _COMMENT = "--comment="
-
-
-class MovingRunner(TaskRunner, Protocol):
-    """A runner whose workers can be told to run elsewhere."""
-
-    def move(self, worker: str, step: Step, *, overlaps: bool = False) -> None:
-        """Run elsewhere from the next start on."""
-
-    def move_back(self, worker: str) -> None:
-        """Run where the layout says."""
 
 
 class FallbackRunner:

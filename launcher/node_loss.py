@@ -12,7 +12,7 @@ import msgspec
 from corral.experiments.attempt_ends import add_failed_node
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.layout import Allocation, Layout, RunningAllocation, Step
-from corral.launcher.member_places import MovingRunner
+from corral.launcher.runner import MovingRunner
 from corral.launcher.slurm import SlurmClient, SlurmError
 from corral.scheduling.slurm_formats import expand_host_list
 

@@ -1,7 +1,7 @@
-"""Questions that have to be answered: a controller or a file server that is away for minutes ends no trial.
+"""Questions that have to be answered: a controller that is away for minutes ends no trial.
 
 ask --SlurmUnreachableError--> pause, ask again ... --answer--> caller
-work --momentary OSError-----^                  +--too long--> the error
+                                                +--too long--> the error
 """
 
 import logging
@@ -9,14 +9,12 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from corral.experiments.trial_log import UncertainAppendError
-from corral.launcher.file_thread import is_momentary
 from corral.launcher.slurm import SlurmUnreachableError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_PATIENCE_S = 900.0  # a controller, or a file server, that moves to another machine takes minutes
+_PATIENCE_S = 900.0  # a controller that moves to another machine takes minutes
 _PAUSE_S = 1.0
 
 
@@ -42,36 +40,3 @@ def patiently(ask: Callable[[], T], what: str, *, patience_s: float = _PATIENCE_
                 raise
             logger.warning("waiting for %s: %s", what, str(error).partition("\n")[0])
             time.sleep(pause_s)
-
-
-class FilePatience:
-    """Of those who can do nothing without the trial's files: what these refuse for a moment is tried again.
-
-    Args:
-        is_unwanted: whether nobody wants it done any more, so that the next error is the last.
-    """
-
-    def __init__(self, is_unwanted: Callable[[], bool] = lambda: False) -> None:
-        self._is_unwanted = is_unwanted
-
-    def insist(self, work: Callable[[], T], what: str) -> T:
-        """What work returns.
-
-        Args:
-            work: reads or writes; it may be repeated from its beginning wherever it fails.
-            what: it does, for people.
-
-        Raises:
-            OSError: if the files refused for long, or for good.
-            UncertainAppendError: if an entry of the trial log stayed uncertain for long.
-        """
-        deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                return work()
-            except (OSError, UncertainAppendError) as error:
-                is_for_good = isinstance(error, OSError) and not is_momentary(error)
-                if is_for_good or self._is_unwanted() or time.monotonic() > deadline:
-                    raise
-                logger.warning("waiting for the files of the trial, to %s: %s", what, error)
-            time.sleep(_PAUSE_S)

@@ -10,13 +10,12 @@ from enum import Enum
 from typing import TextIO
 
 from corral.experiments.exit_codes import CommandExit
-from corral.launcher.durations import format_duration
 from corral.launcher.queue_cache import CachedQueue
 from corral.launcher.slurm import SlurmClient
 from corral.launcher.states import TrialState
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
-from corral.launcher.terminal import printable
+from corral.launcher.terminal import format_duration, printable
 from corral.launcher.trials import TrialFacts
 
 _EXIT_BY_STATE = {

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.durations import format_duration
 from corral.launcher.metrics import ACCURACY, LOSS, REWARD, STALENESS, read_metrics
+from corral.launcher.terminal import format_duration
 from corral.launcher.trials import read_facts
 
 if TYPE_CHECKING:

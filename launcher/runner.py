@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from corral.launcher.unit_actions import ExitKind
+from corral.launcher.exits import ExitKind
+from corral.launcher.layout import Step
 
 
 class PlaceNotAvailableError(OSError):
@@ -70,3 +71,13 @@ class TaskRunner(Protocol):
 
     def clean_up(self) -> None:
         """End what an earlier supervisor of this attempt left running."""
+
+
+class MovingRunner(TaskRunner, Protocol):
+    """A runner whose workers can be told to run elsewhere."""
+
+    def move(self, worker: str, step: Step, *, overlaps: bool = False) -> None:
+        """Run elsewhere from the next start on."""
+
+    def move_back(self, worker: str) -> None:
+        """Run where the layout says."""

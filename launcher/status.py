@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.worker_record import MASTER
-from corral.launcher.evidence import AttemptEnd, Evidence, WorkerLife
+from corral.launcher.evidence import Evidence
 from corral.launcher.exits import is_out_of_memory
+from corral.launcher.journal_view import PastAttempt, WorkerLife
 from corral.launcher.metrics import headline, last_metrics
 from corral.launcher.slurm_states import judge_exit, judge_job
 from corral.launcher.states import FINAL_STATES, NOT_STARTED, TROUBLED, TrialState, WorkerState
@@ -66,7 +67,7 @@ class TrialStatus:
     workers: Sequence[WorkerRow] = ()
     groups: Sequence[GroupRow] = ()
     waits: Sequence[WaitChain] = ()
-    history: Sequence[AttemptEnd] = ()
+    history: Sequence[PastAttempt] = ()
     node_list: str = ""
     """The head's nodes, in SLURM's words."""
     time_left: str = ""

@@ -161,7 +161,7 @@ class StatusReader:
 
     def _read_records(self, facts: TrialFacts) -> "_Seen":
         # Not at the top: redis takes longer to import than most answers take to give.
-        from corral.launcher.trial_redis import connect_name_service
+        from corral.launcher.rendezvous import connect_name_service
         from corral.name_resolve.errors import NameServiceError
         from corral.name_resolve.keys import LAST_SEEN_ROOT, TrialKeys
 

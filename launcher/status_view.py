@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from corral.launcher.durations import format_duration
-from corral.launcher.evidence import AttemptEnd
+from corral.launcher.journal_view import PastAttempt
 from corral.launcher.states import TrialState, WorkerState
 from corral.launcher.status import TrialStatus, WorkerRow
-from corral.launcher.terminal import printable
+from corral.launcher.terminal import format_duration, printable
 from corral.launcher.waits import describe_wait, render_chain
 from corral.launcher.worker_rows import GroupRow
 
@@ -222,7 +221,7 @@ def _wrapped(parts: Sequence[str], width: int | None) -> list[str]:
     return lines
 
 
-def _describe_end(end: AttemptEnd) -> str:
+def _describe_end(end: PastAttempt) -> str:
     """`attempt 0  ended NODE_FAILED n15 after 5h02m at 08:11 (cause)`."""
     if end.ended_at is None:
         return f"attempt {end.attempt}  ended without a word"

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from signal import Signals
 
+from corral.experiments.attempt_ends import EndState
 from corral.experiments.attempts import AttemptRecord
 from corral.experiments.plan import RunPlan
 from corral.experiments.secrets import TrialSecrets
@@ -30,7 +31,7 @@ from corral.experiments.trial_log import Done, Entry, Stop, StoppedError, TrialL
 from corral.launcher.attempt_ending import AttemptEnding
 from corral.launcher.attempt_tasks import AttemptTasks, Exit, NameServer
 from corral.launcher.continuation import Continuation
-from corral.launcher.end_actions import EndState
+from corral.launcher.exits import ExitKind
 from corral.launcher.file_thread import FILE_TIMEOUT_S, FileThread
 from corral.launcher.members import Members
 from corral.launcher.node_loss import NodeLoss, note_failed_node
@@ -45,7 +46,6 @@ from corral.launcher.unit_actions import (
     AppendStop,
     AskPlace,
     EndTrial,
-    ExitKind,
     GiveUpUnit,
     LeaveUnit,
     Outcome,

@@ -1,6 +1,21 @@
-"""What a terminal may be given: text that others wrote, without anything that a terminal obeys. Pure."""
+"""What people are shown in a terminal: durations in words, and others' text without what a terminal obeys. Pure."""
 
 import re
+
+
+def format_duration(seconds: float | None) -> str:
+    """12s, 5m10s, 3h12m, 2d4h."""
+    if seconds is None:
+        return "-"
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600}h"
+
 
 # Colours and the like are taken out; whatever else is not printable is shown as what it is.
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")

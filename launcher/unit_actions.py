@@ -4,22 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from corral.experiments.exit_codes import WorkerExit
-
-
-class ExitKind(StrEnum):
-    """Why a task ended, or did not start."""
-
-    OWN = "own"
-    """It did so by itself; its return code says how."""
-    NODE_LOST = "node_lost"
-    SLURM_AWAY = "slurm_away"
-    """SLURM's controller did not answer when the task was to be started."""
-    FILES_AWAY = "files_away"
-    """The file system refused what a start needs, as a full or a lost one does for a while."""
-    JOB_GONE = "job_gone"
-    """The job that it was to run in has ended."""
-    NOTICED = "noticed"
-    """SLURM's SIGTERM, notice that the job is about to end, reached it before it could listen."""
+from corral.launcher.exits import ExitKind
 
 
 class Outcome(StrEnum):

@@ -27,12 +27,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from corral.experiments.exit_codes import WorkerExit
+from corral.launcher.exits import ExitKind
 from corral.launcher.unit_actions import (
     Action,
     AppendStop,
     AskPlace,
     EndTrial,
-    ExitKind,
     GiveUpUnit,
     LeaveUnit,
     Outcome,

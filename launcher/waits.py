@@ -11,8 +11,8 @@ record, and its words are only shown.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from corral.launcher.durations import format_duration
 from corral.launcher.states import SPEAKING, WorkerState
+from corral.launcher.terminal import format_duration
 from corral.launcher.worker_rows import WorkerRow, is_away
 
 # The first that fits is the one that holds the others up.

@@ -111,8 +111,8 @@ def _print_change(status: "EvaluationStatus") -> None:
 
 
 def _print(statuses: "Sequence[EvaluationStatus]", output: str) -> None:
-    from corral.launcher.durations import format_duration
     from corral.launcher.status_view import render_table
+    from corral.launcher.terminal import format_duration
 
     if output == "json":
         print(json.dumps([_as_json(status) for status in statuses], indent=1))

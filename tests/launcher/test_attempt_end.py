@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from corral.experiments.attempt_ends import EndState
 from corral.experiments.attempts import Refusal, WhyNot
 from corral.launcher.attempt_end import AttemptEnd, EndPhase
 from corral.launcher.end_actions import (
     AskForSuccessor,
     EndAction,
-    EndState,
     RecordAttemptEnd,
     RecordTrialEnd,
     RequeueOwnJob,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.attempt_ends import AttemptEndRecord, read_end
+from corral.experiments.attempt_ends import AttemptEndRecord, EndState, read_end
 from corral.experiments.attempts import begin_attempt, record_attempt
 from corral.experiments.journal import Journal
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
@@ -15,7 +15,7 @@ from corral.experiments.trial_log import TrialLog
 from corral.launcher import continuation
 from corral.launcher.attempt_ending import AttemptEnding
 from corral.launcher.continuation import Continuation
-from corral.launcher.end_actions import EndState, Verdict
+from corral.launcher.end_actions import Verdict
 from corral.launcher.layout_planner import plan_layout
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.unit_actions import EndTrial, Outcome

@@ -11,6 +11,7 @@ from corral.experiments.attempts import AttemptRecord
 from corral.experiments.journal import Journal
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.launcher.attempt_tasks import AttemptTasks, Exit
+from corral.launcher.exits import ExitKind
 from corral.launcher.file_thread import FileThread
 from corral.launcher.layout import RunningAllocation
 from corral.launcher.layout_planner import plan_layout
@@ -21,7 +22,7 @@ from corral.launcher.slurm import SlurmClient, SlurmUnreachableError
 from corral.launcher.srun import SrunRunner
 from corral.launcher.supervision import Supervisor
 from corral.launcher.supervisor_exit import SupervisorExit
-from corral.launcher.unit_actions import ExitKind, RestartPolicy, RestartUnit, StartUnit, UnitSpec
+from corral.launcher.unit_actions import RestartPolicy, RestartUnit, StartUnit, UnitSpec
 from corral.launcher.units import Supervision
 from tests.launcher.trials import StubTrial, make_plan, wait_until
 

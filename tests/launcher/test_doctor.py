@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from corral.launcher.doctor import Finding, judge_config, judge_partitions, judge_version, render, seconds_of, worst
+from corral.launcher.doctor import judge_config, judge_partitions, judge_version, seconds_of
 from corral.launcher.doctor_answers import judge_probe
 from corral.launcher.doctor_here import file_system_of, judge_commands, look_here
 from corral.launcher.doctor_node import DISTRIBUTION
 from corral.launcher.doctor_probe import ProbeOutcome
+from corral.launcher.findings import Finding, render, worst
 from corral.launcher.slurm import parse_nodes
 
 BIN = Path(sys.executable).parent

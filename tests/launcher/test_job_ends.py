@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from corral.launcher.end_actions import EndState
+from corral.experiments.attempt_ends import EndState
 from corral.launcher.job_ends import JobEnd, JobProspect, explain_end, look_ahead
 from corral.launcher.slurm import parse_key_values
 

@@ -15,15 +15,16 @@ from corral.experiments.attempts import AttemptRecord
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.worker_record import WorkerRecord
-from corral.launcher.evidence import AttemptEnd, Member
+from corral.launcher.evidence import Member
 from corral.launcher.explain import explain
+from corral.launcher.journal_view import PastAttempt
 from corral.launcher.progress import live_line, progress_bar
 from corral.launcher.queue_cache import QueueAnswer
+from corral.launcher.rendezvous import connect_name_service
 from corral.launcher.slurm import QueuedJob
 from corral.launcher.status import Evidence, WorkerLife, describe, judge
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.status_view import format_duration, render_json, render_trial, render_trials, render_workers
-from corral.launcher.trial_redis import connect_name_service
 from corral.launcher.trials import TrialFacts, read_facts
 from corral.workers.presence import Presence
 from tests.launcher.conftest import MakeTrial
@@ -386,7 +387,9 @@ def test_groups_say_what_their_jobs_wait_for_and_what_holds_them() -> None:
 
 
 def test_attempts_before_this_one_are_told_with_their_nodes() -> None:
-    end = AttemptEnd(attempt=0, state="NODE_FAILED", cause="requeued", nodes=("n15",), started_at=0.0, ended_at=18120.0)
+    end = PastAttempt(
+        attempt=0, state="NODE_FAILED", cause="requeued", nodes=("n15",), started_at=0.0, ended_at=18120.0
+    )
     attempt = msgspec.structs.replace(ATTEMPT, attempt=1)
     shown = render_trial(describe(dataclasses.replace(HEALTHY, attempt=attempt, history=(end,))))
     assert "attempt 0  ended NODE_FAILED n15 after 5h02m at 1970-01-01" in shown and "(requeued)" in shown
