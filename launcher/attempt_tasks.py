@@ -16,12 +16,12 @@ from typing import Protocol
 from corral.experiments.attempts import AttemptRecord
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory, atomic_write
-from corral.launcher.exits import ExitKind, ExitRecorder
-from corral.launcher.file_thread import FileThread, is_momentary
+from corral.launcher.files.file_thread import FileThread, is_momentary
 from corral.launcher.plan_units import REDIS_UNIT, WorkerCommand
 from corral.launcher.recorder import Recorder
 from corral.launcher.runner import AllocationLostError, Task, TaskRunner, TaskSpec
 from corral.launcher.slurm import SlurmError, SlurmUnreachableError
+from corral.launcher.trial.exits import ExitKind, ExitRecorder
 from corral.scheduling.worker_information import parse_worker_id
 
 _EXIT_NOT_STARTED = 127  # a shell's "command not found"

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from corral.experiments.errors import ConfigError
 from corral.experiments.profile import find_profiles, read_profile
-from corral.experiments.redis_server import find_redis_executable
 from corral.launcher.doctor_node import DISTRIBUTION
 from corral.launcher.findings import Finding, fail, ok, warn
 from corral.launcher.local import visible_gpus
-from corral.launcher.trials import node_local_folder
+from corral.launcher.trial.find import node_local_folder
+from corral.launcher.trial.redis_server import find_redis_executable
 
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 _NODE_LOCAL_TYPES = ("tmpfs", "ramfs", "overlay")

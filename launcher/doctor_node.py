@@ -21,9 +21,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.redis_server import find_redis_executable
 from corral.experiments.trial_directory import atomic_write
 from corral.launcher.slurm import SlurmClient, SlurmError
+from corral.launcher.trial.redis_server import find_redis_executable
 
 DISTRIBUTION = "corral-rl"
 _WAIT_S = 15.0

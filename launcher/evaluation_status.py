@@ -15,9 +15,9 @@ import submitit
 from submitit.slurm.slurm import SlurmJob
 
 from corral.experiments.evaluation import EvaluationRequest, EvaluationResult, read_result, result_path
-from corral.launcher.exits import tail_lines
 from corral.launcher.queue_watcher import GONE, QueueWatcher
 from corral.launcher.slurm_states import judge_job
+from corral.launcher.trial.exits import tail_lines
 
 _POLL_INTERVAL_S = 1.0
 _RESULT_VISIBLE_S = 3.0  # a file written on a node may appear here a moment after SLURM's word for the job

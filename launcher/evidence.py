@@ -7,9 +7,9 @@ from typing import Any
 from corral.experiments.attempts import AttemptRecord
 from corral.experiments.trial_directory import StopRequest
 from corral.experiments.worker_record import WorkerRecord
-from corral.launcher.journal_view import PastAttempt, WorkerLife
 from corral.launcher.slurm import QueuedJob
-from corral.launcher.trials import TrialFacts
+from corral.launcher.trial.find import TrialFacts
+from corral.launcher.trial.history import PastAttempt, WorkerLife
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from typing import Any
 
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.exits import how_it_ended, is_consequence, is_out_of_memory, read_exits, tail_lines
 from corral.launcher.terminal import printable
+from corral.launcher.trial.exits import how_it_ended, is_consequence, is_out_of_memory, read_exits, tail_lines
 
 _MAX_FOLLOWED = 20
 _OUTSIDE = ("NODE_FAILED", "PREEMPTED", "TIMED_OUT", "CANCELLED", "OOM")

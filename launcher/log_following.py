@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.files.patient_files import DIRECT, Files, PatientFiles
 from corral.launcher.log_lines import EVERY_LINE, LineFilter, text_of
 from corral.launcher.logs import LogFile, LogFinder, NoLogsError
-from corral.launcher.patient_files import DIRECT, Files, PatientFiles
 from corral.launcher.queue_cache import CachedQueue
 from corral.launcher.slurm import SlurmClient
 from corral.launcher.status_reader import StatusReader
-from corral.launcher.trials import TrialFacts
+from corral.launcher.trial.find import TrialFacts
 
 _POLL_INTERVAL_S = 0.3
 _END_INTERVAL_S = 2.0

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from corral.launcher.patient_files import DIRECT, Files
+from corral.launcher.files.patient_files import DIRECT, Files
 from corral.launcher.terminal import printable
 
 _STAMP = re.compile(r"(\d{4}-\d{2}-\d{2})[ T](\d{2}:\d{2}:\d{2})")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.files.patient_files import DIRECT, Files
 from corral.launcher.log_lines import EVERY_LINE, LineFilter, select_lines
-from corral.launcher.patient_files import DIRECT, Files
 
 _NAME = re.compile(r"(?P<kind>[a-z_]+?)-(?P<index>\d+)\.log")
 OTHER_LOGS = ("redis", "supervisor")

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from corral.launcher.explain import explain
-from corral.launcher.lookout import Lookout, Unanswered
+from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.queue_cache import CachedQueue, QueueAnswer
 from corral.launcher.slurm import QueuedJob, SlurmClient
 from corral.launcher.slurm_states import judge_job
@@ -20,9 +20,9 @@ from corral.launcher.states import TrialState
 from corral.launcher.status import TrialStatus, unreadable
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.status_view import render_json, render_names, render_trial, render_trials
+from corral.launcher.trial.find import find_trial
 from corral.launcher.trial_jobs import find_orphans
 from corral.launcher.trial_list import TrialList, finished_path, list_trials, read_finished, to_remember, write_finished
-from corral.launcher.trials import find_trial
 
 _SHOWN_AFTER_END_S = 86400.0
 

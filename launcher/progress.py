@@ -16,7 +16,7 @@ from corral.launcher.states import TrialState
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.terminal import format_duration, printable
-from corral.launcher.trials import TrialFacts
+from corral.launcher.trial.find import TrialFacts
 
 _EXIT_BY_STATE = {
     TrialState.COMPLETE: CommandExit.DONE,

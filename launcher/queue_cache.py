@@ -25,9 +25,9 @@ from typing import Protocol
 
 import msgspec
 
-from corral.launcher.lock import LockAnswer, try_lock
 from corral.launcher.own_jobs import JobIndex
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, parse_queue
+from corral.launcher.trial.lock import LockAnswer, try_lock
 
 FRESH_S = 5.0
 _MAX_PAUSE_S = 60.0

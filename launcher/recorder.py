@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from corral.experiments.journal import Journal, event_line
-from corral.launcher.file_thread import FileThread
+from corral.launcher.files.file_thread import FileThread
 
 logger = logging.getLogger(__name__)
 

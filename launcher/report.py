@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.metrics import ACCURACY, LOSS, REWARD, STALENESS, read_metrics
 from corral.launcher.terminal import format_duration
-from corral.launcher.trials import read_facts
+from corral.launcher.trial.find import read_facts
+from corral.launcher.trial.metrics import ACCURACY, LOSS, REWARD, STALENESS, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

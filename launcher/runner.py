@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from corral.launcher.exits import ExitKind
 from corral.launcher.layout import Step
+from corral.launcher.trial.exits import ExitKind
 
 
 class PlaceNotAvailableError(OSError):

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corral.launcher.processes import TRIAL_UUID_VARIABLE
 from corral.launcher.slurm_complaints import Complaint, complaint_of
+from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 
 _SLURM_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_")
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # how the commands find the cluster at all, and may ask it

@@ -22,7 +22,7 @@ from corral.launcher.slurm_facts import (
     gpus_of,
     some_nodes,
 )
-from corral.launcher.trials import node_local_folder
+from corral.launcher.trial.find import node_local_folder
 from corral.scheduling.slurm_formats import expand_host_list, format_time_limit, parse_time_limit
 
 UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")

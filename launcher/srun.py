@@ -22,10 +22,10 @@ from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.containers import ContainedCommand, contain
 from corral.launcher.layout import Layout, RunningAllocation, RunningAllocations, Step
 from corral.launcher.patience import patiently
-from corral.launcher.processes import TRIAL_UUID_VARIABLE
 from corral.launcher.runner import AllocationLostError, PlaceNotAvailableError, TaskSpec
 from corral.launcher.slurm import SlurmClient, SlurmError, clean_environment
 from corral.launcher.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
+from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from corral.scheduling.slurm_formats import expand_host_list
 from corral.scheduling.worker_information import parse_worker_id
 

@@ -11,9 +11,9 @@ import subprocess
 import time
 from collections.abc import Collection
 
-from corral.launcher.exits import ExitKind
 from corral.launcher.slurm import SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.slurm_words import LEAVING_WORDS, RUNNING_WORDS, state_word
+from corral.launcher.trial.exits import ExitKind
 
 EXIT_OF_SRUN = 250
 """What srun ends with if it is SLURM that failed, by SLURM_EXIT_ERROR; SLURM's own 253 means out of memory."""

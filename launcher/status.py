@@ -22,11 +22,11 @@ from typing import Any
 
 from corral.experiments.worker_record import MASTER
 from corral.launcher.evidence import Evidence
-from corral.launcher.exits import is_out_of_memory
-from corral.launcher.journal_view import PastAttempt, WorkerLife
-from corral.launcher.metrics import headline, last_metrics
 from corral.launcher.slurm_states import judge_exit, judge_job
 from corral.launcher.states import FINAL_STATES, NOT_STARTED, TROUBLED, TrialState, WorkerState
+from corral.launcher.trial.exits import is_out_of_memory
+from corral.launcher.trial.history import PastAttempt, WorkerLife
+from corral.launcher.trial.metrics import headline, last_metrics
 from corral.launcher.waits import WaitChain, find_waits
 from corral.launcher.worker_rows import (
     GroupRow,

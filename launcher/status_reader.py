@@ -22,17 +22,17 @@ from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import LogState, TrialLog, TrialLogError
 from corral.experiments.worker_record import WorkerRecord, decode_record
 from corral.launcher.evidence import Evidence
-from corral.launcher.exits import first_cause, read_exits
+from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.job_details import JobInquiry
-from corral.launcher.journal_view import JournalView
-from corral.launcher.lock import is_locked
-from corral.launcher.lookout import Lookout, Unanswered
 from corral.launcher.queue_cache import DirectQueue, Queue, QueueAnswer
 from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
 from corral.launcher.states import TrialState
 from corral.launcher.status import TrialStatus, describe, unreadable
+from corral.launcher.trial.exits import first_cause, read_exits
+from corral.launcher.trial.find import TrialFacts
+from corral.launcher.trial.history import JournalView
+from corral.launcher.trial.lock import is_locked
 from corral.launcher.trial_jobs import TrialJobs, find_jobs, make_members, own_jobs_of
-from corral.launcher.trials import TrialFacts
 
 _READ_TIMEOUT_S = 60.0
 _RECENT_S = 86400.0  # whose end nobody recorded a day ago is not asked after again and again
@@ -161,7 +161,7 @@ class StatusReader:
 
     def _read_records(self, facts: TrialFacts) -> "_Seen":
         # Not at the top: redis takes longer to import than most answers take to give.
-        from corral.launcher.rendezvous import connect_name_service
+        from corral.launcher.trial.rendezvous import connect_name_service
         from corral.name_resolve.errors import NameServiceError
         from corral.name_resolve.keys import LAST_SEEN_ROOT, TrialKeys
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from corral.launcher.journal_view import PastAttempt
 from corral.launcher.states import TrialState, WorkerState
 from corral.launcher.status import TrialStatus, WorkerRow
 from corral.launcher.terminal import format_duration, printable
+from corral.launcher.trial.history import PastAttempt
 from corral.launcher.waits import describe_wait, render_chain
 from corral.launcher.worker_rows import GroupRow
 

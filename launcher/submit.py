@@ -40,7 +40,6 @@ from corral.experiments.trial_directory import (
 from corral.experiments.trial_log import CorruptLogError, TrialLog
 from corral.launcher.layout import Layout
 from corral.launcher.local import share_gpus, start_detached, visible_gpus
-from corral.launcher.lock import is_locked
 from corral.launcher.own_jobs import OwnJobs, own_jobs_of_plan
 from corral.launcher.preflight import check_on_slurm
 from corral.launcher.sbatch import holder_path, render_holder, render_script
@@ -53,7 +52,8 @@ from corral.launcher.submission import (
     submit_once,
     submitting,
 )
-from corral.launcher.trials import TrialFacts, default_fileroot
+from corral.launcher.trial.find import TrialFacts, default_fileroot
+from corral.launcher.trial.lock import is_locked
 from corral.scheduling.slurm_formats import check_plain_text
 
 logger = logging.getLogger(__name__)

@@ -31,15 +31,15 @@ from corral.experiments.trial_log import Done, Entry, Stop, StoppedError, TrialL
 from corral.launcher.attempt_ending import AttemptEnding
 from corral.launcher.attempt_tasks import AttemptTasks, Exit, NameServer
 from corral.launcher.continuation import Continuation
-from corral.launcher.exits import ExitKind
-from corral.launcher.file_thread import FILE_TIMEOUT_S, FileThread
+from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
 from corral.launcher.members import Members
 from corral.launcher.node_loss import NodeLoss, note_failed_node
 from corral.launcher.plan_units import WorkerCommand, units_of_plan, worker_command
-from corral.launcher.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
 from corral.launcher.recorder import Recorder
 from corral.launcher.runner import TaskRunner
 from corral.launcher.supervisor_exit import SupervisorExit
+from corral.launcher.trial.exits import ExitKind
+from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
 from corral.launcher.trial_watch import Seen, TrialWatch
 from corral.launcher.unit_actions import (
     Action,

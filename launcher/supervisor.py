@@ -24,11 +24,10 @@ from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import CorruptLogError
 from corral.launcher.attempt_start import JobStart
 from corral.launcher.continuation import Continuation
-from corral.launcher.file_thread import FileThread
+from corral.launcher.files.file_thread import FileThread
 from corral.launcher.keeper import keep, record_failure
 from corral.launcher.layout import Layout
 from corral.launcher.local import LocalRunner, share_gpus, visible_gpus
-from corral.launcher.lock import SupervisorRunsError
 from corral.launcher.member_places import FallbackRunner
 from corral.launcher.members import Members
 from corral.launcher.node_loss import NodeLoss
@@ -39,6 +38,7 @@ from corral.launcher.slurm import SlurmClient
 from corral.launcher.srun import SrunRunner, batch_allocations
 from corral.launcher.supervision import Supervisor
 from corral.launcher.supervisor_exit import EXIT_BROKEN, SupervisorExit
+from corral.launcher.trial.lock import SupervisorRunsError
 from corral.launcher.trial_redis import TrialRedis
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from corral.launcher.evidence import Member
 from corral.launcher.own_jobs import HEAD, JobIndex, OwnJobs
 from corral.launcher.slurm import QueuedJob
 from corral.launcher.slurm_words import is_active, is_staying
-from corral.launcher.trials import TrialFacts
+from corral.launcher.trial.find import TrialFacts
 
 _HEADS = (None, "", HEAD)
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.lookout import Lookout, Unanswered
+from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.queue_cache import cache_path
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import TrialRead
-from corral.launcher.trials import PlanDamagedError, TrialFacts, load_facts
+from corral.launcher.trial.find import PlanDamagedError, TrialFacts, load_facts
 
 
 class FinishedTrial(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,11 +3,11 @@
 import os
 import signal
 
-from corral.experiments.redis_server import RedisServer
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.redis_probe import RedisProbe
-from corral.launcher.rendezvous import REDIS_USERNAME
+from corral.launcher.trial.redis_server import RedisServer
+from corral.launcher.trial.rendezvous import REDIS_USERNAME
 from corral.name_resolve.keys import TrialKeys
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import Entry, TrialLog
-from corral.launcher.file_thread import FileThread, Job
+from corral.launcher.files.file_thread import FileThread, Job
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

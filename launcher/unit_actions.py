@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.launcher.exits import ExitKind
+from corral.launcher.trial.exits import ExitKind
 
 
 class Outcome(StrEnum):

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.launcher.exits import ExitKind
+from corral.launcher.trial.exits import ExitKind
 from corral.launcher.unit_actions import (
     Action,
     AppendStop,

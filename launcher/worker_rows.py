@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from corral.experiments.worker_record import MASTER, WorkerRecord
 from corral.launcher.evidence import Evidence, Member
-from corral.launcher.journal_view import WorkerLife
 from corral.launcher.slurm_states import judge_job
 from corral.launcher.states import ABSENT, TROUBLED, WorkerState
 from corral.launcher.terminal import format_duration
+from corral.launcher.trial.history import WorkerLife
 
 _MASTER_START_S = 60.0
 _SILENT_S = 6.5  # a beat moves every two seconds, so three of them are missing

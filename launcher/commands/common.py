@@ -18,8 +18,8 @@ from typer.exceptions import TyperException
 from corral.experiments.exit_codes import CommandExit
 
 if TYPE_CHECKING:
-    from corral.launcher.patient_files import PatientFiles
-    from corral.launcher.trials import TrialFacts
+    from corral.launcher.files.patient_files import PatientFiles
+    from corral.launcher.trial.find import TrialFacts
 
 
 class Output(StrEnum):
@@ -82,7 +82,7 @@ def user_errors() -> Iterator[None]:
 def _exit_code_of(error: Exception) -> CommandExit | None:
     from corral.launcher.slurm import SlurmError, SlurmUnreachableError
     from corral.launcher.submit import SubmissionError
-    from corral.launcher.trials import PlanDamagedError, TrialNotFoundError
+    from corral.launcher.trial.find import PlanDamagedError, TrialNotFoundError
 
     if isinstance(error, TrialNotFoundError):
         return CommandExit.NOT_FOUND
@@ -117,7 +117,7 @@ def find_in_time(files: "PatientFiles", name: str, fileroot: Path) -> "TrialFact
         TimeoutError: if the file system that it is on does not answer.
         TrialNotFoundError, PlanDamagedError: see `find_trial`.
     """
-    from corral.launcher.trials import find_trial
+    from corral.launcher.trial.find import find_trial
 
     if name.startswith(("/", ".", "~")):
         place = Path(name).expanduser().absolute()

@@ -23,7 +23,7 @@ def doctor(
         from corral.launcher.doctor_cluster import look_at_cluster
         from corral.launcher.doctor_here import judge_commands, look_here, missing_commands
         from corral.launcher.findings import as_json, render, worst
-        from corral.launcher.trials import default_fileroot
+        from corral.launcher.trial.find import default_fileroot
 
         root = (fileroot or default_fileroot()).absolute()
         findings: list[Finding] = list(look_here(root))

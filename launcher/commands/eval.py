@@ -54,7 +54,7 @@ def evaluate(
             read_plan,
         )
         from corral.launcher.evaluation_status import EvaluationReader, is_wanted
-        from corral.launcher.trials import default_fileroot, find_trial
+        from corral.launcher.trial.find import default_fileroot, find_trial
 
         facts = find_trial(trial, fileroot or default_fileroot())
         folder = evaluation_folder(facts.directory, dataset)

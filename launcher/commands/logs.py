@@ -14,7 +14,7 @@ from corral.launcher.completion import complete_trial, complete_worker
 if TYPE_CHECKING:
     from corral.launcher.log_lines import LineFilter
     from corral.launcher.logs import LogFinder
-    from corral.launcher.trials import TrialFacts
+    from corral.launcher.trial.find import TrialFacts
 
 _DEFAULT_LINES = 100
 _WORKERS_HELP = "kind, kind/index, redis or supervisor; default all workers."
@@ -46,10 +46,10 @@ def logs(
     """Show what a trial's workers print."""
     with user_errors():
         from corral.launcher.failures import describe_failures
+        from corral.launcher.files.patient_files import PatientFiles
         from corral.launcher.log_lines import end_of_lines
         from corral.launcher.logs import LogFinder, NoLogsError, attempt_number, print_tails
-        from corral.launcher.patient_files import PatientFiles
-        from corral.launcher.trials import default_fileroot
+        from corral.launcher.trial.find import default_fileroot
 
         chosen, files = _line_filter(since, grep), PatientFiles()
         facts = find_in_time(files, trial, fileroot or default_fileroot())

@@ -46,8 +46,8 @@ def status(
 ) -> None:
     """Show how trials stand: one row each, or one trial by its groups."""
     with user_errors():
-        from corral.launcher.patient_files import PatientFiles
-        from corral.launcher.trials import default_fileroot
+        from corral.launcher.files.patient_files import PatientFiles
+        from corral.launcher.trial.find import default_fileroot
 
         root = fileroot or default_fileroot()
         if wait:

@@ -16,7 +16,7 @@ from corral.launcher.commands.common import TRIAL_HELP, Fileroot, fail, find_in_
 from corral.launcher.completion import complete_group, complete_trial
 
 if TYPE_CHECKING:
-    from corral.launcher.trials import TrialFacts
+    from corral.launcher.trial.find import TrialFacts
 
 _TRIALS_HELP = f"{TRIAL_HELP} Or the id of its SLURM job."
 
@@ -60,10 +60,10 @@ def stop(
 def _find(trial: str, fileroot: Path | None, *, now: bool) -> "TrialFacts | None":
     """The trial that is meant; None if it was a job without a trial directory, which is ended here."""
     from corral.experiments.trial_directory import TrialDirectory
-    from corral.launcher.patient_files import PatientFiles
+    from corral.launcher.files.patient_files import PatientFiles
     from corral.launcher.slurm import SlurmClient
     from corral.launcher.stop import cancel_orphan, directory_of_job, find_orphaned_job
-    from corral.launcher.trials import TrialNotFoundError, default_fileroot, read_facts
+    from corral.launcher.trial.find import TrialNotFoundError, default_fileroot, read_facts
 
     root, files = fileroot or default_fileroot(), PatientFiles()
     try:

@@ -14,7 +14,7 @@ from corral.launcher.commands.common import Fileroot, fail, run, terminal_width,
 
 if TYPE_CHECKING:
     from corral.launcher.submit import Submission
-    from corral.launcher.trials import TrialFacts
+    from corral.launcher.trial.find import TrialFacts
 
 
 _NAME_TRIES = 100  # of as many who submit at the same time, the last one needs as many
@@ -160,7 +160,7 @@ def _checked_arguments(arguments: Sequence[str]) -> Sequence[str]:
 
 def _prepared_resume(name: str, fileroot: Path | None, *, has_other_options: bool, has_checks: bool) -> "Submission":
     from corral.launcher.submit import AlreadyCompleteError, prepare_resume
-    from corral.launcher.trials import default_fileroot, find_trial
+    from corral.launcher.trial.find import default_fileroot, find_trial
 
     if has_other_options:
         raise typer.BadParameter("--resume continues a trial as it was planned; it takes no experiment, name or -s")
@@ -205,7 +205,7 @@ def _print_script(submission: "Submission") -> None:
 def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bool, verbose: bool) -> None:
     from corral.experiments.errors import display_path
     from corral.launcher.submit import start
-    from corral.launcher.trials import default_fileroot, read_facts
+    from corral.launcher.trial.find import default_fileroot, read_facts
 
     identifier = start(submission, resume=is_resumed)
     plan = submission.plan

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.exits import tail_lines
-from corral.launcher.processes import trial_processes
+from corral.launcher.trial.exits import tail_lines
+from corral.launcher.trial.processes import trial_processes
 from corral.workers.data.arithmetic import make_problems, write_model
 from tests.launcher.trials import end_trial
 

@@ -15,9 +15,9 @@ from corral.experiments.attempts import AttemptRecord, begin_attempt, last_attem
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import TrialLog
-from corral.launcher import file_patience
 from corral.launcher.attempt_start import open_attempt
-from corral.launcher.file_patience import FilePatience
+from corral.launcher.files import patience
+from corral.launcher.files.patience import FilePatience
 from tests.launcher.trials import StubTrial
 
 
@@ -44,7 +44,7 @@ def open_with_fault(directory: TrialDirectory, number: int, error: int) -> tuple
     """The attempt, and whether there was a file to fail."""
     fault = OneFault(directory, number, error)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_patience, "_PAUSE_S", 0.0)
+        patch.setattr(patience, "_PAUSE_S", 0.0)
         patch.setattr(os, "open", fault.guarded(os.open))
         guarded_open = fault.guarded(io.open)
         patch.setattr(io, "open", guarded_open)

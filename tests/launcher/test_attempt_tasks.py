@@ -11,17 +11,17 @@ from corral.experiments.attempts import AttemptRecord
 from corral.experiments.journal import Journal
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.launcher.attempt_tasks import AttemptTasks, Exit
-from corral.launcher.exits import ExitKind
-from corral.launcher.file_thread import FileThread
+from corral.launcher.files.file_thread import FileThread
 from corral.launcher.layout import RunningAllocation
 from corral.launcher.layout_planner import plan_layout
-from corral.launcher.processes import TRIAL_UUID_VARIABLE
 from corral.launcher.recorder import Recorder
 from corral.launcher.runner import TaskSpec
 from corral.launcher.slurm import SlurmClient, SlurmUnreachableError
 from corral.launcher.srun import SrunRunner
 from corral.launcher.supervision import Supervisor
 from corral.launcher.supervisor_exit import SupervisorExit
+from corral.launcher.trial.exits import ExitKind
+from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from corral.launcher.unit_actions import RestartPolicy, RestartUnit, StartUnit, UnitSpec
 from corral.launcher.units import Supervision
 from tests.launcher.trials import StubTrial, make_plan, wait_until

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.launcher.keeper import RestartBudget, keep
-from corral.launcher.processes import TRIAL_UUID_VARIABLE
+from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from corral.launcher.unit_actions import RestartPolicy
 from tests.launcher.conftest import MakeTrial
 

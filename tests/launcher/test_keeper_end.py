@@ -8,7 +8,8 @@ import pytest
 
 from corral.experiments.attempt_ends import AttemptEndRecord, Follows, read_end
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher import file_patience, keeper
+from corral.launcher import keeper
+from corral.launcher.files import patience
 from corral.launcher.keeper import keep
 from tests.launcher.trials import StubTrial
 
@@ -51,7 +52,7 @@ def test_files_that_fail_when_a_supervisor_has_died_are_waited_for(
         return read_end(directory, attempt)
 
     monkeypatch.setattr(keeper, "read_end", refused)
-    monkeypatch.setattr(file_patience, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(patience, "_PAUSE_S", 0.0)
     command = [sys.executable, "-c", SUPERVISOR, str(trial.directory.path), "requeue"]
     assert keep(trial.directory, command=command, max_restarts=3) == 0
     assert (trial.directory.path / "starts").read_text() == "started " and faults == []

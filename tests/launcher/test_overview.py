@@ -18,15 +18,16 @@ from corral.experiments.journal import Journal
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import TrialLog
-from corral.launcher import lookout, overview, status_reader
+from corral.launcher import overview, status_reader
+from corral.launcher.files import lookout
 from corral.launcher.overview import StatusPage
 from corral.launcher.own_jobs import JobNote, OwnJobs
 from corral.launcher.queue_cache import QueueAnswer
 from corral.launcher.slurm import QueuedJob
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
+from corral.launcher.trial.find import PlanDamagedError, TrialFacts, find_trial, read_facts
 from corral.launcher.trial_list import finished_path, read_finished
-from corral.launcher.trials import PlanDamagedError, TrialFacts, find_trial, read_facts
 from tests.launcher.broken_files import hanging
 from tests.launcher.trials import make_plan
 

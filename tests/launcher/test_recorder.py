@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from corral.experiments.journal import Journal, read_journal
-from corral.launcher.file_thread import FileThread
+from corral.launcher.files.file_thread import FileThread
 from corral.launcher.recorder import Recorder
 
 

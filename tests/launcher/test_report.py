@@ -7,8 +7,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.launcher.metrics import headline, last_metrics, read_metrics
 from corral.launcher.report import curves_of, draw, smooth
+from corral.launcher.trial.metrics import headline, last_metrics, read_metrics
 
 
 def test_a_step_that_was_trained_twice_counts_once_and_the_last_time() -> None:

@@ -17,15 +17,15 @@ from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.worker_record import WorkerRecord
 from corral.launcher.evidence import Member
 from corral.launcher.explain import explain
-from corral.launcher.journal_view import PastAttempt
 from corral.launcher.progress import live_line, progress_bar
 from corral.launcher.queue_cache import QueueAnswer
-from corral.launcher.rendezvous import connect_name_service
 from corral.launcher.slurm import QueuedJob
 from corral.launcher.status import Evidence, WorkerLife, describe, judge
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.status_view import format_duration, render_json, render_trial, render_trials, render_workers
-from corral.launcher.trials import TrialFacts, read_facts
+from corral.launcher.trial.find import TrialFacts, read_facts
+from corral.launcher.trial.history import PastAttempt
+from corral.launcher.trial.rendezvous import connect_name_service
 from corral.workers.presence import Presence
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.trials import wait_until

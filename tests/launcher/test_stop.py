@@ -17,7 +17,7 @@ from corral.launcher.own_jobs import own_jobs_of_plan
 from corral.launcher.slurm import QueuedJob, SlurmClient
 from corral.launcher.status import TrialStatus
 from corral.launcher.stop import StopRefusedError, cancel_orphan, directory_of_job, find_orphaned_job
-from corral.launcher.trials import read_facts
+from corral.launcher.trial.find import read_facts
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.trials import StubTrial
 

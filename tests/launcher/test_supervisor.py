@@ -7,7 +7,7 @@ import subprocess
 
 from corral.experiments.trial_directory import StopRequest
 from corral.experiments.trial_log import TrialLog
-from corral.launcher.lock import is_locked
+from corral.launcher.trial.lock import is_locked
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.trials import StubTrial, wait_until
 

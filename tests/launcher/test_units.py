@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.launcher.exits import ExitKind
+from corral.launcher.trial.exits import ExitKind
 from corral.launcher.unit_actions import (
     Action,
     AppendStop,

@@ -33,9 +33,9 @@ from corral.experiments.plan import (
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.worker_specs import DatasetSpec, RewardSpec, RolloutWorkerSpec
-from corral.launcher.lock import lock_path, read_lock
-from corral.launcher.processes import is_process_alive, kill_trial_processes, trial_processes
-from corral.launcher.trials import read_facts
+from corral.launcher.trial.find import read_facts
+from corral.launcher.trial.lock import lock_path, read_lock
+from corral.launcher.trial.processes import is_process_alive, kill_trial_processes, trial_processes
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
 from tests.launcher.stub_supervisor import COMMAND
 

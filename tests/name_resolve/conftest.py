@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.redis_server import RedisServer
+from corral.launcher.trial.redis_server import RedisServer
 from corral.name_resolve import FileNameService, MemoryNameService, MemoryStore, NameService, RedisNameService
 
 PASSWORD = secrets.token_hex(16)

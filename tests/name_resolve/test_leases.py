@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.redis_server import RedisServer
+from corral.launcher.trial.redis_server import RedisServer
 from corral.name_resolve import FileNameService, NameExistsError, NameNotFoundError, NameService, NameServiceError
 from tests.name_resolve.conftest import PASSWORD, TRIAL_PREFIX, ServiceFactory, connect, wait_until
 

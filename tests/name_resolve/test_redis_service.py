@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import redis
 
-from corral.experiments.redis_server import RedisServer
+from corral.launcher.trial.redis_server import RedisServer
 from corral.name_resolve import (
     NameExistsError,
     NameServiceError,

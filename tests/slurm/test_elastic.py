@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from corral.launcher.processes import trial_processes
+from corral.launcher.trial.processes import trial_processes
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,
     check_no_token_was_too_old,

@@ -13,8 +13,8 @@ from corral.experiments.attempt_ends import failed_nodes
 from corral.experiments.attempts import read_attempts
 from corral.experiments.trial_directory import StopRequest
 from corral.experiments.trial_log import Stop, TrialLog
-from corral.launcher.lock import lock_path, read_lock
 from corral.launcher.slurm import SlurmClient
+from corral.launcher.trial.lock import lock_path, read_lock
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, missing_programs, running_cluster
 from tests.slurm.trials import SlurmTrial

@@ -11,7 +11,7 @@ from corral.launcher import submit
 from corral.launcher.slurm import SlurmClient
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
-from corral.launcher.trials import read_facts
+from corral.launcher.trial.find import read_facts
 from tests.experiments.broken_yaml import write_inputs
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster

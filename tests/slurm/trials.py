@@ -13,7 +13,7 @@ from corral.launcher.own_jobs import own_jobs_of_plan
 from corral.launcher.slurm import SlurmClient
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
-from corral.launcher.trials import TrialFacts, read_facts
+from corral.launcher.trial.find import TrialFacts, read_facts
 from tests.integration.trial_helpers import Trial
 from tests.launcher.stub_supervisor import COMMAND
 from tests.launcher.trials import StubTrial, wait_until

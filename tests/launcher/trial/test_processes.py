@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from corral.launcher import processes
-from corral.launcher.processes import TRIAL_UUID_VARIABLE, Leftovers, kill_trial_processes, process_start_ticks
+from corral.launcher.trial import processes
+from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, Leftovers, kill_trial_processes, process_start_ticks
 from tests.launcher.trials import wait_until
 
 

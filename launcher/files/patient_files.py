@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
-from corral.launcher.file_thread import FileThread
+from corral.launcher.files.file_thread import FileThread
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -14,8 +14,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from corral.experiments import redis_server as redis_server_module
-from corral.experiments.redis_server import RedisServer, find_redis_executable
+from corral.launcher.trial import redis_server as redis_server_module
+from corral.launcher.trial.redis_server import RedisServer, find_redis_executable
 
 PASSWORD = secrets.token_hex(16)
 PREFIX = "corral/0123456789abcdef0123456789abcdef/"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from corral.experiments.trial_log import UncertainAppendError
-from corral.launcher.file_thread import is_momentary
+from corral.launcher.files.file_thread import is_momentary
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

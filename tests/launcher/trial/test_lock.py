@@ -13,9 +13,9 @@ import pytest
 
 from corral.experiments.attempts import begin_attempt, last_attempt, read_claim, record_attempt
 from corral.launcher.keeper import keep
-from corral.launcher.lock import SupervisorLock, SupervisorRunsError, is_locked, lock_path
-from corral.launcher.processes import describe_this_process
 from corral.launcher.supervisor_exit import SupervisorExit
+from corral.launcher.trial.lock import SupervisorLock, SupervisorRunsError, is_locked, lock_path
+from corral.launcher.trial.processes import describe_this_process
 from tests.launcher.trials import StubTrial
 
 ELSEWHERE = {"host": "another-node", "pid": 1, "start_ticks": 1}

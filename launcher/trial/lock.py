@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.trial_directory import TrialDirectory, write_all
-from corral.launcher.processes import describe_this_process, is_process_alive
+from corral.launcher.trial.processes import describe_this_process, is_process_alive
 
 _PATIENCE_S = 0.5  # is_locked() of an onlooker holds the lock for a moment
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

@@ -9,15 +9,15 @@ import pytest
 from corral.experiments.attempts import record_attempt
 from corral.experiments.exit_codes import CommandExit
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher import lookout, patient_files
 from corral.launcher.commands.common import run
 from corral.launcher.commands.logs import logs
 from corral.launcher.commands.status import status
 from corral.launcher.commands.stop import stop
+from corral.launcher.files import lookout, patient_files
+from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.log_following import follow
 from corral.launcher.log_lines import LineFilter, end_of_lines, select_lines
 from corral.launcher.logs import LogFile
-from corral.launcher.patient_files import PatientFiles
 from tests.launcher.broken_files import hanging
 from tests.launcher.trials import make_plan
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from corral.launcher.lookout import Lookout, Unanswered
+from corral.launcher.files.lookout import Lookout, Unanswered
 
 
 def test_what_hangs_is_left_behind_and_the_others_are_answered() -> None:
