@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from corral.launcher.slurm import clean_environment  # noqa: E402
+from corral.launcher.slurm.client import clean_environment  # noqa: E402
 from corral.launcher.trial.processes import process_start_ticks  # noqa: E402 - found through the line above
 from tests.launcher.trials import StubTrial, wait_until  # noqa: E402
 from tests.slurm.cluster import running_cluster  # noqa: E402

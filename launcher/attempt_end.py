@@ -33,7 +33,7 @@ from corral.launcher.end_actions import (
     SweepQueue,
     Verdict,
 )
-from corral.launcher.job_ends import JobEnd
+from corral.launcher.slurm.job_end import JobEnd
 from corral.launcher.unit_actions import EndTrial, Outcome
 
 ADVICE = "continue with rl-submit --resume"

@@ -12,7 +12,7 @@ from corral.launcher.doctor import judge_config, judge_partitions
 from corral.launcher.doctor_answers import judge_probe
 from corral.launcher.doctor_probe import probe
 from corral.launcher.findings import Finding, fail, ok
-from corral.launcher.slurm import Node, SlurmClient, SlurmError, SlurmUnreachableError, parse_settings
+from corral.launcher.slurm.client import Node, SlurmClient, SlurmError, SlurmUnreachableError, parse_settings
 
 _NUM_PROBED_NODES = 2
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.trial_directory import atomic_write
-from corral.launcher.slurm import SlurmClient, SlurmError
+from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.trial.redis_server import find_redis_executable
 
 DISTRIBUTION = "corral-rl"

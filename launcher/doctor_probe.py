@@ -22,8 +22,8 @@ from typing import Any
 from corral.experiments.config import ClusterConfig
 from corral.experiments.trial_directory import atomic_write
 from corral.launcher.doctor_node import exchange
-from corral.launcher.slurm import SlurmClient, SlurmError
-from corral.launcher.slurm_states import judge_job
+from corral.launcher.slurm.client import SlurmClient, SlurmError
+from corral.launcher.slurm.verdict import judge_job
 
 TIMEOUT_S = 60.0
 EXIT_NO_CANARY = 41

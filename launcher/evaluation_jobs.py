@@ -33,7 +33,7 @@ from corral.launcher.containers import contain
 from corral.launcher.evaluation_plan import write_request
 from corral.launcher.evaluation_status import EvaluationStatus, JobRecord, cause_of, jobs_folder, record_path
 from corral.launcher.local import visible_gpus
-from corral.launcher.slurm import SlurmError, SlurmUnreachableError, clean_environment
+from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError, clean_environment
 from corral.scheduling.scheduling import Scheduling
 
 _MAX_CONTINUATIONS = 10

@@ -16,7 +16,7 @@ from submitit.slurm.slurm import SlurmJob
 
 from corral.experiments.evaluation import EvaluationRequest, EvaluationResult, read_result, result_path
 from corral.launcher.queue_watcher import GONE, QueueWatcher
-from corral.launcher.slurm_states import judge_job
+from corral.launcher.slurm.verdict import judge_job
 from corral.launcher.trial.exits import tail_lines
 
 _POLL_INTERVAL_S = 1.0

@@ -7,7 +7,7 @@ from typing import Any
 from corral.experiments.attempts import AttemptRecord
 from corral.experiments.trial_directory import StopRequest
 from corral.experiments.worker_record import WorkerRecord
-from corral.launcher.slurm import QueuedJob
+from corral.launcher.slurm.client import QueuedJob
 from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.history import PastAttempt, WorkerLife
 

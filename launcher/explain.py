@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator
 
 from corral.launcher.evidence import Evidence
-from corral.launcher.queue_cache import QueueAnswer
-from corral.launcher.slurm import queue_command
+from corral.launcher.slurm.client import queue_command
+from corral.launcher.slurm.queue import QueueAnswer
 from corral.launcher.status import TrialStatus
 from corral.launcher.terminal import printable
 

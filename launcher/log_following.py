@@ -13,8 +13,8 @@ from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.files.patient_files import DIRECT, Files, PatientFiles
 from corral.launcher.log_lines import EVERY_LINE, LineFilter, text_of
 from corral.launcher.logs import LogFile, LogFinder, NoLogsError
-from corral.launcher.queue_cache import CachedQueue
-from corral.launcher.slurm import SlurmClient
+from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.queue import CachedQueue
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.trial.find import TrialFacts
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from corral.launcher.slurm_words import state_word
+from corral.launcher.slurm.words import state_word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

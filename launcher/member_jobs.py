@@ -29,8 +29,8 @@ from corral.launcher.member_actions import (
     News,
     TakePlace,
 )
-from corral.launcher.slurm_states import judge_job
-from corral.launcher.slurm_words import ENDED_WORDS, LEAVING_WORDS, PENDING_WORDS, RUNNING_WORDS
+from corral.launcher.slurm.verdict import judge_job
+from corral.launcher.slurm.words import ENDED_WORDS, LEAVING_WORDS, PENDING_WORDS, RUNNING_WORDS
 
 _FIRST_PAUSE_S = 5.0
 _MAX_PAUSE_S = 600.0

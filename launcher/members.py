@@ -38,9 +38,9 @@ from corral.launcher.member_places import (
     why_leaving,
     with_attempt,
 )
-from corral.launcher.own_jobs import JobNote, own_jobs_of_plan
-from corral.launcher.sbatch import holder_path, holders_alive_path, member_options, render_holder
-from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
+from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError
+from corral.launcher.slurm.own_jobs import JobNote, own_jobs_of_plan
+from corral.launcher.slurm.sbatch import holder_path, holders_alive_path, member_options, render_holder
 from corral.launcher.unit_actions import Action, UnitSpec
 from corral.launcher.units import Supervision
 from corral.scheduling.slurm_formats import expand_host_list

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from corral.launcher.explain import explain
 from corral.launcher.files.lookout import Lookout, Unanswered
-from corral.launcher.queue_cache import CachedQueue, QueueAnswer
-from corral.launcher.slurm import QueuedJob, SlurmClient
-from corral.launcher.slurm_states import judge_job
+from corral.launcher.slurm.client import QueuedJob, SlurmClient
+from corral.launcher.slurm.queue import CachedQueue, QueueAnswer
+from corral.launcher.slurm.verdict import judge_job
 from corral.launcher.states import TrialState
 from corral.launcher.status import TrialStatus, unreadable
 from corral.launcher.status_reader import StatusReader

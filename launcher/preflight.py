@@ -26,15 +26,21 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.layout import Allocation, Layout
 from corral.launcher.layout_planner import plan_layout
-from corral.launcher.sbatch import COMPONENT_SEPARATOR, member_options, render_holder, render_script, sbatch_options
-from corral.launcher.slurm import SlurmClient, SlurmError, SlurmUnreachableError, user_name
+from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError, user_name
+from corral.launcher.slurm.complaints import Complaint
+from corral.launcher.slurm.refusals import explain_refusal
+from corral.launcher.slurm.sbatch import (
+    COMPONENT_SEPARATOR,
+    member_options,
+    render_holder,
+    render_script,
+    sbatch_options,
+)
 from corral.launcher.slurm_asks import Ask, asks_of, check_values, shapes_for
 from corral.launcher.slurm_capacity import Capacity, check_layout, describe
 from corral.launcher.slurm_checks import check_asks, node_local_warning
-from corral.launcher.slurm_complaints import Complaint
 from corral.launcher.slurm_facts import ClusterFacts, read_cluster
 from corral.launcher.slurm_limit_checks import check_limits
-from corral.launcher.slurm_refusals import explain_refusal
 
 _FAR_AWAY_S = 366 * 86400.0
 

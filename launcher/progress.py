@@ -10,8 +10,8 @@ from enum import Enum
 from typing import TextIO
 
 from corral.experiments.exit_codes import CommandExit
-from corral.launcher.queue_cache import CachedQueue
-from corral.launcher.slurm import SlurmClient
+from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.queue import CachedQueue
 from corral.launcher.states import TrialState
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader

@@ -15,8 +15,8 @@ import time
 
 from submitit.slurm.slurm import SlurmInfoWatcher
 
-from corral.launcher.slurm import SlurmClient, SlurmError
-from corral.launcher.slurm_words import ENDED_WORDS, state_word
+from corral.launcher.slurm.client import SlurmClient, SlurmError
+from corral.launcher.slurm.words import ENDED_WORDS, state_word
 
 logger = logging.getLogger(__name__)
 

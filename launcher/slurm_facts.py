@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from corral.launcher.slurm import Node, SlurmClient, SlurmError, parse_records
-from corral.launcher.slurm_accounts import Accounts, read_accounts
+from corral.launcher.slurm.accounts import Accounts, read_accounts
+from corral.launcher.slurm.client import Node, SlurmClient, SlurmError, parse_records
 from corral.scheduling.placement import NodeShape
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout import Allocation, Layout
-from corral.launcher.slurm_accounts import Holder, Limits
+from corral.launcher.slurm.accounts import Holder, Limits
+from corral.launcher.slurm.limits import Demand, Excess, excesses
 from corral.launcher.slurm_facts import ClusterFacts
-from corral.launcher.slurm_limits import Demand, Excess, excesses
 from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
 from corral.scheduling.worker_information import parse_worker_id
 

@@ -11,8 +11,8 @@ import subprocess
 import time
 from collections.abc import Collection
 
-from corral.launcher.slurm import SlurmClient, SlurmError, SlurmUnreachableError
-from corral.launcher.slurm_words import LEAVING_WORDS, RUNNING_WORDS, state_word
+from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
+from corral.launcher.slurm.words import LEAVING_WORDS, RUNNING_WORDS, state_word
 from corral.launcher.trial.exits import ExitKind
 
 EXIT_OF_SRUN = 250

@@ -22,7 +22,7 @@ from typing import Any
 
 from corral.experiments.worker_record import MASTER
 from corral.launcher.evidence import Evidence
-from corral.launcher.slurm_states import judge_exit, judge_job
+from corral.launcher.slurm.verdict import judge_exit, judge_job
 from corral.launcher.states import FINAL_STATES, NOT_STARTED, TROUBLED, TrialState, WorkerState
 from corral.launcher.trial.exits import is_out_of_memory
 from corral.launcher.trial.history import PastAttempt, WorkerLife

@@ -23,9 +23,9 @@ from corral.experiments.trial_log import LogState, TrialLog, TrialLogError
 from corral.experiments.worker_record import WorkerRecord, decode_record
 from corral.launcher.evidence import Evidence
 from corral.launcher.files.lookout import Lookout, Unanswered
-from corral.launcher.job_details import JobInquiry
-from corral.launcher.queue_cache import DirectQueue, Queue, QueueAnswer
-from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError
+from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError
+from corral.launcher.slurm.job_details import JobInquiry
+from corral.launcher.slurm.queue import DirectQueue, Queue, QueueAnswer
 from corral.launcher.states import TrialState
 from corral.launcher.status import TrialStatus, describe, unreadable
 from corral.launcher.trial.exits import first_cause, read_exits

@@ -19,9 +19,9 @@ from corral.experiments.attempt_ends import read_end
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import DoneError, TrialLog
 from corral.launcher.files.patient_files import DIRECT, Files, PatientFiles
-from corral.launcher.own_jobs import HEAD
-from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, user_name
-from corral.launcher.slurm_words import is_active
+from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError, user_name
+from corral.launcher.slurm.own_jobs import HEAD
+from corral.launcher.slurm.words import is_active
 from corral.launcher.states import FINAL_STATES, NOT_STARTED, WorkerState
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader

@@ -40,18 +40,18 @@ from corral.experiments.trial_directory import (
 from corral.experiments.trial_log import CorruptLogError, TrialLog
 from corral.launcher.layout import Layout
 from corral.launcher.local import share_gpus, start_detached, visible_gpus
-from corral.launcher.own_jobs import OwnJobs, own_jobs_of_plan
 from corral.launcher.preflight import check_on_slurm
-from corral.launcher.sbatch import holder_path, render_holder, render_script
-from corral.launcher.slurm import SlurmClient, SlurmError, clean_environment
-from corral.launcher.slurm_words import is_active
-from corral.launcher.submission import (
+from corral.launcher.slurm.client import SlurmClient, SlurmError, clean_environment
+from corral.launcher.slurm.own_jobs import OwnJobs, own_jobs_of_plan
+from corral.launcher.slurm.sbatch import holder_path, render_holder, render_script
+from corral.launcher.slurm.submit_once import (
     SubmissionRunsError,
     SubmissionUnknownError,
     is_head_of,
     submit_once,
     submitting,
 )
+from corral.launcher.slurm.words import is_active
 from corral.launcher.trial.find import TrialFacts, default_fileroot
 from corral.launcher.trial.lock import is_locked
 from corral.scheduling.slurm_formats import check_plain_text

@@ -34,7 +34,7 @@ from corral.launcher.node_loss import NodeLoss
 from corral.launcher.plan_units import WorkerCommand, worker_command
 from corral.launcher.recorder import Recorder
 from corral.launcher.runner import TaskRunner
-from corral.launcher.slurm import SlurmClient
+from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.srun import SrunRunner, batch_allocations
 from corral.launcher.supervision import Supervisor
 from corral.launcher.supervisor_exit import EXIT_BROKEN, SupervisorExit

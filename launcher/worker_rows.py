@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from corral.experiments.worker_record import MASTER, WorkerRecord
 from corral.launcher.evidence import Evidence, Member
-from corral.launcher.slurm_states import judge_job
+from corral.launcher.slurm.verdict import judge_job
 from corral.launcher.states import ABSENT, TROUBLED, WorkerState
 from corral.launcher.terminal import format_duration
 from corral.launcher.trial.history import WorkerLife

@@ -80,7 +80,7 @@ def user_errors() -> Iterator[None]:
 
 
 def _exit_code_of(error: Exception) -> CommandExit | None:
-    from corral.launcher.slurm import SlurmError, SlurmUnreachableError
+    from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError
     from corral.launcher.submit import SubmissionError
     from corral.launcher.trial.find import PlanDamagedError, TrialNotFoundError
 

@@ -61,7 +61,7 @@ def _find(trial: str, fileroot: Path | None, *, now: bool) -> "TrialFacts | None
     """The trial that is meant; None if it was a job without a trial directory, which is ended here."""
     from corral.experiments.trial_directory import TrialDirectory
     from corral.launcher.files.patient_files import PatientFiles
-    from corral.launcher.slurm import SlurmClient
+    from corral.launcher.slurm.client import SlurmClient
     from corral.launcher.stop import cancel_orphan, directory_of_job, find_orphaned_job
     from corral.launcher.trial.find import TrialNotFoundError, default_fileroot, read_facts
 
@@ -96,8 +96,8 @@ def _hold(found: "Sequence[TrialFacts]", group: str, *, undo: bool) -> None:
 
 def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, requeue: bool) -> None:
     """All at the same time: each may take its whole grace period."""
-    from corral.launcher.queue_cache import CachedQueue
-    from corral.launcher.slurm import SlurmClient
+    from corral.launcher.slurm.client import SlurmClient
+    from corral.launcher.slurm.queue import CachedQueue
     from corral.launcher.states import NOT_STARTED
     from corral.launcher.status_reader import StatusReader
     from corral.launcher.stop import requeue_trial, stop_trial

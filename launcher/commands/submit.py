@@ -214,7 +214,7 @@ def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bo
     else:
         print(f"job        {identifier}   {display_path(submission.directory.sbatch_path)}")
     if verbose and submission.layout is not None:
-        from corral.launcher.sbatch import submission_command
+        from corral.launcher.slurm.sbatch import submission_command
 
         print(f"command    {submission_command(submission.directory)}")
     is_default = submission.directory.path.parent.parent == default_fileroot().absolute()

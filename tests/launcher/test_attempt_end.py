@@ -21,7 +21,7 @@ from corral.launcher.end_actions import (
     SweepQueue,
     Verdict,
 )
-from corral.launcher.job_ends import JobEnd
+from corral.launcher.slurm.job_end import JobEnd
 from corral.launcher.unit_actions import EndTrial, Outcome
 
 STOPPED = EndTrial(Outcome.STOPPED, "the grace period ended")

@@ -16,7 +16,7 @@ from corral.launcher.layout import RunningAllocation
 from corral.launcher.layout_planner import plan_layout
 from corral.launcher.recorder import Recorder
 from corral.launcher.runner import TaskSpec
-from corral.launcher.slurm import SlurmClient, SlurmUnreachableError
+from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.launcher.srun import SrunRunner
 from corral.launcher.supervision import Supervisor
 from corral.launcher.supervisor_exit import SupervisorExit

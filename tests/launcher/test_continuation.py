@@ -12,9 +12,9 @@ from corral.experiments.attempts import record_attempt
 from corral.experiments.journal import Journal
 from corral.launcher import continuation
 from corral.launcher.continuation import Continuation
-from corral.launcher.job_ends import JobEnd
 from corral.launcher.layout_planner import plan_layout
-from corral.launcher.slurm import SlurmClient
+from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.job_end import JobEnd
 from tests.launcher.trials import StubTrial
 
 OWN = "7"

@@ -17,7 +17,7 @@ from corral.launcher.doctor_here import file_system_of, judge_commands, look_her
 from corral.launcher.doctor_node import DISTRIBUTION
 from corral.launcher.doctor_probe import ProbeOutcome
 from corral.launcher.findings import Finding, render, worst
-from corral.launcher.slurm import parse_nodes
+from corral.launcher.slurm.client import parse_nodes
 
 BIN = Path(sys.executable).parent
 GOOD = {

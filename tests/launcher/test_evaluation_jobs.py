@@ -25,7 +25,7 @@ from corral.launcher.evaluation_plan import (
     write_request,
 )
 from corral.launcher.queue_watcher import GONE, QueueWatcher
-from corral.launcher.slurm import SlurmClient, SlurmUnreachableError
+from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.scheduling.scheduling import Scheduling
 from corral.workers.data.arithmetic import write_model
 from tests.integration.trial_helpers import make_material, submit

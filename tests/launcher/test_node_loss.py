@@ -20,7 +20,7 @@ from corral.launcher.node_loss import (
     relocate,
 )
 from corral.launcher.runner import Task, TaskSpec
-from corral.launcher.slurm import Node, SlurmClient, SlurmUnreachableError
+from corral.launcher.slurm.client import Node, SlurmClient, SlurmUnreachableError
 
 KINDS = ("master_worker", "model_worker", "generation_server", "gserver_manager", "rollout_worker")
 SLACK_CPUS, SLACK_MB = 1, 256  # what the supervisor keeps of the head node

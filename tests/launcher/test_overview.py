@@ -21,9 +21,9 @@ from corral.experiments.trial_log import TrialLog
 from corral.launcher import overview, status_reader
 from corral.launcher.files import lookout
 from corral.launcher.overview import StatusPage
-from corral.launcher.own_jobs import JobNote, OwnJobs
-from corral.launcher.queue_cache import QueueAnswer
-from corral.launcher.slurm import QueuedJob
+from corral.launcher.slurm.client import QueuedJob
+from corral.launcher.slurm.own_jobs import JobNote, OwnJobs
+from corral.launcher.slurm.queue import QueueAnswer
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.trial.find import PlanDamagedError, TrialFacts, find_trial, read_facts

@@ -16,7 +16,7 @@ from corral.launcher.containers import ContainedCommand, contain
 from corral.launcher.layout import RunningAllocation, Step
 from corral.launcher.layout_planner import plan_layout
 from corral.launcher.runner import PlaceNotAvailableError, TaskSpec
-from corral.launcher.slurm import SlurmClient, SlurmUnreachableError
+from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.launcher.srun import SrunRunner, StepPlace, batch_allocations, srun_command
 from corral.launcher.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
 from corral.launcher.trial.exits import ExitKind

@@ -18,8 +18,8 @@ from corral.experiments.worker_record import WorkerRecord
 from corral.launcher.evidence import Member
 from corral.launcher.explain import explain
 from corral.launcher.progress import live_line, progress_bar
-from corral.launcher.queue_cache import QueueAnswer
-from corral.launcher.slurm import QueuedJob
+from corral.launcher.slurm.client import QueuedJob
+from corral.launcher.slurm.queue import QueueAnswer
 from corral.launcher.status import Evidence, WorkerLife, describe, judge
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.status_view import format_duration, render_json, render_trial, render_trials, render_workers

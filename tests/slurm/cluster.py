@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from corral.launcher.slurm import clean_environment
+from corral.launcher.slurm.client import clean_environment
 from tests.slurm import accounting
 from tests.slurm.accounting import user_name
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from corral.launcher.slurm import SlurmClient
+from corral.launcher.slurm.client import SlurmClient
 from tests.integration.trial_helpers import Material, Trial, make_material, submit
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, missing_programs, running_cluster

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from corral.launcher.slurm import SlurmClient
+from corral.launcher.slurm.client import SlurmClient
 from corral.scheduling.slurm_formats import parse_time_limit
 from tests.integration.evidence import (
     History,

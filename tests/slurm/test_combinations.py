@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from corral.experiments.trial_log import TrialLog
-from corral.launcher.own_jobs import own_jobs_of_plan
-from corral.launcher.slurm import QueuedJob, SlurmClient, UncertainSubmissionError
+from corral.launcher.slurm.client import QueuedJob, SlurmClient, UncertainSubmissionError
+from corral.launcher.slurm.own_jobs import own_jobs_of_plan
+from corral.launcher.slurm.submit_once import is_head_of, submit_once
 from corral.launcher.stop import stop_trial
-from corral.launcher.submission import is_head_of, submit_once
 from corral.launcher.submit import Submission, SubmissionError, prepare_resume, start
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,

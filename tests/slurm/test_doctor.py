@@ -10,7 +10,7 @@ import pytest
 
 from corral.launcher.doctor_answers import judge_probe
 from corral.launcher.doctor_probe import probe
-from corral.launcher.slurm import SlurmClient
+from corral.launcher.slurm.client import SlurmClient
 from tests.slurm.cluster import Cluster, running_cluster
 
 pytestmark = pytest.mark.slurm

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.secrets import TrialSecrets
-from corral.launcher.slurm import SlurmClient
+from corral.launcher.slurm.client import SlurmClient
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,
     check_no_token_was_too_old,

@@ -17,7 +17,7 @@ from corral.launcher.evaluation_jobs import EvaluationResources, submit_to_slurm
 from corral.launcher.evaluation_plan import choose, find_weights, make_evaluation_config, make_requests, read_plan
 from corral.launcher.evaluation_status import EvaluationReader, EvaluationStatus, wait_for
 from corral.launcher.queue_watcher import QueueWatcher
-from corral.launcher.slurm import SlurmClient, SlurmError
+from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.workers.data.arithmetic import write_model
 from tests.integration.trial_helpers import run_program
 from tests.launcher.evaluable import NUM_PROBLEMS, make_evaluable_trial

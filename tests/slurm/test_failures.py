@@ -13,7 +13,7 @@ from corral.experiments.attempt_ends import failed_nodes
 from corral.experiments.attempts import read_attempts
 from corral.experiments.trial_directory import StopRequest
 from corral.experiments.trial_log import Stop, TrialLog
-from corral.launcher.slurm import SlurmClient
+from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.trial.lock import lock_path, read_lock
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, missing_programs, running_cluster
@@ -302,7 +302,7 @@ def test_a_trial_that_is_submitted_from_inside_a_job_is_none_of_its_steps(
     trial = make_slurm_trial({"master_worker/0": [END_AT_ONCE]}, **ONE_NODE)
     trial.prepare_files()
     program = (
-        "import os, sys; from pathlib import Path; from corral.launcher.slurm import SlurmClient\n"
+        "import os, sys; from pathlib import Path; from corral.launcher.slurm.client import SlurmClient\n"
         "print(os.environ['SLURM_JOB_ID'], SlurmClient().submit([], Path(sys.argv[1])))"
     )
     done = cluster.run(*outer, sys.executable, "-c", program, str(trial.directory.sbatch_path))

@@ -12,7 +12,7 @@ import pytest
 
 from corral.experiments.errors import ConfigError
 from corral.launcher import submit
-from corral.launcher.slurm import SlurmClient
+from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.stop import stop_trial
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
 from tests.experiments.broken_yaml import write_inputs

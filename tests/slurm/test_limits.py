@@ -8,7 +8,7 @@ import pytest
 
 from corral.experiments.errors import UnsatisfiableError
 from corral.launcher import submit
-from corral.launcher.slurm import SlurmClient
+from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.trial.find import read_facts

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from corral.launcher.slurm import SlurmClient
+from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.stop import stop_trial
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster

@@ -13,7 +13,7 @@ import pytest
 
 from corral.experiments.errors import ConfigError
 from corral.launcher import submit
-from corral.launcher.slurm import SlurmClient, SlurmUnreachableError, user_name
+from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError, user_name
 from tests.experiments.broken_yaml import write_inputs
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, slurm_version

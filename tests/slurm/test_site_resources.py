@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from corral.launcher.layout_planner import plan_layout
-from corral.launcher.slurm import SlurmClient, SlurmError
+from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm_facts import node_shapes
 from corral.launcher.stop import stop_trial
 from tests.launcher.trials import wait_until

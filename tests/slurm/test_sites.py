@@ -8,7 +8,7 @@ import pytest
 from corral.experiments.attempt_ends import read_end
 from corral.experiments.attempts import read_attempts
 from corral.experiments.trial_directory import StopRequest
-from corral.launcher.slurm import SlurmClient
+from corral.launcher.slurm.client import SlurmClient
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, running_cluster
 from tests.slurm.trials import SlurmTrial

@@ -14,8 +14,8 @@ import pytest
 
 from corral.experiments.attempts import record_attempt
 from corral.experiments.journal import Journal
-from corral.launcher.queue_cache import CachedQueue
-from corral.launcher.slurm import SlurmClient
+from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.queue import CachedQueue
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.stop import cancel_orphan, find_orphaned_job

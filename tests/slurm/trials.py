@@ -9,8 +9,8 @@ from corral.experiments.plan import RunPlan
 from corral.launcher import submit
 from corral.launcher.layout import Layout
 from corral.launcher.layout_planner import plan_layout
-from corral.launcher.own_jobs import own_jobs_of_plan
-from corral.launcher.slurm import SlurmClient
+from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.own_jobs import own_jobs_of_plan
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.trial.find import TrialFacts, read_facts

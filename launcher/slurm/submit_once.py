@@ -13,9 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.own_jobs import HEAD, OwnJobs
-from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, SlurmUnreachableError, UncertainSubmissionError
-from corral.launcher.slurm_words import is_active
+from corral.launcher.slurm.client import (
+    QueuedJob,
+    SlurmClient,
+    SlurmError,
+    SlurmUnreachableError,
+    UncertainSubmissionError,
+)
+from corral.launcher.slurm.own_jobs import HEAD, OwnJobs
+from corral.launcher.slurm.words import is_active
 from corral.launcher.trial.lock import LockAnswer, try_lock
 
 _LOOK_PAUSE_S = 2.0

@@ -22,7 +22,7 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.regular_file import read_regular
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.layout import Allocation, Layout
-from corral.launcher.own_jobs import job_name
+from corral.launcher.slurm.own_jobs import job_name
 from corral.scheduling.slurm_formats import check_plain_text
 
 COMPONENT_SEPARATOR = ":"

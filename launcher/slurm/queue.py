@@ -25,8 +25,8 @@ from typing import Protocol
 
 import msgspec
 
-from corral.launcher.own_jobs import JobIndex
-from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, parse_queue
+from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError, parse_queue
+from corral.launcher.slurm.own_jobs import JobIndex
 from corral.launcher.trial.lock import LockAnswer, try_lock
 
 FRESH_S = 5.0

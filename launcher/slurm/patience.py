@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from corral.launcher.slurm import SlurmUnreachableError
+from corral.launcher.slurm.client import SlurmUnreachableError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.own_jobs import OwnJobs
-from corral.launcher.patience import patiently
-from corral.launcher.slurm import QueuedJob, SlurmClient, SlurmError, SlurmUnreachableError, UncertainSubmissionError
-from corral.launcher.submission import (
+from corral.launcher.slurm.client import (
+    QueuedJob,
+    SlurmClient,
+    SlurmError,
+    SlurmUnreachableError,
+    UncertainSubmissionError,
+)
+from corral.launcher.slurm.own_jobs import OwnJobs
+from corral.launcher.slurm.patience import patiently
+from corral.launcher.slurm.submit_once import (
     SubmissionRunsError,
     SubmissionUnknownError,
     is_head_of,

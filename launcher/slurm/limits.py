@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from corral.launcher.slurm_accounts import Amounts, Holder, Limits, Scope, parse_amounts
+from corral.launcher.slurm.accounts import Amounts, Holder, Limits, Scope, parse_amounts
 from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
 
 _UNIT_BY_NAME = {"cpu": "CPUs", "mem": "MB of memory", "node": "nodes", "gres/gpu": "GPUs"}

@@ -9,9 +9,9 @@ over        FAILED, OOM, TIMED_OUT, NODE_FAILED, PREEMPTED, CANCELLED, unless th
 
 from dataclasses import dataclass
 
-from corral.launcher.slurm_accounts import Holder
-from corral.launcher.slurm_limits import LimitKind, holder_of_reason, limit_of_reason
-from corral.launcher.slurm_words import state_word
+from corral.launcher.slurm.accounts import Holder
+from corral.launcher.slurm.limits import LimitKind, holder_of_reason, limit_of_reason
+from corral.launcher.slurm.words import state_word
 
 _STATE_BY_WORD = {
     "CONFIGURING": "STARTING",

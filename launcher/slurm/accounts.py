@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from corral.launcher.queue_cache import keeps_accounts
-from corral.launcher.slurm import SlurmClient, SlurmError, parse_settings
+from corral.launcher.slurm.client import SlurmClient, SlurmError, parse_settings
+from corral.launcher.slurm.queue import keeps_accounts
 from corral.scheduling.slurm_formats import parse_memory_mb, parse_time_limit
 
 Amounts = Mapping[str, int]

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from corral.experiments.attempt_ends import EndState
-from corral.launcher.slurm_words import state_word
+from corral.launcher.slurm.words import state_word
 
 _DAEMON_LINE = re.compile(r"\*\*\* JOB (\d+) ON \S+ CANCELLED AT \S+ *(?:DUE TO ([A-Z ]+?))?(?:,[^*]*)? *\*\*\*")
 _STATE_BY_DAEMON_WORD = {

@@ -16,8 +16,8 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.layout_planner import plan_layout
-from corral.launcher.own_jobs import job_name
-from corral.launcher.sbatch import (
+from corral.launcher.slurm.own_jobs import job_name
+from corral.launcher.slurm.sbatch import (
     member_options,
     render_holder,
     render_script,
@@ -29,7 +29,7 @@ from corral.launcher.sbatch import (
 from corral.scheduling.scheduling import ElasticTasks, Scheduling
 from tests.launcher.trials import make_plan
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 CLUSTER = {"cpus_per_node": 8, "mem_per_node": 8000, "gpus_per_node": 8}
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corral.launcher.slurm_complaints import Complaint, complaint_of
+from corral.launcher.slurm.complaints import Complaint, complaint_of
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 
 _SLURM_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_")

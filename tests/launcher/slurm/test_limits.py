@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from corral.launcher.slurm import SlurmClient, SlurmError
-from corral.launcher.slurm_accounts import (
+from corral.launcher.slurm.accounts import (
     Accounts,
     Association,
     Holder,
@@ -16,7 +15,8 @@ from corral.launcher.slurm_accounts import (
     parse_rows,
     read_accounts,
 )
-from corral.launcher.slurm_limits import Demand, demand_of_job, excesses
+from corral.launcher.slurm.client import SlurmClient, SlurmError
+from corral.launcher.slurm.limits import Demand, demand_of_job, excesses
 
 CONFIG = """\
 AccountingStorageEnforce = associations,limits,qos

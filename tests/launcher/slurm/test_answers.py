@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.launcher.slurm import (
+from corral.launcher.slurm.client import (
     SlurmClient,
     SlurmError,
     SlurmUnreachableError,
@@ -22,7 +22,7 @@ from corral.launcher.slurm import (
     parse_steps,
     queue_command,
 )
-from corral.launcher.slurm_states import judge_exit, judge_job
+from corral.launcher.slurm.verdict import judge_exit, judge_job
 from corral.scheduling.slurm_formats import expand_host_list
 
 QUEUE = (

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.own_jobs import JobIndex, JobNote, OwnJobs
-from corral.launcher.slurm import QueuedJob
+from corral.launcher.slurm.client import QueuedJob
+from corral.launcher.slurm.own_jobs import JobIndex, JobNote, OwnJobs
 from corral.launcher.trial_jobs import find_jobs
 
 UUID = "0123456789abcdef"

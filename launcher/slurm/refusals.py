@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError
 from corral.experiments.plan import RunPlan
-from corral.launcher.slurm import SlurmError
-from corral.launcher.slurm_complaints import Complaint
+from corral.launcher.slurm.client import SlurmError
+from corral.launcher.slurm.complaints import Complaint
 
 _EXTRA: KeyPath = ("launch", "extra_sbatch_arguments")
 _FIELD_BY_COMPLAINT: Mapping[Complaint, str] = {
