@@ -18,7 +18,7 @@ import msgspec
 from corral.experiments.attempt_ends import EndState, failed_nodes
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory, atomic_write
-from corral.launcher.layout import Layout
+from corral.launcher.layout.layout import Layout
 from corral.launcher.node_loss import nodes_that_are_down, note_failed_node
 from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError
 from corral.launcher.slurm.job_end import JobEnd, JobProspect, explain_end, look_ahead

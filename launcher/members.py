@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory, atomic_write
 from corral.launcher.gang import GangGuard
-from corral.launcher.layout import Layout, RunningAllocation, RunningAllocations
+from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations
 from corral.launcher.member_actions import (
     AskForJob,
     CancelJob,

@@ -11,8 +11,8 @@ import msgspec
 
 from corral.experiments.attempt_ends import add_failed_node
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.layout import Allocation, Layout, RunningAllocation, Step
-from corral.launcher.runner import MovingRunner
+from corral.launcher.layout.layout import Allocation, Layout, RunningAllocation, Step
+from corral.launcher.runners.runner import MovingRunner
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.scheduling.slurm_formats import expand_host_list
 

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 
 from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, KeyPath
 from corral.experiments.plan import RunPlan
-from corral.launcher.layout_planner import ALLOCATION_FIELDS, SUPERVISED
+from corral.launcher.layout.planner import ALLOCATION_FIELDS, SUPERVISED
 from corral.launcher.slurm.client import Node
 from corral.launcher.slurm_facts import (
     ClusterFacts,

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError
 from corral.experiments.plan import RunPlan
-from corral.launcher.layout import Allocation, Layout
+from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.slurm.client import Node, nodes_command
 from corral.launcher.slurm_asks import asks_of, partitions_asked, shapes_for
 from corral.launcher.slurm_facts import ClusterFacts, biggest_nodes, gpus_of, plain_features

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError
 from corral.experiments.plan import RunPlan
-from corral.launcher.layout import Allocation, Layout
+from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.slurm.accounts import Holder, Limits
 from corral.launcher.slurm.limits import Demand, Excess, excesses
 from corral.launcher.slurm_facts import ClusterFacts

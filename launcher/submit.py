@@ -38,9 +38,9 @@ from corral.experiments.trial_directory import (
     validate_name,
 )
 from corral.experiments.trial_log import CorruptLogError, TrialLog
-from corral.launcher.layout import Layout
-from corral.launcher.local import share_gpus, start_detached, visible_gpus
+from corral.launcher.layout.layout import Layout
 from corral.launcher.preflight import check_on_slurm
+from corral.launcher.runners.local import share_gpus, start_detached, visible_gpus
 from corral.launcher.slurm.client import SlurmClient, SlurmError, clean_environment
 from corral.launcher.slurm.own_jobs import OwnJobs, own_jobs_of_plan
 from corral.launcher.slurm.sbatch import holder_path, render_holder, render_script

@@ -36,7 +36,7 @@ from corral.launcher.members import Members
 from corral.launcher.node_loss import NodeLoss, note_failed_node
 from corral.launcher.plan_units import WorkerCommand, units_of_plan, worker_command
 from corral.launcher.recorder import Recorder
-from corral.launcher.runner import TaskRunner
+from corral.launcher.runners.runner import TaskRunner
 from corral.launcher.supervisor_exit import SupervisorExit
 from corral.launcher.trial.exits import ExitKind
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes

@@ -26,16 +26,16 @@ from corral.launcher.attempt_start import JobStart
 from corral.launcher.continuation import Continuation
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.keeper import keep, record_failure
-from corral.launcher.layout import Layout
-from corral.launcher.local import LocalRunner, share_gpus, visible_gpus
+from corral.launcher.layout.layout import Layout
 from corral.launcher.member_places import FallbackRunner
 from corral.launcher.members import Members
 from corral.launcher.node_loss import NodeLoss
 from corral.launcher.plan_units import WorkerCommand, worker_command
 from corral.launcher.recorder import Recorder
-from corral.launcher.runner import TaskRunner
+from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus
+from corral.launcher.runners.runner import TaskRunner
+from corral.launcher.runners.srun import SrunRunner, batch_allocations
 from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.srun import SrunRunner, batch_allocations
 from corral.launcher.supervision import Supervisor
 from corral.launcher.supervisor_exit import EXIT_BROKEN, SupervisorExit
 from corral.launcher.trial.lock import SupervisorRunsError

@@ -174,7 +174,7 @@ def _prepared_resume(name: str, fileroot: Path | None, *, has_other_options: boo
 def _print_plan(submission: "Submission", out: TextIO) -> None:
     from corral.experiments.errors import display_path
     from corral.experiments.render import THIS_MACHINE, render_plan
-    from corral.launcher.layout_view import render_layout
+    from corral.launcher.layout.view import render_layout
     from corral.launcher.status_view import fold
 
     nodes = render_layout(submission.layout) if submission.layout else THIS_MACHINE

@@ -16,7 +16,7 @@ from corral.launcher import continuation
 from corral.launcher.attempt_ending import AttemptEnding
 from corral.launcher.continuation import Continuation
 from corral.launcher.end_actions import Verdict
-from corral.launcher.layout_planner import plan_layout
+from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.unit_actions import EndTrial, Outcome
 from tests.launcher.trials import StubTrial

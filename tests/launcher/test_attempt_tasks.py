@@ -12,12 +12,12 @@ from corral.experiments.journal import Journal
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.launcher.attempt_tasks import AttemptTasks, Exit
 from corral.launcher.files.file_thread import FileThread
-from corral.launcher.layout import RunningAllocation
-from corral.launcher.layout_planner import plan_layout
+from corral.launcher.layout.layout import RunningAllocation
+from corral.launcher.layout.planner import plan_layout
 from corral.launcher.recorder import Recorder
-from corral.launcher.runner import TaskSpec
+from corral.launcher.runners.runner import TaskSpec
+from corral.launcher.runners.srun import SrunRunner
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
-from corral.launcher.srun import SrunRunner
 from corral.launcher.supervision import Supervisor
 from corral.launcher.supervisor_exit import SupervisorExit
 from corral.launcher.trial.exits import ExitKind

@@ -16,7 +16,7 @@ from corral.experiments.trial_log import TrialLog
 from corral.launcher import submit
 from corral.launcher.commands.submit import create_under_a_free_name
 from corral.launcher.commands.submit import main as submit_main
-from corral.launcher.layout_planner import plan_layout
+from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.status_view import fold
 from corral.launcher.trial.find import read_facts

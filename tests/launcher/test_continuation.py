@@ -12,7 +12,7 @@ from corral.experiments.attempts import record_attempt
 from corral.experiments.journal import Journal
 from corral.launcher import continuation
 from corral.launcher.continuation import Continuation
-from corral.launcher.layout_planner import plan_layout
+from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_end import JobEnd
 from tests.launcher.trials import StubTrial

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from corral.experiments.attempt_ends import failed_nodes
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.layout import Allocation, Layout, RunningAllocation, Step
+from corral.launcher.layout.layout import Allocation, Layout, RunningAllocation, Step
 from corral.launcher.node_loss import (
     NodeLoss,
     Relocation,
@@ -19,7 +19,7 @@ from corral.launcher.node_loss import (
     note_failed_node,
     relocate,
 )
-from corral.launcher.runner import Task, TaskSpec
+from corral.launcher.runners.runner import Task, TaskSpec
 from corral.launcher.slurm.client import Node, SlurmClient, SlurmUnreachableError
 
 KINDS = ("master_worker", "model_worker", "generation_server", "gserver_manager", "rollout_worker")

@@ -10,7 +10,7 @@ import pytest
 
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, UnsatisfiableError
 from corral.experiments.plan import RunPlan
-from corral.launcher.layout_planner import plan_layout
+from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.accounts import Accounts, Association, Holder, Limits
 from corral.launcher.slurm.client import Node, SlurmError, parse_nodes
 from corral.launcher.slurm.complaints import Complaint, complaint_of

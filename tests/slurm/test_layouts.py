@@ -12,8 +12,8 @@ import pytest
 
 from corral.experiments.config import ClusterConfig, LaunchConfig
 from corral.experiments.plan import RunPlan
+from corral.launcher.runners.srun import step_name
 from corral.launcher.slurm.client import QueuedJob, SlurmClient, parse_key_values
-from corral.launcher.srun import step_name
 from corral.launcher.stop import stop_trial
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
 from corral.scheduling.slurm_formats import expand_host_list

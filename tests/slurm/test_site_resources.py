@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from corral.launcher.layout_planner import plan_layout
+from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm_facts import node_shapes
 from corral.launcher.stop import stop_trial

@@ -7,8 +7,8 @@ from typing import Any
 from corral.experiments.journal import Journal
 from corral.experiments.plan import RunPlan
 from corral.launcher import submit
-from corral.launcher.layout import Layout
-from corral.launcher.layout_planner import plan_layout
+from corral.launcher.layout.layout import Layout
+from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.own_jobs import own_jobs_of_plan
 from corral.launcher.status import TrialStatus

@@ -54,8 +54,8 @@ def test_a_worker_ends_with_a_parent_that_dies_before_it_has_begun(tmp_path: Pat
     supervisor = f"""
 import os
 from pathlib import Path
-from corral.launcher.local import LocalRunner
-from corral.launcher.runner import TaskSpec
+from corral.launcher.runners.local import LocalRunner
+from corral.launcher.runners.runner import TaskSpec
 spec = TaskSpec(worker="master_worker/0", command=("sleep", "600"), environment={{}}, log_path=Path("{tmp_path}/log"))
 task = LocalRunner(bind_address="auto", gpus_by_worker={{}}).start(spec)
 print(task.pid, flush=True)

@@ -8,7 +8,7 @@ plan     hetjob: 2 components, 3 nodes (groups ask for different nodes: partitio
 
 from collections.abc import Iterator, Sequence
 
-from corral.launcher.layout import Allocation, Layout
+from corral.launcher.layout.layout import Allocation, Layout
 from corral.scheduling.worker_information import parse_worker_id
 
 _MAX_NODES_SHOWN = 8

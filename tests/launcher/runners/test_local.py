@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.launcher.local import LocalRunner, share_gpus, visible_gpus
-from corral.launcher.runner import TaskSpec
+from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus
+from corral.launcher.runners.runner import TaskSpec
 from tests.launcher.trials import wait_until
 
 

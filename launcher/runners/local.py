@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from corral.experiments.tether import die_with_parent
-from corral.launcher.runner import TaskSpec
+from corral.launcher.runners.runner import TaskSpec
 from corral.launcher.trial.exits import ExitKind
 
 LOCAL_NODE = "localhost"

@@ -17,7 +17,7 @@ import msgspec
 
 from corral.experiments.errors import ConfigError, KeyPath, UnsatisfiableError
 from corral.experiments.plan import RunPlan
-from corral.launcher.layout import Allocation, AllocationRole, Layout, LayoutKind, Step
+from corral.launcher.layout.layout import Allocation, AllocationRole, Layout, LayoutKind, Step
 from corral.scheduling.placement import SLACK_CPUS, SLACK_MEM_MB, NodeShape, Placement, PlacementError, place
 from corral.scheduling.scheduling import AllocationNeeds, Scheduling, TasksGroup
 from corral.scheduling.worker_information import WorkerKind, parse_worker_id, worker_id

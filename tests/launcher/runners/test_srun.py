@@ -12,13 +12,13 @@ import pytest
 from corral.experiments.config import ClusterConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.containers import ContainedCommand, contain
-from corral.launcher.layout import RunningAllocation, Step
-from corral.launcher.layout_planner import plan_layout
-from corral.launcher.runner import PlaceNotAvailableError, TaskSpec
+from corral.launcher.layout.layout import RunningAllocation, Step
+from corral.launcher.layout.planner import plan_layout
+from corral.launcher.runners.containers import ContainedCommand, contain
+from corral.launcher.runners.runner import PlaceNotAvailableError, TaskSpec
+from corral.launcher.runners.srun import SrunRunner, StepPlace, batch_allocations, srun_command
+from corral.launcher.runners.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
-from corral.launcher.srun import SrunRunner, StepPlace, batch_allocations, srun_command
-from corral.launcher.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
 from corral.launcher.trial.exits import ExitKind
 from corral.scheduling.scheduling import Scheduling
 from tests.launcher.trials import make_plan, wait_until

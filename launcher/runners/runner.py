@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from corral.launcher.layout import Step
+from corral.launcher.layout.layout import Step
 from corral.launcher.trial.exits import ExitKind
 
 
