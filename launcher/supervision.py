@@ -32,7 +32,7 @@ from corral.launcher.attempt_ending import AttemptEnding
 from corral.launcher.attempt_tasks import AttemptTasks, Exit, NameServer
 from corral.launcher.continuation import Continuation
 from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
-from corral.launcher.members import Members
+from corral.launcher.members.members import Members
 from corral.launcher.node_loss import NodeLoss, note_failed_node
 from corral.launcher.plan_units import WorkerCommand, units_of_plan, worker_command
 from corral.launcher.recorder import Recorder

@@ -27,8 +27,8 @@ from corral.launcher.continuation import Continuation
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.keeper import keep, record_failure
 from corral.launcher.layout.layout import Layout
-from corral.launcher.member_places import FallbackRunner
-from corral.launcher.members import Members
+from corral.launcher.members.members import Members
+from corral.launcher.members.places import FallbackRunner
 from corral.launcher.node_loss import NodeLoss
 from corral.launcher.plan_units import WorkerCommand, worker_command
 from corral.launcher.recorder import Recorder

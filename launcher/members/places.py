@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Collection, Sequence
 
 from corral.launcher.layout.layout import Layout, RunningAllocations, Step
-from corral.launcher.member_actions import MemberSpec
+from corral.launcher.members.actions import MemberSpec
 from corral.launcher.runners.runner import MovingRunner, Task, TaskSpec
 from corral.launcher.unit_actions import UnitSpec
 from corral.launcher.units import TRAINER_UNIT

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from corral.launcher.gang import GangGuard
-from corral.launcher.member_actions import (
+from corral.launcher.members.actions import (
     AskForJob,
     CancelJob,
     ClearJob,
@@ -29,6 +28,7 @@ from corral.launcher.member_actions import (
     News,
     TakePlace,
 )
+from corral.launcher.members.gang import GangGuard
 from corral.launcher.slurm.verdict import judge_job
 from corral.launcher.slurm.words import ENDED_WORDS, LEAVING_WORDS, PENDING_WORDS, RUNNING_WORDS
 

@@ -16,9 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory, atomic_write
-from corral.launcher.gang import GangGuard
 from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations
-from corral.launcher.member_actions import (
+from corral.launcher.members.actions import (
     AskForJob,
     CancelJob,
     ClearJob,
@@ -29,8 +28,9 @@ from corral.launcher.member_actions import (
     News,
     TakePlace,
 )
-from corral.launcher.member_jobs import MemberJobs
-from corral.launcher.member_places import (
+from corral.launcher.members.gang import GangGuard
+from corral.launcher.members.jobs import MemberJobs
+from corral.launcher.members.places import (
     MEMBER_ROLES,
     member_specs,
     units_of_allocation,
