@@ -54,6 +54,7 @@ from corral.launcher.unit_actions import (
     SignalTask,
     StartUnit,
 )
+from corral.launcher.unit_places import UnitPlaces
 from corral.launcher.units import Supervision, TrialPhase
 from corral.launcher.wake_up import WakeUp
 
@@ -103,8 +104,9 @@ class Supervisor:
         self._wake = WakeUp(signals)
         self._members = members
         units = units_of_plan(plan)
-        if members is not None:
-            units = members.with_places(units)
+        self._places = UnitPlaces(members.layout) if members is not None else None
+        if self._places is not None:
+            units = self._places.with_places(units)
         self._tasks_by_unit = {unit.name: unit.tasks for unit in units}
         self._tasks_of_own_job = {task for unit in units if not unit.needs_place for task in unit.tasks}
         self._supervision = Supervision(
@@ -168,9 +170,7 @@ class Supervisor:
         for seen in self._watch.take(now, is_awaited=bool(self._news)):
             self._heed(seen)
         self._leave_lost_allocation()
-        if self._members is not None:
-            # Before the exits are judged: those whose nodes were taken are no crashes.
-            self._apply(self._members.drive(self._supervision, time.monotonic()))
+        self._drive_members()
         while self._news and (self._watch.has_seen(self._news[0].look) or now >= self._news[0].deadline):
             news = self._news.popleft()
             self._find_job_gone(news.exits)
@@ -179,6 +179,13 @@ class Supervisor:
             for one in news.exits:
                 self._apply(self._supervision.exited(one.task, one.returncode, time.monotonic(), kind=one.kind))
         self._apply(self._supervision.tick(time.monotonic()))
+
+    def _drive_members(self) -> None:
+        """Before the exits are judged: those whose nodes were taken are no crashes."""
+        if self._members is None or self._places is None:
+            return
+        for action in self._members.drive(time.monotonic()):
+            self._apply(self._places.apply(action, self._supervision, time.monotonic()))
 
     def _after_node_loss(self, exits: Sequence[Exit]) -> Sequence[Exit]:
         """If the allocation outlives its nodes: moves what ran on a lost one, and says whose exit that explains."""
@@ -284,12 +291,12 @@ class Supervisor:
                     self._record("unit_restarting", unit=unit, cause=cause, pause_s=pause_s, restarts=restarts)
                 case LeaveUnit(unit, cause):
                     self._record("unit_left", unit=unit, cause=cause)
-                case AskPlace(unit) if self._members is not None:
-                    self._members.ask(unit)
+                case AskPlace(unit) if self._members is not None and self._places is not None:
+                    self._members.ask(self._places.allocation_of(unit))
                 case GiveUpUnit(unit, cause):
                     self._record("unit_given_up", unit=unit, cause=cause)
-                    if self._members is not None:
-                        self._members.give_up(unit)
+                    if self._members is not None and self._places is not None:
+                        self._members.give_up(self._places.allocation_of(unit))
                 case AppendStop(reason):
                     self._append_stop(reason)
                 case EndTrial():

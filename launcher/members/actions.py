@@ -92,4 +92,7 @@ class News:
     fields: dict[str, object]
 
 
-MemberAction = AskForJob | CancelJob | ClearJob | GivePlace | TakePlace | HoldPlace | News
+PlaceAction = GivePlace | TakePlace | HoldPlace
+"""What follows for those who run in a member's job."""
+
+MemberAction = AskForJob | CancelJob | ClearJob | PlaceAction | News

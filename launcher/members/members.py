@@ -1,9 +1,9 @@
 """The supervisor's hands for its members' jobs: sbatch, squeue and scancel in a thread, so that nobody waits for them.
 
     Supervisor --drive()--> MemberJobs (pure) --AskForJob, CancelJob, ...--> one thread: sbatch, squeue, scancel
-        ^                       ^                                                |
-        |                       +--------------- answers, in order --------------+
-        +-- place_given, place_taken, place_holds of Supervision
+        ^                        |   ^                                           |
+        |                        |   +--------------- answers, in order ---------+
+        +-- GivePlace, TakePlace, HoldPlace: what the workers of an allocation may do
 
 While it lives the supervisor touches control/holders-alive; the members' jobs end by themselves when it stops.
 """
@@ -21,28 +21,22 @@ from corral.launcher.members.actions import (
     AskForJob,
     CancelJob,
     ClearJob,
-    GivePlace,
-    HoldPlace,
     JobSighting,
     MemberAction,
     News,
-    TakePlace,
+    PlaceAction,
 )
 from corral.launcher.members.gang import GangGuard
 from corral.launcher.members.jobs import MemberJobs
 from corral.launcher.members.places import (
     MEMBER_ROLES,
     member_specs,
-    units_of_allocation,
-    units_with_places,
     why_leaving,
     with_attempt,
 )
 from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError
 from corral.launcher.slurm.own_jobs import JobNote, own_jobs_of_plan
 from corral.launcher.slurm.sbatch import holder_path, holders_alive_path, member_options, render_holder
-from corral.launcher.unit_actions import Action, UnitSpec
-from corral.launcher.units import Supervision
 from corral.scheduling.slurm_formats import expand_host_list
 
 logger = logging.getLogger(__name__)
@@ -107,34 +101,34 @@ class Members:
         self._looked_at = self._touched_at = float("-inf")
         self._trouble = ""
 
-    def with_places(self, units: Sequence[UnitSpec]) -> list[UnitSpec]:
-        """The restart units, told which of them run in these jobs."""
-        return units_with_places(units, self._layout)
+    @property
+    def layout(self) -> Layout:
+        """The trial's allocations."""
+        return self._layout
 
-    def drive(self, supervision: Supervision, now: float) -> list[Action]:
-        """One turn of the loop: takes in what SLURM has answered, asks for more; returns what follows for the units."""
-        actions: list[Action] = []
+    def drive(self, now: float) -> list[PlaceAction]:
+        """One turn of the loop: takes in what SLURM has answered, asks for more; returns what became of the places."""
+        actions: list[PlaceAction] = []
         if not self._index_by_name:
             return actions
         self._touch(now)
         while self._requests and self._requests[0].done():
-            actions += self._apply(self._requests.pop(0).result()(now), supervision, now)
-        actions += self._apply(self._jobs.tick(now), supervision, now)
+            actions += self._apply(self._requests.pop(0).result()(now))
+        actions += self._apply(self._jobs.tick(now))
         if (self._look is None or self._look.done()) and now - self._looked_at >= self._jobs.look_interval_s(now):
             self._looked_at = now
             self._look = self._request(self._ask_queue)
         return actions
 
-    def ask(self, unit: str) -> None:
-        """Find out whether the place of a unit is still there."""
-        name = self._name_of(unit)
+    def ask(self, name: str) -> None:
+        """Find out whether the job of an allocation is still there."""
         place = self._jobs.place(name)
         if place is not None:
             self._request(lambda: self._check(name, place[0]))
 
-    def give_up(self, unit: str) -> None:
-        """A unit will not be started any more: its nodes are not needed."""
-        for action in self._jobs.release(self._name_of(unit)):
+    def give_up(self, name: str) -> None:
+        """Nothing will be started any more in an allocation: its nodes are not needed."""
+        for action in self._jobs.release(name):
             self._carry_out(action)
 
     def allocations(self) -> RunningAllocations:
@@ -166,29 +160,15 @@ class Members:
         holders_alive_path(self._directory).unlink(missing_ok=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _name_of(self, unit: str) -> str:
-        worker = next(worker for worker in self._layout.steps if worker == unit or worker.startswith(f"{unit}/"))
-        return self._layout.allocations[self._layout.steps[worker].allocation].name
-
-    def _units_of(self, name: str) -> list[str]:
-        return units_of_allocation(self._layout, self._index_by_name[name])
-
-    def _apply(self, wanted: Sequence[MemberAction], supervision: Supervision, now: float) -> list[Action]:
-        actions: list[Action] = []
+    def _apply(self, wanted: Sequence[MemberAction]) -> list[PlaceAction]:
+        """Does what is ours to do; the rest is for those who run there."""
+        places: list[PlaceAction] = []
         for action in wanted:
-            match action:
-                case GivePlace(name):
-                    for unit in self._units_of(name):
-                        actions += supervision.place_given(unit, now)
-                case TakePlace(name, cause):
-                    for unit in self._units_of(name):
-                        actions += supervision.place_taken(unit, cause, now)
-                case HoldPlace(name):
-                    for unit in self._units_of(name):
-                        actions += supervision.place_holds(unit, now)
-                case _:
-                    self._carry_out(action)
-        return actions
+            if isinstance(action, PlaceAction):
+                places.append(action)
+            else:
+                self._carry_out(action)
+        return places
 
     def _carry_out(self, action: MemberAction) -> None:
         match action:

@@ -1,4 +1,4 @@
-"""What runs in the jobs of members: from the layout to the jobs, the restart units, and where these run meanwhile."""
+"""What runs in the jobs of members: from the layout to the jobs, and where their workers run meanwhile."""
 
 import json
 from collections.abc import Callable, Collection, Sequence
@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from corral.launcher.layout.layout import Layout, RunningAllocations, Step
 from corral.launcher.members.actions import MemberSpec
 from corral.launcher.runners.runner import MovingRunner, Task, TaskSpec
-from corral.launcher.unit_actions import UnitSpec
-from corral.launcher.units import TRAINER_UNIT
 
 MEMBER_ROLES = ("group", "elastic")
 _COMMENT = "--comment="
@@ -69,34 +67,6 @@ def fallback_steps(layout: Layout) -> dict[str, Step]:
         for worker, step in layout.steps.items()
         if layout.allocations[step.allocation].role == "elastic" and worker.startswith("rollout_worker/")
     }
-
-
-def units_of_allocation(layout: Layout, allocation: int) -> list[str]:
-    """The restart units whose workers run in an allocation."""
-    workers = layout.workers_of(allocation)
-    ranks = f"{TRAINER_UNIT}/"
-    return list(dict.fromkeys(TRAINER_UNIT if worker.startswith(ranks) else worker for worker in workers))
-
-
-def units_with_places(units: Sequence[UnitSpec], layout: Layout) -> list[UnitSpec]:
-    """The restart units, told which of them run in jobs of their own."""
-    role_by_unit: dict[str, str] = {}
-    for index, allocation in enumerate(layout.allocations):
-        role_by_unit |= dict.fromkeys(units_of_allocation(layout, index), allocation.role)
-    fallbacks = fallback_steps(layout)
-    gang = tuple(unit.name for unit in units if role_by_unit.get(unit.name) == "group")
-    return [
-        UnitSpec(
-            name=unit.name,
-            tasks=unit.tasks,
-            is_service=unit.is_service,
-            needs_place=role_by_unit.get(unit.name) in MEMBER_ROLES,
-            has_fallback=unit.name in fallbacks,
-            waits_for=() if unit.is_service or unit.name in gang else gang,
-            is_optional=role_by_unit.get(unit.name) == "elastic" and unit.name not in fallbacks,
-        )
-        for unit in units
-    ]
 
 
 def with_attempt(options: Sequence[str], attempt: int) -> list[str]:

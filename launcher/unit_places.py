@@ -1,0 +1,66 @@
+"""Which restart units run in the jobs beside the trial's own: places of allocations, told to the unit machine. Pure.
+
+members --GivePlace(allocation)--> UnitPlaces --unit by unit--> Supervision.place_given --> actions
+unit machine --AskPlace(unit)--> UnitPlaces --allocation--> members
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from corral.launcher.layout.layout import Layout
+from corral.launcher.members.actions import GivePlace, HoldPlace, PlaceAction, TakePlace
+from corral.launcher.members.places import MEMBER_ROLES, fallback_steps
+from corral.launcher.unit_actions import Action, UnitSpec
+from corral.launcher.units import TRAINER_UNIT, Supervision
+
+
+class UnitPlaces:
+    """The units of each allocation, and the allocation of each unit."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._fallbacks = fallback_steps(layout)
+        self._role_by_unit: dict[str, str] = {}
+        self._allocation_by_unit: dict[str, str] = {}
+        self._units_by_allocation: dict[str, list[str]] = {}
+        for index, allocation in enumerate(layout.allocations):
+            units = _units_of(layout, index)
+            self._role_by_unit |= dict.fromkeys(units, allocation.role)
+            self._allocation_by_unit = dict.fromkeys(units, allocation.name) | self._allocation_by_unit
+            self._units_by_allocation[allocation.name] = units
+
+    def allocation_of(self, unit: str) -> str:
+        """The name of the allocation that a unit runs in."""
+        return self._allocation_by_unit[unit]
+
+    def with_places(self, units: Sequence[UnitSpec]) -> list[UnitSpec]:
+        """The restart units, told which of them run in jobs of their own."""
+        gang = tuple(unit.name for unit in units if self._role_by_unit.get(unit.name) == "group")
+        return [
+            replace(
+                unit,
+                needs_place=self._role_by_unit.get(unit.name) in MEMBER_ROLES,
+                has_fallback=unit.name in self._fallbacks,
+                waits_for=() if unit.is_service or unit.name in gang else gang,
+                is_optional=self._role_by_unit.get(unit.name) == "elastic" and unit.name not in self._fallbacks,
+            )
+            for unit in units
+        ]
+
+    def apply(self, action: PlaceAction, supervision: Supervision, now: float) -> list[Action]:
+        """What follows for the units of an allocation from what became of its job."""
+        actions: list[Action] = []
+        for unit in self._units_by_allocation[action.name]:
+            match action:
+                case GivePlace():
+                    actions += supervision.place_given(unit, now)
+                case TakePlace(_, cause):
+                    actions += supervision.place_taken(unit, cause, now)
+                case HoldPlace():
+                    actions += supervision.place_holds(unit, now)
+        return actions
+
+
+def _units_of(layout: Layout, allocation: int) -> list[str]:
+    ranks = f"{TRAINER_UNIT}/"
+    workers = layout.workers_of(allocation)
+    return list(dict.fromkeys(TRAINER_UNIT if worker.startswith(ranks) else worker for worker in workers))
