@@ -6,8 +6,8 @@ from pathlib import Path
 
 from corral.experiments.attempts import AttemptRecord
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.plan_units import worker_command
-from corral.launcher.supervisor import leave, main
+from corral.launcher.supervisor.__main__ import leave, main
+from corral.launcher.supervisor.unit_specs import worker_command
 
 COMMAND = (sys.executable, str(Path(__file__).resolve()))
 
@@ -21,7 +21,7 @@ def stub_command(
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[2]))  # a script does not know the tests as a package
-    from tests.launcher.broken_files import install
+    from tests.launcher.supervisor.broken_files import install
 
     install(Path(sys.argv[sys.argv.index("--trial") + 1]))
     leave(main(sys.argv[1:], own_command=COMMAND, worker_command=stub_command))

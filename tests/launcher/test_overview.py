@@ -28,7 +28,7 @@ from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
 from corral.launcher.trial.find import PlanDamagedError, TrialFacts, find_trial, read_facts
 from corral.launcher.trial_list import finished_path, read_finished
-from tests.launcher.broken_files import hanging
+from tests.launcher.supervisor.broken_files import hanging
 from tests.launcher.trials import make_plan
 
 

@@ -18,7 +18,7 @@ from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.log_following import follow
 from corral.launcher.log_lines import LineFilter, end_of_lines, select_lines
 from corral.launcher.logs import LogFile
-from tests.launcher.broken_files import hanging
+from tests.launcher.supervisor.broken_files import hanging
 from tests.launcher.trials import make_plan
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.attempts import begin_attempt, last_attempt, read_claim, record_attempt
-from corral.launcher.keeper import keep
-from corral.launcher.supervisor_exit import SupervisorExit
+from corral.launcher.supervisor.keeper import keep
+from corral.launcher.supervisor.supervisor_exit import SupervisorExit
 from corral.launcher.trial.lock import SupervisorLock, SupervisorRunsError, is_locked, lock_path
 from corral.launcher.trial.processes import describe_this_process
 from tests.launcher.trials import StubTrial
@@ -43,7 +43,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start_job(trial: StubTrial, monkeypatch: pytest.MonkeyPatch, job_id: str, *, restarts: int = 0) -> int:
     """What the batch step of a job does, with a supervisor that ends at once."""
-    monkeypatch.setattr("corral.launcher.keeper._LEAVING_S", 0.1)
+    monkeypatch.setattr("corral.launcher.supervisor.keeper._LEAVING_S", 0.1)
     monkeypatch.setenv("SLURM_JOB_ID", job_id)
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
     monkeypatch.setenv("PATH", "")  # nobody says anything about job 7

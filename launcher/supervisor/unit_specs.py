@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from corral.experiments.attempts import AttemptRecord
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.unit_actions import UnitSpec
-from corral.launcher.units import TRAINER_UNIT
+from corral.launcher.supervisor.actions import UnitSpec
+from corral.launcher.supervisor.units import TRAINER_UNIT
 
 REDIS_UNIT = "redis"
 

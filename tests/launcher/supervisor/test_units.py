@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.launcher.trial.exits import ExitKind
-from corral.launcher.unit_actions import (
+from corral.launcher.supervisor.actions import (
     Action,
     AppendStop,
     AskPlace,
@@ -22,7 +21,8 @@ from corral.launcher.unit_actions import (
     StartUnit,
     UnitSpec,
 )
-from corral.launcher.units import Supervision, TrialPhase
+from corral.launcher.supervisor.units import Supervision, TrialPhase
+from corral.launcher.trial.exits import ExitKind
 
 REDIS = UnitSpec(name="redis", tasks=("redis",), is_service=True)
 MASTER = UnitSpec(name="master_worker/0", tasks=("master_worker/0",))

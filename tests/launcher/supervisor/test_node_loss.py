@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from corral.experiments.attempt_ends import failed_nodes
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.layout.layout import Allocation, Layout, RunningAllocation, Step
-from corral.launcher.node_loss import (
+from corral.launcher.runners.runner import Task, TaskSpec
+from corral.launcher.slurm.client import Node, SlurmClient, SlurmUnreachableError
+from corral.launcher.supervisor.node_loss import (
     NodeLoss,
     Relocation,
     is_trial_over,
@@ -19,8 +21,6 @@ from corral.launcher.node_loss import (
     note_failed_node,
     relocate,
 )
-from corral.launcher.runners.runner import Task, TaskSpec
-from corral.launcher.slurm.client import Node, SlurmClient, SlurmUnreachableError
 
 KINDS = ("master_worker", "model_worker", "generation_server", "gserver_manager", "rollout_worker")
 SLACK_CPUS, SLACK_MB = 1, 256  # what the supervisor keeps of the head node

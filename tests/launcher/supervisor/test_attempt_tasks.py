@@ -10,20 +10,20 @@ import pytest
 from corral.experiments.attempts import AttemptRecord
 from corral.experiments.journal import Journal
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
-from corral.launcher.attempt_tasks import AttemptTasks, Exit
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.layout.layout import RunningAllocation
 from corral.launcher.layout.planner import plan_layout
-from corral.launcher.recorder import Recorder
 from corral.launcher.runners.runner import TaskSpec
 from corral.launcher.runners.srun import SrunRunner
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
-from corral.launcher.supervision import Supervisor
-from corral.launcher.supervisor_exit import SupervisorExit
+from corral.launcher.supervisor.actions import RestartPolicy, RestartUnit, StartUnit, UnitSpec
+from corral.launcher.supervisor.attempt_tasks import AttemptTasks, Exit
+from corral.launcher.supervisor.recorder import Recorder
+from corral.launcher.supervisor.supervisor import Supervisor
+from corral.launcher.supervisor.supervisor_exit import SupervisorExit
+from corral.launcher.supervisor.units import Supervision
 from corral.launcher.trial.exits import ExitKind
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
-from corral.launcher.unit_actions import RestartPolicy, RestartUnit, StartUnit, UnitSpec
-from corral.launcher.units import Supervision
 from tests.launcher.trials import StubTrial, make_plan, wait_until
 
 ATTEMPT = AttemptRecord(attempt=0, resume=False, mode="slurm", start_slot=1, submitted_at=0.0, submit_host="here")

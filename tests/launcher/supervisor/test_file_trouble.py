@@ -10,8 +10,8 @@ import pytest
 from corral.experiments.trial_directory import StopRequest
 from corral.launcher.failures import describe_failures
 from corral.launcher.trial.lock import is_locked
-from tests.launcher.broken_files import break_files, mend_files
 from tests.launcher.conftest import MakeTrial
+from tests.launcher.supervisor.broken_files import break_files, mend_files
 from tests.launcher.trials import StubTrial, wait_until
 
 WORKER = "gserver_manager/0"

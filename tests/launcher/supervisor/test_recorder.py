@@ -6,7 +6,7 @@ from pathlib import Path
 
 from corral.experiments.journal import Journal, read_journal
 from corral.launcher.files.file_thread import FileThread
-from corral.launcher.recorder import Recorder
+from corral.launcher.supervisor.recorder import Recorder
 
 
 class FullJournal(Journal):

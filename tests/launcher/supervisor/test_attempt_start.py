@@ -15,9 +15,9 @@ from corral.experiments.attempts import AttemptRecord, begin_attempt, last_attem
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import TrialLog
-from corral.launcher.attempt_start import open_attempt
 from corral.launcher.files import patience
 from corral.launcher.files.patience import FilePatience
+from corral.launcher.supervisor.attempt_start import open_attempt
 from tests.launcher.trials import StubTrial
 
 

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from corral.experiments.attempt_ends import EndState
 from corral.experiments.attempts import Refusal, WhyNot
-from corral.launcher.attempt_end import AttemptEnd, EndPhase
-from corral.launcher.end_actions import (
+from corral.launcher.slurm.job_end import JobEnd
+from corral.launcher.supervisor.actions import EndTrial, Outcome
+from corral.launcher.supervisor.attempt_end import AttemptEnd, EndPhase
+from corral.launcher.supervisor.end_actions import (
     AskForSuccessor,
     EndAction,
     RecordAttemptEnd,
@@ -21,8 +23,6 @@ from corral.launcher.end_actions import (
     SweepQueue,
     Verdict,
 )
-from corral.launcher.slurm.job_end import JobEnd
-from corral.launcher.unit_actions import EndTrial, Outcome
 
 STOPPED = EndTrial(Outcome.STOPPED, "the grace period ended")
 FAILED = EndTrial(Outcome.FAILED, "model_worker used up its restarts")

@@ -12,13 +12,13 @@ from corral.experiments.attempts import begin_attempt, record_attempt
 from corral.experiments.journal import Journal
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import TrialLog
-from corral.launcher import continuation
-from corral.launcher.attempt_ending import AttemptEnding
-from corral.launcher.continuation import Continuation
-from corral.launcher.end_actions import Verdict
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError, SlurmUnreachableError
-from corral.launcher.unit_actions import EndTrial, Outcome
+from corral.launcher.supervisor.__main__ import successor
+from corral.launcher.supervisor.actions import EndTrial, Outcome
+from corral.launcher.supervisor.attempt_ending import AttemptEnding
+from corral.launcher.supervisor.end_actions import Verdict
+from corral.launcher.supervisor.successor import Continuation
 from tests.launcher.trials import StubTrial
 
 OWN = "7"
@@ -154,7 +154,7 @@ def attempt(tmp_path: Path) -> Attempt:
 def no_patience() -> Iterator[None]:
     """What scancel refuses is not tried for long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continuation, "_SWEEP_TIMEOUT_S", 0.0)
+        patch.setattr(successor, "_SWEEP_TIMEOUT_S", 0.0)
         yield
 
 

@@ -5,7 +5,7 @@ import signal
 
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.redis_probe import RedisProbe
+from corral.launcher.supervisor.redis_probe import RedisProbe
 from corral.launcher.trial.redis_server import RedisServer
 from corral.launcher.trial.rendezvous import REDIS_USERNAME
 from corral.name_resolve.keys import TrialKeys

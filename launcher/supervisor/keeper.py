@@ -28,14 +28,14 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.tether import die_with_parent
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.attempt_start import claim_decides, open_attempt
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.files.patience import FilePatience
-from corral.launcher.recorder import Recorder
-from corral.launcher.supervisor_exit import SupervisorExit
+from corral.launcher.supervisor.actions import Outcome, RestartPolicy
+from corral.launcher.supervisor.attempt_start import claim_decides, open_attempt
+from corral.launcher.supervisor.recorder import Recorder
+from corral.launcher.supervisor.supervisor_exit import SupervisorExit
 from corral.launcher.trial.lock import SupervisorLock
 from corral.launcher.trial.processes import kill_trial_processes
-from corral.launcher.unit_actions import Outcome, RestartPolicy
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _PAUSE_S = 0.2

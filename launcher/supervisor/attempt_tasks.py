@@ -17,10 +17,10 @@ from corral.experiments.attempts import AttemptRecord
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import TrialDirectory, atomic_write
 from corral.launcher.files.file_thread import FileThread, is_momentary
-from corral.launcher.plan_units import REDIS_UNIT, WorkerCommand
-from corral.launcher.recorder import Recorder
 from corral.launcher.runners.runner import AllocationLostError, Task, TaskRunner, TaskSpec
 from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError
+from corral.launcher.supervisor.recorder import Recorder
+from corral.launcher.supervisor.unit_specs import REDIS_UNIT, WorkerCommand
 from corral.launcher.trial.exits import ExitKind, ExitRecorder
 from corral.scheduling.worker_information import parse_worker_id
 

@@ -7,7 +7,7 @@
     trial directory <--FileThread: TrialWatch, Recorder--> this loop, which waits for no file without a deadline
 
 It needs no torch, so it starts on the host in a fraction of a second. It holds no state
-that matters: what happened is in the journal, who may commit is in the trial log. `corral.launcher.keeper` starts a new
+that matters: what happened is in the journal, who may commit is in the trial log. The keeper starts a new
 one if it is killed; whatever ends it ends what it has started.
 """
 
@@ -28,20 +28,10 @@ from corral.experiments.secrets import TrialSecrets
 from corral.experiments.tether import die_with_parent
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import Done, Entry, Stop, StoppedError, TrialLog, TrialLogError
-from corral.launcher.attempt_ending import AttemptEnding
-from corral.launcher.attempt_tasks import AttemptTasks, Exit, NameServer
-from corral.launcher.continuation import Continuation
 from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
 from corral.launcher.members.members import Members
-from corral.launcher.node_loss import NodeLoss, note_failed_node
-from corral.launcher.plan_units import WorkerCommand, units_of_plan, worker_command
-from corral.launcher.recorder import Recorder
 from corral.launcher.runners.runner import TaskRunner
-from corral.launcher.supervisor_exit import SupervisorExit
-from corral.launcher.trial.exits import ExitKind
-from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
-from corral.launcher.trial_watch import Seen, TrialWatch
-from corral.launcher.unit_actions import (
+from corral.launcher.supervisor.actions import (
     Action,
     AppendStop,
     AskPlace,
@@ -54,9 +44,19 @@ from corral.launcher.unit_actions import (
     SignalTask,
     StartUnit,
 )
-from corral.launcher.unit_places import UnitPlaces
-from corral.launcher.units import Supervision, TrialPhase
-from corral.launcher.wake_up import WakeUp
+from corral.launcher.supervisor.attempt_ending import AttemptEnding
+from corral.launcher.supervisor.attempt_tasks import AttemptTasks, Exit, NameServer
+from corral.launcher.supervisor.node_loss import NodeLoss, note_failed_node
+from corral.launcher.supervisor.recorder import Recorder
+from corral.launcher.supervisor.successor import Continuation
+from corral.launcher.supervisor.supervisor_exit import SupervisorExit
+from corral.launcher.supervisor.trial_watch import Seen, TrialWatch
+from corral.launcher.supervisor.unit_places import UnitPlaces
+from corral.launcher.supervisor.unit_specs import WorkerCommand, units_of_plan, worker_command
+from corral.launcher.supervisor.units import Supervision, TrialPhase
+from corral.launcher.supervisor.wake_up import WakeUp
+from corral.launcher.trial.exits import ExitKind
+from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
 
 _TICK_S = 0.1
 _TOLD_TIMEOUT_S = 10.0  # at the end, for what could not be told before

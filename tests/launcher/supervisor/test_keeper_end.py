@@ -8,9 +8,9 @@ import pytest
 
 from corral.experiments.attempt_ends import AttemptEndRecord, Follows, read_end
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher import keeper
 from corral.launcher.files import patience
-from corral.launcher.keeper import keep
+from corral.launcher.supervisor.__main__ import keeper
+from corral.launcher.supervisor.keeper import keep
 from tests.launcher.trials import StubTrial
 
 SUPERVISOR = """

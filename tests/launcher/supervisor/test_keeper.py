@@ -5,9 +5,9 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.launcher.keeper import RestartBudget, keep
+from corral.launcher.supervisor.actions import RestartPolicy
+from corral.launcher.supervisor.keeper import RestartBudget, keep
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
-from corral.launcher.unit_actions import RestartPolicy
 from tests.launcher.conftest import MakeTrial
 
 POLICY = RestartPolicy(max_restarts=3, pause_s=0.2, healthy_after_s=100.0)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from corral.launcher.layout.layout import Layout
 from corral.launcher.members.actions import GivePlace, HoldPlace, PlaceAction, TakePlace
 from corral.launcher.members.places import MEMBER_ROLES, fallback_steps
-from corral.launcher.unit_actions import Action, UnitSpec
-from corral.launcher.units import TRAINER_UNIT, Supervision
+from corral.launcher.supervisor.actions import Action, UnitSpec
+from corral.launcher.supervisor.units import TRAINER_UNIT, Supervision
 
 
 class UnitPlaces:

@@ -18,9 +18,9 @@ from corral.experiments.attempts import read_attempts, why_not_another
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import LogState, StoppedError, TrialLog, TrialLogError
-from corral.launcher.attempt_end import ADVICE, AttemptEnd
-from corral.launcher.continuation import Continuation
-from corral.launcher.end_actions import (
+from corral.launcher.supervisor.actions import EndTrial
+from corral.launcher.supervisor.attempt_end import ADVICE, AttemptEnd
+from corral.launcher.supervisor.end_actions import (
     AskForSuccessor,
     EndAction,
     RecordAttemptEnd,
@@ -31,7 +31,7 @@ from corral.launcher.end_actions import (
     SweepQueue,
     Verdict,
 )
-from corral.launcher.unit_actions import EndTrial
+from corral.launcher.supervisor.successor import Continuation
 
 _CAUSE_BY_STATE = {
     EndState.TIMED_OUT: "the time limit is near",

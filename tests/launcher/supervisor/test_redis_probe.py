@@ -6,8 +6,8 @@ from pathlib import Path
 
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.redis_probe import RedisProbe
-from corral.launcher.trial_redis import TrialRedis
+from corral.launcher.supervisor.redis import TrialRedis
+from corral.launcher.supervisor.redis_probe import RedisProbe
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.trials import wait_until
 

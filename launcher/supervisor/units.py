@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.launcher.trial.exits import ExitKind
-from corral.launcher.unit_actions import (
+from corral.launcher.supervisor.actions import (
     Action,
     AppendStop,
     AskPlace,
@@ -43,6 +42,7 @@ from corral.launcher.unit_actions import (
     TaskExit,
     UnitSpec,
 )
+from corral.launcher.trial.exits import ExitKind
 
 MASTER_UNIT = "master_worker/0"
 TRAINER_UNIT = "model_worker"

@@ -6,7 +6,7 @@ from pathlib import Path
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import TrialLog
 from corral.launcher.files.file_thread import FileThread
-from corral.launcher.trial_watch import TrialWatch
+from corral.launcher.supervisor.trial_watch import TrialWatch
 from tests.launcher.trials import wait_until
 
 

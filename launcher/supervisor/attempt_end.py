@@ -14,7 +14,7 @@ FINAL is somebody's word that the trial ends here: nothing that comes later take
 gives state and cause. attempt_ended is recorded for every attempt, once; trial_ended only when nothing follows. While
 SLURM ends our job both are recorded as soon as they are known, because it may kill us before the workers have ended.
 
-The shell is `corral.launcher.attempt_ending`; nothing here does I/O. Each method returns what to do now, in order.
+The shell is `attempt_ending`; nothing here does I/O. Each method returns what to do now, in order.
 """
 
 from enum import StrEnum
@@ -22,7 +22,9 @@ from typing import Literal
 
 from corral.experiments.attempt_ends import EndState, Follows
 from corral.experiments.attempts import Refusal
-from corral.launcher.end_actions import (
+from corral.launcher.slurm.job_end import JobEnd
+from corral.launcher.supervisor.actions import EndTrial, Outcome
+from corral.launcher.supervisor.end_actions import (
     AskForSuccessor,
     EndAction,
     RecordAttemptEnd,
@@ -33,8 +35,6 @@ from corral.launcher.end_actions import (
     SweepQueue,
     Verdict,
 )
-from corral.launcher.slurm.job_end import JobEnd
-from corral.launcher.unit_actions import EndTrial, Outcome
 
 ADVICE = "continue with rl-submit --resume"
 _REFUSED = "no further job could be submitted"

@@ -10,11 +10,11 @@ import pytest
 from corral.experiments.attempt_ends import add_failed_node, failed_nodes
 from corral.experiments.attempts import record_attempt
 from corral.experiments.journal import Journal
-from corral.launcher import continuation
-from corral.launcher.continuation import Continuation
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_end import JobEnd
+from corral.launcher.supervisor.__main__ import successor
+from corral.launcher.supervisor.successor import Continuation
 from tests.launcher.trials import StubTrial
 
 OWN = "7"
@@ -230,8 +230,8 @@ def test_the_components_of_our_own_job_end_with_it(attempt: Attempt) -> None:
 def test_a_controller_that_is_away_at_the_end_is_waited_for_but_not_for_ever(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(continuation, "_SWEEP_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(continuation, "_SWEEP_INTERVAL_S", 0.05)
+    monkeypatch.setattr(successor, "_SWEEP_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(successor, "_SWEEP_INTERVAL_S", 0.05)
     attempt.slurm.refuses("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
     attempt.continuation.sweep()
     assert len(attempt.slurm.calls("squeue")) > 1

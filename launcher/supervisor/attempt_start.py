@@ -28,8 +28,8 @@ from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import StoppedError, TrialLog
 from corral.launcher.files.patience import FilePatience
-from corral.launcher.node_loss import nodes_that_are_down, note_failed_node
 from corral.launcher.slurm.client import SlurmClient, SlurmError
+from corral.launcher.supervisor.node_loss import nodes_that_are_down, note_failed_node
 from corral.launcher.trial.processes import describe_this_process
 from corral.scheduling.slurm_formats import expand_host_list
 

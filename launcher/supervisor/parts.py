@@ -1,0 +1,132 @@
+"""What an attempt is made of, here or on SLURM: from the files of rl-submit to a Supervisor.
+
+plan.json, secrets/, attempt-N.json --make_supervisor--> Supervisor
+plan.json, layout.json, the job's environment --make_runner--> runner, members, successor, node loss
+"""
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from corral.experiments.attempt_ends import failed_nodes
+from corral.experiments.attempts import read_attempt
+from corral.experiments.plan import RunPlan
+from corral.experiments.secrets import TrialSecrets
+from corral.experiments.trial_directory import TrialDirectory
+from corral.launcher.layout.layout import Layout
+from corral.launcher.members.members import Members
+from corral.launcher.members.places import FallbackRunner
+from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus
+from corral.launcher.runners.runner import TaskRunner
+from corral.launcher.runners.srun import SrunRunner, batch_allocations
+from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.supervisor.attempt_start import JobStart
+from corral.launcher.supervisor.node_loss import NodeLoss
+from corral.launcher.supervisor.recorder import Recorder
+from corral.launcher.supervisor.redis import TrialRedis
+from corral.launcher.supervisor.successor import Continuation
+from corral.launcher.supervisor.supervisor import Supervisor
+from corral.launcher.supervisor.unit_specs import WorkerCommand
+
+_CONTINUATION_TIMEOUT_S = 5.0  # it is asked while SLURM is about to kill us
+
+
+def make_supervisor(
+    directory: TrialDirectory,
+    attempt: int,
+    worker_command: WorkerCommand,
+    *,
+    recorder: Recorder,
+    signals: Sequence[signal.Signals] = (),
+) -> Supervisor:
+    """The supervisor of an attempt that the keeper has opened; `signals` came too early for the one before it."""
+    plan = RunPlan.from_json(directory.plan_path.read_bytes())
+    secrets = TrialSecrets.load(directory.secrets_path)
+    record = read_attempt(directory, attempt)
+    parts = make_runner(plan, directory, attempt, record=recorder.event)
+    name_server = TrialRedis(
+        directory=directory, trial_uuid=plan.trial.uuid, secrets=secrets, attempt=attempt, host=parts.redis_host
+    )
+    return Supervisor(
+        directory=directory,
+        plan=plan,
+        attempt=record,
+        runner=parts.runner,
+        name_server=name_server,
+        recorder=recorder,
+        worker_command=worker_command,
+        members=parts.members,
+        continuation=parts.continuation,
+        node_loss=parts.node_loss,
+        signals=signals,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerParts:
+    """What an attempt runs with, here or on SLURM."""
+
+    runner: TaskRunner
+    redis_host: str
+    """The address that Redis listens on."""
+    members: Members | None = None
+    """Jobs of the workers that have their own."""
+    continuation: Continuation | None = None
+    node_loss: NodeLoss | None = None
+    """Set if the allocation outlives its nodes."""
+
+
+def make_runner(plan: RunPlan, directory: TrialDirectory, attempt: int, *, record: Callable[..., None]) -> RunnerParts:
+    """What starts the workers, and what of SLURM the attempt deals with."""
+    if plan.mode == "local":
+        gpus_wanted = {
+            f"{worker.kind}/{worker.index}": plan.scheduling[worker.kind].scheduling_of(worker.index).gpu
+            for worker in plan.workers
+        }
+        local = LocalRunner(
+            bind_address=plan.cluster.bind_address, gpus_by_worker=share_gpus(gpus_wanted, visible_gpus())
+        )
+        return RunnerParts(runner=local, redis_host=local.bind_address(""))
+    client = SlurmClient()
+    layout = Layout.from_json(directory.layout_path.read_bytes())
+    own = batch_allocations(os.environ)
+    members = Members(
+        client=client,
+        plan=plan,
+        layout=layout,
+        directory=directory,
+        attempt=attempt,
+        own=own,
+        record=record,
+        exclude_nodes=failed_nodes(directory) if plan.launch.exclude_failed_nodes else (),
+    )
+    steps = SrunRunner(
+        client=client,
+        plan=plan,
+        layout=layout,
+        directory=directory,
+        allocations=members.allocations,
+        why_away=members.why_away,
+    )
+    own_host = os.environ.get("SLURMD_NODENAME", own[0].hosts[0])
+    steps.wait_for_slurm(own_host)
+    own_address = steps.address_of(own_host)
+    address = own_address if plan.cluster.bind_address == "auto" else plan.cluster.bind_address
+    start = JobStart.of_environment(os.environ)
+    return RunnerParts(
+        runner=FallbackRunner(steps, layout, members.allocations),
+        redis_host=address,
+        members=members,
+        continuation=Continuation(
+            client=SlurmClient(timeout_s=_CONTINUATION_TIMEOUT_S),
+            plan=plan,
+            layout=layout,
+            directory=directory,
+            job_id=start.job_id,
+            restart_count=start.restart_count,
+            hosts=[host for allocation in own.values() for host in allocation.hosts],
+            record=record,
+        ),
+        node_loss=NodeLoss(client=client, layout=layout, head=own[0], runner=steps) if plan.launch.no_kill else None,
+    )
