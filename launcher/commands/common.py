@@ -81,7 +81,7 @@ def user_errors() -> Iterator[None]:
 
 def _exit_code_of(error: Exception) -> CommandExit | None:
     from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError
-    from corral.launcher.submit import SubmissionError
+    from corral.launcher.submit.prepare import SubmissionError
     from corral.launcher.trial.find import PlanDamagedError, TrialNotFoundError
 
     if isinstance(error, TrialNotFoundError):

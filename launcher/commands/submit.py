@@ -13,7 +13,7 @@ from corral.experiments.exit_codes import CommandExit
 from corral.launcher.commands.common import Fileroot, fail, run, terminal_width, user_errors, wait_for_trial
 
 if TYPE_CHECKING:
-    from corral.launcher.submit import Submission
+    from corral.launcher.submit.prepare import Submission
     from corral.launcher.trial.find import TrialFacts
 
 
@@ -83,7 +83,7 @@ def submit(
         elif experiment is None:
             raise typer.BadParameter("name an experiment file, or a trial to --resume")
         else:
-            from corral.launcher.submit import prepare as prepare_trial
+            from corral.launcher.submit.prepare import prepare as prepare_trial
 
             prepare = partial(
                 prepare_trial,
@@ -107,7 +107,8 @@ def submit(
 
 def create_under_a_free_name(submission: "Submission", prepare: "Callable[[], Submission]") -> "Submission":
     """The submission whose directory was made: another one where somebody else took a name that nobody chose."""
-    from corral.launcher.submit import NameTakenError, create
+    from corral.launcher.submit.prepare import NameTakenError
+    from corral.launcher.submit.start import create
 
     for tries_left in reversed(range(_NAME_TRIES)):
         try:
@@ -159,7 +160,7 @@ def _checked_arguments(arguments: Sequence[str]) -> Sequence[str]:
 
 
 def _prepared_resume(name: str, fileroot: Path | None, *, has_other_options: bool, has_checks: bool) -> "Submission":
-    from corral.launcher.submit import AlreadyCompleteError, prepare_resume
+    from corral.launcher.submit.prepare import AlreadyCompleteError, prepare_resume
     from corral.launcher.trial.find import default_fileroot, find_trial
 
     if has_other_options:
@@ -173,9 +174,9 @@ def _prepared_resume(name: str, fileroot: Path | None, *, has_other_options: boo
 
 def _print_plan(submission: "Submission", out: TextIO) -> None:
     from corral.experiments.errors import display_path
-    from corral.experiments.render import THIS_MACHINE, render_plan
     from corral.launcher.layout.view import render_layout
     from corral.launcher.status_view import fold
+    from corral.launcher.submit.plan_text import THIS_MACHINE, render_plan
 
     nodes = render_layout(submission.layout) if submission.layout else THIS_MACHINE
     width = terminal_width(out)
@@ -191,7 +192,7 @@ def _print_plan(submission: "Submission", out: TextIO) -> None:
 
 def _print_script(submission: "Submission") -> None:
     """The bytes that sbatch would get, and nothing else, on stdout."""
-    from corral.launcher.submit import script_of
+    from corral.launcher.submit.start import script_of
 
     script = script_of(submission)
     if script is None:
@@ -204,7 +205,7 @@ def _print_script(submission: "Submission") -> None:
 
 def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bool, verbose: bool) -> None:
     from corral.experiments.errors import display_path
-    from corral.launcher.submit import start
+    from corral.launcher.submit.start import start
     from corral.launcher.trial.find import default_fileroot, read_facts
 
     identifier = start(submission, resume=is_resumed)

@@ -3,16 +3,12 @@
 sbatch --job id--> done
     +--no answer, an odd one--> squeue: a job with our comment is it; none, and the error stands
     +--Ctrl-C, SIGTERM--> squeue: what was taken is cancelled
-two rl-submit --resume of one trial --lock--> one of them goes on
 """
 
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.slurm.client import (
     QueuedJob,
     SlurmClient,
@@ -22,17 +18,12 @@ from corral.launcher.slurm.client import (
 )
 from corral.launcher.slurm.own_jobs import HEAD, OwnJobs
 from corral.launcher.slurm.words import is_active
-from corral.launcher.trial.lock import LockAnswer, try_lock
 
 _LOOK_PAUSE_S = 2.0
 
 
 class SubmissionUnknownError(SlurmUnreachableError):
     """Nobody can say whether there is a job now."""
-
-
-class SubmissionRunsError(RuntimeError):
-    """Somebody else submits the same trial at this moment."""
 
 
 def submit_once(
@@ -78,22 +69,6 @@ def is_head_of(own: OwnJobs) -> Callable[[QueuedJob], bool]:
         return note is not None and note.allocation == HEAD
 
     return is_it
-
-
-@contextmanager
-def submitting(directory: TrialDirectory) -> Iterator[None]:
-    """For the length of a submission nobody else submits this trial.
-
-    Raises:
-        SubmissionRunsError: if somebody does.
-    """
-    descriptor = os.open(directory.control_path / "submit.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        if try_lock(descriptor) is LockAnswer.BUSY:
-            raise SubmissionRunsError(f"another rl-submit of {directory.path} is at work; rl-status shows it")
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _look(client: SlurmClient, is_it: Callable[[QueuedJob], bool], cause: SlurmError, looks: int) -> str:

@@ -9,6 +9,8 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,10 @@ class LockAnswer(Enum):
     """Somebody else has it."""
     NO_LOCKS = "no locks"
     """This file system has none."""
+
+
+class SubmissionRunsError(RuntimeError):
+    """Somebody else submits the same trial at this moment."""
 
 
 class SupervisorRunsError(RuntimeError):
@@ -116,6 +122,22 @@ def read_lock(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):
         return None
     return content if isinstance(content, dict) else None
+
+
+@contextmanager
+def submitting(directory: TrialDirectory) -> Iterator[None]:
+    """For the length of a submission nobody else submits this trial.
+
+    Raises:
+        SubmissionRunsError: if somebody does.
+    """
+    descriptor = os.open(directory.control_path / "submit.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if try_lock(descriptor) is LockAnswer.BUSY:
+            raise SubmissionRunsError(f"another rl-submit of {directory.path} is at work; rl-status shows it")
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def is_locked(directory: TrialDirectory) -> bool:

@@ -175,7 +175,7 @@ _LIGHT_MODULES = (
     "corral.experiments",
     "corral.experiments.registry",
     "corral.experiments.plan",
-    "corral.experiments.render",
+    "corral.launcher.submit.plan_text",
 )
 
 
@@ -186,7 +186,7 @@ import sys
 from corral.experiments.plan import TrialIdentity, make_run_plan
 experiment = sys.modules["corral.experiments.registry"].load_experiment({str(folder / "ppo.yaml")!r})
 identity = TrialIdentity(experiment="e", trial="t", uuid="0" * 32, directory="/nowhere")
-sys.modules["corral.experiments.render"].render_plan(make_run_plan(experiment, identity, "slurm"))
+sys.modules["corral.launcher.submit.plan_text"].render_plan(make_run_plan(experiment, identity, "slurm"))
 heavy = ("torch", "transformers", "tokenizers", "numpy", "jinja2", "zmq", "redis", "corral.workers", "corral.launcher")
 print([name for name in heavy if name in sys.modules])
 """

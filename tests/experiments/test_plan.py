@@ -13,8 +13,8 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.experiment import ExperimentConfig
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
-from corral.experiments.render import render_plan
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec, RolloutWorkerSpec
+from corral.launcher.submit.plan_text import render_plan
 from corral.scheduling.dataflow import build_dataflow
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_PPO, VALID_SFT, write_inputs
 

@@ -13,12 +13,12 @@ import pytest
 
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import TrialLog
-from corral.launcher import submit
 from corral.launcher.commands.submit import create_under_a_free_name
 from corral.launcher.commands.submit import main as submit_main
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.status_view import fold
+from corral.launcher.submit import prepare, start
 from corral.launcher.trial.find import read_facts
 from corral.launcher.trial.processes import trial_processes
 from tests.experiments.broken_yaml import BROKEN_CASES, VALID_PPO, BrokenCase, write_inputs
@@ -79,8 +79,8 @@ def test_dry_run_shows_the_plan_and_writes_nothing(experiment: Path, tmp_path: P
 
 @pytest.mark.parametrize("name", ["a/b", "../up", "-n", "a;b", "", "a\nb"])
 def test_a_trial_name_that_is_no_file_name_is_refused(name: str, experiment: Path, tmp_path: Path) -> None:
-    with pytest.raises(submit.ConfigError, match="trial name"):
-        submit.prepare(experiment, [f"cluster.fileroot={tmp_path / 'trials'}"], trial_name=name, mode="local")
+    with pytest.raises(prepare.ConfigError, match="trial name"):
+        prepare.prepare(experiment, [f"cluster.fileroot={tmp_path / 'trials'}"], trial_name=name, mode="local")
 
 
 def test_a_missing_gpu_is_refused_with_both_numbers(experiment: Path, tmp_path: Path) -> None:
@@ -102,14 +102,14 @@ def test_elastic_workers_count_among_the_gpus_of_this_machine(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     elastic = "groups.generation_server.elastic={count: 2, scheduling: {cpu: 1, gpu: 1, mem: 1G}}"
-    with pytest.raises(submit.ConfigError, match="needs 2 GPUs .* this machine has 1"):
-        submit.prepare(experiment, [f"cluster.fileroot={tmp_path / 'trials'}", elastic], trial_name=None, mode="local")
+    with pytest.raises(prepare.ConfigError, match="needs 2 GPUs .* this machine has 1"):
+        prepare.prepare(experiment, [f"cluster.fileroot={tmp_path / 'trials'}", elastic], trial_name=None, mode="local")
 
 
 def test_a_container_that_a_local_trial_would_not_use_is_warned_about(experiment: Path, tmp_path: Path) -> None:
     image = ["cluster.container_runtime=apptainer", "groups.rollout_worker.scheduling.container_image=i.sif"]
     overrides = [f"cluster.fileroot={tmp_path / 'trials'}", *image]
-    prepared = submit.prepare(experiment, overrides, trial_name=None, mode="local")
+    prepared = prepare.prepare(experiment, overrides, trial_name=None, mode="local")
     assert any("no effect with --local (rollout_worker)" in warning for warning in prepared.warnings)
 
 
@@ -241,11 +241,11 @@ def test_a_local_trial_survives_the_terminal_that_started_it(
 ) -> None:
     starter = (
         "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup, or a CI, may have had it ignored
-        "import sys; from pathlib import Path; from corral.launcher import submit\n"
-        f"s = submit.prepare(Path({str(experiment)!r}), {_small(tmp_path)!r}, trial_name='t', mode='local')\n"
-        "submit.create(s)\n"
+        "import sys; from pathlib import Path; from corral.launcher.submit import prepare, start\n"
+        f"s = prepare.prepare(Path({str(experiment)!r}), {_small(tmp_path)!r}, trial_name='t', mode='local')\n"
+        "start.create(s)\n"
         "(s.directory.path / 'stub.json').write_text('{\"master_worker/0\": [\"finish 1.0\"]}')\n"
-        f"print(submit.start(s, supervisor_command={list(COMMAND)!r}), flush=True)\n"
+        f"print(start.start(s, supervisor_command={list(COMMAND)!r}), flush=True)\n"
         "import time; time.sleep(60)\n"
     )
     terminal = subprocess.Popen(
@@ -298,15 +298,15 @@ def test_a_damaged_trial_log_is_refused_in_one_line_before_anything_is_asked_for
     slot: int,
     content: bytes | None,
 ) -> None:
-    trial = submit.prepare(experiment, _small(tmp_path), trial_name="d", mode="local")
-    submit.create(trial)
+    trial = prepare.prepare(experiment, _small(tmp_path), trial_name="d", mode="local")
+    start.create(trial)
     for _ in range(3):
         TrialLog(trial.directory.log_path).claim("job")
     path = trial.directory.log_path / f"{slot:08d}"
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    monkeypatch.setattr(submit, "_LOG_PATIENCE_S", 0.0)
+    monkeypatch.setattr(prepare, "_LOG_PATIENCE_S", 0.0)
     attempts = sorted(trial.directory.control_path.iterdir())
     assert _submit(monkeypatch, "--resume", "d", fileroot=tmp_path / "trials") == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -315,17 +315,17 @@ def test_a_damaged_trial_log_is_refused_in_one_line_before_anything_is_asked_for
 
 
 def test_of_those_who_submit_at_once_each_gets_a_name_unless_it_was_chosen(experiment: Path, tmp_path: Path) -> None:
-    def prepare(name: str | None = None) -> submit.Submission:
-        return submit.prepare(experiment, _small(tmp_path), trial_name=name, mode="local")
+    def make(name: str | None = None) -> prepare.Submission:
+        return prepare.prepare(experiment, _small(tmp_path), trial_name=name, mode="local")
 
-    together = [prepare() for _ in range(3)]
-    made = [create_under_a_free_name(submission, prepare) for submission in together]
+    together = [make() for _ in range(3)]
+    made = [create_under_a_free_name(submission, make) for submission in together]
     assert [submission.plan.trial.trial for submission in made] == ["trial-1", "trial-2", "trial-3"]
     assert len({submission.plan.trial.uuid for submission in (*together, *made)}) == 5
-    chosen = [prepare("mine"), prepare("mine")]
-    create_under_a_free_name(chosen[0], prepare)
-    with pytest.raises(submit.NameTakenError):
-        create_under_a_free_name(chosen[1], prepare)
+    chosen = [make("mine"), make("mine")]
+    create_under_a_free_name(chosen[0], make)
+    with pytest.raises(prepare.NameTakenError):
+        create_under_a_free_name(chosen[1], make)
 
 
 def test_a_job_that_was_taken_keeps_its_folder_though_the_journal_cannot_be_written(
@@ -335,11 +335,11 @@ def test_a_job_that_was_taken_keeps_its_folder_though_the_journal_cannot_be_writ
         def submit(self, options: Sequence[str], script: Path) -> str:
             return "7"
 
-    prepared = submit.prepare(experiment, _small(tmp_path), trial_name="q", mode="local")
+    prepared = prepare.prepare(experiment, _small(tmp_path), trial_name="q", mode="local")
     submission = replace(prepared, layout=plan_layout(prepared.plan))
-    submit.create(submission)
+    start.create(submission)
     submission.directory.journal_path.mkdir()
-    assert submit.start(submission, client=Taken()) == "7"
+    assert start.start(submission, client=Taken()) == "7"
     assert submission.directory.plan_path.exists() and "could not be written" in caplog.text
     submission.directory.journal_path.rmdir()
 
@@ -347,7 +347,7 @@ def test_a_job_that_was_taken_keeps_its_folder_though_the_journal_cannot_be_writ
 def test_a_supervisor_that_cannot_start_leaves_no_trial(
     experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(submit.start, "__kwdefaults__", submit.start.__kwdefaults__ | {
+    monkeypatch.setattr(start.start, "__kwdefaults__", start.start.__kwdefaults__ | {
         "supervisor_command": [sys.executable, "-c", "raise SystemExit('no such thing')"]
     })  # fmt: skip
     assert _submit(monkeypatch, experiment, "--local", "-n", "x", fileroot=tmp_path / "trials") == 1
@@ -361,14 +361,14 @@ def _small(tmp_path: Path) -> list[str]:
 
 def _use_stub_workers(monkeypatch: pytest.MonkeyPatch, behaviour: dict[str, list[str]]) -> None:
     """Starts are those of the product, but for the workers' program."""
-    monkeypatch.setattr(submit.start, "__kwdefaults__", submit.start.__kwdefaults__ | {"supervisor_command": COMMAND})
-    create = submit.create
+    monkeypatch.setattr(start.start, "__kwdefaults__", start.start.__kwdefaults__ | {"supervisor_command": COMMAND})
+    create = start.create
 
-    def create_with_behaviour(submission: submit.Submission) -> None:
+    def create_with_behaviour(submission: prepare.Submission) -> None:
         create(submission)
         (submission.directory.path / "stub.json").write_text(json.dumps(behaviour))
 
-    monkeypatch.setattr(submit, "create", create_with_behaviour)
+    monkeypatch.setattr(start, "create", create_with_behaviour)
 
 
 def _submit(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path, fileroot: Path) -> int:

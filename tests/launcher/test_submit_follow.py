@@ -10,8 +10,9 @@ import pytest
 
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher import log_following, submit
+from corral.launcher import log_following
 from corral.launcher.commands.submit import main, normalise
+from corral.launcher.submit import prepare, start
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs
 from tests.launcher.stub_supervisor import COMMAND
 from tests.launcher.trials import end_trials, wait_until
@@ -23,19 +24,19 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     path = tmp_path / "experiment.yaml"
     path.write_text(VALID_PPO)
     monkeypatch.setenv("CORRAL_FILEROOT", str(tmp_path / "trials"))
-    monkeypatch.setattr(submit.start, "__kwdefaults__", submit.start.__kwdefaults__ | {"supervisor_command": COMMAND})
+    monkeypatch.setattr(start.start, "__kwdefaults__", start.start.__kwdefaults__ | {"supervisor_command": COMMAND})
     yield path
     end_trials(tmp_path / "trials")
 
 
 def _follow(experiment: Path, monkeypatch: pytest.MonkeyPatch, master: str) -> int:
-    create = submit.create
+    create = start.create
 
-    def create_with_behaviour(submission: submit.Submission) -> None:
+    def create_with_behaviour(submission: prepare.Submission) -> None:
         create(submission)
         (submission.directory.path / "stub.json").write_text(json.dumps({"master_worker/0": [master]}))
 
-    monkeypatch.setattr(submit, "create", create_with_behaviour)
+    monkeypatch.setattr(start, "create", create_with_behaviour)
     monkeypatch.setattr(sys, "argv", ["rl-submit", str(experiment), "--local", "-n", "f", "--follow"])
     with pytest.raises(SystemExit) as ended:
         main()

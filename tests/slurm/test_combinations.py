@@ -14,7 +14,8 @@ from corral.launcher.slurm.client import QueuedJob, SlurmClient, UncertainSubmis
 from corral.launcher.slurm.own_jobs import own_jobs_of_plan
 from corral.launcher.slurm.submit_once import is_head_of, submit_once
 from corral.launcher.stop import stop_trial
-from corral.launcher.submit import Submission, SubmissionError, prepare_resume, start
+from corral.launcher.submit.prepare import Submission, SubmissionError, prepare_resume
+from corral.launcher.submit.start import start
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,
     check_no_token_was_too_old,

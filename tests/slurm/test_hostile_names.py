@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from corral.experiments.errors import ConfigError
-from corral.launcher import submit
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.stop import stop_trial
+from corral.launcher.submit import prepare, start
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
 from tests.experiments.broken_yaml import write_inputs
 from tests.launcher.trials import wait_until
@@ -83,12 +83,12 @@ def test_a_hostile_value_is_refused_or_only_quoted(field: tuple[str, ...], tmp_p
         given = [value] if field[-1] == "extra_sbatch_arguments" else value
         overrides = [f"cluster.fileroot={tmp_path / 'trials'}", f"{'.'.join(field)}={json.dumps(given)}"]
         try:
-            submission = submit.prepare(tmp_path / "experiment.yaml", overrides, trial_name=None, mode="slurm")
+            submission = prepare.prepare(tmp_path / "experiment.yaml", overrides, trial_name=None, mode="slurm")
         except ConfigError as error:
             assert "\x1b" not in str(error) and "\n#SBATCH" not in str(error)
             refused += 1
             continue
-        script = submit.script_of(submission)
+        script = start.script_of(submission)
         assert script is not None
         assert subprocess.run(["bash", "-n"], input=script, capture_output=True).returncode == 0
         assert b"\ntouch" not in script and b"\n#SBATCH --wrap" not in script
@@ -109,12 +109,12 @@ def test_a_hostile_experiment_folder_is_refused_or_read_as_it_is_named(
     (folder / "experiment.yaml").write_text(VALID_SLURM + "cluster: {fileroot: trials}\n")
     overrides = ["launch.begin=now+1hour", f"launch.sbatch_template={json.dumps(str(template))}"]
     try:
-        submission = submit.prepare(folder / "experiment.yaml", overrides, trial_name="t", mode="slurm")
+        submission = prepare.prepare(folder / "experiment.yaml", overrides, trial_name="t", mode="slurm")
     except ConfigError as error:
         assert "control character" in str(error) or "backslash" in str(error), error
         return
-    submit.create(submission)
-    job_id = submit.start(submission)
+    start.create(submission)
+    job_id = start.start(submission)
     try:
         job = SlurmClient().job(job_id)
         assert job is not None

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from corral.experiments.errors import UnsatisfiableError
-from corral.launcher import submit
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
+from corral.launcher.submit import prepare, start
 from corral.launcher.trial.find import read_facts
 from tests.experiments.broken_yaml import write_inputs
 from tests.launcher.trials import wait_until
@@ -28,9 +28,9 @@ def experiment(accounting_cluster: Cluster, tmp_path: Path) -> Path:
     return path
 
 
-def _prepare(file: Path, *overrides: str, trial: str = "t", has_checks: bool = True) -> submit.Submission:
+def _prepare(file: Path, *overrides: str, trial: str = "t", has_checks: bool = True) -> prepare.Submission:
     where = f"cluster.fileroot={file.parent / 'trials'}"
-    return submit.prepare(file, [*overrides, where], trial_name=trial, mode="slurm", has_checks=has_checks)
+    return prepare.prepare(file, [*overrides, where], trial_name=trial, mode="slurm", has_checks=has_checks)
 
 
 GPUS = ("groups.model_worker.scheduling.gpu=1", "groups.generation_server.scheduling.gpu=1")
@@ -109,8 +109,8 @@ def queue_one(experiment: Path, accounting_cluster: Cluster) -> Any:
 
     def queue(*overrides: str, trial: str, until: Callable[[TrialStatus], bool]) -> TrialStatus:
         submission = _prepare(experiment, *overrides, trial=trial, has_checks=False)
-        submit.create(submission)
-        jobs.append(submit.start(submission))
+        start.create(submission)
+        jobs.append(start.start(submission))
         facts = read_facts(submission.directory)
         assert facts is not None
         reader = StatusReader(SlurmClient())

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.errors import ConfigError
-from corral.launcher import submit
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError, user_name
+from corral.launcher.submit import prepare
 from tests.experiments.broken_yaml import write_inputs
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, slurm_version
@@ -32,9 +32,9 @@ pytestmark = pytest.mark.slurm
 RL_SUBMIT = Path(sys.executable).parent / "rl-submit"
 
 
-def _prepare(file: Path, *overrides: str, client: SlurmClient | None = None) -> submit.Submission:
+def _prepare(file: Path, *overrides: str, client: SlurmClient | None = None) -> prepare.Submission:
     where = f"cluster.fileroot={file.parent / 'trials'}"
-    return submit.prepare(file, [*overrides, where], trial_name="t", mode="slurm", client=client)
+    return prepare.prepare(file, [*overrides, where], trial_name="t", mode="slurm", client=client)
 
 
 def _run(file: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -148,7 +148,7 @@ def test_all_wrong_names_are_told_at_once(experiment: Path) -> None:
 def test_a_wrong_value_of_a_profile_is_found_in_the_profile(experiment: Path, tmp_path: Path) -> None:
     (tmp_path / "site.yaml").write_text("launch:\n  qos: any\n  partition: h100\n")
     with pytest.raises(ConfigError, match=r"site\.yaml:3  launch\.partition: h100"):
-        submit.prepare(experiment, [], trial_name="t", mode="slurm", profile=str(tmp_path / "site.yaml"))
+        prepare.prepare(experiment, [], trial_name="t", mode="slurm", profile=str(tmp_path / "site.yaml"))
 
 
 def test_an_override_is_quoted_as_it_was_typed(experiment: Path) -> None:

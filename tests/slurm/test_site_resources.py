@@ -8,8 +8,8 @@ import pytest
 
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.launcher.slurm_facts import node_shapes
 from corral.launcher.stop import stop_trial
+from corral.launcher.submit.cluster import node_shapes
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, running_cluster
 from tests.slurm.conftest import for_this_process

@@ -6,13 +6,13 @@ from typing import Any
 
 from corral.experiments.journal import Journal
 from corral.experiments.plan import RunPlan
-from corral.launcher import submit
 from corral.launcher.layout.layout import Layout
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.own_jobs import own_jobs_of_plan
 from corral.launcher.status import TrialStatus
 from corral.launcher.status_reader import StatusReader
+from corral.launcher.submit import start
 from corral.launcher.trial.find import TrialFacts, read_facts
 from tests.integration.trial_helpers import Trial
 from tests.launcher.stub_supervisor import COMMAND
@@ -52,7 +52,7 @@ class SlurmTrial(StubTrial):
     def prepare_files(self, *, attempt: int = 0, resume: bool = False) -> None:
         """Everything but sbatch."""
         self.prepare(attempt=attempt, resume=resume)
-        submit.write_launch_files(self.plan, self.layout, self.directory)
+        start.write_launch_files(self.plan, self.layout, self.directory)
         script = self.directory.sbatch_path
         product = script.read_text()
         assert "-m corral.launcher.supervisor" in product

@@ -18,13 +18,8 @@ from corral.launcher.slurm.client import (
 )
 from corral.launcher.slurm.own_jobs import OwnJobs
 from corral.launcher.slurm.patience import patiently
-from corral.launcher.slurm.submit_once import (
-    SubmissionRunsError,
-    SubmissionUnknownError,
-    is_head_of,
-    submit_once,
-    submitting,
-)
+from corral.launcher.slurm.submit_once import SubmissionUnknownError, is_head_of, submit_once
+from corral.launcher.trial.lock import SubmissionRunsError, submitting
 
 SCRIPT = Path("trial.sbatch")
 

@@ -22,8 +22,8 @@ from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, Unsa
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.slurm.client import Node, nodes_command
-from corral.launcher.slurm_asks import asks_of, partitions_asked, shapes_for
-from corral.launcher.slurm_facts import ClusterFacts, biggest_nodes, gpus_of, plain_features
+from corral.launcher.submit.asks import asks_of, partitions_asked, shapes_for
+from corral.launcher.submit.cluster import ClusterFacts, biggest_nodes, gpus_of, plain_features
 from corral.scheduling.placement import place
 from corral.scheduling.scheduling import TasksGroup
 from corral.scheduling.slurm_formats import expand_host_list

@@ -15,7 +15,7 @@ from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.slurm.accounts import Holder, Limits
 from corral.launcher.slurm.limits import Demand, Excess, excesses
-from corral.launcher.slurm_facts import ClusterFacts
+from corral.launcher.submit.cluster import ClusterFacts
 from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
 from corral.scheduling.worker_information import parse_worker_id
 

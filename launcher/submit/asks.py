@@ -12,7 +12,7 @@ from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, 
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.planner import ALLOCATION_FIELDS, SUPERVISED
 from corral.launcher.slurm.client import Node
-from corral.launcher.slurm_facts import (
+from corral.launcher.submit.cluster import (
     ClusterFacts,
     gpus_of,
     most_common_shape,

@@ -15,10 +15,10 @@ from corral.launcher.slurm.accounts import Accounts, Association, Holder, Limits
 from corral.launcher.slurm.client import Node, SlurmError, parse_nodes
 from corral.launcher.slurm.complaints import Complaint, complaint_of
 from corral.launcher.slurm.refusals import explain_refusal
-from corral.launcher.slurm_asks import asks_of, check_values, shapes_for
-from corral.launcher.slurm_capacity import check_layout
-from corral.launcher.slurm_checks import check_asks, node_local_warning
-from corral.launcher.slurm_facts import ClusterFacts, node_shapes
+from corral.launcher.submit.asks import asks_of, check_values, shapes_for
+from corral.launcher.submit.check_asks import check_asks, node_local_warning
+from corral.launcher.submit.check_layout import check_layout
+from corral.launcher.submit.cluster import ClusterFacts, node_shapes
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup
 from corral.scheduling.slurm_formats import expand_host_list

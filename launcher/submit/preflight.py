@@ -36,11 +36,11 @@ from corral.launcher.slurm.sbatch import (
     render_script,
     sbatch_options,
 )
-from corral.launcher.slurm_asks import Ask, asks_of, check_values, shapes_for
-from corral.launcher.slurm_capacity import Capacity, check_layout, describe
-from corral.launcher.slurm_checks import check_asks, node_local_warning
-from corral.launcher.slurm_facts import ClusterFacts, read_cluster
-from corral.launcher.slurm_limit_checks import check_limits
+from corral.launcher.submit.asks import Ask, asks_of, check_values, shapes_for
+from corral.launcher.submit.check_asks import check_asks, node_local_warning
+from corral.launcher.submit.check_layout import Capacity, check_layout, describe
+from corral.launcher.submit.check_limits import check_limits
+from corral.launcher.submit.cluster import ClusterFacts, read_cluster
 
 _FAR_AWAY_S = 366 * 86400.0
 
