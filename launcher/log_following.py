@@ -15,7 +15,7 @@ from corral.launcher.log_lines import EVERY_LINE, LineFilter, text_of
 from corral.launcher.logs import LogFile, LogFinder, NoLogsError
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.queue import CachedQueue
-from corral.launcher.status_reader import StatusReader
+from corral.launcher.status.reader import StatusReader
 from corral.launcher.trial.find import TrialFacts
 
 _POLL_INTERVAL_S = 0.3

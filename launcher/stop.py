@@ -22,12 +22,12 @@ from corral.launcher.files.patient_files import DIRECT, Files, PatientFiles
 from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError, user_name
 from corral.launcher.slurm.own_jobs import HEAD
 from corral.launcher.slurm.words import is_active
-from corral.launcher.states import FINAL_STATES, NOT_STARTED, WorkerState
-from corral.launcher.status import TrialStatus
-from corral.launcher.status_reader import StatusReader
+from corral.launcher.status.jobs import own_jobs_of
+from corral.launcher.status.judge import TrialStatus
+from corral.launcher.status.reader import StatusReader
+from corral.launcher.status.words import FINAL_STATES, NOT_STARTED, WorkerState
+from corral.launcher.status.workers import WorkerRow
 from corral.launcher.trial.find import TrialFacts, read_facts
-from corral.launcher.trial_jobs import own_jobs_of
-from corral.launcher.worker_rows import WorkerRow
 
 SCALABLE_GROUPS = ("generation_server", "rollout_worker")
 _TEARDOWN_S = 40.0  # SIGTERM, SIGKILL, SLURM's own epilogue, the report

@@ -14,7 +14,7 @@ import pytest
 from corral.experiments.exit_codes import CommandExit, WorkerExit
 from corral.experiments.registry import EXPERIMENTS
 from corral.experiments.schema import key_paths
-from corral.launcher.states import TrialState, WorkerState
+from corral.launcher.status.words import TrialState, WorkerState
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -127,7 +127,7 @@ def find_in_time(files: "PatientFiles", name: str, fileroot: Path) -> "TrialFact
 
 
 def wait_for_trial(facts: "TrialFacts", name: str) -> None:
-    from corral.launcher.progress import exit_code, wait_for_end
+    from corral.launcher.status.progress import exit_code, wait_for_end
 
     try:
         ended = wait_for_end(facts)

@@ -111,7 +111,7 @@ def _print_change(status: "EvaluationStatus") -> None:
 
 
 def _print(statuses: "Sequence[EvaluationStatus]", output: str) -> None:
-    from corral.launcher.status_view import render_table
+    from corral.launcher.status.text import render_table
     from corral.launcher.terminal import format_duration
 
     if output == "json":

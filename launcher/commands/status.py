@@ -55,7 +55,7 @@ def status(
                 raise typer.BadParameter("--wait needs the name of one trial")
             wait_for_trial(find_in_time(PatientFiles(), trial, root), trial)
             return
-        from corral.launcher.overview import StatusPage
+        from corral.launcher.status.page import StatusPage
 
         page = StatusPage(
             root, output=output, show_all=show_all, explain=explain, colour=wants_colour(), width=terminal_width()

@@ -98,8 +98,8 @@ def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, 
     """All at the same time: each may take its whole grace period."""
     from corral.launcher.slurm.client import SlurmClient
     from corral.launcher.slurm.queue import CachedQueue
-    from corral.launcher.states import NOT_STARTED
-    from corral.launcher.status_reader import StatusReader
+    from corral.launcher.status.reader import StatusReader
+    from corral.launcher.status.words import NOT_STARTED
     from corral.launcher.stop import requeue_trial, stop_trial
 
     is_left = threading.Event()

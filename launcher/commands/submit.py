@@ -175,7 +175,7 @@ def _prepared_resume(name: str, fileroot: Path | None, *, has_other_options: boo
 def _print_plan(submission: "Submission", out: TextIO) -> None:
     from corral.experiments.errors import display_path
     from corral.launcher.layout.view import render_layout
-    from corral.launcher.status_view import fold
+    from corral.launcher.status.text import fold
     from corral.launcher.submit.plan_text import THIS_MACHINE, render_plan
 
     nodes = render_layout(submission.layout) if submission.layout else THIS_MACHINE

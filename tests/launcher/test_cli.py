@@ -17,7 +17,7 @@ from corral.launcher.commands.submit import create_under_a_free_name
 from corral.launcher.commands.submit import main as submit_main
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.status_view import fold
+from corral.launcher.status.text import fold
 from corral.launcher.submit import prepare, start
 from corral.launcher.trial.find import read_facts
 from corral.launcher.trial.processes import trial_processes

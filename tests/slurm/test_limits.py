@@ -8,8 +8,8 @@ import pytest
 
 from corral.experiments.errors import UnsatisfiableError
 from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.status import TrialStatus
-from corral.launcher.status_reader import StatusReader
+from corral.launcher.status.judge import TrialStatus
+from corral.launcher.status.reader import StatusReader
 from corral.launcher.submit import prepare, start
 from corral.launcher.trial.find import read_facts
 from tests.experiments.broken_yaml import write_inputs

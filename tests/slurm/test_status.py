@@ -16,8 +16,8 @@ from corral.experiments.attempts import record_attempt
 from corral.experiments.journal import Journal
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.queue import CachedQueue
-from corral.launcher.status import TrialStatus
-from corral.launcher.status_reader import StatusReader
+from corral.launcher.status.judge import TrialStatus
+from corral.launcher.status.reader import StatusReader
 from corral.launcher.stop import cancel_orphan, find_orphaned_job
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, running_cluster

@@ -10,8 +10,8 @@ from corral.launcher.layout.layout import Layout
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.own_jobs import own_jobs_of_plan
-from corral.launcher.status import TrialStatus
-from corral.launcher.status_reader import StatusReader
+from corral.launcher.status.judge import TrialStatus
+from corral.launcher.status.reader import StatusReader
 from corral.launcher.submit import start
 from corral.launcher.trial.find import TrialFacts, read_facts
 from tests.integration.trial_helpers import Trial

@@ -9,7 +9,7 @@ import pytest
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.slurm.client import QueuedJob
 from corral.launcher.slurm.own_jobs import JobIndex, JobNote, OwnJobs
-from corral.launcher.trial_jobs import find_jobs
+from corral.launcher.status.jobs import find_jobs
 
 UUID = "0123456789abcdef"
 

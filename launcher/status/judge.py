@@ -21,14 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.worker_record import MASTER
-from corral.launcher.evidence import Evidence
 from corral.launcher.slurm.verdict import judge_exit, judge_job
-from corral.launcher.states import FINAL_STATES, NOT_STARTED, TROUBLED, TrialState, WorkerState
-from corral.launcher.trial.exits import is_out_of_memory
-from corral.launcher.trial.history import PastAttempt, WorkerLife
-from corral.launcher.trial.metrics import headline, last_metrics
-from corral.launcher.waits import WaitChain, find_waits
-from corral.launcher.worker_rows import (
+from corral.launcher.status.evidence import Evidence
+from corral.launcher.status.waits import WaitChain, find_waits
+from corral.launcher.status.words import FINAL_STATES, NOT_STARTED, TROUBLED, TrialState, WorkerState
+from corral.launcher.status.workers import (
     GroupRow,
     WorkerRow,
     describe_member,
@@ -37,6 +34,9 @@ from corral.launcher.worker_rows import (
     trouble,
     worker_rows,
 )
+from corral.launcher.trial.exits import is_out_of_memory
+from corral.launcher.trial.history import PastAttempt, WorkerLife
+from corral.launcher.trial.metrics import headline, last_metrics
 
 __all__ = ["Evidence", "TrialStatus", "WorkerLife", "WorkerRow", "describe", "judge"]
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.launcher.states import WorkerState
-from corral.launcher.waits import describe_wait, find_waits, render_chain
-from corral.launcher.worker_rows import WorkerRow
+from corral.launcher.status.waits import describe_wait, find_waits, render_chain
+from corral.launcher.status.words import WorkerState
+from corral.launcher.status.workers import WorkerRow
 
 KINDS = ("master_worker", "model_worker", "generation_server", "gserver_manager", "rollout_worker")
 

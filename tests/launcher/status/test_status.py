@@ -15,14 +15,14 @@ from corral.experiments.attempts import AttemptRecord
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.worker_record import WorkerRecord
-from corral.launcher.evidence import Member
-from corral.launcher.explain import explain
-from corral.launcher.progress import live_line, progress_bar
 from corral.launcher.slurm.client import QueuedJob
 from corral.launcher.slurm.queue import QueueAnswer
-from corral.launcher.status import Evidence, WorkerLife, describe, judge
-from corral.launcher.status_reader import StatusReader
-from corral.launcher.status_view import format_duration, render_json, render_trial, render_trials, render_workers
+from corral.launcher.status.evidence import Member
+from corral.launcher.status.explain import explain
+from corral.launcher.status.judge import Evidence, WorkerLife, describe, judge
+from corral.launcher.status.progress import live_line, progress_bar
+from corral.launcher.status.reader import StatusReader
+from corral.launcher.status.text import format_duration, render_json, render_trial, render_trials, render_workers
 from corral.launcher.trial.find import TrialFacts, read_facts
 from corral.launcher.trial.history import PastAttempt
 from corral.launcher.trial.rendezvous import connect_name_service
@@ -272,7 +272,7 @@ def test_a_running_trial_is_seen_through_its_leases_and_after_its_end(
         wait_until(lambda: StatusReader().read([facts])[0].state == "RUNNING", "all workers have registered")
         (status,) = StatusReader().read([facts])
         # This machine's clock is ahead of the trial's by more than a worker may be silent.
-        monkeypatch.setattr("corral.launcher.status_reader.time", SimpleNamespace(time=lambda: time.time() + 60.0))
+        monkeypatch.setattr("corral.launcher.status.reader.time", SimpleNamespace(time=lambda: time.time() + 60.0))
         assert StatusReader().read([facts])[0].state == "RUNNING"
         monkeypatch.undo()
     assert (status.state, status.step, status.attempt) == ("RUNNING", 3, 0)

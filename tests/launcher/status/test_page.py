@@ -18,16 +18,16 @@ from corral.experiments.journal import Journal
 from corral.experiments.secrets import TrialSecrets
 from corral.experiments.trial_directory import TrialDirectory
 from corral.experiments.trial_log import TrialLog
-from corral.launcher import overview, status_reader
 from corral.launcher.files import lookout
-from corral.launcher.overview import StatusPage
 from corral.launcher.slurm.client import QueuedJob
 from corral.launcher.slurm.own_jobs import JobNote, OwnJobs
 from corral.launcher.slurm.queue import QueueAnswer
-from corral.launcher.status import TrialStatus
-from corral.launcher.status_reader import StatusReader
+from corral.launcher.status import page, reader
+from corral.launcher.status.judge import TrialStatus
+from corral.launcher.status.page import StatusPage
+from corral.launcher.status.reader import StatusReader
+from corral.launcher.status.trial_list import finished_path, read_finished
 from corral.launcher.trial.find import PlanDamagedError, TrialFacts, find_trial, read_facts
-from corral.launcher.trial_list import finished_path, read_finished
 from tests.launcher.supervisor.broken_files import hanging
 from tests.launcher.trials import make_plan
 
@@ -35,7 +35,7 @@ from tests.launcher.trials import make_plan
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(overview.shutil, "which", lambda name: None)  # no SLURM here
+    monkeypatch.setattr(page.shutil, "which", lambda name: None)  # no SLURM here
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_what_has_ended_is_remembered_as_it_was_shown(fileroot: Path, monkeypatc
         make_trial(fileroot, f"done-{number}")
     first = page(fileroot).all_trials()
     assert len(read_finished(finished_path(fileroot))) == 3
-    monkeypatch.setattr("corral.launcher.trial_list.load_facts", None)  # nobody reads them again
+    monkeypatch.setattr("corral.launcher.status.trial_list.load_facts", None)  # nobody reads them again
     assert page(fileroot).all_trials() == first
 
 
@@ -214,7 +214,7 @@ def test_the_work_for_a_job_does_not_grow_with_the_number_of_trials(
 
     monkeypatch.setattr(QueuedJob, "tag", property(count_reading))
     monkeypatch.setattr(OwnJobs, "identify", count_asking)
-    monkeypatch.setattr(overview, "CachedQueue", lambda client: Jobs(tuple(jobs)))
+    monkeypatch.setattr(page, "CachedQueue", lambda client: Jobs(tuple(jobs)))
     found = rows(page(fileroot).all_trials())
     assert set(found) == {
         f"{kind}-{number:{width}}" for kind, width in (("t", "02"), ("gone", "")) for number in range(40)
@@ -279,7 +279,7 @@ def test_redis_servers_that_do_not_answer_are_waited_for_together(
         Journal(directory.journal_path).append("redis_started", attempt=0)
         TrialSecrets.create(directory.secrets_path)
         directory.rendezvous_path.write_text(json.dumps({"host": "127.0.0.1", "port": redis.port}))
-    monkeypatch.setattr(status_reader, "is_locked", lambda directory: True)  # their supervisors live
+    monkeypatch.setattr(reader, "is_locked", lambda directory: True)  # their supervisors live
     with redis.running():
         found = rows(page(fileroot).all_trials())
     assert len(found) == num_trials and all("Redis does not answer" in row for row in found.values()), found

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from corral.launcher.states import TrialState, WorkerState
-from corral.launcher.status import TrialStatus, WorkerRow
+from corral.launcher.status.judge import TrialStatus, WorkerRow
+from corral.launcher.status.waits import describe_wait, render_chain
+from corral.launcher.status.words import TrialState, WorkerState
+from corral.launcher.status.workers import GroupRow
 from corral.launcher.terminal import format_duration, printable
 from corral.launcher.trial.history import PastAttempt
-from corral.launcher.waits import describe_wait, render_chain
-from corral.launcher.worker_rows import GroupRow
 
 _COLOUR_BY_STATE: dict[str, str] = {
     **dict.fromkeys((TrialState.RUNNING, TrialState.COMPLETE, WorkerState.UP), "green"),

@@ -160,8 +160,8 @@ def _is_number(value: object) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m corral.launcher.report --trial DIR`"""
-    parser = argparse.ArgumentParser(prog="corral.launcher.report", description="Draw the curves of a trial.")
+    """`python -m corral.launcher.status.curves --trial DIR`"""
+    parser = argparse.ArgumentParser(prog="corral.launcher.status.curves", description="Draw the curves of a trial.")
     parser.add_argument("--trial", type=Path, required=True, help="the trial directory")
     directory = TrialDirectory(parser.parse_args(arguments).trial.resolve())
     facts = read_facts(directory)

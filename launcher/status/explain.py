@@ -4,10 +4,10 @@ import shlex
 import time
 from collections.abc import Iterator
 
-from corral.launcher.evidence import Evidence
 from corral.launcher.slurm.client import queue_command
 from corral.launcher.slurm.queue import QueueAnswer
-from corral.launcher.status import TrialStatus
+from corral.launcher.status.evidence import Evidence
+from corral.launcher.status.judge import TrialStatus
 from corral.launcher.terminal import printable
 
 _INDENT = "  "

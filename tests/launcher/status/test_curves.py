@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.launcher.report import curves_of, draw, smooth
+from corral.launcher.status.curves import curves_of, draw, smooth
 from corral.launcher.trial.metrics import headline, last_metrics, read_metrics
 
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from corral.experiments.worker_record import MASTER, WorkerRecord
-from corral.launcher.evidence import Evidence, Member
 from corral.launcher.slurm.verdict import judge_job
-from corral.launcher.states import ABSENT, TROUBLED, WorkerState
+from corral.launcher.status.evidence import Evidence, Member
+from corral.launcher.status.words import ABSENT, TROUBLED, WorkerState
 from corral.launcher.terminal import format_duration
 from corral.launcher.trial.history import WorkerLife
 

@@ -19,8 +19,8 @@ import msgspec
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.slurm.queue import cache_path
-from corral.launcher.status import TrialStatus
-from corral.launcher.status_reader import TrialRead
+from corral.launcher.status.judge import TrialStatus
+from corral.launcher.status.reader import TrialRead
 from corral.launcher.trial.find import PlanDamagedError, TrialFacts, load_facts
 
 

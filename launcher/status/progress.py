@@ -12,9 +12,9 @@ from typing import TextIO
 from corral.experiments.exit_codes import CommandExit
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.queue import CachedQueue
-from corral.launcher.states import TrialState
-from corral.launcher.status import TrialStatus
-from corral.launcher.status_reader import StatusReader
+from corral.launcher.status.judge import TrialStatus
+from corral.launcher.status.reader import StatusReader
+from corral.launcher.status.words import TrialState
 from corral.launcher.terminal import format_duration, printable
 from corral.launcher.trial.find import TrialFacts
 

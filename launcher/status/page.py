@@ -11,18 +11,25 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from corral.launcher.explain import explain
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.slurm.client import QueuedJob, SlurmClient
 from corral.launcher.slurm.queue import CachedQueue, QueueAnswer
 from corral.launcher.slurm.verdict import judge_job
-from corral.launcher.states import TrialState
-from corral.launcher.status import TrialStatus, unreadable
-from corral.launcher.status_reader import StatusReader
-from corral.launcher.status_view import render_json, render_names, render_trial, render_trials
+from corral.launcher.status.explain import explain
+from corral.launcher.status.jobs import find_orphans
+from corral.launcher.status.judge import TrialStatus, unreadable
+from corral.launcher.status.reader import StatusReader
+from corral.launcher.status.text import render_json, render_names, render_trial, render_trials
+from corral.launcher.status.trial_list import (
+    TrialList,
+    finished_path,
+    list_trials,
+    read_finished,
+    to_remember,
+    write_finished,
+)
+from corral.launcher.status.words import TrialState
 from corral.launcher.trial.find import find_trial
-from corral.launcher.trial_jobs import find_orphans
-from corral.launcher.trial_list import TrialList, finished_path, list_trials, read_finished, to_remember, write_finished
 
 _SHOWN_AFTER_END_S = 86400.0
 

@@ -11,9 +11,9 @@ record, and its words are only shown.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from corral.launcher.states import SPEAKING, WorkerState
+from corral.launcher.status.words import SPEAKING, WorkerState
+from corral.launcher.status.workers import WorkerRow, is_away
 from corral.launcher.terminal import format_duration
-from corral.launcher.worker_rows import WorkerRow, is_away
 
 # The first that fits is the one that holds the others up.
 _CULPRIT_ORDER = (

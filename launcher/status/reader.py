@@ -21,18 +21,18 @@ from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import StopRequest, TrialDirectory
 from corral.experiments.trial_log import LogState, TrialLog, TrialLogError
 from corral.experiments.worker_record import WorkerRecord, decode_record
-from corral.launcher.evidence import Evidence
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError
 from corral.launcher.slurm.job_details import JobInquiry
 from corral.launcher.slurm.queue import DirectQueue, Queue, QueueAnswer
-from corral.launcher.states import TrialState
-from corral.launcher.status import TrialStatus, describe, unreadable
+from corral.launcher.status.evidence import Evidence
+from corral.launcher.status.jobs import TrialJobs, find_jobs, make_members, own_jobs_of
+from corral.launcher.status.judge import TrialStatus, describe, unreadable
+from corral.launcher.status.words import TrialState
 from corral.launcher.trial.exits import first_cause, read_exits
 from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.history import JournalView
 from corral.launcher.trial.lock import is_locked
-from corral.launcher.trial_jobs import TrialJobs, find_jobs, make_members, own_jobs_of
 
 _READ_TIMEOUT_S = 60.0
 _RECENT_S = 86400.0  # whose end nobody recorded a day ago is not asked after again and again
