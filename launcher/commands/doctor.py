@@ -9,7 +9,7 @@ from corral.experiments.exit_codes import CommandExit
 from corral.launcher.commands.common import Fileroot, Output, run, user_errors
 
 if TYPE_CHECKING:
-    from corral.launcher.findings import Finding
+    from corral.launcher.doctor.findings import Finding
 
 
 def doctor(
@@ -20,9 +20,9 @@ def doctor(
 ) -> None:
     """Check this machine, the cluster and its nodes: one line each, and what to do."""
     with user_errors():
-        from corral.launcher.doctor_cluster import look_at_cluster
-        from corral.launcher.doctor_here import judge_commands, look_here, missing_commands
-        from corral.launcher.findings import as_json, render, worst
+        from corral.launcher.doctor.findings import as_json, render, worst
+        from corral.launcher.doctor.look_at_cluster import look_at_cluster
+        from corral.launcher.doctor.look_here import judge_commands, look_here, missing_commands
         from corral.launcher.trial.find import default_fileroot
 
         root = (fileroot or default_fileroot()).absolute()

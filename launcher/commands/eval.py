@@ -10,10 +10,10 @@ import typer
 
 from corral.experiments.exit_codes import CommandExit
 from corral.launcher.commands.common import TRIAL_HELP, Fileroot, Output, run, terminal_width, user_errors, wants_colour
-from corral.launcher.completion import complete_trial
+from corral.launcher.commands.completion import complete_trial
 
 if TYPE_CHECKING:
-    from corral.launcher.evaluation_status import EvaluationReader, EvaluationStatus
+    from corral.launcher.evaluation.status import EvaluationReader, EvaluationStatus
 
 _WAIT_TIMEOUT_S = 7 * 24 * 3600.0
 
@@ -44,8 +44,8 @@ def evaluate(
 ) -> None:
     """Evaluate versions of a trial's weights, on the cluster or on this machine."""
     with user_errors():
-        from corral.launcher.evaluation_jobs import EvaluationResources, run_here, submit_to_slurm
-        from corral.launcher.evaluation_plan import (
+        from corral.launcher.evaluation.jobs import EvaluationResources, run_here, submit_to_slurm
+        from corral.launcher.evaluation.plan import (
             choose,
             evaluation_folder,
             find_weights,
@@ -53,7 +53,7 @@ def evaluate(
             make_requests,
             read_plan,
         )
-        from corral.launcher.evaluation_status import EvaluationReader, is_wanted
+        from corral.launcher.evaluation.status import EvaluationReader, is_wanted
         from corral.launcher.trial.find import default_fileroot, find_trial
 
         facts = find_trial(trial, fileroot or default_fileroot())
@@ -95,7 +95,7 @@ def evaluate(
 
 
 def _read(reader: "EvaluationReader", steps: Sequence[int], *, wait: bool, name: str) -> "list[EvaluationStatus]":
-    from corral.launcher.evaluation_status import wait_for
+    from corral.launcher.evaluation.status import wait_for
 
     if not wait:
         return reader.read(steps)

@@ -9,11 +9,11 @@ import typer
 
 from corral.experiments.exit_codes import CommandExit
 from corral.launcher.commands.common import TRIAL_HELP, Fileroot, fail, find_in_time, run, user_errors
-from corral.launcher.completion import complete_trial, complete_worker
+from corral.launcher.commands.completion import complete_trial, complete_worker
 
 if TYPE_CHECKING:
-    from corral.launcher.log_lines import LineFilter
-    from corral.launcher.logs import LogFinder
+    from corral.launcher.logs.files import LogFinder
+    from corral.launcher.logs.lines import LineFilter
     from corral.launcher.trial.find import TrialFacts
 
 _DEFAULT_LINES = 100
@@ -45,10 +45,10 @@ def logs(
 ) -> None:
     """Show what a trial's workers print."""
     with user_errors():
-        from corral.launcher.failures import describe_failures
         from corral.launcher.files.patient_files import PatientFiles
-        from corral.launcher.log_lines import end_of_lines
-        from corral.launcher.logs import LogFinder, NoLogsError, attempt_number, print_tails
+        from corral.launcher.logs.failures import describe_failures
+        from corral.launcher.logs.files import LogFinder, NoLogsError, attempt_number, print_tails
+        from corral.launcher.logs.lines import end_of_lines
         from corral.launcher.trial.find import default_fileroot
 
         chosen, files = _line_filter(since, grep), PatientFiles()
@@ -75,7 +75,7 @@ def logs(
 
 
 def _line_filter(since: str | None, grep: str | None) -> "LineFilter":
-    from corral.launcher.log_lines import LineFilter, parse_since
+    from corral.launcher.logs.lines import LineFilter, parse_since
 
     try:
         pattern = re.compile(grep) if grep is not None else None
@@ -96,7 +96,7 @@ def _follow(
     *,
     prefix: bool,
 ) -> None:
-    from corral.launcher.log_following import follow_trial
+    from corral.launcher.follow import follow_trial
 
     try:
         follow_trial(facts, finder, read_before=read_before, chosen=chosen, prefix=prefix)

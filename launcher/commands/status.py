@@ -17,7 +17,7 @@ from corral.launcher.commands.common import (
     wait_for_trial,
     wants_colour,
 )
-from corral.launcher.completion import complete_trial
+from corral.launcher.commands.completion import complete_trial
 
 _REDRAW_S = 5.0
 

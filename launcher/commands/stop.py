@@ -13,7 +13,7 @@ import typer
 
 from corral.experiments.exit_codes import CommandExit
 from corral.launcher.commands.common import TRIAL_HELP, Fileroot, fail, find_in_time, run, user_errors
-from corral.launcher.completion import complete_group, complete_trial
+from corral.launcher.commands.completion import complete_group, complete_trial
 
 if TYPE_CHECKING:
     from corral.launcher.trial.find import TrialFacts

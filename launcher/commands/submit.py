@@ -234,8 +234,8 @@ def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bo
 def _follow(facts: "TrialFacts", name: str) -> None:
     """Prints the workers' lines from the first one of this attempt on, until the trial has ended."""
     from corral.experiments.attempts import last_attempt
-    from corral.launcher.log_following import follow_trial, logs_before
-    from corral.launcher.logs import LogFinder
+    from corral.launcher.follow import follow_trial, logs_before
+    from corral.launcher.logs.files import LogFinder
 
     attempt = last_attempt(facts.directory)
     read_before = logs_before(facts.directory, attempt.attempt if attempt else 0)

@@ -13,14 +13,14 @@ from submitit.slurm.slurm import SlurmJob
 
 from corral.experiments.evaluation import progress_path, read_result, result_path
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.evaluation_jobs import EvaluationResources, submit_to_slurm
-from corral.launcher.evaluation_plan import choose, find_weights, make_evaluation_config, make_requests, read_plan
-from corral.launcher.evaluation_status import EvaluationReader, EvaluationStatus, wait_for
-from corral.launcher.queue_watcher import QueueWatcher
+from corral.launcher.evaluation.jobs import EvaluationResources, submit_to_slurm
+from corral.launcher.evaluation.plan import choose, find_weights, make_evaluation_config, make_requests, read_plan
+from corral.launcher.evaluation.status import EvaluationReader, EvaluationStatus, wait_for
+from corral.launcher.evaluation.watcher import QueueWatcher
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.workers.data.arithmetic import write_model
 from tests.integration.trial_helpers import run_program
-from tests.launcher.evaluable import NUM_PROBLEMS, make_evaluable_trial
+from tests.launcher.evaluation.evaluable import NUM_PROBLEMS, make_evaluable_trial
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster
 
@@ -92,9 +92,9 @@ def test_versions_are_evaluated_as_an_array_by_the_command(site: Cluster, tmp_pa
 def test_crashed_cancelled_and_interrupted_evaluations_end_as_what_they_are(
     site: Cluster, tmp_path: Path, model: Path
 ) -> None:
-    crashing = make_evaluable_trial(tmp_path / "1", model, reward="tests.launcher.evaluation_rewards:crash")
+    crashing = make_evaluable_trial(tmp_path / "1", model, reward="tests.launcher.evaluation.evaluation_rewards:crash")
     gated = [
-        make_evaluable_trial(tmp_path / name, model, reward="tests.launcher.evaluation_rewards:gated")
+        make_evaluable_trial(tmp_path / name, model, reward="tests.launcher.evaluation.evaluation_rewards:gated")
         for name in ("2", "3")
     ]
     gate, judged = tmp_path / "gate", tmp_path / "gate.judged"

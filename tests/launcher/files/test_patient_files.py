@@ -15,9 +15,9 @@ from corral.launcher.commands.status import status
 from corral.launcher.commands.stop import stop
 from corral.launcher.files import lookout, patient_files
 from corral.launcher.files.patient_files import PatientFiles
-from corral.launcher.log_following import follow
-from corral.launcher.log_lines import LineFilter, end_of_lines, select_lines
-from corral.launcher.logs import LogFile
+from corral.launcher.follow import follow
+from corral.launcher.logs.files import LogFile
+from corral.launcher.logs.lines import LineFilter, end_of_lines, select_lines
 from tests.launcher.supervisor.broken_files import hanging
 from tests.launcher.trials import make_plan
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from corral.experiments.trial_directory import StopRequest
-from corral.launcher.failures import describe_failures
+from corral.launcher.logs.failures import describe_failures
 from corral.launcher.trial.lock import is_locked
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.supervisor.broken_files import break_files, mend_files

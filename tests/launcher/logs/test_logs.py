@@ -10,10 +10,10 @@ import pytest
 
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.failures import describe_failures
-from corral.launcher.log_following import follow, logs_before
-from corral.launcher.log_lines import LineFilter, end_of_lines, parse_since, select_lines
-from corral.launcher.logs import LogFile, LogFinder, NoLogsError, attempt_number, print_tails
+from corral.launcher.follow import follow, logs_before
+from corral.launcher.logs.failures import describe_failures
+from corral.launcher.logs.files import LogFile, LogFinder, NoLogsError, attempt_number, print_tails
+from corral.launcher.logs.lines import LineFilter, end_of_lines, parse_since, select_lines
 
 
 @pytest.fixture
@@ -128,7 +128,9 @@ def test_the_journal_is_read_again_only_after_it_has_changed(
     directory: TrialDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[Path] = []
-    monkeypatch.setattr("corral.launcher.logs.read_journal", lambda path: reads.append(path) or read_journal(path))
+    monkeypatch.setattr(
+        "corral.launcher.logs.files.read_journal", lambda path: reads.append(path) or read_journal(path)
+    )
     write_event(directory, 1.0, "submitted", attempt=0, job_id="7")
     finder = LogFinder(directory, [], attempt="all")
     for _ in range(5):

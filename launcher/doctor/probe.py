@@ -21,7 +21,7 @@ from typing import Any
 
 from corral.experiments.config import ClusterConfig
 from corral.experiments.trial_directory import atomic_write
-from corral.launcher.doctor_node import exchange
+from corral.launcher.doctor.node import exchange
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.verdict import judge_job
 
@@ -51,7 +51,7 @@ done
 export PYTHONPATH={pythonpath}
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 \\
   --chdir=/ --output="$folder/node-%t.log" \\
-  bash -c 'exec "$1" -m corral.launcher.doctor_node "$0" "$SLURM_PROCID" "$SLURM_JOB_NUM_NODES"' "$folder" {python} \\
+  bash -c 'exec "$1" -m corral.launcher.doctor.node "$0" "$SLURM_PROCID" "$SLURM_JOB_NUM_NODES"' "$folder" {python} \\
   || exit {no_python}
 """
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.files.patient_files import DIRECT, Files, PatientFiles
-from corral.launcher.log_lines import EVERY_LINE, LineFilter, text_of
-from corral.launcher.logs import LogFile, LogFinder, NoLogsError
+from corral.launcher.logs.files import LogFile, LogFinder, NoLogsError
+from corral.launcher.logs.lines import EVERY_LINE, LineFilter, text_of
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.queue import CachedQueue
 from corral.launcher.status.reader import StatusReader

@@ -8,7 +8,7 @@ its nodes         what the probe job answered (doctor_probe.py)
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from corral.launcher.findings import Finding, fail, ok, warn
+from corral.launcher.doctor.findings import Finding, fail, ok, warn
 from corral.launcher.slurm.client import Node
 from corral.scheduling.slurm_formats import parse_time_limit
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from corral.experiments.errors import ConfigError
 from corral.experiments.profile import find_profiles, read_profile
-from corral.launcher.doctor_node import DISTRIBUTION
-from corral.launcher.findings import Finding, fail, ok, warn
+from corral.launcher.doctor.findings import Finding, fail, ok, warn
+from corral.launcher.doctor.node import DISTRIBUTION
 from corral.launcher.runners.local import visible_gpus
 from corral.launcher.trial.find import node_local_folder
 from corral.launcher.trial.redis_server import find_redis_executable

@@ -11,7 +11,7 @@ from pathlib import Path
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
 from corral.launcher.files.patient_files import DIRECT, Files
-from corral.launcher.log_lines import EVERY_LINE, LineFilter, select_lines
+from corral.launcher.logs.lines import EVERY_LINE, LineFilter, select_lines
 
 _NAME = re.compile(r"(?P<kind>[a-z_]+?)-(?P<index>\d+)\.log")
 OTHER_LOGS = ("redis", "supervisor")

@@ -1,6 +1,6 @@
 """What one node of the probe job finds out about itself and the way to others; rl-doctor judges the answers.
 
-    python -m corral.launcher.doctor_node FOLDER RANK NUM_NODES      on each node, as one task of a step
+    python -m corral.launcher.doctor.node FOLDER RANK NUM_NODES      on each node, as one task of a step
 
     rank 0   binds a port on its own address --port-0.json--> rank 1 and the login node connect, and say what time it is
     rank 1   connects to rank 0

@@ -8,10 +8,10 @@ from pydantic import ValidationError
 from corral.experiments.config import ClusterConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.profile import find_profiles, merge, read_profile
-from corral.launcher.doctor import judge_config, judge_partitions
-from corral.launcher.doctor_answers import judge_probe
-from corral.launcher.doctor_probe import probe
-from corral.launcher.findings import Finding, fail, ok
+from corral.launcher.doctor.findings import Finding, fail, ok
+from corral.launcher.doctor.judge_cluster import judge_config, judge_partitions
+from corral.launcher.doctor.judge_nodes import judge_probe
+from corral.launcher.doctor.probe import probe
 from corral.launcher.slurm.client import Node, SlurmClient, SlurmError, SlurmUnreachableError, parse_settings
 
 _NUM_PROBED_NODES = 2

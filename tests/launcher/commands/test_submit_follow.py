@@ -10,7 +10,7 @@ import pytest
 
 from corral.experiments.journal import read_journal
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher import log_following
+from corral.launcher import follow
 from corral.launcher.commands.submit import main, normalise
 from corral.launcher.submit import prepare, start
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs
@@ -59,7 +59,7 @@ def test_leaving_does_not_stop_the_trial_and_says_so(
     def left(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(log_following, "follow_trial", left)
+    monkeypatch.setattr(follow, "follow_trial", left)
     assert _follow(experiment, monkeypatch, "finish 1.0") == 0
     assert "the trial keeps running; rl-stop small-grpo/f" in capsys.readouterr().out
     directory = TrialDirectory(tmp_path / "trials" / "small-grpo" / "f")

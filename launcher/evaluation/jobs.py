@@ -29,8 +29,8 @@ from corral.experiments.config import ClusterConfig, LaunchConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.evaluation import EvaluationRequest, read_result
 from corral.experiments.trial_directory import TrialDirectory, atomic_write
-from corral.launcher.evaluation_plan import write_request
-from corral.launcher.evaluation_status import EvaluationStatus, JobRecord, cause_of, jobs_folder, record_path
+from corral.launcher.evaluation.plan import write_request
+from corral.launcher.evaluation.status import EvaluationStatus, JobRecord, cause_of, jobs_folder, record_path
 from corral.launcher.runners.containers import contain
 from corral.launcher.runners.local import visible_gpus
 from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError, clean_environment

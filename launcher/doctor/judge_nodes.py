@@ -7,9 +7,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from corral.launcher.doctor_node import DISTRIBUTION
-from corral.launcher.doctor_probe import EXIT_NO_CANARY, EXIT_NO_PYTHON, NODE_WAIT_S, ProbeOutcome
-from corral.launcher.findings import Finding, fail, ok, warn
+from corral.launcher.doctor.findings import Finding, fail, ok, warn
+from corral.launcher.doctor.node import DISTRIBUTION
+from corral.launcher.doctor.probe import EXIT_NO_CANARY, EXIT_NO_PYTHON, NODE_WAIT_S, ProbeOutcome
 from corral.launcher.runners.containers import PROGRAM_RUNTIMES
 from corral.launcher.slurm.verdict import judge_job
 

@@ -15,8 +15,8 @@ from corral.experiments.config import ClusterConfig, LaunchConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.evaluation import progress_path, read_result, result_path
 from corral.experiments.trial_directory import TrialDirectory
-from corral.launcher.evaluation_jobs import EvaluationResources, evaluation_command
-from corral.launcher.evaluation_plan import (
+from corral.launcher.evaluation.jobs import EvaluationResources, evaluation_command
+from corral.launcher.evaluation.plan import (
     choose,
     find_weights,
     make_evaluation_config,
@@ -24,12 +24,12 @@ from corral.launcher.evaluation_plan import (
     read_plan,
     write_request,
 )
-from corral.launcher.queue_watcher import GONE, QueueWatcher
+from corral.launcher.evaluation.watcher import GONE, QueueWatcher
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.scheduling.scheduling import Scheduling
 from corral.workers.data.arithmetic import write_model
 from tests.integration.trial_helpers import make_material, submit
-from tests.launcher.evaluable import NUM_PROBLEMS, make_evaluable_trial, write_problems
+from tests.launcher.evaluation.evaluable import NUM_PROBLEMS, make_evaluable_trial, write_problems
 from tests.launcher.trials import wait_until
 
 BIN = Path(sys.executable).parent
@@ -46,7 +46,7 @@ def environment_of(fileroot: Path) -> dict[str, str]:
     return os.environ | {
         "CORRAL_FILEROOT": str(fileroot),
         "CORRAL_TEST_GATE": str(fileroot / "gate"),
-        "PYTHONPATH": str(Path(__file__).parents[2]),  # where the rewards of tests are
+        "PYTHONPATH": str(Path(__file__).parents[3]),  # where the rewards of tests are
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "200",
     }
@@ -143,14 +143,14 @@ def test_an_evaluation_agrees_with_what_the_trial_found_itself(tmp_path: Path) -
 
 
 def test_an_evaluation_that_crashes_says_so(tmp_path: Path, model: Path) -> None:
-    make_evaluable_trial(tmp_path, model, commits=(1,), reward="tests.launcher.evaluation_rewards:crash")
+    make_evaluable_trial(tmp_path, model, commits=(1,), reward="tests.launcher.evaluation.evaluation_rewards:crash")
     shown = rl_eval(tmp_path, "trial", "--local", exit_code=6)
     assert "FAILED" in shown and "the evaluation ended with -9" in shown
 
 
 def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path, model: Path) -> None:
     directory = make_evaluable_trial(
-        tmp_path, model, commits=(1,), exports=(1,), reward="tests.launcher.evaluation_rewards:gated"
+        tmp_path, model, commits=(1,), exports=(1,), reward="tests.launcher.evaluation.evaluation_rewards:gated"
     )
     request = request_in_batches(directory, batch_size=4)
     command = [sys.executable, "-m", "corral.workers.evaluate", str(request)]
