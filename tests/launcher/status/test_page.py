@@ -22,7 +22,8 @@ from corral.launcher.files import lookout
 from corral.launcher.slurm.client import QueuedJob
 from corral.launcher.slurm.own_jobs import JobNote, OwnJobs
 from corral.launcher.slurm.queue import QueueAnswer
-from corral.launcher.status import page, reader
+from corral.launcher.status import page as page_module
+from corral.launcher.status import reader
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.page import StatusPage
 from corral.launcher.status.reader import StatusReader
@@ -35,7 +36,7 @@ from tests.launcher.trials import make_plan
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(page.shutil, "which", lambda name: None)  # no SLURM here
+    monkeypatch.setattr(page_module.shutil, "which", lambda name: None)  # no SLURM here
 
 
 @pytest.fixture
@@ -214,7 +215,7 @@ def test_the_work_for_a_job_does_not_grow_with_the_number_of_trials(
 
     monkeypatch.setattr(QueuedJob, "tag", property(count_reading))
     monkeypatch.setattr(OwnJobs, "identify", count_asking)
-    monkeypatch.setattr(page, "CachedQueue", lambda client: Jobs(tuple(jobs)))
+    monkeypatch.setattr(page_module, "CachedQueue", lambda client: Jobs(tuple(jobs)))
     found = rows(page(fileroot).all_trials())
     assert set(found) == {
         f"{kind}-{number:{width}}" for kind, width in (("t", "02"), ("gone", "")) for number in range(40)
