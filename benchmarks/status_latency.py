@@ -24,10 +24,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from corral.experiments.attempts import record_attempt  # noqa: E402
-from corral.experiments.journal import Journal  # noqa: E402
-from corral.experiments.trial_directory import TrialDirectory  # noqa: E402
-from corral.experiments.trial_log import TrialLog  # noqa: E402
+from corral.experiments.trial.attempts import record_attempt  # noqa: E402
+from corral.experiments.trial.directory import TrialDirectory  # noqa: E402
+from corral.experiments.trial.journal import Journal  # noqa: E402
+from corral.experiments.trial.log import TrialLog  # noqa: E402
 from tests.launcher.trials import StubTrial, make_plan  # noqa: E402
 from tests.slurm.cluster import running_cluster  # noqa: E402
 from tests.slurm.trials import SMALL, SlurmTrial  # noqa: E402

@@ -35,7 +35,7 @@ from corral.experiments.config.cluster import DEFAULT_SCHEDULING
 from corral.experiments.dataset_file import DatasetReader
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.tokens import LengthLimits
-from corral.experiments.trial_directory import validate_name
+from corral.experiments.trial.directory import validate_name
 from corral.experiments.worker_specs import DatasetSpec, ModelWorkerSpec, WorkerSpec
 from corral.scheduling.allocation import Allocation, parse_allocation
 from corral.scheduling.dataflow import DataflowGraph, ModelFunctionCall, build_dataflow

@@ -19,8 +19,8 @@ from typing import Final
 
 import msgspec
 
-from corral.experiments.trial_directory import TrialDirectory, atomic_write
-from corral.experiments.trial_log_state import Commit
+from corral.experiments.trial.directory import TrialDirectory, atomic_write
+from corral.experiments.trial.log_state import Commit
 from corral.experiments.uid_table import UidTable
 
 LEDGER_NAME: Final = "ledger.json"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.files.patient_files import DIRECT, Files, PatientFiles
 from corral.launcher.logs.files import LogFile, LogFinder, NoLogsError
 from corral.launcher.logs.lines import EVERY_LINE, LineFilter, text_of

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from corral.experiments.attempt_ends import read_end
-from corral.experiments.trial_directory import StopRequest, TrialDirectory
-from corral.experiments.trial_log import DoneError, TrialLog
+from corral.experiments.trial.attempt_ends import read_end
+from corral.experiments.trial.directory import StopRequest, TrialDirectory
+from corral.experiments.trial.log import DoneError, TrialLog
 from corral.launcher.files.patient_files import DIRECT, Files, PatientFiles
 from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError, user_name
 from corral.launcher.slurm.own_jobs import HEAD

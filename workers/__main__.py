@@ -27,9 +27,9 @@ import msgspec
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan
-from corral.experiments.secrets import SecretFilter, TrialSecrets
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.worker_record import WorkerRecord
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.secrets import SecretFilter, TrialSecrets
+from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve import NameService, RedisNameService, TrialKeys
 from corral.workers.notice import notice_of
 from corral.workers.presence import Presence

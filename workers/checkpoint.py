@@ -36,8 +36,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from corral.experiments.ledger import LEDGER_NAME, CorruptLedgerError, Ledger, read_whole
-from corral.experiments.trial_directory import TrialDirectory, atomic_write, fsync_directory
-from corral.experiments.trial_log_state import Commit, LoggedCommit, LogState
+from corral.experiments.trial.directory import TrialDirectory, atomic_write, fsync_directory
+from corral.experiments.trial.log_state import Commit, LoggedCommit, LogState
 
 logger = logging.getLogger(__name__)
 

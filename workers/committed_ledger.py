@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from corral.experiments.ledger import CorruptLedgerError, Ledger, read_delta
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import Commit, LoggedCommit, TrialLog
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import Commit, LoggedCommit, TrialLog
 from corral.workers.checkpoint import CorruptCheckpointError, committed_ledger
 
 logger = logging.getLogger(__name__)

@@ -23,15 +23,15 @@ from pathlib import Path
 import torch
 
 from corral.experiments.dataset_file import DatasetReader
-from corral.experiments.evaluation import (
+from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.trial.directory import atomic_write
+from corral.experiments.trial.evaluation import (
     EvaluationProgress,
     EvaluationRequest,
     EvaluationResult,
     progress_path,
     read_result,
 )
-from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.trial_directory import atomic_write
 from corral.workers.generation.engine import DTYPES, load_model
 from corral.workers.model.evaluation import SUMS, HeldOutProblems, means
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial_directory import StopRequest, TrialDirectory
+from corral.experiments.trial.directory import StopRequest, TrialDirectory
 
 logger = logging.getLogger(__name__)
 

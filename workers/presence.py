@@ -25,7 +25,7 @@ from contextlib import contextmanager
 import msgspec
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.worker_record import WorkerRecord, encode_record
+from corral.experiments.trial.worker_record import WorkerRecord, encode_record
 from corral.name_resolve import NameExistsError, NameService, NameServiceError
 from corral.name_resolve.keys import last_seen_key
 

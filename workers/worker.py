@@ -28,9 +28,9 @@ from pydantic import BaseModel
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan
-from corral.experiments.secrets import TrialSecrets
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import CorruptLogError
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import CorruptLogError
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.name_resolve import NameService, TrialKeys
 from corral.workers.notice import Notice
 from corral.workers.presence import Presence

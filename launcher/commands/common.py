@@ -58,7 +58,7 @@ def _usage_message(error: TyperException) -> str:
 def user_errors() -> Iterator[None]:
     """Turns what a user can mend into a message and an exit code; anything else is a bug and shows itself."""
     from corral.experiments.errors import ConfigError
-    from corral.experiments.trial_log_state import TrialLogError
+    from corral.experiments.trial.log_state import TrialLogError
 
     try:
         yield

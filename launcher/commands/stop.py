@@ -59,7 +59,7 @@ def stop(
 
 def _find(trial: str, fileroot: Path | None, *, now: bool) -> "TrialFacts | None":
     """The trial that is meant; None if it was a job without a trial directory, which is ended here."""
-    from corral.experiments.trial_directory import TrialDirectory
+    from corral.experiments.trial.directory import TrialDirectory
     from corral.launcher.files.patient_files import PatientFiles
     from corral.launcher.slurm.client import SlurmClient
     from corral.launcher.stop import cancel_orphan, directory_of_job, find_orphaned_job

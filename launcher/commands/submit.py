@@ -233,7 +233,7 @@ def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bo
 
 def _follow(facts: "TrialFacts", name: str) -> None:
     """Prints the workers' lines from the first one of this attempt on, until the trial has ended."""
-    from corral.experiments.attempts import last_attempt
+    from corral.experiments.trial.attempts import last_attempt
     from corral.launcher.follow import follow_trial, logs_before
     from corral.launcher.logs.files import LogFinder
 

@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.trial_directory import atomic_write
+from corral.experiments.trial.directory import atomic_write
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.trial.redis_server import find_redis_executable
 

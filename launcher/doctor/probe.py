@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.config import ClusterConfig
-from corral.experiments.trial_directory import atomic_write
+from corral.experiments.trial.directory import atomic_write
 from corral.launcher.doctor.node import exchange
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.verdict import judge_job

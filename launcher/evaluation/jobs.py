@@ -27,8 +27,8 @@ from submitit.core.utils import DelayedSubmission, FailedJobError
 
 from corral.experiments.config import ClusterConfig, LaunchConfig
 from corral.experiments.errors import ConfigError
-from corral.experiments.evaluation import EvaluationRequest, read_result
-from corral.experiments.trial_directory import TrialDirectory, atomic_write
+from corral.experiments.trial.directory import TrialDirectory, atomic_write
+from corral.experiments.trial.evaluation import EvaluationRequest, read_result
 from corral.launcher.evaluation.plan import write_request
 from corral.launcher.evaluation.status import EvaluationStatus, JobRecord, cause_of, jobs_folder, record_path
 from corral.launcher.runners.containers import contain

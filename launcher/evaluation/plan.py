@@ -15,12 +15,12 @@ from pathlib import Path
 from corral.experiments.config import EXACT_MATCH, DatasetConfig, EvaluationConfig
 from corral.experiments.dataset_file import DatasetReader
 from corral.experiments.errors import ConfigError
-from corral.experiments.evaluation import EvaluationRequest, progress_path, request_path, result_path
 from corral.experiments.import_paths import check_import_path
-from corral.experiments.journal import read_journal
 from corral.experiments.plan import ModelWorkerSpec, RunPlan
-from corral.experiments.trial_directory import TrialDirectory, atomic_write, link_files
-from corral.experiments.trial_log import TrialLog
+from corral.experiments.trial.directory import TrialDirectory, atomic_write, link_files
+from corral.experiments.trial.evaluation import EvaluationRequest, progress_path, request_path, result_path
+from corral.experiments.trial.journal import read_journal
+from corral.experiments.trial.log import TrialLog
 from corral.scheduling.policy_version import PolicyVersion
 
 _EXPORT = re.compile(r"step-(\d+)", re.ASCII)

@@ -14,7 +14,7 @@ import msgspec
 import submitit
 from submitit.slurm.slurm import SlurmJob
 
-from corral.experiments.evaluation import EvaluationRequest, EvaluationResult, read_result, result_path
+from corral.experiments.trial.evaluation import EvaluationRequest, EvaluationResult, read_result, result_path
 from corral.launcher.evaluation.watcher import GONE, QueueWatcher
 from corral.launcher.slurm.verdict import judge_job
 from corral.launcher.trial.exits import tail_lines

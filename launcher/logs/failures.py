@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from corral.experiments.journal import read_journal
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.journal import read_journal
 from corral.launcher.terminal import printable
 from corral.launcher.trial.exits import how_it_ended, is_consequence, is_out_of_memory, read_exits, tail_lines
 

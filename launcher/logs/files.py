@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from corral.experiments.journal import read_journal
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.journal import read_journal
 from corral.launcher.files.patient_files import DIRECT, Files
 from corral.launcher.logs.lines import EVERY_LINE, LineFilter, select_lines
 

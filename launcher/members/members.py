@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial_directory import TrialDirectory, atomic_write
+from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations
 from corral.launcher.members.actions import (
     AskForJob,

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from corral.experiments.plan import RunPlan
-from corral.experiments.tether import die_with_parent
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations, Step
 from corral.launcher.runners.containers import ContainedCommand, contain
 from corral.launcher.runners.runner import AllocationLostError, PlaceNotAvailableError, TaskSpec
@@ -26,6 +25,7 @@ from corral.launcher.runners.srun_task import EXIT_OF_SRUN, SrunTask, StepSignal
 from corral.launcher.slurm.client import SlurmClient, SlurmError, clean_environment
 from corral.launcher.slurm.patience import patiently
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
+from corral.launcher.trial.tether import die_with_parent
 from corral.scheduling.slurm_formats import expand_host_list
 from corral.scheduling.worker_information import parse_worker_id
 

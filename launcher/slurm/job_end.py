@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from corral.experiments.attempt_ends import EndState
+from corral.experiments.trial.attempt_ends import EndState
 from corral.launcher.slurm.words import state_word
 
 _DAEMON_LINE = re.compile(r"\*\*\* JOB (\d+) ON \S+ CANCELLED AT \S+ *(?:DUE TO ([A-Z ]+?))?(?:,[^*]*)? *\*\*\*")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from corral.experiments.trial_directory import TrialDirectory, atomic_write, validate_name
+from corral.experiments.trial.directory import TrialDirectory, atomic_write, validate_name
 from corral.launcher.slurm.client import QueuedJob
 
 if TYPE_CHECKING:  # rl-status reads plans without the schema, which takes longer to import than it takes to answer

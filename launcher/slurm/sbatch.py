@@ -20,7 +20,7 @@ from typing import Any
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.experiments.regular_file import read_regular
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.slurm.own_jobs import job_name
 from corral.scheduling.slurm_formats import check_plain_text

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.terminal import format_duration
 from corral.launcher.trial.find import read_facts
 from corral.launcher.trial.metrics import ACCURACY, LOSS, REWARD, STALENESS, read_metrics

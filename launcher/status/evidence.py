@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from corral.experiments.attempts import AttemptRecord
-from corral.experiments.trial_directory import StopRequest
-from corral.experiments.worker_record import WorkerRecord
+from corral.experiments.trial.attempts import AttemptRecord
+from corral.experiments.trial.directory import StopRequest
+from corral.experiments.trial.worker_record import WorkerRecord
 from corral.launcher.slurm.client import QueuedJob
 from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.history import PastAttempt, WorkerLife

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.worker_record import MASTER
+from corral.experiments.trial.worker_record import MASTER
 from corral.launcher.slurm.verdict import judge_exit, judge_job
 from corral.launcher.status.evidence import Evidence
 from corral.launcher.status.waits import WaitChain, find_waits

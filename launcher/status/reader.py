@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.attempt_ends import read_end
-from corral.experiments.attempts import AttemptRecord, last_attempt, read_attempts, read_claim, why_not_another
-from corral.experiments.journal import read_journal
-from corral.experiments.trial_directory import StopRequest, TrialDirectory
-from corral.experiments.trial_log import LogState, TrialLog, TrialLogError
-from corral.experiments.worker_record import WorkerRecord, decode_record
+from corral.experiments.trial.attempt_ends import read_end
+from corral.experiments.trial.attempts import AttemptRecord, last_attempt, read_attempts, read_claim, why_not_another
+from corral.experiments.trial.directory import StopRequest, TrialDirectory
+from corral.experiments.trial.journal import read_journal
+from corral.experiments.trial.log import LogState, TrialLog, TrialLogError
+from corral.experiments.trial.worker_record import WorkerRecord, decode_record
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError
 from corral.launcher.slurm.job_details import JobInquiry

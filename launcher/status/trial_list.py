@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.slurm.queue import cache_path
 from corral.launcher.status.judge import TrialStatus

@@ -9,7 +9,7 @@ lease, not in setup --> UP                          rl-stop --group --> HELD
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from corral.experiments.worker_record import MASTER, WorkerRecord
+from corral.experiments.trial.worker_record import MASTER, WorkerRecord
 from corral.launcher.slurm.verdict import judge_job
 from corral.launcher.status.evidence import Evidence, Member
 from corral.launcher.status.words import ABSENT, TROUBLED, WorkerState

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError, user_name

@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Literal
 from uuid import uuid4
 
-from corral.experiments.attempt_ends import read_end
-from corral.experiments.attempts import last_attempt
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, shorten
 from corral.experiments.experiment import Experiment
-from corral.experiments.log_witnesses import read_whole_log
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.profile import find_profiles
 from corral.experiments.registry import load_with_source
-from corral.experiments.trial_directory import (
+from corral.experiments.trial.attempt_ends import read_end
+from corral.experiments.trial.attempts import last_attempt
+from corral.experiments.trial.directory import (
     TrialDirectory,
     next_trial_name,
     validate_name,
 )
-from corral.experiments.trial_log import CorruptLogError, TrialLog
+from corral.experiments.trial.log import CorruptLogError, TrialLog
+from corral.experiments.trial.log_witnesses import read_whole_log
 from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import share_gpus, visible_gpus
 from corral.launcher.slurm.client import SlurmClient, SlurmError

@@ -15,11 +15,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-from corral.experiments.attempts import last_attempt, record_attempt
-from corral.experiments.journal import Journal
 from corral.experiments.plan import RunPlan
-from corral.experiments.secrets import TrialSecrets
-from corral.experiments.trial_directory import TrialDirectory, TrialExistsError, atomic_write
+from corral.experiments.trial.attempts import last_attempt, record_attempt
+from corral.experiments.trial.directory import TrialDirectory, TrialExistsError, atomic_write
+from corral.experiments.trial.journal import Journal
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import start_detached
 from corral.launcher.slurm.client import SlurmClient, clean_environment

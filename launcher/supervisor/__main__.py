@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from corral.experiments.journal import Journal
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import CorruptLogError
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.journal import Journal
+from corral.experiments.trial.log import CorruptLogError
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.supervisor.keeper import keep, record_failure
 from corral.launcher.supervisor.parts import make_supervisor

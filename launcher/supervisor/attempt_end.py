@@ -20,8 +20,8 @@ The shell is `attempt_ending`; nothing here does I/O. Each method returns what t
 from enum import StrEnum
 from typing import Literal
 
-from corral.experiments.attempt_ends import EndState, Follows
-from corral.experiments.attempts import Refusal
+from corral.experiments.trial.attempt_ends import EndState, Follows
+from corral.experiments.trial.attempts import Refusal
 from corral.launcher.slurm.job_end import JobEnd
 from corral.launcher.supervisor.actions import EndTrial, Outcome
 from corral.launcher.supervisor.end_actions import (

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from corral.experiments.attempt_ends import AttemptEndRecord, read_end, write_end
-from corral.experiments.attempts import (
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial.attempt_ends import AttemptEndRecord, read_end, write_end
+from corral.experiments.trial.attempts import (
     AttemptClaim,
     AttemptRecord,
     AttemptRefusedError,
@@ -22,11 +23,10 @@ from corral.experiments.attempts import (
     last_attempt,
     read_claim,
 )
-from corral.experiments.journal import Journal
-from corral.experiments.plan import RunPlan
-from corral.experiments.secrets import TrialSecrets
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import StoppedError, TrialLog
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.journal import Journal
+from corral.experiments.trial.log import StoppedError, TrialLog
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.files.patience import FilePatience
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.supervisor.node_loss import nodes_that_are_down, note_failed_node

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from corral.experiments.attempts import AttemptRecord
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial_directory import TrialDirectory, atomic_write
+from corral.experiments.trial.attempts import AttemptRecord
+from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.launcher.files.file_thread import FileThread, is_momentary
 from corral.launcher.runners.runner import AllocationLostError, Task, TaskRunner, TaskSpec
 from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError

@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 
-from corral.experiments.attempt_ends import AttemptEndRecord, read_end, write_end
-from corral.experiments.attempts import AttemptRecord
-from corral.experiments.journal import Journal
 from corral.experiments.plan import RunPlan
-from corral.experiments.secrets import TrialSecrets
-from corral.experiments.tether import die_with_parent
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.attempt_ends import AttemptEndRecord, read_end, write_end
+from corral.experiments.trial.attempts import AttemptRecord
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.journal import Journal
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.files.patience import FilePatience
 from corral.launcher.supervisor.actions import Outcome, RestartPolicy
@@ -36,6 +35,7 @@ from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.supervisor_exit import SupervisorExit
 from corral.launcher.trial.lock import SupervisorLock
 from corral.launcher.trial.processes import kill_trial_processes
+from corral.launcher.trial.tether import die_with_parent
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _PAUSE_S = 0.2

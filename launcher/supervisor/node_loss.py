@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from corral.experiments.attempt_ends import add_failed_node
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.attempt_ends import add_failed_node
+from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import Allocation, Layout, RunningAllocation, Step
 from corral.launcher.runners.runner import MovingRunner
 from corral.launcher.slurm.client import SlurmClient, SlurmError

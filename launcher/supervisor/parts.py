@@ -9,11 +9,11 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from corral.experiments.attempt_ends import failed_nodes
-from corral.experiments.attempts import read_attempt
 from corral.experiments.plan import RunPlan
-from corral.experiments.secrets import TrialSecrets
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.attempt_ends import failed_nodes
+from corral.experiments.trial.attempts import read_attempt
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.layout.layout import Layout
 from corral.launcher.members.members import Members
 from corral.launcher.members.places import FallbackRunner

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from corral.experiments.journal import Journal, event_line
+from corral.experiments.trial.journal import Journal, event_line
 from corral.launcher.files.file_thread import FileThread
 
 logger = logging.getLogger(__name__)

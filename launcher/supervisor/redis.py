@@ -3,8 +3,8 @@
 import os
 import signal
 
-from corral.experiments.secrets import TrialSecrets
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.supervisor.redis_probe import RedisProbe
 from corral.launcher.trial.redis_server import RedisServer
 from corral.launcher.trial.rendezvous import REDIS_USERNAME

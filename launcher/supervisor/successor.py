@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from corral.experiments.attempt_ends import EndState, failed_nodes
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial_directory import TrialDirectory, atomic_write
+from corral.experiments.trial.attempt_ends import EndState, failed_nodes
+from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.launcher.layout.layout import Layout
 from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError
 from corral.launcher.slurm.job_end import JobEnd, JobProspect, explain_end, look_ahead

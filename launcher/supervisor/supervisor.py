@@ -21,13 +21,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from signal import Signals
 
-from corral.experiments.attempt_ends import EndState
-from corral.experiments.attempts import AttemptRecord
 from corral.experiments.plan import RunPlan
-from corral.experiments.secrets import TrialSecrets
-from corral.experiments.tether import die_with_parent
-from corral.experiments.trial_directory import StopRequest, TrialDirectory
-from corral.experiments.trial_log import Done, Entry, Stop, StoppedError, TrialLog, TrialLogError
+from corral.experiments.trial.attempt_ends import EndState
+from corral.experiments.trial.attempts import AttemptRecord
+from corral.experiments.trial.directory import StopRequest, TrialDirectory
+from corral.experiments.trial.log import Done, Entry, Stop, StoppedError, TrialLog, TrialLogError
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
 from corral.launcher.members.members import Members
 from corral.launcher.runners.runner import TaskRunner
@@ -57,6 +56,7 @@ from corral.launcher.supervisor.units import Supervision, TrialPhase
 from corral.launcher.supervisor.wake_up import WakeUp
 from corral.launcher.trial.exits import ExitKind
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
+from corral.launcher.trial.tether import die_with_parent
 
 _TICK_S = 0.1
 _TOLD_TIMEOUT_S = 10.0  # at the end, for what could not be told before

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from corral.experiments.trial_directory import StopRequest, TrialDirectory
-from corral.experiments.trial_log import Entry, TrialLog
+from corral.experiments.trial.directory import StopRequest, TrialDirectory
+from corral.experiments.trial.log import Entry, TrialLog
 from corral.launcher.files.file_thread import FileThread, Job
 
 logger = logging.getLogger(__name__)

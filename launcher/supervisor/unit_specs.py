@@ -7,9 +7,9 @@ plan.json --units_of_plan--> UnitSpec: redis, model_worker (all ranks), each oth
 import sys
 from collections.abc import Callable, Sequence
 
-from corral.experiments.attempts import AttemptRecord
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.attempts import AttemptRecord
+from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.supervisor.actions import UnitSpec
 from corral.launcher.supervisor.units import TRAINER_UNIT
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.trial_directory import TrialDirectory, atomic_write, read_tail
+from corral.experiments.trial.directory import TrialDirectory, atomic_write, read_tail
 
 
 class ExitKind(StrEnum):

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from corral.experiments.errors import closest
-from corral.experiments.trial_directory import TrialDirectory, validate_name
+from corral.experiments.trial.directory import TrialDirectory, validate_name
 
 _NODE_LOCAL = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm", "/run"))
 

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.trial_directory import TrialDirectory, write_all
+from corral.experiments.trial.directory import TrialDirectory, write_all
 from corral.launcher.trial.processes import describe_this_process, is_process_alive
 
 _PATIENCE_S = 0.5  # is_locked() of an onlooker holds the lock for a moment

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from corral.experiments.trial_directory import read_tail
+from corral.experiments.trial.directory import read_tail
 
 _TAIL_BYTES = 65536
 _TAIL_LINES = 100

@@ -2,8 +2,8 @@
 
 import json
 
-from corral.experiments.secrets import TrialSecrets
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.name_resolve.base import NameService
 from corral.name_resolve.keys import TrialKeys
 

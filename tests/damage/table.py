@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from corral.experiments.journal import read_journal
+from corral.experiments.trial.journal import read_journal
 from corral.launcher.trial.processes import kill_trial_processes, trial_processes
 from tests.damage.cases import Case, Outcome, all_cases, one_case_per_file
 from tests.integration.trial_helpers import PROGRAMS, make_material, submit

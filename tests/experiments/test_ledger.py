@@ -16,8 +16,8 @@ from corral.experiments.ledger import (
     write_delta,
     write_whole,
 )
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import Commit
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import Commit
 
 
 @pytest.fixture

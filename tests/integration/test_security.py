@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from zmq.utils.monitor import recv_monitor_message
 
-from corral.experiments.secrets import TrialSecrets
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.trial.rendezvous import connect_name_service
 from corral.workers.streams.control import control_call
 from corral.workers.streams.security import StreamSecurity

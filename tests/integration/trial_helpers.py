@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from corral.experiments.journal import read_journal
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.journal import read_journal
 from corral.launcher.trial.exits import tail_lines
 from corral.launcher.trial.processes import trial_processes
 from corral.workers.data.arithmetic import make_problems, write_model

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from corral.experiments.attempts import AttemptRecord
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.attempts import AttemptRecord
+from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.supervisor.__main__ import leave, main
 from corral.launcher.supervisor.unit_specs import worker_command
 

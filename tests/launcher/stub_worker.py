@@ -19,9 +19,9 @@ import sys
 import time
 from pathlib import Path
 
-from corral.experiments.attempts import may_resume
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import LogWriter, TrialLog
+from corral.experiments.trial.attempts import may_resume
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import LogWriter, TrialLog
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial_log import TrialLog
+from corral.experiments.trial.log import TrialLog
 from corral.launcher import stop
 from corral.launcher.slurm.client import QueuedJob, SlurmClient
 from corral.launcher.slurm.own_jobs import own_jobs_of_plan

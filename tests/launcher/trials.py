@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from corral.experiments.attempts import record_attempt
 from corral.experiments.config import (
     ClusterConfig,
     DatasetConfig,
@@ -20,7 +19,6 @@ from corral.experiments.config import (
     SupervisionConfig,
     TrainControl,
 )
-from corral.experiments.journal import read_journal
 from corral.experiments.plan import (
     GenerationServerSpec,
     GserverManagerSpec,
@@ -30,8 +28,10 @@ from corral.experiments.plan import (
     TrialIdentity,
     WorkerSpec,
 )
-from corral.experiments.secrets import TrialSecrets
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.attempts import record_attempt
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.journal import read_journal
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.worker_specs import DatasetSpec, RewardSpec, RolloutWorkerSpec
 from corral.launcher.trial.find import read_facts
 from corral.launcher.trial.lock import lock_path, read_lock

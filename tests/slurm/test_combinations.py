@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial_log import TrialLog
+from corral.experiments.trial.log import TrialLog
 from corral.launcher.slurm.client import QueuedJob, SlurmClient, UncertainSubmissionError
 from corral.launcher.slurm.own_jobs import own_jobs_of_plan
 from corral.launcher.slurm.submit_once import is_head_of, submit_once

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.secrets import TrialSecrets
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.slurm.client import SlurmClient
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,

@@ -11,8 +11,8 @@ import pytest
 import submitit
 from submitit.slurm.slurm import SlurmJob
 
-from corral.experiments.evaluation import progress_path, read_result, result_path
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.evaluation import progress_path, read_result, result_path
 from corral.launcher.evaluation.jobs import EvaluationResources, submit_to_slurm
 from corral.launcher.evaluation.plan import choose, find_weights, make_evaluation_config, make_requests, read_plan
 from corral.launcher.evaluation.status import EvaluationReader, EvaluationStatus, wait_for

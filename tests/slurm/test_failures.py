@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.attempt_ends import failed_nodes
-from corral.experiments.attempts import read_attempts
-from corral.experiments.trial_directory import StopRequest
-from corral.experiments.trial_log import Stop, TrialLog
+from corral.experiments.trial.attempt_ends import failed_nodes
+from corral.experiments.trial.attempts import read_attempts
+from corral.experiments.trial.directory import StopRequest
+from corral.experiments.trial.log import Stop, TrialLog
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.trial.lock import lock_path, read_lock
 from tests.launcher.trials import wait_until

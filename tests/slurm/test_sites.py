@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.attempt_ends import read_end
-from corral.experiments.attempts import read_attempts
-from corral.experiments.trial_directory import StopRequest
+from corral.experiments.trial.attempt_ends import read_end
+from corral.experiments.trial.attempts import read_attempts
+from corral.experiments.trial.directory import StopRequest
 from corral.launcher.slurm.client import SlurmClient
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, running_cluster

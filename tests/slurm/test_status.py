@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.attempts import record_attempt
-from corral.experiments.journal import Journal
+from corral.experiments.trial.attempts import record_attempt
+from corral.experiments.trial.journal import Journal
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.queue import CachedQueue
 from corral.launcher.status.judge import TrialStatus

@@ -4,8 +4,8 @@ import sys
 from functools import cached_property
 from typing import Any
 
-from corral.experiments.journal import Journal
 from corral.experiments.plan import RunPlan
+from corral.experiments.trial.journal import Journal
 from corral.launcher.layout.layout import Layout
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient

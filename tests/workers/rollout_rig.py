@@ -25,9 +25,9 @@ from aiohttp import web
 from corral.experiments.config import DatasetConfig, RolloutConfig
 from corral.experiments.dataset_file import DatasetReader
 from corral.experiments.plan import RunPlan
-from corral.experiments.secrets import TrialSecrets
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.worker_record import WorkerRecord
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.secrets import TrialSecrets
+from corral.experiments.trial.worker_record import WorkerRecord
 from corral.experiments.worker_specs import DatasetSpec, GserverManagerSpec, RolloutWorkerSpec
 from corral.name_resolve import MemoryNameService, MemoryStore, TrialKeys
 from corral.workers.generation.gserver_manager import GserverManager

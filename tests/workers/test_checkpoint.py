@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from corral.experiments.ledger import Ledger, LedgerViolationError, write_delta, write_whole
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import Commit, LoggedCommit, LogWriter, TrialLog
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import Commit, LoggedCommit, LogWriter, TrialLog
 from corral.workers import checkpoint
 from corral.workers.checkpoint import (
     CheckpointWriter,

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.ledger import Ledger, write_delta, write_whole
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import LoggedCommit, LogWriter, TrialLog
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import LoggedCommit, LogWriter, TrialLog
 from corral.workers.checkpoint import CheckpointWriter
 from corral.workers.committed_ledger import CommittedLedger, LedgerNews
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.trial_directory import StopRequest
+from corral.experiments.trial.directory import StopRequest
 from corral.workers.notice import request_last_commit
 from tests.launcher.trials import StubTrial, wait_until
 
@@ -15,7 +15,7 @@ WORKER = """
 import asyncio, signal, sys, threading
 from pathlib import Path
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
 from corral.workers.notice import notice_of
 from corral.workers.worker import StopRequested, install_signal_handlers, run_async
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.worker_record import WorkerRecord, decode_record
+from corral.experiments.trial.worker_record import WorkerRecord, decode_record
 from corral.name_resolve import FileNameService, MemoryNameService, MemoryStore
 from corral.workers.presence import Presence
 
@@ -63,7 +63,7 @@ def run_worker(names: Path, body: str) -> "subprocess.Popen[str]":
         "import sys, time\n"
         "from pathlib import Path\n"
         "from corral.name_resolve import FileNameService\n"
-        "from corral.experiments.worker_record import WorkerRecord\n"
+        "from corral.experiments.trial.worker_record import WorkerRecord\n"
         "from corral.workers.presence import Presence\n"
         f"names = FileNameService(Path({str(names)!r}))\n"
         f"presence = Presence(names, {KEY!r}, owner='a', ttl_s=10, identity=WorkerRecord())\n"

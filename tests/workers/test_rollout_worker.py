@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.trial_log import TrialLog
+from corral.experiments.trial.log import TrialLog
 from corral.workers.rollout import agents
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.spool import Spool

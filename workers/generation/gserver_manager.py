@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from corral.experiments.worker_record import MASTER
+from corral.experiments.trial.worker_record import MASTER
 from corral.experiments.worker_specs import GserverManagerSpec
 from corral.name_resolve import Lease, NameNotFoundError, NameServiceError
 from corral.scheduling.policy_version import PolicyVersion

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import LogWriter
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import LogWriter
 
 _LOOK_INTERVAL_S = 0.5  # two opens each time, on a shared file system; a stop waits for the end of a step anyway
 P = ParamSpec("P")

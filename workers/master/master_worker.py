@@ -23,17 +23,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.attempts import may_resume
-from corral.experiments.journal import Journal
 from corral.experiments.ledger import Ledger
-from corral.experiments.log_witnesses import read_whole_log
-from corral.experiments.trial_log import (
+from corral.experiments.trial.attempts import may_resume
+from corral.experiments.trial.journal import Journal
+from corral.experiments.trial.log import (
     DoneError,
     LogWriter,
     StoppedError,
     SupersededError,
     TrialLog,
 )
+from corral.experiments.trial.log_witnesses import read_whole_log
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec
 from corral.name_resolve import Lease
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow

@@ -24,10 +24,10 @@ from typing import Any
 
 import msgspec
 
-from corral.experiments.journal import Journal
 from corral.experiments.ledger import Ledger, write_delta, write_whole
-from corral.experiments.trial_directory import TrialDirectory, link_files
-from corral.experiments.trial_log import LogWriter
+from corral.experiments.trial.directory import TrialDirectory, link_files
+from corral.experiments.trial.journal import Journal
+from corral.experiments.trial.log import LogWriter
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.workers.checkpoint import CheckpointWriter, RecoveryPoint, collect_garbage, read_manifest, write_manifest

@@ -26,7 +26,7 @@ from typing import Any
 import aiohttp
 
 from corral.experiments.tokens import eos_token_ids, load_tokenizer
-from corral.experiments.worker_record import MANAGER, MASTER
+from corral.experiments.trial.worker_record import MANAGER, MASTER
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.name_resolve import NameServiceError
 from corral.workers.committed_ledger import CommittedLedger

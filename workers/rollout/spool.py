@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from corral.experiments.trial_directory import fsync_directory, write_all
+from corral.experiments.trial.directory import fsync_directory, write_all
 
 logger = logging.getLogger(__name__)
 

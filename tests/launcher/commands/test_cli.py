@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import TrialLog
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import TrialLog
 from corral.launcher.commands.submit import create_under_a_free_name
 from corral.launcher.commands.submit import main as submit_main
 from corral.launcher.layout.planner import plan_layout

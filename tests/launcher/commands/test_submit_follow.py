@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.journal import read_journal
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.journal import read_journal
 from corral.launcher import follow
 from corral.launcher.commands.submit import main, normalise
 from corral.launcher.submit import prepare, start

@@ -13,8 +13,8 @@ import pytest
 
 from corral.experiments.config import ClusterConfig, LaunchConfig
 from corral.experiments.errors import ConfigError
-from corral.experiments.evaluation import progress_path, read_result, result_path
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.evaluation import progress_path, read_result, result_path
 from corral.launcher.evaluation.jobs import EvaluationResources, evaluation_command
 from corral.launcher.evaluation.plan import (
     choose,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.attempts import record_attempt
 from corral.experiments.exit_codes import CommandExit
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.attempts import record_attempt
+from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.commands.common import run
 from corral.launcher.commands.logs import logs
 from corral.launcher.commands.status import status

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.journal import read_journal
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.journal import read_journal
 from corral.launcher.follow import follow, logs_before
 from corral.launcher.logs.failures import describe_failures
 from corral.launcher.logs.files import LogFile, LogFinder, NoLogsError, attempt_number, print_tails

@@ -11,7 +11,7 @@ import pytest
 
 from corral.experiments.config import ClusterConfig
 from corral.experiments.errors import ConfigError
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import RunningAllocation, Step
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.runners.containers import ContainedCommand, contain

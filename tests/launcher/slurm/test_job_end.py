@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from corral.experiments.attempt_ends import EndState
+from corral.experiments.trial.attempt_ends import EndState
 from corral.launcher.slurm.client import parse_key_values
 from corral.launcher.slurm.job_end import JobEnd, JobProspect, explain_end, look_ahead
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.slurm.client import QueuedJob
 from corral.launcher.slurm.own_jobs import JobIndex, JobNote, OwnJobs
 from corral.launcher.status.jobs import find_jobs

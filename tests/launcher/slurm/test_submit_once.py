@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.slurm.client import (
     QueuedJob,
     SlurmClient,

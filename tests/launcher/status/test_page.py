@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.attempt_ends import AttemptEndRecord, write_end
-from corral.experiments.attempts import record_attempt
-from corral.experiments.journal import Journal
-from corral.experiments.secrets import TrialSecrets
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import TrialLog
+from corral.experiments.trial.attempt_ends import AttemptEndRecord, write_end
+from corral.experiments.trial.attempts import record_attempt
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.journal import Journal
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.files import lookout
 from corral.launcher.slurm.client import QueuedJob
 from corral.launcher.slurm.own_jobs import JobNote, OwnJobs

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from corral.experiments.attempts import AttemptRecord
-from corral.experiments.secrets import TrialSecrets
-from corral.experiments.trial_directory import StopRequest, TrialDirectory
-from corral.experiments.worker_record import WorkerRecord
+from corral.experiments.trial.attempts import AttemptRecord
+from corral.experiments.trial.directory import StopRequest, TrialDirectory
+from corral.experiments.trial.secrets import TrialSecrets
+from corral.experiments.trial.worker_record import WorkerRecord
 from corral.launcher.slurm.client import QueuedJob
 from corral.launcher.slurm.queue import QueueAnswer
 from corral.launcher.status.evidence import Member

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.experiments.attempt_ends import EndState
-from corral.experiments.attempts import Refusal, WhyNot
+from corral.experiments.trial.attempt_ends import EndState
+from corral.experiments.trial.attempts import Refusal, WhyNot
 from corral.launcher.slurm.job_end import JobEnd
 from corral.launcher.supervisor.actions import EndTrial, Outcome
 from corral.launcher.supervisor.attempt_end import AttemptEnd, EndPhase

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.attempt_ends import AttemptEndRecord, EndState, read_end
-from corral.experiments.attempts import begin_attempt, record_attempt
-from corral.experiments.journal import Journal
-from corral.experiments.trial_directory import StopRequest, TrialDirectory
-from corral.experiments.trial_log import TrialLog
+from corral.experiments.trial.attempt_ends import AttemptEndRecord, EndState, read_end
+from corral.experiments.trial.attempts import begin_attempt, record_attempt
+from corral.experiments.trial.directory import StopRequest, TrialDirectory
+from corral.experiments.trial.journal import Journal
+from corral.experiments.trial.log import TrialLog
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.supervisor.__main__ import successor

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.attempt_ends import AttemptEndRecord, read_end
-from corral.experiments.attempts import AttemptRecord, begin_attempt, last_attempt, read_claim
-from corral.experiments.secrets import TrialSecrets
-from corral.experiments.trial_directory import StopRequest, TrialDirectory
-from corral.experiments.trial_log import TrialLog
+from corral.experiments.trial.attempt_ends import AttemptEndRecord, read_end
+from corral.experiments.trial.attempts import AttemptRecord, begin_attempt, last_attempt, read_claim
+from corral.experiments.trial.directory import StopRequest, TrialDirectory
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.files import patience
 from corral.launcher.files.patience import FilePatience
 from corral.launcher.supervisor.attempt_start import open_attempt

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.attempts import AttemptRecord
-from corral.experiments.journal import Journal
-from corral.experiments.trial_directory import StopRequest, TrialDirectory
+from corral.experiments.trial.attempts import AttemptRecord
+from corral.experiments.trial.directory import StopRequest, TrialDirectory
+from corral.experiments.trial.journal import Journal
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.layout.layout import RunningAllocation
 from corral.launcher.layout.planner import plan_layout

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from corral.experiments.trial_directory import StopRequest
+from corral.experiments.trial.directory import StopRequest
 from corral.launcher.logs.failures import describe_failures
 from corral.launcher.trial.lock import is_locked
 from tests.launcher.conftest import MakeTrial

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.attempt_ends import AttemptEndRecord, Follows, read_end
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.attempt_ends import AttemptEndRecord, Follows, read_end
+from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.files import patience
 from corral.launcher.supervisor.__main__ import keeper
 from corral.launcher.supervisor.keeper import keep
@@ -16,8 +16,8 @@ from tests.launcher.trials import StubTrial
 SUPERVISOR = """
 import os, signal, sys
 from pathlib import Path
-from corral.experiments.attempt_ends import AttemptEndRecord, write_end
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.attempt_ends import AttemptEndRecord, write_end
+from corral.experiments.trial.directory import TrialDirectory
 
 directory, then = TrialDirectory(Path(sys.argv[1])), sys.argv[2]
 with (directory.path / "starts").open("a") as file:

@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-from corral.experiments.journal import Journal, read_journal
+from corral.experiments.trial.journal import Journal, read_journal
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.supervisor.recorder import Recorder
 

@@ -4,8 +4,8 @@ import os
 import signal
 from pathlib import Path
 
-from corral.experiments.secrets import TrialSecrets
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.supervisor.redis import TrialRedis
 from corral.launcher.supervisor.redis_probe import RedisProbe
 from tests.launcher.conftest import MakeTrial

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.attempt_ends import add_failed_node, failed_nodes
-from corral.experiments.attempts import record_attempt
-from corral.experiments.journal import Journal
+from corral.experiments.trial.attempt_ends import add_failed_node, failed_nodes
+from corral.experiments.trial.attempts import record_attempt
+from corral.experiments.trial.journal import Journal
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_end import JobEnd

@@ -5,8 +5,8 @@ import os
 import signal
 import subprocess
 
-from corral.experiments.trial_directory import StopRequest
-from corral.experiments.trial_log import TrialLog
+from corral.experiments.trial.directory import StopRequest
+from corral.experiments.trial.log import TrialLog
 from corral.launcher.trial.lock import is_locked
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.trials import StubTrial, wait_until

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import TrialLog
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import TrialLog
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.supervisor.trial_watch import TrialWatch
 from tests.launcher.trials import wait_until

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.attempts import begin_attempt, last_attempt, read_claim, record_attempt
+from corral.experiments.trial.attempts import begin_attempt, last_attempt, read_claim, record_attempt
 from corral.launcher.supervisor.keeper import keep
 from corral.launcher.supervisor.supervisor_exit import SupervisorExit
 from corral.launcher.trial.lock import SupervisorLock, SupervisorRunsError, is_locked, lock_path

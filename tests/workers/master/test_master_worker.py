@@ -12,10 +12,10 @@ from typing import Any, NoReturn, Self, cast
 import pytest
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.journal import Journal
 from corral.experiments.ledger import LEDGER_NAME
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import CorruptLogError, TrialLog
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.journal import Journal
+from corral.experiments.trial.log import CorruptLogError, TrialLog
 from corral.workers import checkpoint
 from corral.workers.checkpoint import NoValidCheckpointError, RecoveryPoint
 from corral.workers.master import master_worker

@@ -13,11 +13,11 @@ from typing import Any, Self, cast
 
 import pytest
 
-from corral.experiments.attempts import record_attempt
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.worker_record import WorkerRecord
+from corral.experiments.trial.attempts import record_attempt
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve import MemoryNameService, TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.workers.master import master_worker

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.secrets import TrialSecrets
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.workers.streams.security import StreamSecurity
 from tests.workers.streams.stream_helpers import security_of
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from corral.experiments.secrets import TrialSecrets
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.workers.streams.security import StreamSecurity
 
 LOOPBACK = "127.0.0.1"

@@ -22,7 +22,7 @@ from typing import Final, NoReturn
 import msgspec
 import zmq
 
-from corral.experiments.trial_directory import fsync_directory, write_new_file
+from corral.experiments.trial.directory import fsync_directory, write_new_file
 
 ROLES: Final = (
     "master_worker",

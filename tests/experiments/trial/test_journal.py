@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.journal import Journal, read_journal
+from corral.experiments.trial.journal import Journal, read_journal
 
 
 def test_events_come_back_in_order_with_their_fields(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_fields_that_cannot_be_written_are_refused_and_nothing_is(tmp_path: Path
 def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     code = (
-        "import sys; from pathlib import Path; from corral.experiments.journal import Journal\n"
+        "import sys; from pathlib import Path; from corral.experiments.trial.journal import Journal\n"
         "for i in range(200): Journal(Path(sys.argv[1])).append('tick', who=sys.argv[2], i=i, filler='x' * 500)"
     )
     processes = [subprocess.Popen([sys.executable, "-c", code, str(path), str(who)]) for who in range(3)]

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments import trial_log
 from corral.experiments.ledger import LedgerDelta, write_delta
-from corral.experiments.log_witnesses import read_whole_log
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import CorruptLogError, LogWriter, TrialLog
+from corral.experiments.trial import log
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import CorruptLogError, LogWriter, TrialLog
+from corral.experiments.trial.log_witnesses import read_whole_log
 
 
 @pytest.fixture
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialDirectory:
-    monkeypatch.setattr(trial_log, "_VISIBLE_TIMEOUT_S", 0.0)
-    monkeypatch.setattr(trial_log, "_STOP_PATIENCE_S", 0.0)
+    monkeypatch.setattr(log, "_VISIBLE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(log, "_STOP_PATIENCE_S", 0.0)
     trial = TrialDirectory(tmp_path / "trial")
     trial.create()
     return trial
@@ -60,8 +60,8 @@ def test_a_slot_that_shows_late_is_waited_for(trial: TrialDirectory, monkeypatch
     history(trial)
     hole = trial.log_path / "00000002"
     hole.rename(trial.path / "backup")
-    monkeypatch.setattr(trial_log, "_VISIBLE_TIMEOUT_S", 60.0)
-    monkeypatch.setattr(trial_log.time, "sleep", lambda pause_s: (trial.path / "backup").rename(hole))
+    monkeypatch.setattr(log, "_VISIBLE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(log.time, "sleep", lambda pause_s: (trial.path / "backup").rename(hole))
     assert TrialLog(trial.log_path).claim("job").epoch == 3
 
 

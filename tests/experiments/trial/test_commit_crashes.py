@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from corral.experiments.ledger import Ledger, read_delta, write_delta, write_whole
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import TrialLog
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import TrialLog
 from corral.workers.checkpoint import (
     CheckpointWriter,
     collect_garbage,

@@ -9,8 +9,8 @@ from threading import Barrier, Lock
 
 import pytest
 
-from corral.experiments.attempt_ends import AttemptEndRecord, add_failed_node, failed_nodes, read_end, write_end
-from corral.experiments.attempts import (
+from corral.experiments.trial.attempt_ends import AttemptEndRecord, add_failed_node, failed_nodes, read_end, write_end
+from corral.experiments.trial.attempts import (
     AttemptClaim,
     AttemptRecord,
     AttemptRefusedError,
@@ -25,8 +25,8 @@ from corral.experiments.attempts import (
     record_attempt,
     why_not_another,
 )
-from corral.experiments.trial_directory import TrialDirectory
-from corral.experiments.trial_log import Commit, Done, LoggedCommit, LogState, Stop, TrialLog
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import Commit, Done, LoggedCommit, LogState, Stop, TrialLog
 
 
 @pytest.fixture
@@ -151,8 +151,8 @@ def test_of_starts_that_race_each_gets_a_number_of_its_own(directory: TrialDirec
 RACER = """
 import sys, time
 from pathlib import Path
-from corral.experiments.attempts import begin_attempt
-from corral.experiments.trial_directory import TrialDirectory
+from corral.experiments.trial.attempts import begin_attempt
+from corral.experiments.trial.directory import TrialDirectory
 
 directory, job_id = TrialDirectory(Path(sys.argv[1])), sys.argv[2]
 print("ready", flush=True)

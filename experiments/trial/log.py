@@ -24,8 +24,8 @@ from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
-from corral.experiments.trial_directory import fsync_directory, write_new_file
-from corral.experiments.trial_log_state import (
+from corral.experiments.trial.directory import fsync_directory, write_new_file
+from corral.experiments.trial.log_state import (
     Claim,
     Commit,
     CorruptLogError,

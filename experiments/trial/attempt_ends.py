@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from corral.experiments.trial_directory import TrialDirectory, atomic_write, fsync_directory
+from corral.experiments.trial.directory import TrialDirectory, atomic_write, fsync_directory
 
 
 class EndState(StrEnum):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from corral.experiments.trial_log import (
+from corral.experiments.trial.log import (
     Claim,
     Commit,
     CorruptLogError,
@@ -383,7 +383,7 @@ def test_a_slot_that_a_cache_still_hides_is_waited_for(path: Path) -> None:
 
 def test_eight_processes_that_claim_at_once_get_consecutive_epochs(path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from corral.experiments.trial_log import TrialLog\n"
+        "import sys; from pathlib import Path; from corral.experiments.trial.log import TrialLog\n"
         "sys.stdin.read(1)\n"
         "print(*[TrialLog(Path(sys.argv[1])).claim(sys.argv[2]).epoch for _ in range(25)])"
     )
@@ -401,7 +401,7 @@ def test_eight_processes_that_claim_at_once_get_consecutive_epochs(path: Path) -
 
 def test_a_killed_writer_loses_no_commit_that_it_was_told_of(path: Path) -> None:
     code = (
-        "import itertools, sys; from pathlib import Path; from corral.experiments.trial_log import TrialLog\n"
+        "import itertools, sys; from pathlib import Path; from corral.experiments.trial.log import TrialLog\n"
         "writer = TrialLog(Path(sys.argv[1])).claim('job', resume=True)\n"
         "last = writer.state.last_commit\nfirst = last.step + 1 if last else 1\n"
         "for step in itertools.count(first):\n"

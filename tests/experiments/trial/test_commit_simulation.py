@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.trial_log import (
+from corral.experiments.trial.log import (
     Commit,
     CorruptLogError,
     DoneError,

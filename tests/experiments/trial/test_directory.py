@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.experiments.trial_directory import (
+from corral.experiments.trial.directory import (
     StopRequest,
     TrialDirectory,
     TrialExistsError,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.secrets import ROLES, Secret, SecretFilter, TrialSecrets, UnsafeSecretsError
+from corral.experiments.trial.secrets import ROLES, Secret, SecretFilter, TrialSecrets, UnsafeSecretsError
 
 
 @pytest.fixture
