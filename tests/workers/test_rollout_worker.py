@@ -18,8 +18,8 @@ from corral.experiments.trial.log import TrialLog
 from corral.workers.rollout import agents
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.spool import Spool
+from tests.workers.checkpoint.test_committed_ledger import Trainer
 from tests.workers.rollout_rig import FakeGenerationServer, RolloutRig
-from tests.workers.test_committed_ledger import Trainer
 
 HERE = __name__
 SampleGroup = Callable[..., Awaitable[list[Any]]]

@@ -26,7 +26,7 @@ from corral.experiments.worker_specs import GserverManagerSpec
 from corral.name_resolve import Lease, NameNotFoundError, NameServiceError
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
-from corral.workers.committed_ledger import CommittedLedger
+from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.generation.admission import Admission
 from corral.workers.generation.routing import Server, ServerTable
 from corral.workers.generation.server_client import GenerationServerClient, ServerError

@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.ledger import Ledger
 from corral.experiments.trial.attempts import may_resume
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import (
@@ -38,7 +37,13 @@ from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec
 from corral.name_resolve import Lease
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.policy_version import Lineage, PolicyVersion
-from corral.workers.checkpoint import NoValidCheckpointError, RecoveryPoint, committed_ledger, last_valid_commit
+from corral.workers.checkpoint.checkpoint import (
+    NoValidCheckpointError,
+    RecoveryPoint,
+    committed_ledger,
+    last_valid_commit,
+)
+from corral.workers.checkpoint.ledger import Ledger
 from corral.workers.data.prompts import load_planned_rows, uids_of_share
 from corral.workers.master.sample_source import DatasetSource, SampleSource, TrajectorySource
 from corral.workers.master.sequence_buffer import SequenceBuffer

@@ -24,13 +24,19 @@ from typing import Any
 
 import msgspec
 
-from corral.experiments.ledger import Ledger, write_delta, write_whole
 from corral.experiments.trial.directory import TrialDirectory, link_files
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import LogWriter
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.policy_version import Lineage, PolicyVersion
-from corral.workers.checkpoint import CheckpointWriter, RecoveryPoint, collect_garbage, read_manifest, write_manifest
+from corral.workers.checkpoint.checkpoint import (
+    CheckpointWriter,
+    RecoveryPoint,
+    collect_garbage,
+    read_manifest,
+    write_manifest,
+)
+from corral.workers.checkpoint.ledger import Ledger, write_delta, write_whole
 from corral.workers.master.disk import Disk, LogWatch
 from corral.workers.master.metrics import LineSizes, StepLines
 from corral.workers.master.old_weights import remove_old_weights, weights_name

@@ -29,7 +29,7 @@ from corral.experiments.tokens import eos_token_ids, load_tokenizer
 from corral.experiments.trial.worker_record import MANAGER, MASTER
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.name_resolve import NameServiceError
-from corral.workers.committed_ledger import CommittedLedger
+from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.data.delivery import delivery_id, uid_of_delivery
 from corral.workers.data.prompts import load_planned_rows, split_uid, uids_of_share
 from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError, Setback

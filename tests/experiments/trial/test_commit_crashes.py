@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.ledger import Ledger, read_delta, write_delta, write_whole
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
-from corral.workers.checkpoint import (
+from corral.workers.checkpoint.checkpoint import (
     CheckpointWriter,
     collect_garbage,
     committed_ledger,
     last_valid_commit,
     verify_checkpoint,
 )
+from corral.workers.checkpoint.ledger import Ledger, read_delta, write_delta, write_whole
 from corral.workers.rollout.spool import Spool
 
 _UIDS = ("0:a", "0:b", "0:c")

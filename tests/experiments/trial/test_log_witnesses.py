@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.ledger import LedgerDelta, write_delta
 from corral.experiments.trial import log
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import CorruptLogError, LogWriter, TrialLog
 from corral.experiments.trial.log_witnesses import read_whole_log
+from corral.workers.checkpoint.ledger import LedgerDelta, write_delta
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from corral.workers.checkpoint import write_manifest
+from corral.workers.checkpoint.checkpoint import write_manifest
 from corral.workers.generation.engine import (
     GenerationEngine,
     GenerationRequest,

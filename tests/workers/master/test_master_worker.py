@@ -12,12 +12,12 @@ from typing import Any, NoReturn, Self, cast
 import pytest
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.ledger import LEDGER_NAME
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import CorruptLogError, TrialLog
-from corral.workers import checkpoint
-from corral.workers.checkpoint import NoValidCheckpointError, RecoveryPoint
+from corral.workers.checkpoint import checkpoint
+from corral.workers.checkpoint.checkpoint import NoValidCheckpointError, RecoveryPoint
+from corral.workers.checkpoint.ledger import LEDGER_NAME
 from corral.workers.master import master_worker
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.trainer_gang import GangLostError, TrainerGang

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.ledger import Ledger, read_delta
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
+from corral.workers.checkpoint.ledger import Ledger, read_delta
 from corral.workers.streams.messages import TrainReply
 from tests.workers.master.trials import FINE, NUM_STEPS, SKIPPED, Gang, KilledError, run_master, trial_of
 

@@ -14,10 +14,10 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from corral.experiments.ledger import CorruptLedgerError, Ledger, read_delta
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import Commit, LoggedCommit, TrialLog
-from corral.workers.checkpoint import CorruptCheckpointError, committed_ledger
+from corral.workers.checkpoint.checkpoint import CorruptCheckpointError, committed_ledger
+from corral.workers.checkpoint.ledger import CorruptLedgerError, Ledger, read_delta
 
 logger = logging.getLogger(__name__)
 

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.ledger import Ledger, write_delta, write_whole
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import LoggedCommit, LogWriter, TrialLog
-from corral.workers.checkpoint import CheckpointWriter
-from corral.workers.committed_ledger import CommittedLedger, LedgerNews
+from corral.workers.checkpoint.checkpoint import CheckpointWriter
+from corral.workers.checkpoint.committed_ledger import CommittedLedger, LedgerNews
+from corral.workers.checkpoint.ledger import Ledger, write_delta, write_whole
 
 
 @pytest.fixture

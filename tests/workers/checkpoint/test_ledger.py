@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.experiments.ledger import (
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import Commit
+from corral.workers.checkpoint.ledger import (
     CorruptLedgerError,
     Ledger,
     LedgerDelta,
@@ -16,8 +18,6 @@ from corral.experiments.ledger import (
     write_delta,
     write_whole,
 )
-from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.log import Commit
 
 
 @pytest.fixture

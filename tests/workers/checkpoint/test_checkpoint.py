@@ -9,11 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from corral.experiments.ledger import Ledger, LedgerViolationError, write_delta, write_whole
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import Commit, LoggedCommit, LogWriter, TrialLog
-from corral.workers import checkpoint
-from corral.workers.checkpoint import (
+from corral.workers.checkpoint import checkpoint
+from corral.workers.checkpoint.checkpoint import (
     CheckpointWriter,
     CorruptCheckpointError,
     NoValidCheckpointError,
@@ -24,6 +23,7 @@ from corral.workers.checkpoint import (
     verify_manifest,
     write_manifest,
 )
+from corral.workers.checkpoint.ledger import Ledger, LedgerViolationError, write_delta, write_whole
 
 
 @pytest.fixture

@@ -35,9 +35,9 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from corral.experiments.ledger import LEDGER_NAME, CorruptLedgerError, Ledger, read_whole
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, fsync_directory
 from corral.experiments.trial.log_state import Commit, LoggedCommit, LogState
+from corral.workers.checkpoint.ledger import LEDGER_NAME, CorruptLedgerError, Ledger, read_whole
 
 logger = logging.getLogger(__name__)
 

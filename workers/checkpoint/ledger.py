@@ -21,7 +21,7 @@ import msgspec
 
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.log_state import Commit
-from corral.experiments.uid_table import UidTable
+from corral.workers.checkpoint.uid_table import UidTable
 
 LEDGER_NAME: Final = "ledger.json"
 _SHOWN_UIDS: Final = 5  # an error names a few samples; thousands would hide its first line
