@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from corral.workers.generation.engine import DTYPES, GenerationEngine, GenerationRequest, SamplingParams
+from corral.workers.engine.engine import DTYPES, GenerationEngine, GenerationRequest, SamplingParams
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 128

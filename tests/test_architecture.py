@@ -84,7 +84,7 @@ def test_the_half_without_models_never_loads_torch() -> None:
     [
         "corral.workers.__main__",
         "corral.workers.master.master_worker",
-        "corral.workers.generation.gserver_manager",
+        "corral.workers.manager.gserver_manager",
         "corral.workers.rollout.rollout_worker",
     ],
 )

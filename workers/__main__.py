@@ -31,11 +31,10 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import SecretFilter, TrialSecrets
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve import NameService, RedisNameService, TrialKeys
-from corral.workers.notice import notice_of
-from corral.workers.presence import Presence
-from corral.workers.streams.control import ControlServer
-from corral.workers.streams.security import StreamSecurity
-from corral.workers.worker import (
+from corral.workers.lifecycle.control import ControlServer
+from corral.workers.lifecycle.notice import notice_of
+from corral.workers.lifecycle.presence import Presence
+from corral.workers.lifecycle.worker import (
     StopRequested,
     Worker,
     WorkerContext,
@@ -43,6 +42,7 @@ from corral.workers.worker import (
     install_signal_handlers,
     run_to_exit_code,
 )
+from corral.workers.streams.security import StreamSecurity
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ WORKER_CLASSES: dict[str, str] = {
     "master_worker": "corral.workers.master.master_worker:MasterWorker",
     "model_worker": "corral.workers.model.model_worker:ModelWorker",
     "generation_server": "corral.workers.generation.generation_server:GenerationServer",
-    "gserver_manager": "corral.workers.generation.gserver_manager:GserverManager",
+    "gserver_manager": "corral.workers.manager.gserver_manager:GserverManager",
     "rollout_worker": "corral.workers.rollout.rollout_worker:RolloutWorker",
 }
 _RENDEZVOUS_TIMEOUT_S = 60.0

@@ -5,8 +5,8 @@
                                           `--> {trial}/eval/step-*.json, which alone says that an evaluation is done
 
 A job that SLURM takes away and starts again, and one whose time is up, goes on where it was. What a job runs is a
-command (`python -m corral.workers.evaluate REQUEST`), so the launcher needs no torch. submitit wraps the command into a
-call of its own, which it pickles; that envelope, in a folder of mode 0700 in the trial directory, is the only pickle
+command (`python -m corral.workers.evaluation REQUEST`), so the launcher needs no torch. submitit wraps the command into
+a call of its own, which it pickles; that envelope, in a folder of mode 0700 in the trial directory, is the only pickle
 that corral ever causes, and nothing but the path of the request is in it.
 """
 
@@ -198,7 +198,7 @@ def run_here(directory: TrialDirectory, request: EvaluationRequest, resources: E
 
 
 def _command(request: Path) -> list[str]:
-    return [sys.executable, "-u", "-m", "corral.workers.evaluate", str(request)]
+    return [sys.executable, "-u", "-m", "corral.workers.evaluation", str(request)]
 
 
 def evaluation_command(request: Path, resources: EvaluationResources, directory: TrialDirectory) -> tuple[str, ...]:

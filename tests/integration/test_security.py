@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.trial.rendezvous import connect_name_service
-from corral.workers.streams.control import control_call
+from corral.workers.lifecycle.control import control_call
 from corral.workers.streams.security import StreamSecurity
 from tests.integration.evidence import check_every_sample_was_consumed_once, check_nothing_is_left, find_secrets
 from tests.integration.trial_helpers import WORKERS, Material, Trial, submit

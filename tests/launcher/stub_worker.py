@@ -57,7 +57,7 @@ def obey(directory: TrialDirectory, kind: str, word: str, *, linger_s: float) ->
     signal.signal(signal.SIGTERM, leave)
     if "SLURM_JOB_ID" in os.environ:  # not at the top: the many stubs of a local trial start faster without
         from corral.experiments.plan import RunPlan
-        from corral.workers.notice import notice_of
+        from corral.workers.lifecycle.notice import notice_of
 
         plan = RunPlan.from_json(directory.plan_path.read_bytes())
         signal.signal(signal.SIGTERM, notice_of(plan, directory, kind) or leave)

@@ -22,8 +22,8 @@ from corral.workers.algorithms.functional.logprobs import next_token_logprobs
 from corral.workers.algorithms.functional.losses import behaviour_weights, ppo_clip_loss
 from corral.workers.backends.base import LossOutput, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
-from corral.workers.parallel_context import ParallelContext
 
 
 class PPOActorInterface:

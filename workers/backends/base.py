@@ -14,8 +14,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
-from corral.workers.parallel_context import ParallelContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from corral.workers.backends.base import LossFunction, PostFunction
 from corral.workers.backends.learning_rate import learning_rate
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
 from corral.workers.backends.packed_attention import PACKED_ATTENTION, register_packed_attention
+from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
-from corral.workers.parallel_context import ParallelContext
 
 _COMPANION_FILES = (
     "tokenizer*",

@@ -13,9 +13,9 @@ from transformers.utils import logging as transformers_logging
 
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.scheduling.policy_version import INITIAL_VERSION
-from corral.workers.generation.engine import GenerationEngine
-from corral.workers.generation.http_api import EngineServer
-from corral.workers.worker import Worker, WorkerContext, run_async
+from corral.workers.engine.engine import GenerationEngine
+from corral.workers.engine.http_api import EngineServer
+from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
 
 logger = logging.getLogger(__name__)
 

@@ -44,14 +44,9 @@ from corral.workers.checkpoint.checkpoint import (
     last_valid_commit,
 )
 from corral.workers.checkpoint.ledger import Ledger
+from corral.workers.checkpoint.weights_in_use import read_weights_in_use
 from corral.workers.data.prompts import load_planned_rows, uids_of_share
-from corral.workers.master.sample_source import DatasetSource, SampleSource, TrajectorySource
-from corral.workers.master.sequence_buffer import SequenceBuffer
-from corral.workers.master.trainer_epoch import EpochParts, NotFiniteError, Outcome, TrainerEpoch
-from corral.workers.master.trainer_gang import GangLostError, TrainerGang
-from corral.workers.streams.errors import StaleEpochError
-from corral.workers.weights_in_use import read_weights_in_use
-from corral.workers.worker import (
+from corral.workers.lifecycle.worker import (
     BadConfigurationError,
     CannotContinueError,
     StopRequested,
@@ -61,6 +56,11 @@ from corral.workers.worker import (
     WorkerContext,
     run_async,
 )
+from corral.workers.master.sample_source import DatasetSource, SampleSource, TrajectorySource
+from corral.workers.master.sequence_buffer import SequenceBuffer
+from corral.workers.master.trainer_epoch import EpochParts, NotFiniteError, Outcome, TrainerEpoch
+from corral.workers.master.trainer_gang import GangLostError, TrainerGang
+from corral.workers.streams.errors import StaleEpochError
 
 logger = logging.getLogger(__name__)
 

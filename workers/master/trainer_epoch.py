@@ -37,14 +37,14 @@ from corral.workers.checkpoint.checkpoint import (
     write_manifest,
 )
 from corral.workers.checkpoint.ledger import Ledger, write_delta, write_whole
+from corral.workers.lifecycle.presence import Presence
 from corral.workers.master.disk import Disk, LogWatch
 from corral.workers.master.metrics import LineSizes, StepLines
 from corral.workers.master.old_weights import remove_old_weights, weights_name
 from corral.workers.master.sample_source import SampleSource
 from corral.workers.master.sequence_buffer import SequenceBuffer
 from corral.workers.master.trainer_gang import TrainerGang
-from corral.workers.presence import Presence
-from corral.workers.streams.messages import TrainReply
+from corral.workers.requests.messages import TrainReply
 
 logger = logging.getLogger(__name__)
 

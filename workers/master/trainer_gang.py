@@ -22,10 +22,11 @@ from corral.scheduling.packing import balanced_partition_by_cost, sequence_flops
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.redistribution import Transfer, plan_redistribution
 from corral.workers.data.sequence_sample import key_spec
+from corral.workers.lifecycle.worker import WorkerContext
 from corral.workers.master.sample_source import Verdict
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
-from corral.workers.streams.errors import PeerDeadError, RemoteError, StreamTimeoutError
-from corral.workers.streams.messages import (
+from corral.workers.requests.client import PendingReplies, RequestClient
+from corral.workers.requests.messages import (
     ClearDataCache,
     DataTransfer,
     Evaluate,
@@ -45,8 +46,7 @@ from corral.workers.streams.messages import (
     TrainReply,
     TrainStep,
 )
-from corral.workers.streams.request_reply import PendingReplies, RequestClient
-from corral.workers.worker import WorkerContext
+from corral.workers.streams.errors import PeerDeadError, RemoteError, StreamTimeoutError
 
 logger = logging.getLogger(__name__)
 

@@ -30,14 +30,17 @@ from corral.workers.algorithms.base import ModelInterface
 from corral.workers.algorithms.ppo import PPOActorInterface
 from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.parallel_context import ParallelContext, connect_store, host_store, init_parallel
 from corral.workers.data.sequence_sample import SequenceSample, key_spec
+from corral.workers.delivery.receiver import TrajectoryReceiver
+from corral.workers.evaluation.held_out import Evaluator
+from corral.workers.lifecycle.worker import BadConfigurationError, GangBrokenError, Worker, WorkerContext
 from corral.workers.model.data_store import DataStore
-from corral.workers.model.evaluation import Evaluator
 from corral.workers.model.row_loader import RowLoader
 from corral.workers.model.trajectory_inbox import TrajectoryInbox
 from corral.workers.model.transfer import DataManager, TransferError
-from corral.workers.parallel_context import ParallelContext, connect_store, host_store, init_parallel
-from corral.workers.streams.messages import (
+from corral.workers.requests.handler import Envelope, WorkerRequestStream
+from corral.workers.requests.messages import (
     ClearDataCache,
     DataTransfer,
     Evaluate,
@@ -64,9 +67,6 @@ from corral.workers.streams.messages import (
     TrainReply,
     TrainStep,
 )
-from corral.workers.streams.request_handler import Envelope, WorkerRequestStream
-from corral.workers.streams.trajectory_receiver import TrajectoryReceiver
-from corral.workers.worker import BadConfigurationError, GangBrokenError, Worker, WorkerContext
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ a record that was given up by its rollout worker has no tensors; only its uid an
 
 from collections.abc import Iterable
 
-from corral.workers.data.delivery import uid_of_delivery
 from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.delivery.delivery_id import uid_of_delivery
+from corral.workers.delivery.messages import VerdictKind
+from corral.workers.delivery.receiver import Trajectory, TrajectoryReceiver
 from corral.workers.model.data_store import DataStore
-from corral.workers.streams.messages import SampleMetadata
-from corral.workers.streams.messages_trajectory import VerdictKind
-from corral.workers.streams.trajectory_receiver import Trajectory, TrajectoryReceiver
+from corral.workers.requests.messages import SampleMetadata
 
 
 class TrajectoryInbox:

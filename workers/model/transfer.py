@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from corral.scheduling.redistribution import Transfer
+from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample, key_spec
 from corral.workers.model.data_store import DataStore
-from corral.workers.parallel_context import ParallelContext
 
 
 class TransferError(RuntimeError):

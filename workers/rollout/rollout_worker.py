@@ -30,19 +30,14 @@ from corral.experiments.trial.worker_record import MANAGER, MASTER
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.name_resolve import NameServiceError
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
-from corral.workers.data.delivery import delivery_id, uid_of_delivery
 from corral.workers.data.prompts import load_planned_rows, split_uid, uids_of_share
-from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError, Setback
-from corral.workers.rollout.generation_client import Route as ServerRoute
-from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
-from corral.workers.rollout.judging import RewardJudge
-from corral.workers.rollout.prompt_queue import PromptQueue
-from corral.workers.rollout.record_store import RecordStore
-from corral.workers.rollout.rewards import load_function
-from corral.workers.rollout.spool import Spool
-from corral.workers.streams.errors import StreamError, StreamTimeoutError
-from corral.workers.streams.messages import VersionSpan
-from corral.workers.streams.messages_manager import (
+from corral.workers.delivery.delivery_id import delivery_id, uid_of_delivery
+from corral.workers.delivery.messages import TrajectoryHeader, VerdictKind
+from corral.workers.delivery.records import RecordStore
+from corral.workers.delivery.sender import TrajectorySender
+from corral.workers.delivery.spool import Spool
+from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
+from corral.workers.requests.manager_messages import (
     Admitted,
     Allocate,
     Allocation,
@@ -53,10 +48,15 @@ from corral.workers.streams.messages_manager import (
     Route,
     Schedule,
 )
-from corral.workers.streams.messages_trajectory import TrajectoryHeader, VerdictKind
+from corral.workers.requests.messages import VersionSpan
+from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError, Setback
+from corral.workers.rollout.generation_client import Route as ServerRoute
+from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
+from corral.workers.rollout.judging import RewardJudge
+from corral.workers.rollout.prompt_queue import PromptQueue
+from corral.workers.rollout.rewards import load_function
+from corral.workers.streams.errors import StreamError, StreamTimeoutError
 from corral.workers.streams.rpc import AsyncRequestClient
-from corral.workers.streams.trajectory_sender import TrajectorySender
-from corral.workers.worker import BadConfigurationError, Worker, WorkerContext, run_async
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from collections import OrderedDict
 from enum import Enum
 from typing import NamedTuple
 
+from corral.workers.requests.messages import ErrorReply
 from corral.workers.streams.codec import Buffer
 from corral.workers.streams.errors import MalformedMessageError
-from corral.workers.streams.messages import ErrorReply
 
 
 class RequestId(NamedTuple):

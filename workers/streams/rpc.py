@@ -18,6 +18,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
+from corral.workers.requests.messages import ErrorReply
 from corral.workers.streams.calls import Known, ReplyCache, error_reply
 from corral.workers.streams.codec import Buffer, Message, MessageCodec
 from corral.workers.streams.errors import (
@@ -28,7 +29,6 @@ from corral.workers.streams.errors import (
     StreamTimeoutError,
 )
 from corral.workers.streams.link import DealerLink
-from corral.workers.streams.messages import ErrorReply
 from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.router import Peer, RouterEndpoint
 from corral.workers.streams.security import StreamSecurity

@@ -22,7 +22,7 @@ from corral.workers.checkpoint.checkpoint import (
     verify_checkpoint,
 )
 from corral.workers.checkpoint.ledger import Ledger, read_delta, write_delta, write_whole
-from corral.workers.rollout.spool import Spool
+from corral.workers.delivery.spool import Spool
 
 _UIDS = ("0:a", "0:b", "0:c")
 _CHANGING_CALLS = ("write", "fsync", "link", "rename", "unlink", "mkdir", "rmdir", "truncate", "ftruncate")

@@ -153,7 +153,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path, model: P
         tmp_path, model, commits=(1,), exports=(1,), reward="tests.launcher.evaluation.evaluation_rewards:gated"
     )
     request = request_in_batches(directory, batch_size=4)
-    command = [sys.executable, "-m", "corral.workers.evaluate", str(request)]
+    command = [sys.executable, "-m", "corral.workers.evaluation", str(request)]
     gate, judged = tmp_path / "gate", tmp_path / "gate.judged"
     gate.write_text("5")
     first = subprocess.Popen(command, env=environment_of(tmp_path))
@@ -256,7 +256,7 @@ def test_an_evaluation_runs_in_the_image_of_the_training_ranks(tmp_path: Path) -
         "python3.11",
         "-u",
         "-m",
-        "corral.workers.evaluate",
+        "corral.workers.evaluation",
         str(tmp_path / "r.json"),
     )
     with pytest.raises(ConfigError, match="pyxis"):

@@ -26,7 +26,7 @@ from corral.launcher.status.text import format_duration, render_json, render_tri
 from corral.launcher.trial.find import TrialFacts, read_facts
 from corral.launcher.trial.history import PastAttempt
 from corral.launcher.trial.rendezvous import connect_name_service
-from corral.workers.presence import Presence
+from corral.workers.lifecycle.presence import Presence
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.trials import wait_until
 

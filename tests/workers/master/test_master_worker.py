@@ -18,11 +18,11 @@ from corral.experiments.trial.log import CorruptLogError, TrialLog
 from corral.workers.checkpoint import checkpoint
 from corral.workers.checkpoint.checkpoint import NoValidCheckpointError, RecoveryPoint
 from corral.workers.checkpoint.ledger import LEDGER_NAME
+from corral.workers.lifecycle.worker import CannotContinueError, Worker, run_to_exit_code
 from corral.workers.master import master_worker
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.trainer_gang import GangLostError, TrainerGang
 from corral.workers.streams.errors import StaleEpochError
-from corral.workers.worker import CannotContinueError, Worker, run_to_exit_code
 from tests.workers.master.trials import Gang, KilledError, run_master, trial_of
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from corral.name_resolve import MemoryNameService, TrialKeys
 from corral.scheduling.policy_version import Lineage, PolicyVersion
+from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE, WeightsInUse, read_weights_in_use
 from corral.workers.master.old_weights import remove_old_weights, weights_name
-from corral.workers.weights_in_use import NOTHING_IN_USE, WeightsInUse, read_weights_in_use
 
 
 def write(directory: Path, *versions: str) -> None:

@@ -14,7 +14,7 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.workers.checkpoint.ledger import Ledger, read_delta
-from corral.workers.streams.messages import TrainReply
+from corral.workers.requests.messages import TrainReply
 from tests.workers.master.trials import FINE, NUM_STEPS, SKIPPED, Gang, KilledError, run_master, trial_of
 
 DAMAGED = TrainReply(stats={}, num_updates=1, num_nonfinite=0, is_damaged=True)

@@ -20,14 +20,14 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve import MemoryNameService, TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION
+from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE
+from corral.workers.lifecycle.presence import Presence
+from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
 from corral.workers.master import master_worker
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.sample_source import Verdict
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
-from corral.workers.presence import Presence
-from corral.workers.streams.messages import TrainReply
-from corral.workers.weights_in_use import NOTHING_IN_USE
-from corral.workers.worker import WorkerContext, run_to_exit_code
+from corral.workers.requests.messages import TrainReply
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_SFT, write_inputs
 
 UUID = "ab" * 16

@@ -12,9 +12,7 @@ from hypothesis.extra import numpy as numpy_strategies
 from numpy.typing import NDArray
 
 from corral.scheduling.redistribution import Transfer
-from corral.workers.streams.codec import Buffer, MessageCodec
-from corral.workers.streams.errors import MalformedMessageError
-from corral.workers.streams.messages import (
+from corral.workers.requests.messages import (
     DataTransfer,
     FromWorker,
     MetadataReply,
@@ -26,7 +24,9 @@ from corral.workers.streams.messages import (
     TrainStep,
     WorkerRequest,
 )
-from tests.workers.streams.stream_helpers import TRIAL
+from corral.workers.streams.codec import Buffer, MessageCodec
+from corral.workers.streams.errors import MalformedMessageError
+from tests.workers.stream_helpers import TRIAL
 
 DTYPES = ["int8", "int16", "int32", "int64", "uint8", "bool", "float16", "float32", "float64", "uint16"]
 

@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from corral.workers.streams.control import ControlServer, control_call, control_call_async
+from corral.workers.lifecycle.control import ControlServer, control_call, control_call_async
 from corral.workers.streams.errors import RemoteError, StreamClosedError, StreamTimeoutError, WrongTrialKeyError
 from corral.workers.streams.rpc import AsyncRequestClient, AsyncRequestServer
 from corral.workers.streams.security import StreamSecurity
-from tests.workers.streams.stream_helpers import LOOPBACK, Cable, until
+from tests.workers.stream_helpers import LOOPBACK, Cable, until
 
 AsRole = Callable[[str], StreamSecurity]
 

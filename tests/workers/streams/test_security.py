@@ -12,16 +12,16 @@ import pytest
 import zmq
 
 import corral.workers
-from corral.workers.streams.control import ControlServer, control_call
+from corral.workers.delivery.receiver import TrajectoryReceiver
+from corral.workers.lifecycle.control import ControlServer, control_call
+from corral.workers.requests.client import RequestClient
+from corral.workers.requests.handler import WorkerRequestStream
+from corral.workers.requests.messages import OkReply, Ping
 from corral.workers.streams.errors import StreamTimeoutError, WrongTrialKeyError
 from corral.workers.streams.link import DealerLink
-from corral.workers.streams.messages import OkReply, Ping
-from corral.workers.streams.request_handler import WorkerRequestStream
-from corral.workers.streams.request_reply import RequestClient
 from corral.workers.streams.router import RouterEndpoint
 from corral.workers.streams.security import CurveKeys, StreamSecurity
-from corral.workers.streams.trajectory_receiver import TrajectoryReceiver
-from tests.workers.streams.stream_helpers import LOOPBACK, TRIAL, until
+from tests.workers.stream_helpers import LOOPBACK, TRIAL, until
 
 AsRole = Callable[[str], StreamSecurity]
 WORKERS_ROOT = Path(next(iter(corral.workers.__path__)))

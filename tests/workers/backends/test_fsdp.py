@@ -1,0 +1,287 @@
+"""The PyTorch-native engine on one rank, against plain transformers and against itself after a restart."""
+
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from corral.experiments.config.model import OptimizerConfig
+from corral.workers.algorithms.base import response_mask
+from corral.workers.algorithms.functional.logprobs import next_token_logprobs
+from corral.workers.algorithms.functional.losses import sft_loss
+from corral.workers.backends.base import LossOutput
+from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.learning_rate import learning_rate
+from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.data.sequence_sample import SequenceSample
+from tests.workers.backends.training_helpers import (
+    load_reference,
+    make_sample,
+    optimizer_config,
+    read_weights,
+    save_tiny_model,
+)
+
+LENGTHS = [[5, 17, 9], [30, 3], [2, 12]]
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "qwen2")
+
+
+def make_engine(directory: Path, *, max_tokens: int = 40, seed: int = 0, is_trained: bool = True) -> FSDPEngine:
+    return FSDPEngine(
+        directory,
+        context=ParallelContext(),
+        optimizer=optimizer_config() if is_trained else None,
+        total_steps=100,
+        max_tokens_per_micro_batch=max_tokens,
+        seed=seed,
+    )
+
+
+def trainable_sample(lengths: list[list[int]] = LENGTHS, *, seed: int = 0) -> SequenceSample:
+    sample = make_sample(lengths, prompt_length=1, seed=seed)
+    return sample.select_keys(["input_ids"]).with_key("loss_mask", response_mask(sample))
+
+
+def negative_logprobs(logits: Tensor, micro_batch: MicroBatch) -> LossOutput:
+    logprobs, entropy = next_token_logprobs(logits, micro_batch.labels)
+    loss_mask = micro_batch.tensors["loss_mask"]
+    return LossOutput(sft_loss(logprobs, loss_mask=loss_mask)[0], {"entropy": (entropy * loss_mask).sum()})
+
+
+def padded_logprobs(directory: Path, sample: SequenceSample) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """Log-probabilities from plain transformers, one padded batch with an attention mask, in the sample's order."""
+    lengths = sample.answer_lengths()
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    for row, tokens in enumerate(np.split(np.asarray(sample.data["input_ids"]), np.cumsum(lengths)[:-1])):
+        ids[row, : len(tokens)] = torch.as_tensor(tokens)
+    attention_mask = (torch.arange(ids.shape[1])[None] < torch.tensor(lengths)[:, None]).long()
+    with torch.no_grad():
+        logits = load_reference(directory)(input_ids=ids, attention_mask=attention_mask).logits
+    table = logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+    return np.concatenate([table[row, : length - 1].numpy() for row, length in enumerate(lengths)])
+
+
+def engine_logprobs(engine: FSDPEngine, sample: SequenceSample) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return engine.forward(sample, post_fn=lambda logits, mb: next_token_logprobs(logits, mb.labels)[0])
+
+
+def save_llama(directory: Path) -> Path:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=64,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama_tied", "sliding_window"])
+def test_packed_sequences_get_the_logprobs_of_a_padded_batch(kind: str, tmp_path: Path) -> None:
+    if kind == "qwen2":
+        directory = save_tiny_model(tmp_path)
+    elif kind == "llama_tied":
+        directory = save_llama(tmp_path)
+    else:
+        directory = save_tiny_model(tmp_path, use_sliding_window=True, sliding_window=6, max_window_layers=0)
+    sample = trainable_sample()
+    actual = engine_logprobs(make_engine(directory, is_trained=False), sample)
+    np.testing.assert_allclose(actual, padded_logprobs(directory, sample), atol=1e-5)
+
+
+def test_a_single_token_answer_predicts_nothing_and_disturbs_nothing(model_directory: Path) -> None:
+    engine = make_engine(model_directory, is_trained=False)
+    with_single = engine_logprobs(engine, trainable_sample([[1, 5], [1]]))
+    assert with_single.shape == (4,)
+    np.testing.assert_allclose(
+        with_single, padded_logprobs(model_directory, trainable_sample([[1, 5], [1]])), atol=1e-5
+    )
+
+
+def test_a_resumed_run_equals_an_unfaulted_one_bit_for_bit(tmp_path: Path) -> None:
+    # Dropout makes every step draw random numbers, so a wrong random state would show.
+    directory = save_tiny_model(tmp_path / "model", attention_dropout=0.2)
+    batches = [trainable_sample(seed=step) for step in range(4)]
+    whole = make_engine(directory, seed=11)
+    expected = [whole.train_batch(batch, loss_fn=negative_logprobs) for batch in batches]
+
+    first = make_engine(directory, seed=11)
+    resumed_stats = [first.train_batch(batch, loss_fn=negative_logprobs) for batch in batches[:2]]
+    first.save_state(tmp_path / "state")
+    torch.rand(7)  # what another process has drawn before it resumes must not matter
+    second = make_engine(directory, seed=999)
+    pieces: list[int] = []
+    second.load_state(tmp_path / "state", on_progress=lambda: pieces.append(1))
+    assert len(pieces) == len(list(second.model.parameters()))
+    assert second.step == 2
+    resumed_stats += [second.train_batch(batch, loss_fn=negative_logprobs) for batch in batches[2:]]
+
+    assert resumed_stats == expected
+    whole.save_state(tmp_path / "whole")
+    second.save_state(tmp_path / "second")
+    expected_state, actual_state = read_weights(tmp_path / "whole"), read_weights(tmp_path / "second")
+    assert expected_state.keys() == actual_state.keys()
+    assert all(torch.equal(expected_state[name], actual_state[name]) for name in expected_state)
+
+
+def test_dropout_differs_between_steps_but_not_between_runs(tmp_path: Path) -> None:
+    directory = save_tiny_model(tmp_path, attention_dropout=0.5)
+    batch = trainable_sample()
+    engines = [make_engine(directory, seed=seed) for seed in (1, 1, 2)]
+    losses = [engine.train_batch(batch, loss_fn=negative_logprobs)["loss"] for engine in engines]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_saved_weights_load_in_transformers_with_equal_logits(model_directory: Path, tmp_path: Path) -> None:
+    (model_directory / "tokenizer.json").write_text("{}")
+    engine = make_engine(model_directory)
+    engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
+    engine.save_weights(tmp_path)
+    (model_directory / "tokenizer.json").unlink()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert not any(name.endswith((".bin", ".pt")) for name in names)
+    sample = trainable_sample(seed=5)
+    np.testing.assert_allclose(engine_logprobs(engine, sample), padded_logprobs(tmp_path, sample), atol=1e-5)
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)).__name__ == "Qwen2ForCausalLM"
+
+
+def test_tied_weights_are_saved_once_and_load_tied(tmp_path: Path) -> None:
+    engine = make_engine(save_llama(tmp_path / "model"))
+    engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
+    engine.save_weights(tmp_path / "saved")
+    assert "lm_head.weight" not in read_weights(tmp_path / "saved")
+    sample = trainable_sample(seed=5)
+    np.testing.assert_allclose(engine_logprobs(engine, sample), padded_logprobs(tmp_path / "saved", sample), atol=1e-5)
+
+
+def test_weights_are_saved_whole_after_what_they_were_loaded_from_is_gone(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    commit = shutil.copytree(model_directory, tmp_path / "commit")
+    (commit / "tokenizer_config.json").write_text("{}")
+    engine = make_engine(commit)
+    shutil.rmtree(commit)  # newer commits have taken its place
+    engine.save_weights(tmp_path / "saved")
+    saved, original = read_weights(tmp_path / "saved"), read_weights(model_directory)
+    assert saved.keys() == original.keys() and all(torch.equal(saved[name], original[name]) for name in saved)
+    assert (tmp_path / "saved" / "tokenizer_config.json").read_text() == "{}"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "saved", local_files_only=True)
+
+
+def test_bfloat16_compute_keeps_float32_masters_and_publishes_bfloat16(model_directory: Path, tmp_path: Path) -> None:
+    engine = FSDPEngine(
+        model_directory, context=ParallelContext(), optimizer=optimizer_config(), compute_dtype=torch.bfloat16
+    )
+    stats = engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
+    assert stats["loss"] == pytest.approx(
+        make_engine(model_directory).train_batch(trainable_sample(), loss_fn=negative_logprobs)["loss"], abs=0.02
+    )
+    engine.save_weights(tmp_path / "weights")
+    engine.save_state(tmp_path / "state")
+    assert {t.dtype for t in read_weights(tmp_path / "weights").values()} == {torch.bfloat16}
+    assert {t.dtype for t in read_weights(tmp_path / "state").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(
+    where: str, model_directory: Path, tmp_path: Path
+) -> None:
+    def poisoned(logits: Tensor, micro_batch: MicroBatch) -> LossOutput:
+        output = negative_logprobs(logits, micro_batch)
+        if where == "loss":
+            return LossOutput(output.loss_sum * math.nan, output.stats)
+        zero = (logits - logits.detach()).sum()
+        # sqrt has an infinite slope at 0: the loss stays finite, its gradient does not.
+        return LossOutput(output.loss_sum + zero.square().sqrt(), output.stats)
+
+    engine = make_engine(model_directory)
+    engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
+    engine.save_state(tmp_path / "before")
+    stats = engine.train_batch(trainable_sample(seed=1), loss_fn=poisoned)
+    engine.save_state(tmp_path / "after")
+    assert stats["train/skipped_nonfinite"] == 1.0
+    assert all(math.isfinite(value) for value in stats.values())
+    assert (engine.step, engine.num_nonfinite, engine.is_damaged) == (1, 1, False)
+    before, after = read_weights(tmp_path / "before"), read_weights(tmp_path / "after")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert engine.train_batch(trainable_sample(seed=1), loss_fn=negative_logprobs)["train/skipped_nonfinite"] == 0.0
+    assert engine.step == 2
+
+
+def test_a_step_that_overflows_the_weights_is_seen(model_directory: Path) -> None:
+    engine = FSDPEngine(model_directory, context=ParallelContext(), optimizer=optimizer_config(lr=1e39), total_steps=10)
+    engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
+    assert (engine.num_nonfinite, engine.is_damaged) == (0, True)
+
+
+def test_a_batch_without_a_token_to_train_on_is_skipped(model_directory: Path) -> None:
+    engine = make_engine(model_directory)
+    nothing = trainable_sample()
+    nothing.data["loss_mask"] = np.zeros_like(np.asarray(nothing.data["loss_mask"]))
+    assert engine.train_batch(nothing, loss_fn=negative_logprobs)["train/skipped_empty"] == 1.0
+    assert engine.step == 0
+
+
+def test_gradients_are_clipped_to_the_configured_norm(model_directory: Path, tmp_path: Path) -> None:
+    engine = FSDPEngine(
+        model_directory,
+        context=ParallelContext(),
+        optimizer=optimizer_config(gradient_clipping=0.5, beta1=0.0),
+        total_steps=10,
+    )
+    stats = engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
+    assert stats["train/grad_norm"] > 0.5
+    engine.save_state(tmp_path)
+    # With beta1 = 0 the first moment is the clipped gradient itself.
+    moments = [t for name, t in read_weights(tmp_path).items() if name.startswith("exp_avg.")]
+    assert float(torch.stack([m.square().sum() for m in moments]).sum().sqrt()) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_an_answer_longer_than_the_budget_is_an_error_that_names_the_remedy(model_directory: Path) -> None:
+    with pytest.raises(ValueError, match="max_tokens_per_micro_batch"):
+        engine_logprobs(make_engine(model_directory, max_tokens=16), trainable_sample([[17]]))
+
+
+def test_a_model_without_optimizer_refuses_to_train(model_directory: Path) -> None:
+    with pytest.raises(ValueError, match="without an optimizer"):
+        make_engine(model_directory, is_trained=False).train_batch(trainable_sample(), loss_fn=negative_logprobs)
+
+
+def test_the_state_of_another_model_is_refused(model_directory: Path, tmp_path: Path) -> None:
+    make_engine(model_directory).save_state(tmp_path / "state")
+    other = make_engine(save_tiny_model(tmp_path / "deeper", num_hidden_layers=3))
+    with pytest.raises(ValueError, match="of another model"):
+        other.load_state(tmp_path / "state")
+    wider = make_engine(save_tiny_model(tmp_path / "wider", intermediate_size=80))
+    with pytest.raises(ValueError, match="has shape"):
+        wider.load_state(tmp_path / "state")
+
+
+def test_the_learning_rate_follows_its_schedule() -> None:
+    def rates(**settings: object) -> list[float]:
+        config = OptimizerConfig.model_validate({"lr": 1.0, "warmup_steps_proportion": 0.2, **settings})
+        return [round(learning_rate(config, step=step, total_steps=10), 6) for step in range(11)]
+
+    assert rates(lr_schedule="constant") == [0.5] + 10 * [1.0]
+    linear = rates(lr_schedule="linear", min_lr_ratio=0.2)
+    assert linear[:3] == [0.5, 1.0, 1.0]
+    assert linear[-1] == 0.2
+    assert linear[6] == pytest.approx(0.6)
+    cosine = rates(lr_schedule="cosine")
+    assert cosine[6] == pytest.approx(0.5)
+    assert cosine[-1] == pytest.approx(0.0)

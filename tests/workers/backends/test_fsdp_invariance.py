@@ -1,0 +1,231 @@
+"""Loss and gradient do not depend on how a batch is cut: into micro-batches, or over two real ranks under FSDP2.
+
+One pair of processes plays all of the two-rank scenes (each process pays for torch and transformers once) and writes
+what it saw; the tests compare that with one rank in this process.
+"""
+
+import json
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from corral.experiments.config.algorithm import PPOConfig
+from corral.workers.algorithms.base import compute_logprobs
+from corral.workers.algorithms.ppo import PPOActorInterface
+from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.parallel_context import ParallelContext, connect_store, host_store, init_parallel
+from corral.workers.data.sequence_sample import SequenceSample
+from tests.workers.backends.training_helpers import make_sample, optimizer_config, read_weights, save_tiny_model
+
+DEADLINE_S = 120.0
+NUM_STEPS = 3
+LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12], [40, 8, 21, 6]]
+UIDS_BY_RANK = (["0:0", "0:1", "0:3"], ["0:2"])  # uneven on purpose: rank 1 has the least to do
+PPO = PPOConfig(eps_clip=0.05, c_clip=2.0, behav_imp_weight_cap=1.2, kl_coef=0.1, mask_no_eos_with_zero=True)
+
+
+def make_engine(directory: Path, context: ParallelContext, *, max_tokens: int) -> FSDPEngine:
+    return FSDPEngine(
+        directory,
+        context=context,
+        optimizer=optimizer_config(),
+        total_steps=100,
+        max_tokens_per_micro_batch=max_tokens,
+    )
+
+
+def batch(step: int) -> SequenceSample:
+    return make_sample(LENGTHS, seed=step, version=step)
+
+
+def train(engine: FSDPEngine, uids: list[str], directory: Path) -> dict[str, Any]:
+    """NUM_STEPS steps; the state after the first (its first moment is a tenth of the gradient) and after the last."""
+    actor = PPOActorInterface(PPO)
+    first_logprobs = compute_logprobs(engine, batch(0).select(uids))
+    stats = []
+    for step in range(NUM_STEPS):
+        stats.append(actor.train_step(engine, batch(step).select(uids), version=step))
+        if step == 0:
+            engine.save_state(directory / "first")
+    engine.save_state(directory / "last")
+    engine.save_weights(directory / "weights")
+    return {"stats": stats, "logprobs": first_logprobs.tolist()}
+
+
+def rendezvous(rank: int, directory: Path) -> ParallelContext:
+    address_file = directory / "address"
+    if rank == 0:
+        hosted = host_store("127.0.0.1", timeout_s=DEADLINE_S)
+        (directory / "address.part").write_text(hosted.address)
+        (directory / "address.part").rename(address_file)
+        return init_parallel(rank=0, world_size=2, store=hosted.store, timeout_s=DEADLINE_S)
+    deadline = time.monotonic() + DEADLINE_S
+    while not address_file.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("rank 0 published no address")
+        time.sleep(0.02)
+    store = connect_store(address_file.read_text(), timeout_s=DEADLINE_S)
+    return init_parallel(rank=1, world_size=2, store=store, timeout_s=DEADLINE_S)
+
+
+def refuse_objects(*_: Any, **__: Any) -> None:
+    raise RuntimeError("an object collective was used: it pickles")
+
+
+def play_rank(rank: int, model_directory: Path, directory: Path) -> None:
+    """Everything that one of two ranks does."""
+    c10d._object_to_tensor = refuse_objects
+    torch.set_num_threads(1)
+    context = rendezvous(rank, directory)
+    engine = make_engine(model_directory, context, max_tokens=48)
+    seen: dict[str, Any] = train(engine, UIDS_BY_RANK[rank], directory / "trained")
+
+    # The state of two ranks, loaded by two ranks.
+    resumed = make_engine(model_directory, context, max_tokens=48)
+    resumed.load_state(directory / "trained" / "first")
+    actor = PPOActorInterface(PPO)
+    for step in range(1, NUM_STEPS):
+        actor.train_step(resumed, batch(step).select(UIDS_BY_RANK[rank]), version=step)
+    resumed.save_weights(directory / "resumed")
+
+    # The state of one rank, loaded by two.
+    resumed.load_state(directory / "single" / "last")
+    resumed.save_weights(directory / "from_single")
+
+    # One rank has nothing at all.
+    everything = [uid for uids in UIDS_BY_RANK for uid in uids]
+    lonely = make_engine(model_directory, context, max_tokens=48)
+    seen["lonely"] = actor.train_step(lonely, batch(0).select(everything if rank == 0 else []), version=0)
+
+    # More mini-batches than rank 1 has answers.
+    seen["mini_batches"] = PPOActorInterface(PPO.model_copy(update={"n_minibatches": 4})).train_step(
+        lonely, batch(0).select(UIDS_BY_RANK[rank]), version=0
+    )
+    seen["mini_batch_steps"] = lonely.step
+
+    # One rank's numbers are not finite.
+    poisoned = batch(0).select(UIDS_BY_RANK[rank])
+    if rank == 1:
+        poisoned.data["ref_logprobs"] = np.full_like(np.asarray(poisoned.data["ref_logprobs"]), np.nan)
+    seen["poisoned"] = actor.train_step(resumed, poisoned, version=0)
+    resumed.save_weights(directory / "after_poison")
+    (directory / f"rank-{rank}.json").write_text(json.dumps(seen))
+    context.close()
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One rank's results here, two ranks' results from two processes."""
+    directory = tmp_path_factory.mktemp("invariance")
+    model_directory = save_tiny_model(directory / "model")
+    everything = [uid for uids in UIDS_BY_RANK for uid in uids]
+    single = train(make_engine(model_directory, ParallelContext(), max_tokens=1000), everything, directory / "single")
+    small = train(make_engine(model_directory, ParallelContext(), max_tokens=40), everything, directory / "small")
+
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [spawn.Process(target=play_rank, args=(rank, model_directory, directory)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + DEADLINE_S
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    exit_codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    assert exit_codes == [0, 0]
+    pair = [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return {"directory": directory, "single": single, "small": small, "pair": pair}
+
+
+def gradient(directory: Path) -> dict[str, npt.NDArray[np.floating[Any]]]:
+    """The first step's gradient, from exp_avg = (1 - beta1) * gradient; the ranks' rows are joined."""
+    from safetensors.torch import load_file
+
+    shards = [load_file(path) for path in sorted((directory / "first").glob("*.safetensors"))]
+    return {
+        name: torch.cat([shard[name] for shard in shards]).numpy() * 10.0
+        for name in shards[0]
+        if name.startswith("exp_avg.")
+    }
+
+
+def assert_close_weights(left: Path, right: Path, *, atol: float) -> None:
+    a, b = read_weights(left), read_weights(right)
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("other", ["small", "trained"])
+def test_the_gradient_does_not_depend_on_micro_batches_or_ranks(other: str, scene: dict[str, Any]) -> None:
+    expected, actual = gradient(scene["directory"] / "single"), gradient(scene["directory"] / other)
+    assert expected.keys() == actual.keys()
+    assert max(float(np.abs(g).max()) for g in expected.values()) > 1e-2  # there is something to compare
+    for name in expected:
+        np.testing.assert_allclose(actual[name], expected[name], atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("other", ["small", "rank 0", "rank 1"])
+def test_the_statistics_do_not_depend_on_micro_batches_or_ranks(other: str, scene: dict[str, Any]) -> None:
+    actual = scene["small"] if other == "small" else scene["pair"][int(other[-1])]
+    for step, (expected_stats, stats) in enumerate(zip(scene["single"]["stats"], actual["stats"], strict=True)):
+        assert expected_stats.keys() == stats.keys()
+        for name, value in expected_stats.items():
+            assert stats[name] == pytest.approx(value, abs=1e-5 if step == 0 else 1e-4), (step, name)
+    assert scene["single"]["stats"][0]["ppo/capped_fraction"] > 0.0
+
+
+def test_several_steps_end_at_the_same_weights(scene: dict[str, Any]) -> None:
+    directory = scene["directory"]
+    assert_close_weights(directory / "single" / "weights", directory / "small" / "weights", atol=1e-4)
+    assert_close_weights(directory / "single" / "weights", directory / "trained" / "weights", atol=1e-4)
+
+
+def test_every_rank_gets_the_logprobs_of_its_own_answers(scene: dict[str, Any]) -> None:
+    together = scene["pair"][0]["logprobs"] + scene["pair"][1]["logprobs"]
+    np.testing.assert_allclose(together, scene["single"]["logprobs"], atol=1e-5)
+
+
+def test_both_ranks_report_the_same_numbers(scene: dict[str, Any]) -> None:
+    assert scene["pair"][0]["stats"] == scene["pair"][1]["stats"]
+
+
+def test_two_ranks_resume_bit_for_bit(scene: dict[str, Any]) -> None:
+    assert_close_weights(scene["directory"] / "trained" / "weights", scene["directory"] / "resumed", atol=0.0)
+
+
+def test_a_state_moves_to_another_number_of_ranks_unchanged(scene: dict[str, Any]) -> None:
+    directory = scene["directory"]
+    assert_close_weights(directory / "single" / "weights", directory / "from_single", atol=0.0)
+    merged = make_engine(directory / "model", ParallelContext(), max_tokens=1000)
+    merged.load_state(directory / "trained" / "last")
+    assert merged.step == NUM_STEPS
+    merged.save_weights(directory / "merged")
+    assert_close_weights(directory / "trained" / "weights", directory / "merged", atol=0.0)
+
+
+def test_a_rank_without_samples_keeps_in_step(scene: dict[str, Any]) -> None:
+    for seen in scene["pair"]:
+        assert seen["lonely"]["ppo/loss"] == pytest.approx(scene["single"]["stats"][0]["ppo/loss"], abs=1e-5)
+        assert seen["lonely"]["ppo/num_answers"] == sum(map(len, LENGTHS))
+
+
+def test_every_mini_batch_is_one_step_even_where_a_rank_has_too_few_answers(scene: dict[str, Any]) -> None:
+    for seen in scene["pair"]:
+        assert seen["mini_batch_steps"] == 1 + 4
+        assert seen["mini_batches"]["train/tokens"] == scene["single"]["stats"][0]["train/tokens"]
+
+
+def test_one_ranks_bad_numbers_stop_the_step_on_both(scene: dict[str, Any]) -> None:
+    for seen in scene["pair"]:
+        assert seen["poisoned"]["train/skipped_nonfinite"] == 1.0
+    assert_close_weights(scene["directory"] / "from_single", scene["directory"] / "after_poison", atol=0.0)

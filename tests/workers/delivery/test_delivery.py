@@ -1,0 +1,337 @@
+"""Trajectories over real sockets and between real processes: nothing is lost when either end dies."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from corral.workers.delivery.messages import TrajectoryHeader
+from corral.workers.delivery.receiver import TrajectoryReceiver
+from corral.workers.delivery.sender import TrajectorySender
+from corral.workers.delivery.sender_book import RecordState
+from corral.workers.requests.messages import VersionSpan
+from corral.workers.streams.codec import Tensors
+from corral.workers.streams.errors import WrongTrialKeyError
+from corral.workers.streams.security import StreamSecurity
+from tests.workers.stream_helpers import LOOPBACK, start_stub, until, wait_until
+
+AsRole = Callable[[str], StreamSecurity]
+
+
+def header(index: int) -> TrajectoryHeader:
+    return TrajectoryHeader(
+        uid=f"0:problem-{index}",
+        dataset_epoch=0,
+        order=index,
+        num_answers=2,
+        status="finished",
+        seqlens={"input_ids": [30, 70]},
+        version_spans=[[VersionSpan("1.3", 0, 30)], [VersionSpan("1.3", 0, 20), VersionSpan("1.4", 20, 70)]],
+        scalars={"reward": 0.5},
+    )
+
+
+def payload(index: int) -> Tensors:
+    return {"input_ids": np.full(100, index, np.int64), "rewards": np.array([0.0, 1.0], np.float32)}
+
+
+SIZE_BYTES = 808
+
+
+class Spool:
+    """Counts how often each record is read."""
+
+    def __init__(self) -> None:
+        self.num_reads: dict[int, int] = {}
+
+    def offer(self, sender: TrajectorySender, index: int) -> None:
+        def read() -> Tensors:
+            self.num_reads[index] = self.num_reads.get(index, 0) + 1
+            return payload(index)
+
+        sender.offer(header(index), read, size_bytes=SIZE_BYTES)
+
+
+def uids(receiver: TrajectoryReceiver, max_records: int = 100) -> list[str]:
+    return [header.uid for header, _ in receiver.drain(max_records)]
+
+
+@pytest.fixture
+def receiver(as_role: AsRole) -> Iterator[TrajectoryReceiver]:
+    with TrajectoryReceiver(
+        as_role("model_worker"), address=LOOPBACK, capacity_records=4, capacity_bytes=100_000, session="1-a"
+    ) as receiver:
+        yield receiver
+
+
+def with_sender(
+    security: StreamSecurity,
+    test: Callable[[TrajectorySender], Awaitable[None]],
+    verdicts: list[tuple[str, str]] | None = None,
+) -> None:
+    async def run() -> None:
+        def note(uid: str, kind: str) -> None:
+            if verdicts is not None:
+                verdicts.append((uid, kind))
+
+        async with TrajectorySender(security, sender_id="rollout_worker/0", on_verdict=note) as sender:
+            await test(sender)
+
+    asyncio.run(run())
+
+
+def acked(sender: TrajectorySender) -> int:
+    return sender.counts()[RecordState.ACKED]
+
+
+def test_a_record_arrives_as_it_was(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
+    async def run(sender: TrajectorySender) -> None:
+        sender.set_receivers({0: receiver.endpoint})
+        Spool().offer(sender, 7)
+        await until(lambda: acked(sender) == 1, waiting_for="the acknowledgement")
+        [(received, tensors)] = receiver.drain(10)
+        assert received == header(7)
+        assert tensors.keys() == payload(7).keys()
+        for name, tensor in payload(7).items():
+            np.testing.assert_array_equal(tensors[name], tensor)
+
+    with_sender(as_role("rollout_worker"), run)
+
+
+def test_a_sender_sends_no_more_than_there_is_room_for(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
+    async def run(sender: TrajectorySender) -> None:
+        spool = Spool()
+        for index in range(20):
+            spool.offer(sender, index)
+        sender.set_receivers({0: receiver.endpoint})
+        await until(lambda: receiver.num_held == 4, waiting_for="a full receiver")
+        await asyncio.sleep(0.1)  # it would go on sending now, if it did
+        assert (receiver.num_held, sender.num_sent, len(spool.num_reads)) == (4, 4, 4)
+        drained: list[str] = []
+        while len(drained) < 20:
+            drained += await asyncio.to_thread(uids, receiver, 3)
+            await asyncio.sleep(0.01)
+        assert drained == [header(index).uid for index in range(20)]
+        assert set(spool.num_reads.values()) == {1}
+
+    with_sender(as_role("rollout_worker"), run)
+
+
+def test_several_senders_share_the_room_of_several_receivers(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
+    async def run(first: TrajectorySender) -> None:
+        with TrajectoryReceiver(
+            as_role("model_worker"), address=LOOPBACK, capacity_records=2, capacity_bytes=2000, session="1-b"
+        ) as other:
+            async with TrajectorySender(
+                as_role("rollout_worker"), sender_id="rollout_worker/1", on_verdict=lambda uid, kind: None
+            ) as second:
+                spool = Spool()
+                for index in range(60):
+                    spool.offer((first, second)[index % 2], index)
+                for sender in (first, second):
+                    sender.set_receivers({0: receiver.endpoint, 1: other.endpoint})
+                drained: list[list[str]] = [[], []]
+                while sum(map(len, drained)) < 60:
+                    for taken, source in zip(drained, (receiver, other), strict=True):
+                        assert other.num_held <= 2 and receiver.num_held <= 4
+                        taken += await asyncio.to_thread(uids, source, 2)
+                    await asyncio.sleep(0.002)
+                assert sorted(drained[0] + drained[1]) == sorted(header(index).uid for index in range(60))
+                assert drained[0] and drained[1]
+
+    with_sender(as_role("rollout_worker"), run)
+
+
+def test_a_sender_is_connected_to_hundreds_of_receivers(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
+    """They listen at one address here; for the sender each is a connection of its own."""
+
+    async def run(sender: TrajectorySender) -> None:
+        sender.set_receivers(dict.fromkeys(range(400), receiver.endpoint))
+        await sender.wait_connected(60)
+
+    with_sender(as_role("rollout_worker"), run)
+
+
+def test_nothing_is_taken_in_before_a_session_starts(as_role: AsRole) -> None:
+    async def run(sender: TrajectorySender) -> None:
+        with TrajectoryReceiver(
+            as_role("model_worker"), address=LOOPBACK, capacity_records=4, capacity_bytes=100_000
+        ) as receiver:
+            Spool().offer(sender, 1)
+            sender.set_receivers({0: receiver.endpoint})
+            await sender.wait_connected(10)
+            await asyncio.sleep(0.05)
+            assert sender.counts()[RecordState.WAITING] == 1
+            receiver.start_session("1-a")
+            await until(lambda: acked(sender) == 1, waiting_for="the acknowledgement")
+
+    with_sender(as_role("rollout_worker"), run)
+
+
+def test_a_new_session_gets_everything_again_that_no_commit_covers(
+    as_role: AsRole, receiver: TrajectoryReceiver
+) -> None:
+    async def run(sender: TrajectorySender) -> None:
+        spool = Spool()
+        for index in range(3):
+            spool.offer(sender, index)
+        sender.set_receivers({0: receiver.endpoint})
+        await until(lambda: acked(sender) == 3, waiting_for="three acknowledgements")
+        assert len(uids(receiver)) == 3
+        sender.covered([header(0).uid])
+        await asyncio.to_thread(receiver.start_session, "2-a")
+        await until(lambda: acked(sender) == 2 and receiver.num_held == 2, waiting_for="the other two, again")
+        assert uids(receiver) == [header(1).uid, header(2).uid]
+
+    with_sender(as_role("rollout_worker"), run)
+
+
+def test_a_verdict_reaches_the_sender_and_ends_the_delivery(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
+    verdicts: list[tuple[str, str]] = []
+
+    async def run(sender: TrajectorySender) -> None:
+        Spool().offer(sender, 1)
+        sender.set_receivers({0: receiver.endpoint})
+        await until(lambda: acked(sender) == 1, waiting_for="the acknowledgement")
+        await asyncio.to_thread(receiver.verdict, header(1).uid, "stale")
+        await until(lambda: bool(verdicts), waiting_for="the verdict")
+        assert verdicts == [(header(1).uid, "stale")]
+        await asyncio.to_thread(receiver.start_session, "2-a")
+        await asyncio.sleep(0.05)
+        assert sender.counts()[RecordState.JUDGED] == 1
+
+    with_sender(as_role("rollout_worker"), run, verdicts)
+
+
+def test_an_unreadable_payload_is_said_and_holds_nobody_up(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
+    verdicts: list[tuple[str, str]] = []
+
+    async def run(sender: TrajectorySender) -> None:
+        def broken() -> Tensors:
+            raise OSError("the spool is torn")
+
+        for index in range(8):
+            sender.offer(header(index), broken, size_bytes=SIZE_BYTES)
+        Spool().offer(sender, 8)
+        sender.set_receivers({0: receiver.endpoint})
+        await until(lambda: acked(sender) == 1, waiting_for="the readable record")
+        assert verdicts == [(header(index).uid, "unreadable") for index in range(8)]
+
+    with_sender(as_role("rollout_worker"), run, verdicts)
+
+
+def test_a_payload_larger_than_announced_is_refused(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
+    verdicts: list[tuple[str, str]] = []
+
+    async def run(sender: TrajectorySender) -> None:
+        sender.offer(header(1), lambda: payload(1), size_bytes=SIZE_BYTES - 1)
+        sender.set_receivers({0: receiver.endpoint})
+        await until(lambda: bool(verdicts), waiting_for="the verdict")
+        assert verdicts == [(header(1).uid, "malformed")]
+
+    with_sender(as_role("rollout_worker"), run, verdicts)
+
+
+def test_what_a_vanished_receiver_held_goes_to_another(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
+    async def run(sender: TrajectorySender) -> None:
+        spool = Spool()
+        with TrajectoryReceiver(
+            as_role("model_worker"), address=LOOPBACK, capacity_records=4, capacity_bytes=100_000, session="1-b"
+        ) as vanishing:
+            spool.offer(sender, 1)
+            sender.set_receivers({1: vanishing.endpoint})
+            await until(lambda: acked(sender) == 1, waiting_for="the acknowledgement")
+        sender.set_receivers({0: receiver.endpoint})
+        await until(lambda: receiver.num_held == 1, waiting_for="the record at the other receiver")
+        assert spool.num_reads == {1: 2}
+
+    with_sender(as_role("rollout_worker"), run)
+
+
+def test_a_sender_of_another_trial_hears_of_it(stranger: StreamSecurity, receiver: TrajectoryReceiver) -> None:
+    async def run(sender: TrajectorySender) -> None:
+        sender.set_receivers({0: receiver.endpoint})
+        with pytest.raises(WrongTrialKeyError, match="trajectory receiver 0"):
+            await sender.wait_connected(2.0)
+        with pytest.raises(WrongTrialKeyError):
+            sender.raise_failure()
+
+    with_sender(stranger, run)
+
+
+class Processes:
+    """Real senders and receivers, which can be killed."""
+
+    def __init__(self, secrets: Path, directory: Path) -> None:
+        self._secrets = secrets
+        self._addresses = directory / "addresses.json"
+        self._addresses.write_text("{}")
+        self._output = directory / "drained.jsonl"
+        self._output.touch()
+        self._all: list[subprocess.Popen[str]] = []
+
+    def sender(self, name: str, count: int) -> "subprocess.Popen[str]":
+        return self._start("delivery.stub_rollout_worker", self._addresses, name, count)
+
+    def receiver(self, index: int, session: str) -> "subprocess.Popen[str]":
+        return self._start("delivery.stub_receiver", self._addresses, index, session, self._output)
+
+    def drained(self) -> list[tuple[str, str, bool]]:
+        """(session, uid, whether the content was right) of every record that a receiver took out."""
+        complete_lines = self._output.read_text().rpartition("\n")[0]  # the last one may still be being written
+        return [tuple(json.loads(line)) for line in complete_lines.splitlines()]
+
+    def uids(self, *sessions: str) -> list[str]:
+        return [uid for session, uid, _ in self.drained() if session in sessions]
+
+    def end(self) -> None:
+        for process in self._all:
+            process.kill()
+            process.communicate()
+
+    def _start(self, stub: str, *arguments: object) -> "subprocess.Popen[str]":
+        self._all.append(start_stub(stub, self._secrets, *arguments))
+        return self._all[-1]
+
+
+@pytest.fixture
+def processes(secrets_directory: Path, tmp_path: Path) -> Iterator[Processes]:
+    processes = Processes(secrets_directory, tmp_path)
+    yield processes
+    processes.end()
+
+
+def kill(process: "subprocess.Popen[str]") -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(10)
+
+
+def test_nothing_is_lost_or_doubled_when_a_sender_is_killed(processes: Processes) -> None:
+    """Its successor offers the whole spool again; within the session everything arrives once."""
+    processes.receiver(0, "1-a")
+    first = processes.sender("w", 300)
+    wait_until(lambda: len(processes.drained()) > 20, waiting_for="some records")
+    kill(first)
+    processes.sender("w", 300)
+    wait_until(lambda: len(processes.drained()) >= 300, waiting_for="the rest")
+    assert sorted(processes.uids("1-a")) == sorted(f"0:w-{index}" for index in range(300))
+    assert all(is_right for _, _, is_right in processes.drained())
+
+
+def test_a_receiver_that_is_killed_is_replaced_by_one_that_gets_everything(processes: Processes) -> None:
+    processes.sender("v", 150)
+    processes.sender("w", 150)
+    expected = sorted(f"0:{name}-{index}" for name in "vw" for index in range(150))
+    first = processes.receiver(0, "1-a")
+    wait_until(lambda: len(processes.uids("1-a")) > 20, waiting_for="some records")
+    kill(first)
+    processes.receiver(0, "2-b")
+    wait_until(lambda: len(processes.uids("2-b")) >= 300, waiting_for="everything, again")
+    assert sorted(processes.uids("2-b")) == expected
+    assert all(is_right for _, _, is_right in processes.drained())

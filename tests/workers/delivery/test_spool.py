@@ -1,0 +1,302 @@
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from corral.workers.delivery import spool as spool_module
+from corral.workers.delivery.spool import Spool, SpoolError
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "spool"
+
+
+def _files(directory: Path) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if name != "lock")
+
+
+def test_a_payload_is_read_back_as_it_was_written(directory: Path) -> None:
+    payload = [b"", b"header", bytes(range(256)) * 100]
+    with Spool(directory) as spool:
+        spool.append("0:a", payload)
+        spool.append("0:b", [])
+        assert spool.payload("0:a") == payload and spool.payload("0:b") == []
+        assert "0:a" in spool and "0:z" not in spool and spool.uids() == ["0:a", "0:b"] and len(spool) == 2
+        with pytest.raises(KeyError):
+            spool.payload("0:z")
+
+
+def test_a_new_process_finds_what_was_not_covered(directory: Path) -> None:
+    with Spool(directory) as spool:
+        for uid in ("0:a", "0:b", "0:c"):
+            spool.append(uid, [uid.encode(), b"tokens"])
+        spool.discard(["0:b", "0:unknown"])
+    with Spool(directory) as spool:
+        assert dict(spool.scan()) == {"0:a": [b"0:a", b"tokens"], "0:c": [b"0:c", b"tokens"]}
+
+
+def test_a_spooled_sample_cannot_be_spooled_again_until_it_is_discarded(directory: Path) -> None:
+    with Spool(directory) as spool:
+        spool.append("0:a", [b"first"])
+        with pytest.raises(ValueError, match="'0:a' is in the spool"):
+            spool.append("0:a", [b"second"])
+        spool.discard(["0:a"])
+        spool.append("0:a", [b"second"])
+    with Spool(directory) as spool:
+        assert spool.payload("0:a") == [b"second"]
+
+
+@pytest.mark.parametrize("uid", ["", "x" * 70000])
+def test_an_impossible_uid_is_refused(directory: Path, uid: str) -> None:
+    with Spool(directory) as spool, pytest.raises(ValueError, match="1 to 65535 bytes"):
+        spool.append(uid, [])
+
+
+def test_a_tail_torn_at_any_byte_costs_the_last_record_only(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Spool(directory) as spool:
+        spool.append("0:a", [b"first"])
+        spool.append("0:b", [b"second", b""])
+    (name,) = _files(directory)
+    whole = (directory / name).read_bytes()
+    with Spool(directory.parent / "one") as spool:
+        spool.append("0:a", [b"first"])
+    first_size = (directory.parent / "one" / name).stat().st_size
+    for size in range(len(whole)):
+        caplog.clear()
+        (directory / name).write_bytes(whole[:size])
+        with Spool(directory) as spool:
+            assert spool.uids() == (["0:a"] if size >= first_size else [])
+            assert bool(caplog.records) == (size not in (0, first_size))
+            spool.append("0:c", [b"after"])
+        with Spool(directory) as spool:
+            assert dict(spool.scan()) == ({"0:a": [b"first"]} if size >= first_size else {}) | {"0:c": [b"after"]}
+        for path in directory.glob("segment-*"):
+            path.unlink()
+
+
+def test_a_flipped_bit_costs_its_record_and_what_follows_in_the_segment(directory: Path) -> None:
+    with Spool(directory) as spool:
+        spool.append("0:a", [b"same size"])
+        spool.append("0:b", [b"same size"])
+    (name,) = _files(directory)
+    whole = (directory / name).read_bytes()
+    for index in range(len(whole)):
+        (directory / name).write_bytes(whole[:index] + bytes([whole[index] ^ 0x10]) + whole[index + 1 :])
+        with Spool(directory) as spool:
+            assert dict(spool.scan()) == ({} if index < len(whole) // 2 else {"0:a": [b"same size"]})
+
+
+def test_a_record_changed_while_the_spool_is_open_is_refused(directory: Path) -> None:
+    with Spool(directory) as spool:
+        spool.append("0:a", [b"first"])
+        path = directory / _files(directory)[0]
+        path.write_bytes(path.read_bytes().replace(b"first", b"worst"))
+        with pytest.raises(SpoolError, match="'0:a'.*changed on disk"):
+            spool.payload("0:a")
+
+
+def test_segments_roll_and_go_when_all_in_them_is_covered(directory: Path) -> None:
+    with Spool(directory, segment_bytes=200) as spool:
+        for index in range(12):
+            spool.append(f"0:{index}", [bytes(90)])
+        assert len(_files(directory)) == 6
+        spool.discard([f"0:{index}" for index in range(12) if index != 3])
+        assert _files(directory)[0] == "segment-00000002.spool"
+        spool.discard(["0:3"])
+        for index in range(3):
+            spool.append(f"1:{index}", [bytes(200)])
+            spool.discard([f"1:{index}"])
+        assert len(_files(directory)) <= 2
+    with Spool(directory) as spool:
+        assert spool.uids() == []
+
+
+def test_a_tombstone_outlives_the_record_that_it_kills(directory: Path) -> None:
+    with Spool(directory, segment_bytes=10_000) as spool:
+        spool.append("0:a", [b"x"])
+        spool.append("0:b", [b"x"])
+    with Spool(directory, segment_bytes=1) as spool:
+        spool.discard(["0:a"])  # this tombstone fills a segment of its own
+        spool.append("0:new", [b"x"])
+        spool.discard(["0:new"])
+    with Spool(directory, segment_bytes=1) as spool:
+        assert spool.uids() == ["0:b"]
+
+
+def test_a_failed_append_leaves_nothing_behind(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Spool(directory) as spool:
+        spool.append("0:a", [b"first"])
+        real = os.write
+
+        def half(descriptor: int, data: bytes) -> int:
+            real(descriptor, bytes(data)[: len(data) // 2])
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", half)
+            with pytest.raises(OSError, match="No space"):
+                spool.append("0:b", [b"second"])
+        assert "0:b" not in spool
+        spool.append("0:c", [b"third"])
+    with Spool(directory) as spool:
+        assert spool.uids() == ["0:a", "0:c"] and spool.payload("0:c") == [b"third"]
+
+
+def test_a_segment_that_cannot_be_cut_back_is_not_written_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Spool(directory) as spool:
+        spool.append("0:a", [b"first"])
+        real = os.write
+
+        def half(descriptor: int, data: bytes) -> int:
+            real(descriptor, bytes(data)[: len(data) // 2])
+            raise OSError(5, "Input/output error")
+
+        def broken(descriptor: int, size: int) -> None:
+            raise OSError(5, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", half)
+            patch.setattr(os, "ftruncate", broken)
+            with pytest.raises(OSError, match="Input/output"):
+                spool.append("0:b", [b"second"])
+        spool.append("0:c", [b"third"])
+    with Spool(directory) as spool:
+        assert spool.uids() == ["0:a", "0:c"]
+
+
+def test_a_record_is_on_disk_before_append_returns(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, int]] = []
+    real = os.fsync
+
+    def record(descriptor: int) -> None:
+        real(descriptor)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced.append((Path(path).name, os.fstat(descriptor).st_size if path.endswith(".spool") else 0))
+
+    monkeypatch.setattr(os, "fsync", record)
+    with Spool(directory) as spool:
+        spool.append("0:a", [b"first"])
+        size = (directory / "segment-00000001.spool").stat().st_size
+        assert ("spool", 0) in synced and synced[-1] == ("segment-00000001.spool", size)
+        spool.discard(["0:a"])
+        assert synced[-1] == ("segment-00000001.spool", (directory / "segment-00000001.spool").stat().st_size)
+
+
+def test_two_processes_cannot_hold_one_spool(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool_module, "_LOCK_TIMEOUT_S", 0.1)
+    with Spool(directory), pytest.raises(SpoolError, match="held by another process"):
+        Spool(directory)
+    with Spool(directory):
+        pass
+
+
+def test_a_closed_spool_refuses_records(directory: Path) -> None:
+    spool = Spool(directory)
+    spool.close()
+    spool.close()
+    with pytest.raises(SpoolError, match="is closed"):
+        spool.append("0:a", [])
+
+
+def test_a_killed_process_loses_no_record_that_was_stored(directory: Path) -> None:
+    code = (
+        "import itertools, sys; from pathlib import Path; from corral.workers.delivery.spool import Spool\n"
+        "spool = Spool(Path(sys.argv[1]), segment_bytes=3000)\n"
+        "for i in itertools.count(int(sys.argv[2])):\n"
+        "    spool.append(f'0:{i}', [str(i).encode() * 50, bytes(300)])\n"
+        "    print('stored', i, flush=True)\n"
+        "    if i % 3 == 0: spool.discard([f'0:{i}']); print('discarded', i, flush=True)\n"
+    )
+    stored: set[int] = set()
+    discarded: set[int] = set()
+    for start in (0, 1000, 2000):
+        command = [sys.executable, "-c", code, str(directory), str(start)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(40)]
+        process.send_signal(signal.SIGKILL)
+        lines += process.stdout.read().split("\n")[:-1]
+        process.wait(timeout=120)
+        process.stdout.close()
+        for word, number in (line.split() for line in lines):
+            (stored if word == "stored" else discarded).add(int(number))
+    with Spool(directory) as spool:
+        held = {int(uid.split(":")[1]) for uid in spool.uids()}
+        assert stored - discarded <= held | {number for number in stored if number % 3 == 0}
+        assert not held & discarded
+        assert all(spool.payload(f"0:{number}")[0] == str(number).encode() * 50 for number in held)
+
+
+class SpoolAgainstDict(RuleBasedStateMachine):
+    """A spool, however small its segments and however often reopened or torn, holds what a dict would."""
+
+    root: Path
+
+    @initialize(segment_bytes=st.sampled_from([1, 120, 400, 100_000]))
+    def open(self, segment_bytes: int) -> None:
+        self.segment_bytes = segment_bytes
+        self.directory = self.root / f"spool-{len(os.listdir(self.root))}"
+        self.expected: dict[str, list[bytes]] = {}
+        self.spool = Spool(self.directory, segment_bytes=segment_bytes)
+
+    @rule(number=st.integers(0, 9), payload=st.lists(st.binary(max_size=60), max_size=3))
+    def append(self, number: int, payload: list[bytes]) -> None:
+        uid = f"0:{number}"
+        if uid not in self.expected:
+            self.spool.append(uid, payload)
+            self.expected[uid] = payload
+
+    @rule(numbers=st.sets(st.integers(0, 9), max_size=6))
+    def discard(self, numbers: set[int]) -> None:
+        self.spool.discard([f"0:{number}" for number in numbers])
+        for number in numbers:
+            self.expected.pop(f"0:{number}", None)
+
+    @rule()
+    def reopen(self) -> None:
+        self.spool.close()
+        self.spool = Spool(self.directory, segment_bytes=self.segment_bytes)
+
+    @precondition(lambda self: self.directory.exists())
+    @rule(junk=st.binary(min_size=1, max_size=40))
+    def crash_while_writing(self, junk: bytes) -> None:
+        self.spool.close()
+        segments = sorted(self.directory.glob("segment-*"))
+        if segments:
+            with open(segments[-1], "ab") as file:
+                file.write(b"CSP1" + junk)
+        self.spool = Spool(self.directory, segment_bytes=self.segment_bytes)
+
+    @invariant()
+    def same_as_the_dict(self) -> None:
+        assert dict(self.spool.scan()) == self.expected and self.spool.uids() == list(self.expected)
+
+    def teardown(self) -> None:
+        self.spool.close()
+        shutil.rmtree(self.directory)
+
+
+def test_a_spool_behaves_like_a_dict_through_crashes(tmp_path: Path) -> None:
+    class InThisDirectory(SpoolAgainstDict):
+        root = tmp_path
+
+    run_state_machine_as_test(
+        InThisDirectory, settings=settings(max_examples=40, stateful_step_count=25, deadline=None)
+    )

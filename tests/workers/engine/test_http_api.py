@@ -1,0 +1,539 @@
+"""The embedded engine over HTTP: SGLang's requests, replies and status codes, and nothing that a client can break."""
+
+import asyncio
+import http.client
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from corral.workers.engine.engine import GenerationEngine, RequestOutput
+from corral.workers.engine.http_api import EngineServer
+from tests.workers.engine.tiny_models import load_reference, reference_greedy, reference_logprobs, save_tiny_model
+
+API_KEY = "correct horse"
+LONG = {"max_new_tokens": 3000, "ignore_eos": True}
+DEADLINE_S = 120.0
+
+ResultT = TypeVar("ResultT")
+
+
+class Secret:
+    """As the trial's secrets hand the key over."""
+
+    def reveal(self) -> str:
+        return API_KEY
+
+
+@dataclass
+class Client:
+    """A blocking client; `start` posts from a thread of its own."""
+
+    port: int
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
+
+    def call(self, method: str, path: str, body: bytes = b"", *, key: str | None = API_KEY) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        try:
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        return self.call("GET", path)
+
+    def info(self) -> dict[str, Any]:
+        status, body = self.get("/get_server_info")
+        assert status == 200
+        return dict(json.loads(body))
+
+    def post(self, path: str, body: object) -> tuple[int, Any]:
+        status, answer = self.call("POST", path, json.dumps(body).encode())
+        return status, json.loads(answer) if answer[:1] in (b"{", b"[") else answer
+
+    def generate(self, **body: Any) -> Any:
+        status, answer = self.post("/generate", body)
+        assert status == 200, answer
+        return answer
+
+    def start(self, **body: Any) -> "Future[Any]":
+        return self.pool.submit(lambda: self.generate(**body))
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S:.0f} s for {what}"
+        time.sleep(0.005)
+
+
+@dataclass
+class Served:
+    server: EngineServer
+    client: Client
+    loop: asyncio.AbstractEventLoop
+
+    def run(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(DEADLINE_S)
+
+
+@contextmanager
+def serving(engine: GenerationEngine, **options: Any) -> Iterator[Served]:
+    """The server on an event loop in a thread, as it runs in a worker process."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def create() -> EngineServer:
+        return EngineServer(engine, Secret(), "127.0.0.1", **options)
+
+    server = asyncio.run_coroutine_threadsafe(create(), loop).result(DEADLINE_S)
+    client = Client(asyncio.run_coroutine_threadsafe(server.start(), loop).result(DEADLINE_S))
+    try:
+        yield Served(server, client, loop)
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(DEADLINE_S)
+        client.pool.shutdown()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(DEADLINE_S)
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [save_tiny_model(root / f"v{seed}", seed=seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def references(directories: list[Path]) -> list[Any]:
+    return [load_reference(directory) for directory in directories]
+
+
+@pytest.fixture(scope="module")
+def shared(directories: list[Path]) -> Iterator[Served]:
+    engine = GenerationEngine(directories[0], version="1.0", max_running_requests=16)
+    with serving(engine, max_body_bytes=100_000, max_queued_requests=20) as served:
+        yield served
+
+
+@pytest.fixture
+def client(shared: Served, directories: list[Path]) -> Client:
+    """The module's server, idle and with the first weights again."""
+    client = shared.client
+    client.post("/continue_generation", {})
+    client.post("/abort_request", {"abort_all": True})
+    if client.info()["weight_version"] != "1.0":
+        client.post("/update_weights_from_disk", {"model_path": str(directories[0]), "weight_version": "1.0"})
+    return client
+
+
+def start_running(client: Client, count: int = 1, **sampling: Any) -> "list[Future[Any]]":
+    """Requests that are surely under way, some tokens in."""
+    before = client.info()["tokens_generated"]
+    futures = [
+        client.start(input_ids=[7, index], sampling_params={**LONG, **sampling}, return_logprob=True, rid=f"r{index}")
+        for index in range(count)
+    ]
+    wait_until(
+        lambda: (info := client.info())["running"] == count and info["tokens_generated"] > before + 5 * count,
+        "the requests to run",
+    )
+    return futures
+
+
+def test_a_single_prompt_is_answered_as_sglang_answers(client: Client, references: list[Any]) -> None:
+    prompt = [7, 31, 15, 8]
+    answer = client.generate(
+        input_ids=prompt,
+        sampling_params={"max_new_tokens": 3, "temperature": 0, "ignore_eos": True},
+        return_logprob=True,
+        logprob_start_len=0,
+        rid="mine",
+    )
+    expected = reference_greedy(references[0], prompt, max_new_tokens=3)
+    meta = answer["meta_info"]
+    assert answer["output_ids"] == expected
+    assert meta["id"] == "mine"
+    assert meta["finish_reason"] == {"type": "length", "length": 3}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (4, 3, 0)
+    assert (meta["weight_version"], meta["num_retractions"]) == ("1.0", 0)
+    assert meta["weight_versions"] == [{"version": "1.0", "start": 0, "end": 3}]
+    assert [[token_id, text] for _, token_id, text in meta["output_token_logprobs"]] == [[t, None] for t in expected]
+    assert meta["output_token_logprobs_length"] == 3
+    logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
+    assert logprobs == pytest.approx(reference_logprobs(references[0], prompt, expected).tolist(), abs=1e-4)
+    assert [token_id for _, token_id, _ in meta["input_token_logprobs"]] == prompt
+    assert meta["input_token_logprobs"][0] == [None, 7, None]
+    scored = [logprob for logprob, _, _ in meta["input_token_logprobs"][1:]]
+    assert scored == pytest.approx(reference_logprobs(references[0], prompt[:1], prompt[1:]).tolist(), abs=1e-4)
+
+
+def test_batches_and_several_samples_are_answered_as_one_flat_list(client: Client) -> None:
+    sampling = {"max_new_tokens": 4, "ignore_eos": True}
+    [only] = client.generate(input_ids=[[5, 6]], sampling_params=sampling)
+    assert len(only["output_ids"]) == 4
+    assert "output_token_logprobs" not in only["meta_info"]
+    answers = client.generate(input_ids=[[5, 6], [7]], sampling_params={**sampling, "n": 3}, rid=["a", "b"])
+    assert [answer["meta_info"]["id"] for answer in answers] == ["a", "a", "a", "b", "b", "b"]
+    assert len({tuple(answer["output_ids"]) for answer in answers[:3]}) == 3
+    assert len(client.generate(input_ids=[7], sampling_params={**sampling, "n": 2})) == 2
+
+
+def test_a_stop_token_ends_the_answer_and_is_named(client: Client, references: list[Any]) -> None:
+    greedy = reference_greedy(references[0], [7], max_new_tokens=20)
+    sampling = {"max_new_tokens": 20, "temperature": 0, "stop_token_ids": [greedy[8]], "ignore_eos": True}
+    answer = client.generate(input_ids=[7], sampling_params=sampling)
+    assert answer["output_ids"] == greedy[: greedy.index(greedy[8]) + 1]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": greedy[8]}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "input_ids: Field required"),
+        ({"input_ids": []}, "the prompt is empty"),
+        ({"input_ids": [[1], []]}, "the prompt is empty"),
+        ({"input_ids": [3, 64]}, "token id 64 at position 1 of the prompt is outside the vocabulary [0, 64)"),
+        ({"input_ids": [3, -1]}, "token id -1 at position 1"),
+        ({"input_ids": [10**30]}, "outside the vocabulary"),
+        ({"input_ids": ["a"]}, "input_ids"),
+        ({"input_ids": [True]}, "input_ids"),
+        ({"input_ids": [[[1]]]}, "input_ids"),
+        ({"input_ids": [1] * 4000}, "may reach 4128 tokens, more than the model's context length of 4096"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 10**20}}, "context length of 4096"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens must be at least 1, got 0"),
+        ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature must be a finite number >= 0"),
+        ({"input_ids": [1], "sampling_params": {"temperature": float("nan")}}, "temperature"),
+        ({"input_ids": [1], "sampling_params": {"temperature": 1e999}}, "temperature"),
+        ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p must be in (0, 1], got 0"),
+        ({"input_ids": [1], "sampling_params": {"top_k": -2}}, "top_k must be at least 1, or -1"),
+        ({"input_ids": [1], "sampling_params": {"n": 0}}, "sampling_params.n"),
+        ({"input_ids": [1], "sampling_params": {"frequency_penalty": 1.0}}, "sampling_params.frequency_penalty"),
+        ({"input_ids": [1], "stream": True}, "stream"),
+        ({"text": "hello"}, "text"),
+        ({"input_ids": [1], "logprob_start_len": 1, "return_logprob": True}, "logprob_start_len must be below"),
+        ({"input_ids": [[1], [2]], "rid": ["a"]}, "rid lists 1 names for 2 prompts"),
+        ([1, 2], "should be an object"),
+    ],
+)
+def test_a_wrong_generate_request_is_answered_400_and_says_why(client: Client, body: Any, message: str) -> None:
+    status, answer = client.post("/generate", body)
+    assert status == 400
+    assert message in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", b"{"),
+        ("/generate", b"\xff\xfe"),
+        ("/generate", b"[" * 50_000),
+        ("/generate", b'{"input_ids": "\\ud800"}'),
+        ("/pause_generation", b'{"mode": "later"}'),
+        ("/pause_generation", b"null"),
+        ("/abort_request", b"{}"),
+        ("/abort_request", b'{"rid": 5}'),
+        ("/update_weights_from_disk", b'{"model_path": "/tmp"}'),
+        ("/update_weights_from_disk", b'{"model_path": "", "weight_version": "1"}'),
+    ],
+)
+def test_a_malformed_body_is_answered_400_with_a_message(client: Client, path: str, body: bytes) -> None:
+    status, answer = client.call("POST", path, body)
+    assert status == 400
+    assert json.loads(answer)["error"]["message"]
+
+
+def test_a_body_beyond_the_limit_is_answered_413(client: Client) -> None:
+    assert client.call("POST", "/generate", b" " * 100_001)[0] == 413
+
+
+@pytest.mark.parametrize("key", [None, "", "wrong", API_KEY + "x", "h\xe9"])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/generate"),
+        ("POST", "/abort_request"),
+        ("POST", "/pause_generation"),
+        ("POST", "/continue_generation"),
+        ("POST", "/update_weights_from_disk"),
+        ("POST", "/flush_cache"),
+        ("GET", "/flush_cache"),
+        ("GET", "/health"),
+        ("GET", "/ready"),
+        ("GET", "/get_model_info"),
+        ("GET", "/get_server_info"),
+        ("GET", "/metrics"),
+        ("GET", "/no_such_endpoint"),
+    ],
+)
+def test_every_endpoint_is_closed_without_the_key(client: Client, method: str, path: str, key: str | None) -> None:
+    status, answer = client.call(method, path, key=key)
+    assert status == 401
+    assert API_KEY not in answer.decode()
+
+
+def test_unknown_paths_and_methods_are_answered_404_and_405(client: Client) -> None:
+    assert client.get("/no_such_endpoint")[0] == 404
+    assert client.get("/generate")[0] == 405
+
+
+def test_the_server_tells_its_model_state_and_metrics(client: Client, directories: list[Path]) -> None:
+    status, body = client.get("/get_model_info")
+    model = json.loads(body)
+    assert (status, model["model_path"], model["weight_version"]) == (200, str(directories[0]), "1.0")
+    assert model["model_type"] == "qwen2"
+    assert client.get("/health")[0] == client.get("/ready")[0] == 200
+    start_running(client, 2)
+    info = client.info()
+    assert (info["running"], info["queued"], info["weight_version"]) == (2, 0, "1.0")
+    metrics = client.get("/metrics")[1].decode()
+    values = dict(line.split() for line in metrics.splitlines() if not line.startswith("#"))
+    assert values["sglang:num_running_reqs"] == "2"
+    assert float(values["sglang:num_used_tokens"]) > 4
+    assert float(values["sglang:gen_throughput"]) >= 0
+
+
+def test_progress_for_heartbeats_moves_with_the_tokens(shared: Served, client: Client) -> None:
+    before = shared.server.progress()
+    client.generate(input_ids=[7], sampling_params={"max_new_tokens": 9, "ignore_eos": True})
+    after = shared.server.progress()
+    assert after["tokens_generated"] == before["tokens_generated"] + 9
+    assert (after["running"], after["queued"], after["version"]) == (0, 0, "1.0")
+
+
+def test_an_aborted_request_is_answered_with_its_tokens_so_far(client: Client) -> None:
+    first, second = start_running(client, 2)
+    assert client.post("/abort_request", {"rid": "nobody"}) == (200, b"")
+    assert client.post("/abort_request", {"rid": "r0"}) == (200, b"")
+    answer = first.result(DEADLINE_S)
+    assert answer["meta_info"]["finish_reason"] == {
+        "type": "abort",
+        "message": "Aborted",
+        "status_code": None,
+        "err_type": None,
+    }
+    assert 0 < len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 3000
+    assert not second.done()
+    client.post("/abort_request", {"abort_all": True})
+    assert second.result(DEADLINE_S)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_a_client_that_hangs_up_frees_its_row(client: Client) -> None:
+    body = json.dumps({"input_ids": [7], "sampling_params": LONG}).encode()
+    with socket.create_connection(("127.0.0.1", client.port), DEADLINE_S) as connection:
+        connection.sendall(raw_request(body))
+        wait_until(lambda: client.info()["running"] == 1, "the request to run")
+    wait_until(lambda: client.info()["running"] == 0, "the request to be aborted")
+
+
+def test_a_paused_server_is_not_ready_and_new_requests_wait(client: Client) -> None:
+    for _ in range(2):
+        status, answer = client.post("/pause_generation", {"mode": "retract"})
+        assert (status, answer["status"]) == (200, "ok")
+    assert client.get("/ready")[0] == client.get("/health")[0] == 503
+    waiting = client.start(input_ids=[7], sampling_params={"max_new_tokens": 3, "ignore_eos": True})
+    wait_until(lambda: client.info()["queued"] == 1, "the request to queue")
+    for _ in range(2):
+        assert client.post("/continue_generation", {})[0] == 200
+    assert len(waiting.result(DEADLINE_S)["output_ids"]) == 3
+    assert client.get("/ready")[0] == client.get("/health")[0] == 200
+
+
+def test_pausing_in_abort_mode_ends_the_requests(client: Client) -> None:
+    [running] = start_running(client)
+    assert client.post("/pause_generation", {})[0] == 200
+    assert running.result(DEADLINE_S)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_the_cache_is_not_flushed_under_running_requests(client: Client) -> None:
+    assert client.get("/flush_cache") == (200, b"Cache flushed.\n")
+    start_running(client)
+    assert client.call("POST", "/flush_cache") == (400, b"Flush cache failed.\n")
+    client.post("/pause_generation", {"mode": "in_place"})
+    assert client.get("/flush_cache")[0] == 400
+    client.post("/pause_generation", {"mode": "retract"})
+    assert client.get("/flush_cache")[0] == 200
+
+
+def update(client: Client, directory: Path, version: str, **options: Any) -> tuple[int, Any]:
+    return client.post(
+        "/update_weights_from_disk", {"model_path": str(directory), "weight_version": version, **options}
+    )
+
+
+def test_a_request_interrupted_by_an_update_carries_both_versions_and_each_ones_logprobs(
+    client: Client, directories: list[Path], references: list[Any]
+) -> None:
+    futures = start_running(client, 2, temperature=0.9, max_new_tokens=1500)
+    client.post("/pause_generation", {"mode": "retract"})
+    status, answer = update(client, directories[1], "1.1")
+    assert (status, answer["success"], answer["num_paused_requests"]) == (200, True, 2)
+    assert answer["message"] == "Succeeded to update model weights. Weight version updated to 1.1."
+    client.post("/continue_generation", {})
+    for index, future in enumerate(futures):
+        meta = (reply := future.result(DEADLINE_S))["meta_info"]
+        old, new = meta["weight_versions"]
+        assert (old["version"], new["version"], meta["weight_version"]) == ("1.0", "1.1", "1.1")
+        assert (old["start"], old["end"], new["end"]) == (0, new["start"], 1500)
+        assert meta["num_retractions"] == 1
+        logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
+        by_old, by_new = (
+            reference_logprobs(reference, [7, index], reply["output_ids"], temperature=0.9).tolist()
+            for reference in references
+        )
+        assert logprobs[: old["end"]] == pytest.approx(by_old[: old["end"]], abs=1e-3)
+        assert logprobs[old["end"] :] == pytest.approx(by_new[old["end"] :], abs=1e-3)
+
+
+def test_updating_in_place_keeps_the_cache_and_says_so_when_a_flush_was_asked_for(
+    client: Client, directories: list[Path]
+) -> None:
+    [running] = start_running(client, max_new_tokens=1500)
+    client.post("/pause_generation", {"mode": "in_place"})
+    status, answer = update(client, directories[1], "1.1", flush_cache=True)
+    assert (status, answer["success"]) == (400, False)
+    assert "the cache was not flushed because requests are still running" in answer["message"]
+    assert json.loads(client.get("/get_model_info")[1])["weight_version"] == "1.1"
+    status, answer = update(client, directories[0], "1.2", flush_cache=False)
+    assert (status, answer["success"]) == (200, True)
+    client.post("/continue_generation", {})
+    meta = running.result(DEADLINE_S)["meta_info"]
+    assert [span["version"] for span in meta["weight_versions"]] == ["1.0", "1.2"]
+    assert meta["num_retractions"] == 0
+
+
+def test_an_update_without_pause_waits_for_what_is_in_flight(client: Client, directories: list[Path]) -> None:
+    [before] = start_running(client, max_new_tokens=600)
+    assert update(client, directories[1], "1.1")[0] == 200
+    assert before.result(DEADLINE_S)["meta_info"]["weight_versions"] == [{"version": "1.0", "start": 0, "end": 600}]
+    after = client.generate(input_ids=[9], sampling_params={"max_new_tokens": 5, "ignore_eos": True})
+    assert after["meta_info"]["weight_versions"] == [{"version": "1.1", "start": 0, "end": 5}]
+
+
+def test_an_update_may_abort_what_is_in_flight(client: Client, directories: list[Path]) -> None:
+    futures = start_running(client, 3)
+    assert update(client, directories[1], "1.1", abort_all_requests=True)[0] == 200
+    for future in futures:
+        meta = future.result(DEADLINE_S)["meta_info"]
+        assert meta["finish_reason"]["type"] == "abort"
+        assert [span["version"] for span in meta["weight_versions"]] == ["1.0"]
+
+
+def test_bad_weights_are_answered_400_and_the_old_ones_serve_on(
+    client: Client, references: list[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    for path in (str(tmp_path), str(tmp_path / "absent"), "/dev/null", "\0", "a" * 10_000):
+        status, answer = client.post("/update_weights_from_disk", {"model_path": path, "weight_version": "1.1"})
+        assert (status, answer["success"]) == (400, False), answer
+        assert "weights in" in answer["message"]
+    answer = client.generate(input_ids=[7], sampling_params={"max_new_tokens": 8, "temperature": 0, "ignore_eos": True})
+    assert answer["output_ids"] == reference_greedy(references[0], [7], max_new_tokens=8)
+    assert answer["meta_info"]["weight_version"] == "1.0"
+
+
+def test_a_full_queue_is_answered_503(client: Client) -> None:
+    client.post("/pause_generation", {})
+    prompts = [[7]] * 36
+    waiting = client.start(input_ids=prompts, sampling_params={"max_new_tokens": 2, "ignore_eos": True})
+    wait_until(lambda: client.info()["queued"] == 36, "the requests to queue")
+    status, answer = client.post("/generate", {"input_ids": [7]})
+    assert status == 503
+    assert "36 of at most 36 requests are in flight" in answer["error"]["message"]
+    client.post("/continue_generation", {})
+    assert len(waiting.result(DEADLINE_S)) == 36
+
+
+def test_a_request_that_no_empty_queue_could_hold_is_answered_400(client: Client) -> None:
+    """503 would make its sender wait for room that never comes."""
+    status, answer = client.post("/generate", {"input_ids": [[7]] * 37})
+    assert status == 400
+    assert "37 answers in one request are more than this server ever holds, 36" in answer["error"]["message"]
+
+
+def raw_request(body: bytes, headers: bytes = b"") -> bytes:
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {API_KEY}\r\nContent-Length: {len(body)}\r\n"
+    return head.encode() + headers + b"\r\n" + body
+
+
+def test_a_thousand_random_blobs_do_not_harm_the_server(client: Client, references: list[Any]) -> None:
+    generator = random.Random(7)
+    valid = json.dumps({"input_ids": [7, 8], "sampling_params": {"max_new_tokens": 2}}).encode()
+
+    def blob(index: int) -> bytes:
+        noise = generator.randbytes(generator.randrange(1, 300))
+        spoilt = bytearray(valid)
+        for _ in range(3):
+            spoilt[generator.randrange(len(spoilt))] = generator.randrange(256)
+        kinds = [
+            noise,
+            raw_request(noise),
+            raw_request(bytes(spoilt)),
+            raw_request(noise, b"Content-Encoding: gzip\r\n"),
+            raw_request(valid, b"Transfer-Encoding: chunked\r\n"),
+            raw_request(valid)[: generator.randrange(5, 150)],
+        ]
+        return kinds[index % len(kinds)]
+
+    for index in range(1000):
+        with socket.create_connection(("127.0.0.1", client.port), DEADLINE_S) as connection:
+            connection.sendall(blob(index))
+            if index % 10 == 0:  # most clients just vanish; some wait for their answer
+                connection.shutdown(socket.SHUT_WR)
+                connection.settimeout(DEADLINE_S)
+                connection.recv(4096)
+    answer = client.generate(input_ids=[7], sampling_params={"max_new_tokens": 8, "temperature": 0, "ignore_eos": True})
+    assert answer["output_ids"] == reference_greedy(references[0], [7], max_new_tokens=8)
+    wait_until(lambda: client.info()["running"] == 0, "the requests of vanished clients to end")
+
+
+def test_an_update_that_waits_too_long_changes_nothing(directories: list[Path]) -> None:
+    with serving(GenerationEngine(directories[0], version="1.0"), update_timeout_s=0.1) as served:
+        start_running(served.client)
+        status, answer = update(served.client, directories[1], "1.1")
+        assert (status, answer["success"]) == (400, False)
+        assert "did not end within 0.1 s, so the weights were not changed" in answer["message"]
+        after = served.client.generate(input_ids=[9], sampling_params={"max_new_tokens": 5, "ignore_eos": True})
+        assert after["meta_info"]["weight_versions"] == [{"version": "1.0", "start": 0, "end": 5}]
+
+
+class FailingEngine(GenerationEngine):
+    """Fails at its first step, as when a device is lost."""
+
+    def step(self) -> list[RequestOutput]:
+        raise RuntimeError("the device is gone")
+
+
+def test_a_failed_engine_answers_everyone_and_reports_itself(directories: list[Path]) -> None:
+    with serving(FailingEngine(directories[0])) as served:
+        client = served.client
+        client.post("/pause_generation", {})
+        waiting = client.pool.submit(lambda: client.post("/generate", {"input_ids": [7]}))
+        wait_until(lambda: client.info()["queued"] == 1, "the request to queue")
+        client.post("/continue_generation", {})
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            served.run(served.server.wait_ended())
+        status, answer = waiting.result(DEADLINE_S)
+        assert status == 503
+        assert "the device is gone" in answer["error"]["message"]
+        assert client.get("/health")[0] == 503
+        assert client.post("/generate", {"input_ids": [7]})[0] == 503
+
+
+def test_stopping_the_server_answers_what_is_in_flight(directories: list[Path]) -> None:
+    with serving(GenerationEngine(directories[0])) as served:
+        [running] = start_running(served.client)
+    assert running.result(DEADLINE_S)["meta_info"]["finish_reason"]["type"] == "abort"

@@ -1,0 +1,129 @@
+"""The engine's thread: commands take effect in their order, and everyone who waits is answered."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.workers.engine.engine import (
+    GenerationEngine,
+    GenerationRequest,
+    PauseMode,
+    RequestOutput,
+    SamplingParams,
+)
+from corral.workers.engine.loop import EngineLoop, EngineStoppedError
+from corral.workers.engine.requests import AbortFinish
+from tests.workers.engine.tiny_models import save_tiny_model
+
+DEADLINE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [save_tiny_model(root / f"v{seed}", seed=seed) for seed in range(3)]
+
+
+@pytest.fixture
+def loop(directories: list[Path]) -> Iterator[EngineLoop]:
+    with EngineLoop(GenerationEngine(directories[0], version="1.0")) as loop:
+        yield loop
+
+
+def request(name: str, *, max_new_tokens: int = 200) -> GenerationRequest:
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+    return GenerationRequest(request_id=name, prompt=(7, 8), sampling=sampling)
+
+
+def versions(output: RequestOutput) -> list[str]:
+    return [span.version for span in output.weight_versions]
+
+
+def update(loop: EngineLoop, directory: Path, version: str, **options: Any) -> Any:
+    staged = loop.engine.stage_weights(directory)
+    options = {"flush_cache": True, "abort_all_requests": False, **options}
+    return loop.update(staged, version=version, **options)
+
+
+def test_an_update_divides_requests_into_those_before_and_those_after(
+    loop: EngineLoop, directories: list[Path]
+) -> None:
+    before = loop.submit(request("before"))
+    first = update(loop, directories[1], "1.1")
+    second = update(loop, directories[2], "1.2")
+    after = loop.submit(request("after"))
+    assert versions(before.result(DEADLINE_S)) == ["1.0"]
+    assert versions(after.result(DEADLINE_S)) == ["1.2"]
+    assert not first.result(DEADLINE_S).is_cache_stale
+    assert not second.result(DEADLINE_S).is_cache_stale
+
+
+def test_a_pause_during_a_drain_lets_the_update_through(loop: EngineLoop, directories: list[Path]) -> None:
+    before = loop.submit(request("before", max_new_tokens=3000))
+    updating = update(loop, directories[1], "1.1")
+    held = loop.submit(request("held"))
+    loop.pause(PauseMode.RETRACT).result(DEADLINE_S)
+    assert updating.result(DEADLINE_S).num_in_flight == 2
+    loop.resume()
+    assert versions(held.result(DEADLINE_S)) == ["1.1"]
+    loop.abort(None).result(DEADLINE_S)
+    assert versions(before.result(DEADLINE_S))[-1] == "1.1"
+
+
+def test_an_update_given_up_changes_nothing_and_frees_the_held_requests(
+    loop: EngineLoop, directories: list[Path]
+) -> None:
+    loop.submit(request("before", max_new_tokens=4000))
+    updating = update(loop, directories[1], "1.1")
+    held = loop.submit(request("held"))
+    assert loop.cancel_update(updating).result(DEADLINE_S)
+    with pytest.raises(TimeoutError, match="given up while it waited"):
+        updating.result(DEADLINE_S)
+    assert versions(held.result(DEADLINE_S)) == ["1.0"]
+    assert not loop.cancel_update(updating).result(DEADLINE_S)
+
+
+def test_a_request_id_in_flight_is_not_taken_twice_but_may_come_again(loop: EngineLoop) -> None:
+    first = loop.submit(request("a"))
+    with pytest.raises(ValueError, match="request id 'a' is already in flight"):
+        loop.submit(request("a")).result(DEADLINE_S)
+    assert len(first.result(DEADLINE_S).output_ids) == 200
+    assert len(loop.submit(request("a")).result(DEADLINE_S).output_ids) == 200
+
+
+def test_stopping_ends_running_and_held_requests_as_aborted_and_refuses_new_ones(
+    directories: list[Path],
+) -> None:
+    with EngineLoop(GenerationEngine(directories[0])) as loop:
+        running = loop.submit(request("running", max_new_tokens=4000))
+        updating = update(loop, directories[1], "1.1")
+        held = loop.submit(request("held"))
+    assert running.result(0).finish_reason == held.result(0).finish_reason == AbortFinish()
+    with pytest.raises(EngineStoppedError, match="has stopped"):
+        updating.result(0)
+    with pytest.raises(EngineStoppedError, match="has stopped"):
+        loop.submit(request("late")).result(0)
+    assert loop.ended.result(0) is None
+
+
+class FailingEngine(GenerationEngine):
+    """Fails at its third step."""
+
+    def step(self) -> list[RequestOutput]:
+        if self.steps == 2:
+            raise RuntimeError("the device is gone")
+        return super().step()
+
+
+def test_a_failing_step_answers_everyone_and_ends_the_loop(directories: list[Path]) -> None:
+    with EngineLoop(FailingEngine(directories[0])) as loop:
+        waiting = [loop.submit(request(name)) for name in "ab"]
+        for future in waiting:
+            with pytest.raises(EngineStoppedError, match="has failed: .*the device is gone"):
+                future.result(DEADLINE_S)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            loop.ended.result(DEADLINE_S)
+        with pytest.raises(EngineStoppedError):
+            loop.submit(request("late")).result(0)

@@ -1,0 +1,111 @@
+"""Sampling follows the distribution it says, exactly where it must: support, greedy rows, neighbours."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corral.workers.engine.sampling import SamplingBatch, SamplingParams, sample_tokens
+
+LOGITS = [2.0, 1.5, 0.5, 0.0, -0.5, -1.0, -4.0, 1.0]
+NUM_DRAWS = 40_000
+
+
+def draw(rows: list[SamplingParams], logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = SamplingBatch.of(rows, vocab_size=logits.shape[-1], device=torch.device("cpu"))
+    return sample_tokens(logits, batch, uniforms)
+
+
+def exact_distribution(temperature: float, top_p: float, top_k: int) -> list[float]:
+    """By a slow loop in double precision: take tokens in order of probability while both limits allow."""
+    weights = [math.exp(logit / temperature) for logit in LOGITS]
+    probabilities = [weight / sum(weights) for weight in weights]
+    kept = [0.0] * len(LOGITS)
+    mass = 0.0
+    for rank, token in enumerate(sorted(range(len(LOGITS)), key=lambda token: -probabilities[token])):
+        if mass >= top_p or (top_k != -1 and rank >= top_k):
+            break
+        kept[token] = probabilities[token]
+        mass += probabilities[token]
+    return [probability / mass for probability in kept]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"),
+    [(1.0, 1.0, -1), (0.5, 1.0, -1), (2.0, 1.0, 3), (1.0, 0.7, -1), (1.5, 0.9, 4), (1.0, 0.3, -1), (1.0, 1.0, 100)],
+)
+def test_draws_follow_the_truncated_distribution(temperature: float, top_p: float, top_k: int) -> None:
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+    uniforms = torch.rand(NUM_DRAWS, generator=torch.Generator().manual_seed(5))
+    logits = torch.tensor([LOGITS]).expand(NUM_DRAWS, -1)
+    token_ids, logprobs = draw([params] * NUM_DRAWS, logits, uniforms)
+    counts = token_ids.bincount(minlength=len(LOGITS)).tolist()
+    for count, probability in zip(counts, exact_distribution(temperature, top_p, top_k), strict=True):
+        deviation = math.sqrt(NUM_DRAWS * probability * (1 - probability))
+        assert abs(count - NUM_DRAWS * probability) <= 5 * deviation  # zero deviation: never, or always, drawn
+    untruncated = torch.log_softmax(torch.tensor(LOGITS) / temperature, dim=-1)
+    torch.testing.assert_close(logprobs, untruncated[token_ids])
+
+
+def test_temperature_zero_takes_the_most_likely_token_with_its_model_logprob() -> None:
+    token_ids, logprobs = draw([SamplingParams(temperature=0)], torch.tensor([LOGITS]), torch.tensor([0.99]))
+    assert token_ids.tolist() == [0]
+    torch.testing.assert_close(logprobs, torch.log_softmax(torch.tensor(LOGITS), dim=-1)[:1])
+
+
+def test_a_row_draws_the_same_token_whatever_its_neighbours_ask_for() -> None:
+    uniforms = torch.rand(64, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(2))
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.5},
+        {"top_k": 3},
+        {"temperature": 0},
+        {"temperature": 0.3, "top_p": 0.9},
+    ]
+    rows = [SamplingParams(**kinds[index % len(kinds)]) for index in range(64)]
+    together, logprobs_together = draw(rows, logits, uniforms)
+    for index, params in enumerate(rows):
+        alone, logprob_alone = draw([params], logits[index : index + 1], uniforms[index : index + 1])
+        assert alone.tolist() == together[index : index + 1].tolist()
+        torch.testing.assert_close(logprob_alone, logprobs_together[index : index + 1])
+
+
+@given(
+    logits=st.lists(st.floats(min_value=-200, max_value=200, width=32), min_size=2, max_size=40),
+    uniform=st.one_of(st.floats(min_value=0, max_value=1, width=32), st.just(1.0), st.just(1 - 2**-24)),
+    top_k=st.sampled_from([-1, 1, 2, 50]),
+    top_p=st.sampled_from([1.0, 0.9, 1e-6]),
+)
+def test_no_uniform_number_draws_a_token_without_probability(
+    logits: list[float], uniform: float, top_k: int, top_p: float
+) -> None:
+    row = torch.tensor([logits])
+    token_ids, logprobs = draw([SamplingParams(top_k=top_k, top_p=top_p)], row, torch.tensor([uniform]))
+    probabilities = torch.softmax(row, dim=-1)[0]
+    drawn = probabilities[token_ids[0]]
+    assert drawn > 0
+    assert torch.isfinite(logprobs).all()
+    if top_k != -1:
+        assert int((probabilities > drawn).sum()) < top_k
+    if top_p == 1e-6:
+        assert drawn == probabilities.max()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be a finite number >= 0 .* got -0.1"),
+        ({"temperature": math.nan}, "temperature .* got nan"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.1}, "top_p .* got 1.1"),
+        ({"top_k": 0}, "top_k must be at least 1, or -1 .* got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+    ],
+)
+def test_sampling_parameters_out_of_range_are_refused_by_name_and_value(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**wrong)

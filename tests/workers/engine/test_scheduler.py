@@ -1,0 +1,128 @@
+"""Continuous batching as a state machine: first come, first served, within the rows and the rectangle of the cache."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corral.workers.engine.scheduler import BatchScheduler, Vacancy
+
+
+@dataclass(frozen=True)
+class Item:
+    name: int
+    reserved_tokens: int
+
+
+def scheduler_of(*reserved: int, rows: int = 3, tokens: int = 100) -> BatchScheduler[Item]:
+    scheduler: BatchScheduler[Item] = BatchScheduler(max_running_requests=rows, max_total_tokens=tokens)
+    for name, size in enumerate(reserved):
+        scheduler.add(Item(name, size))
+    return scheduler
+
+
+def has_name(name: int, item: Item) -> bool:
+    return item.name == name
+
+
+def names(items: list[Item]) -> list[int]:
+    return [item.name for item in items]
+
+
+def test_requests_are_admitted_in_order_until_the_rows_are_full() -> None:
+    scheduler = scheduler_of(10, 10, 10, 10)
+    assert names(scheduler.admit()) == [0, 1, 2]
+    assert scheduler.num_queued == 1
+
+
+def test_the_longest_reservation_counts_for_every_row() -> None:
+    scheduler = scheduler_of(10, 50, 10)
+    assert names(scheduler.admit()) == [0, 1]  # a third row would make 3 x 50 > 100
+
+
+def test_a_long_request_is_not_passed_over_by_short_ones() -> None:
+    scheduler = scheduler_of(10, 100, 10)
+    assert names(scheduler.admit()) == [0]
+    scheduler.remove(0)
+    assert names(scheduler.admit()) == [1]
+
+
+def test_a_request_that_could_never_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="may need 101 tokens of cache but max_total_tokens is 100"):
+        scheduler_of(101)
+
+
+def test_the_last_row_moves_into_the_gap() -> None:
+    scheduler = scheduler_of(10, 10, 10)
+    scheduler.admit()
+    assert scheduler.remove(0) == Vacancy(row=0, moved_from=2)
+    assert names(scheduler.running) == [2, 1]
+    assert scheduler.remove(1) == Vacancy(row=1, moved_from=None)
+
+
+def test_retracted_requests_go_before_those_that_waited() -> None:
+    scheduler = scheduler_of(10, 10, 10, 10)
+    scheduler.admit()
+    assert names(scheduler.retract()) == [0, 1, 2]
+    assert names(scheduler.admit()) == [0, 1, 2]
+
+
+def test_a_drain_holds_new_requests_until_it_ends() -> None:
+    scheduler = scheduler_of(10)
+    scheduler.begin_drain()
+    scheduler.add(Item(1, 10))
+    assert names(scheduler.admit()) == [0]
+    assert not scheduler.is_drained
+    scheduler.remove(0)
+    assert scheduler.admit() == []
+    assert scheduler.is_drained
+    scheduler.end_drain()
+    assert names(scheduler.admit()) == [1]
+
+
+@given(
+    operations=st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.integers(1, 60)),
+            st.tuples(st.sampled_from(["admit", "retract", "drain", "end_drain"]), st.just(0)),
+            st.tuples(st.sampled_from(["remove", "withdraw"]), st.integers(0, 100)),
+        ),
+        max_size=60,
+    ),
+    rows=st.integers(1, 5),
+)
+def test_no_request_is_lost_doubled_or_run_beyond_the_limits(operations: list[tuple[str, int]], rows: int) -> None:
+    scheduler = scheduler_of(rows=rows, tokens=120)
+    alive: set[int] = set()
+    for name, (operation, value) in enumerate(operations):
+        match operation:
+            case "add":
+                scheduler.add(Item(name, value))
+                alive.add(name)
+            case "admit":
+                scheduler.admit()
+            case "retract":
+                scheduler.retract()
+            case "drain":
+                scheduler.begin_drain()
+            case "end_drain":
+                scheduler.end_drain()
+            case "remove" if scheduler.running:
+                row = value % len(scheduler.running)
+                alive.discard(scheduler.running[row].name)
+                scheduler.remove(row)
+            case "withdraw":
+                alive.difference_update(names(scheduler.withdraw(partial(has_name, value))))
+        present = [*names(scheduler.running), *(item.name for item in (*scheduler.waiting, *scheduler.held))]
+        assert sorted(present) == sorted(alive)
+        assert len(scheduler.running) <= rows
+        assert len(scheduler.running) * scheduler.longest_reserved <= 120
+    scheduler.end_drain()
+    for _ in range(len(alive)):  # every waiting request runs once the rows before it are free
+        if not scheduler.running:
+            assert scheduler.admit()
+        alive.discard(scheduler.running[0].name)
+        scheduler.remove(0)
+    assert not alive

@@ -1,0 +1,203 @@
+"""New weights are taken over whole or not at all."""
+
+import gc
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from corral.workers.checkpoint.checkpoint import write_manifest
+from corral.workers.engine.engine import (
+    GenerationEngine,
+    GenerationRequest,
+    SamplingParams,
+    WeightsRejectedError,
+)
+from corral.workers.engine.linear import Linear
+from corral.workers.engine.weights import WeightLayout, stage_weights
+from tests.workers.engine.tiny_models import load_reference, reference_greedy, save_tiny_model
+
+REQUEST = GenerationRequest(
+    request_id="a", prompt=(5, 9, 3), sampling=SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+)
+
+
+@pytest.fixture(scope="module")
+def old_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "old", seed=0)
+
+
+@pytest.fixture(scope="module")
+def new_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "new", seed=1)
+
+
+def greedy(engine: GenerationEngine) -> list[int]:
+    return list(engine.generate([REQUEST])[0].output_ids)
+
+
+def test_an_update_serves_what_transformers_would_load(old_directory: Path, new_directory: Path) -> None:
+    engine = GenerationEngine(old_directory, version="1.0")
+    engine.update_weights(new_directory, version="1.1")
+    assert greedy(engine) == reference_greedy(load_reference(new_directory), REQUEST.prompt, max_new_tokens=12)
+    assert engine.version == "1.1"
+
+
+def test_an_update_also_renews_the_packed_copies_of_large_weights(tmp_path: Path) -> None:
+    old, new = (save_tiny_model(tmp_path / f"{seed}", seed=seed, intermediate_size=2048) for seed in range(2))
+    engine = GenerationEngine(old)
+    for directory in (old, new):
+        engine.update_weights(directory, version="1.1")
+        prompts = [(index, index + 1) for index in range(8)]
+        outputs = engine.generate(replace(REQUEST, request_id=str(prompt), prompt=prompt) for prompt in prompts)
+        reference = load_reference(directory)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert list(output.output_ids) == reference_greedy(reference, prompt, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 33])
+def test_a_packed_matrix_product_equals_the_plain_one(num_rows: int) -> None:
+    weight, bias, inputs = torch.randn(512, 256), torch.randn(512), torch.randn(num_rows, 256)
+    linear = Linear(weight, bias)
+    linear.pack()
+    torch.testing.assert_close(linear(inputs), torch.nn.functional.linear(inputs, weight, bias), atol=1e-4, rtol=1e-5)
+    weight.mul_(2)
+    linear.pack()
+    torch.testing.assert_close(linear(inputs), torch.nn.functional.linear(inputs, weight, bias), atol=1e-4, rtol=1e-5)
+
+
+def test_weights_in_several_files_are_read_through_their_index(old_directory: Path, tmp_path: Path) -> None:
+    sharded = save_tiny_model(tmp_path / "sharded", seed=1, max_shard_size="60KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    engine = GenerationEngine(old_directory)
+    engine.update_weights(sharded, version="1.1")
+    assert greedy(engine) == reference_greedy(load_reference(sharded), REQUEST.prompt, max_new_tokens=12)
+
+
+def test_weights_of_another_precision_are_converted_as_at_start_up(old_directory: Path, new_directory: Path) -> None:
+    engine = GenerationEngine(old_directory, dtype="bfloat16")
+    engine.update_weights(new_directory, version="1.1")
+    assert greedy(engine) == greedy(GenerationEngine(new_directory, dtype="bfloat16"))
+
+
+def test_a_tied_head_may_be_stored_twice_but_not_differ(tmp_path: Path) -> None:
+    directory = save_tiny_model(tmp_path / "tied", seed=0, model_type="qwen3")
+    engine = GenerationEngine(directory)
+    before = greedy(engine)
+
+    def store_head(change: float) -> Path:
+        copy = tmp_path / f"with-head-{change}"
+        shutil.copytree(directory, copy)
+        tensors = load_file(copy / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + change
+        save_file(tensors, copy / "model.safetensors")
+        return copy
+
+    engine.update_weights(store_head(0), version="1.1")
+    assert greedy(engine) == before
+    with pytest.raises(WeightsRejectedError, match="ties lm_head.weight to its embedding, but the file's two differ"):
+        engine.update_weights(store_head(0.5), version="1.2")
+
+
+def remove_norm(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def add_unknown(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.9.mlp.up_proj.weight"] = torch.zeros(2, 2)
+
+
+def change_shape(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(63)
+
+
+def quantise(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(64, dtype=torch.int8)
+
+
+def poison(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"][5] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (remove_norm, "1 tensors are missing: model.norm.weight"),
+        (add_unknown, "not the model's: model.layers.9.mlp.up_proj.weight"),
+        (change_shape, r"model.norm.weight has shape \(63,\), the model's is \(64,\)"),
+        (quantise, "model.norm.weight has dtype I8, expected one of BF16, F16, F32"),
+        (poison, "model.norm.weight holds NaN or infinity"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(
+    old_directory: Path,
+    new_directory: Path,
+    tmp_path: Path,
+    spoil: Callable[[dict[str, Tensor]], None],
+    message: str,
+) -> None:
+    engine = GenerationEngine(old_directory, version="1.0")
+    before = greedy(engine)
+    tensors = load_file(new_directory / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsRejectedError, match=message):
+        engine.update_weights(tmp_path, version="1.1")
+    assert greedy(engine) == before
+    assert engine.version == "1.0"
+
+
+def test_unreadable_weights_are_refused(old_directory: Path, new_directory: Path, tmp_path: Path) -> None:
+    engine = GenerationEngine(old_directory)
+    with pytest.raises(WeightsRejectedError, match="could not be read"):
+        engine.update_weights(tmp_path / "absent", version="1.1")
+    content = (new_directory / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(WeightsRejectedError, match="could not be read"):
+        engine.update_weights(tmp_path, version="1.1")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+    with pytest.raises(WeightsRejectedError, match="'../model.safetensors', which is no plain file name"):
+        engine.update_weights(tmp_path, version="1.1")
+
+
+def test_weights_must_be_those_of_their_manifest(old_directory: Path, new_directory: Path, tmp_path: Path) -> None:
+    published = tmp_path / "v1"
+    shutil.copytree(new_directory, published)
+    sha256 = write_manifest(published, {})
+    engine = GenerationEngine(old_directory, version="1.0")
+    with pytest.raises(WeightsRejectedError, match="could not be read"):
+        engine.update_weights(published, version="1.1", manifest_sha256="0" * 64)
+    engine.update_weights(published, version="1.1", manifest_sha256=sha256)
+    content = bytearray((published / "model.safetensors").read_bytes())
+    content[-1] ^= 1  # still a valid file of the right size
+    (published / "model.safetensors").write_bytes(content)
+    for expected in (sha256, None):
+        with pytest.raises(WeightsRejectedError, match="model.safetensors"):
+            engine.update_weights(published, version="1.2", manifest_sha256=expected)
+    assert engine.version == "1.1"
+
+
+def test_a_checksum_of_a_manifest_that_is_not_there_is_an_error(old_directory: Path, new_directory: Path) -> None:
+    engine = GenerationEngine(old_directory)
+    with pytest.raises(WeightsRejectedError, match="manifest"):
+        engine.update_weights(new_directory, version="1.1", manifest_sha256="0" * 64)
+
+
+def test_reading_weights_again_and_again_leaves_nothing_behind(tmp_path: Path) -> None:
+    tensors = {f"w{index}": torch.zeros(1) for index in range(1000)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    layout = WeightLayout(shapes=dict.fromkeys(tensors, (1,)), dtype=torch.float32, has_tied_head=False)
+    held = []
+    for times in (10, 60):
+        for _ in range(times):
+            stage_weights(tmp_path, layout)
+        gc.collect()
+        held.append(psutil.Process().memory_info().rss)
+    assert held[1] - held[0] < 1.5 * 2**20  # 60 bytes for each of 60,000 tensors would be 3.6 MB

@@ -1,0 +1,90 @@
+"""Held-out problems: every end of answer ends one, and a reward that fails is counted instead of failing the rank."""
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from corral.experiments.config import DatasetConfig, EvaluationConfig
+from corral.experiments.worker_specs import RewardSpec
+from corral.workers.data.arithmetic import make_problems, write_model
+from corral.workers.engine.engine import load_model
+from corral.workers.evaluation.held_out import HeldOutProblems, means
+from corral.workers.rollout.rewards import Problem
+
+NEVER = threading.Event()
+
+
+def misbehaves(problem: Problem, answer: str) -> float:
+    """Raises for every fourth problem, hangs for every fourth, is not a number for every fourth."""
+    number = int(problem["number"])
+    if number % 4 == 1:
+        raise ValueError("no such problem")
+    if number % 4 == 2:
+        NEVER.wait()
+    return math.nan if number % 4 == 3 else 0.5 if number % 8 == 0 else 1.0
+
+
+@pytest.fixture(autouse=True)
+def let_hung_rewards_end() -> Iterator[None]:
+    NEVER.clear()
+    yield
+    NEVER.set()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_model(directory, seed=1, hidden_size=32, num_layers=1)
+    return directory
+
+
+def evaluation(folder: Path, *, count: int = 8, max_prompt_tokens: int = 16) -> EvaluationConfig:
+    rows = [{**row, "number": number} for number, row in enumerate(make_problems(seed=1)[:count])]
+    path = folder / "held_out.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return EvaluationConfig(dataset=DatasetConfig(path=path, max_prompt_tokens=max_prompt_tokens), max_new_tokens=8)
+
+
+def load(model: Path) -> Any:
+    return load_model(model, dtype=torch.float32, device="cpu")[0]
+
+
+def test_a_reward_that_fails_on_a_held_out_answer_is_counted_and_left_out(tmp_path: Path, model: Path) -> None:
+    reward = RewardSpec(function=f"{__name__}:misbehaves", timeout_s=0.1, retries=0)
+    sums = HeldOutProblems(evaluation(tmp_path), model, reward=reward).put_to(load(model))
+    assert (sums["count"], sums["unjudged"], sums["correct"], sums["reward"]) == (8.0, 6.0, 1.0, 1.5)
+    assert means(sums) == pytest.approx(
+        {"accuracy": 0.5, "reward/mean": 0.75, "unjudged": 6.0, "response_length/mean": sums["tokens"] / 8}
+    )
+
+
+def test_answers_that_nobody_could_judge_have_no_accuracy(tmp_path: Path) -> None:
+    sums = {"count": 2.0, "unjudged": 2.0, "correct": 0.0, "reward": 0.0, "tokens": 8.0}
+    assert means(sums) == {"unjudged": 2.0, "response_length/mean": 4.0}
+
+
+def test_every_declared_end_ends_a_held_out_answer(tmp_path: Path, model: Path) -> None:
+    several = tmp_path / "several"
+    several.mkdir()
+    for path in model.iterdir():
+        (several / path.name).write_bytes(path.read_bytes())
+    config = json.loads((model / "config.json").read_text())
+    problems = evaluation(tmp_path)
+    module = load(model)
+    before = HeldOutProblems(problems, model, reward=RewardSpec()).put_to(module)["tokens"]
+    assert before == 8 * 8, "the untrained model ends no answer by itself"
+    # Every digit is an end too, so that whatever the model says ends at once.
+    for name in ("config.json", "generation_config.json"):
+        (several / name).write_text(json.dumps({**config, "eos_token_id": [config["eos_token_id"], *range(2, 14)]}))
+    assert HeldOutProblems(problems, several, reward=RewardSpec()).put_to(module)["tokens"] == 8
+
+
+def test_a_held_out_prompt_that_is_too_long_is_refused(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ValueError, match=r"line 1 of .*held_out.jsonl has 6 tokens, more than max_prompt_tokens 5"):
+        HeldOutProblems(evaluation(tmp_path, max_prompt_tokens=5), model, reward=RewardSpec())

@@ -1,0 +1,90 @@
+"""A worker's record says what it does; a worker that hangs, or was replaced, leaves by itself."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.trial.worker_record import WorkerRecord, decode_record
+from corral.name_resolve import FileNameService, MemoryNameService, MemoryStore
+from corral.workers.lifecycle.presence import Presence
+
+KEY = "workers/rollout_worker/0"
+
+
+def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+def test_a_phase_and_whom_it_waits_for_reach_the_record() -> None:
+    store = MemoryStore()
+    observer = MemoryNameService(store)
+    with Presence(MemoryNameService(store), KEY, owner="a", ttl_s=10, identity=WorkerRecord(index=3)) as presence:
+        presence.enter("wait for a batch", waiting_for="3 of 8 trajectories", waits_for=["rollout_worker/1"])
+        presence.beat(version="1.7")
+        presence.open_control("tcp://somewhere")
+        wait_until(lambda: decode_record(observer.get(KEY)).version == "1.7", "the phase is published")
+        record = decode_record(observer.get(KEY))
+        assert (record.phase, record.waiting_for) == ("wait for a batch", "3 of 8 trajectories")
+        assert record.waits_for == ("rollout_worker/1",)
+        assert (record.index, record.control, record.is_setting_up) == (3, "tcp://somewhere", False)
+    assert observer.get_subtree("workers") == {}
+
+
+def test_a_phase_inside_another_gives_way_to_it_again() -> None:
+    with Presence(MemoryNameService(MemoryStore()), KEY, owner="a", ttl_s=10, identity=WorkerRecord()) as presence:
+        presence.enter("generate", waits_for=["a/0"], works_with=["b/0"])
+        with presence.during("commit", waiting_for="disk", deadline_s=5):
+            inside = presence.snapshot()
+            assert (inside.phase, inside.waiting_for, inside.waits_for) == ("commit", "disk", ())
+        after = presence.snapshot()
+        assert (after.phase, after.waiting_for) == ("generate", "")
+        assert (after.waits_for, after.works_with) == (("a/0",), ("b/0",))
+
+
+def test_what_a_frozen_worker_did_last_outlives_its_lease_and_goes_when_it_leaves() -> None:
+    store = MemoryStore()
+    observer = MemoryNameService(store)
+    with Presence(MemoryNameService(store), KEY, owner="a", ttl_s=10, identity=WorkerRecord()) as presence:
+        presence.enter("train step", waits_for=["model_worker/0"])
+        wait_until(lambda: "last_seen/rollout_worker/0" in observer.get_subtree("last_seen"), "the copy")
+        observer.delete(KEY)  # as the end of its time to live does
+        assert decode_record(observer.get("last_seen/rollout_worker/0")).waits_for == ("model_worker/0",)
+    assert observer.get_subtree("last_seen") == {}
+
+
+def run_worker(names: Path, body: str) -> "subprocess.Popen[str]":
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from corral.name_resolve import FileNameService\n"
+        "from corral.experiments.trial.worker_record import WorkerRecord\n"
+        "from corral.workers.lifecycle.presence import Presence\n"
+        f"names = FileNameService(Path({str(names)!r}))\n"
+        f"presence = Presence(names, {KEY!r}, owner='a', ttl_s=10, identity=WorkerRecord())\n"
+        f"{body}\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+
+
+def test_a_phase_that_outstays_its_deadline_ends_the_process_with_its_stacks(tmp_path: Path) -> None:
+    worker = run_worker(tmp_path, "presence.enter('train step', deadline_s=0.2)\ntime.sleep(60)")
+    _, output = worker.communicate(timeout=120)
+    assert worker.returncode == WorkerExit.HUNG
+    assert "train step" in output and "Thread" in output and "time.sleep" not in output.splitlines()[0]
+
+
+def test_a_worker_whose_place_was_taken_leaves_and_its_successor_keeps_the_record(tmp_path: Path) -> None:
+    worker = run_worker(
+        tmp_path, "presence.enter('generate')\nprint('up', file=sys.stderr, flush=True)\ntime.sleep(60)"
+    )
+    assert worker.stderr is not None and worker.stderr.readline() == "up\n"
+    with Presence(FileNameService(tmp_path), KEY, owner="b", ttl_s=10, identity=WorkerRecord(incarnation="b")):
+        assert worker.wait(timeout=120) == WorkerExit.SUPERSEDED
+        assert decode_record(FileNameService(tmp_path).get(KEY)).incarnation == "b"
+    worker.stderr.close()

@@ -1,0 +1,91 @@
+"""Who gets the next request: only servers that hold the present weights."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corral.workers.manager.routing import ServerState, ServerTable
+
+
+def table_of(count: int, policy: str = "least_requests", version: str = "1.1") -> ServerTable:
+    table = ServerTable(policy=policy)  # type: ignore[arg-type]
+    for index in range(count):
+        name = f"generation_server/{index}"
+        table.appeared(name, url=f"http://server-{index}", incarnation="a")
+        table.loading(name)
+        table.ready(name, incarnation="a", version=version)
+    return table
+
+
+def test_a_server_serves_only_at_the_present_version() -> None:
+    table = table_of(1)
+    assert table.route("0:1", tokens=8, version="1.2", avoided_url="") is None
+    assert [server.name for server in table.needing("1.2")] == ["generation_server/0"]
+    table.loading("generation_server/0")
+    assert table.route("0:1", tokens=8, version="1.1", avoided_url="") is None
+    table.ready("generation_server/0", incarnation="a", version="1.2")
+    assert table.route("0:1", tokens=8, version="1.2", avoided_url="") is not None
+
+
+def test_a_group_stays_with_its_server_and_leaves_one_that_failed_it() -> None:
+    table = table_of(2)
+    first = table.route("0:1", tokens=8, version="1.1", avoided_url="")
+    assert first is not None
+    again = table.route("0:1", tokens=8, version="1.1", avoided_url="")
+    assert again is first
+    other = table.route("0:1", tokens=8, version="1.1", avoided_url=first.url)
+    assert other is not None and other is not first
+    assert "0:1" not in first.requests
+
+
+def test_least_requests_spreads_groups_evenly() -> None:
+    table = table_of(3)
+    for number in range(9):
+        table.route(f"0:{number}", tokens=8, version="1.1", avoided_url="")
+    assert [len(server.requests) for server in table.servers.values()] == [3, 3, 3]
+
+
+def test_least_token_usage_prefers_the_server_with_short_work() -> None:
+    table = table_of(2, policy="least_token_usage")
+    table.route("0:long", tokens=1000, version="1.1", avoided_url="")
+    names = [table.route(f"0:{number}", tokens=10, version="1.1", avoided_url="") for number in range(3)]
+    assert {server.name for server in names if server} == {"generation_server/1"}
+
+
+def test_round_robin_takes_turns() -> None:
+    table = table_of(2, policy="round_robin")
+    chosen = [table.route(f"0:{number}", tokens=1, version="1.1", avoided_url="") for number in range(4)]
+    assert len({server.name for server in chosen[:2] if server}) == 2
+
+
+def test_a_restarted_server_starts_from_nothing_and_late_news_of_the_old_one_is_ignored() -> None:
+    table = table_of(1)
+    table.appeared("generation_server/0", url="http://new", incarnation="b")
+    table.ready("generation_server/0", incarnation="a", version="1.1")
+    assert table.servers["generation_server/0"].state is ServerState.STARTING
+    table.suspect("generation_server/0", incarnation="a")
+    assert table.servers["generation_server/0"].failures == 0
+
+
+def test_a_server_whose_record_is_gone_is_forgotten() -> None:
+    table = table_of(2)
+    assert table.gone({"generation_server/1"}) == ["generation_server/0"]
+    assert list(table.servers) == ["generation_server/1"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["route", "finish", "suspect", "ready"])), max_size=40))
+def test_no_finished_group_is_counted_as_load(events: list[tuple[int, str]]) -> None:
+    table = table_of(2)
+    open_groups: set[str] = set()
+    for number, event in events:
+        uid, name = f"0:{number}", f"generation_server/{number % 2}"
+        if event == "route" and table.route(uid, tokens=1, version="1.1", avoided_url="") is not None:
+            open_groups.add(uid)
+        elif event == "finish":
+            table.finished(uid)
+            open_groups.discard(uid)
+        elif event == "suspect":
+            table.suspect(name, incarnation="a")
+        elif event == "ready":
+            table.ready(name, incarnation="a", version="1.1")
+    counted = [uid for server in table.servers.values() for uid in server.requests]
+    assert set(counted) <= open_groups and len(counted) == len(set(counted))

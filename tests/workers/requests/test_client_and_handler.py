@@ -1,0 +1,555 @@
+"""Master and model workers over real sockets: answers, errors, deadlines, deaths, repeats, epochs and order."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corral.workers.requests import handler
+from corral.workers.requests.client import RequestClient
+from corral.workers.requests.handler import Envelope, WorkerRequestStream
+from corral.workers.requests.messages import (
+    Fetch,
+    FromWorker,
+    Hello,
+    Inference,
+    Initialize,
+    MetadataReply,
+    NonBlockingRequest,
+    OkReply,
+    Ping,
+    ReplyPayload,
+    SampleMetadata,
+    Spec,
+    SpecReply,
+    StatsReply,
+    TrainStep,
+    WorkerRequest,
+)
+from corral.workers.streams.codec import MessageCodec, Tensors
+from corral.workers.streams.errors import (
+    PeerDeadError,
+    RemoteError,
+    StaleEpochError,
+    StreamClosedError,
+    StreamTimeoutError,
+)
+from corral.workers.streams.loop_thread import LoopThread
+from corral.workers.streams.security import StreamSecurity
+from tests.workers.stream_helpers import LOOPBACK, TRIAL, Cable, start_stub, until
+
+AsRole = Callable[[str], StreamSecurity]
+INITIALIZE = Initialize(weights_directory="/weights", state_directory=None, step=0, seed=1)
+
+
+def answer(request: NonBlockingRequest, tensors: Tensors) -> ReplyPayload:
+    """The workers of these tests know how large their dataset is, and cannot fetch."""
+    if isinstance(request, Spec):
+        return SpecReply(num_samples=1000)
+    if isinstance(request, Fetch):
+        raise LookupError("the dataset is gone")
+    return OkReply()
+
+
+@contextlib.contextmanager
+def worker(
+    security: StreamSecurity,
+    address: Callable[[], str],
+    *,
+    index: int = 0,
+    incarnation: str = "a",
+    silence_s: float = 10.0,
+) -> Iterator[WorkerRequestStream]:
+    with WorkerRequestStream(
+        security,
+        address,
+        worker_id=f"model_worker/{index}",
+        incarnation=incarnation,
+        non_blocking=answer,
+        silence_s=silence_s,
+    ) as stream:
+        yield stream
+
+
+def with_master(test: Callable[[RequestClient], Awaitable[None]], security: StreamSecurity, *, epoch: int = 1) -> None:
+    """Run a test on an asyncio loop with a bound master."""
+
+    async def run() -> None:
+        async with RequestClient(security, address=LOOPBACK, epoch=epoch, reconnect_grace_s=0.5) as client:
+            await test(client)
+
+    asyncio.run(run())
+
+
+def train(mfc: str = "actor_train", version: int = 0) -> TrainStep:
+    return TrainStep(mfc=mfc, uids=["0:a"], partition=[["0:a"]], version=version)
+
+
+async def take(stream: WorkerRequestStream) -> Envelope:
+    """The next blocking request; fails if there is none."""
+    envelope = await asyncio.to_thread(stream.next_blocking, 10.0)
+    assert envelope is not None, f"{stream.worker_id} got no request"
+    return envelope
+
+
+async def initialize(client: RequestClient, *streams: WorkerRequestStream) -> None:
+    """Let the workers follow the client's epoch."""
+    await client.wait_for_workers([stream.worker_id for stream in streams], timeout_s=120)
+    pending = client.post({stream.worker_id: INITIALIZE for stream in streams}, deadline_s=10)
+    await client.flush(deadline_s=10)
+    for stream in streams:
+        envelope = await take(stream)
+        await asyncio.to_thread(stream.reply, envelope, OkReply())
+    await pending.results()
+
+
+def test_non_blocking_requests_are_answered_while_a_blocking_one_runs(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
+            await initialize(client, stream)
+            step = client.post({stream.worker_id: train(version=4)}, deadline_s=10)
+            await client.flush(deadline_s=10)
+            envelope = await take(stream)  # and now the main thread "computes"
+            assert await client.call(stream.worker_id, Spec(), deadline_s=10) == SpecReply(num_samples=1000)
+            await asyncio.to_thread(stream.reply, envelope, StatsReply(stats={"loss": 0.25}))
+            assert await step.results() == {stream.worker_id: StatsReply(stats={"loss": 0.25})}
+            assert envelope.request == train(version=4)
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_a_worker_is_let_in_however_late_its_own_thread_hears_of_the_link(
+    as_role: AsRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_in = threading.Event()
+
+    class LateLoopThread(LoopThread):
+        """Its callers go on only when the master has heard from the worker."""
+
+        def call(self, function: Callable[[], Any], *, deadline_s: float = 30.0) -> Any:
+            result = super().call(function, deadline_s=deadline_s)
+            is_in.wait(30)
+            return result
+
+    monkeypatch.setattr(handler, "LoopThread", LateLoopThread)
+
+    async def run(client: RequestClient) -> None:
+        security = as_role("model_worker")
+
+        def start() -> None:
+            with worker(security, lambda: client.endpoint):
+                pass
+
+        started = asyncio.create_task(asyncio.to_thread(start))
+        try:
+            await client.wait_for_workers(["model_worker/0"], timeout_s=20)
+        finally:
+            is_in.set()
+            await started
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_blocking_requests_wait_for_the_flush(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
+            await initialize(client, stream)
+            client.post({stream.worker_id: train()}, deadline_s=10)
+            await client.call(stream.worker_id, Ping(), deadline_s=10)  # the request before it has arrived, too
+            assert stream.next_blocking(timeout_s=0) is None
+            await client.flush(deadline_s=10)
+            assert (await take(stream)).request == train()
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_all_workers_get_the_requests_of_a_level_in_the_same_order(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        security = as_role("model_worker")
+        with (
+            worker(security, lambda: client.endpoint) as first,
+            worker(security, lambda: client.endpoint, index=1) as second,
+        ):
+            await initialize(client, first, second)
+            orders: list[list[str]] = []
+            for workers in ([first.worker_id, second.worker_id], [second.worker_id, first.worker_id]):
+                for name in ("actor_train", "critic_train"):
+                    client.post(dict.fromkeys(workers, train(name)), deadline_s=10)
+            client.post({second.worker_id: train("only the second")}, deadline_s=10)
+            await client.flush(deadline_s=10)
+            for stream, count in ((first, 4), (second, 5)):
+                envelopes = [await take(stream) for _ in range(count)]
+                orders.append([f"{envelope.request_id}" for envelope in envelopes])
+            assert orders[0] == orders[1][:4]
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_hooks_deadline_and_tensors_arrive_with_the_request(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
+            await initialize(client, stream)
+            weights = np.arange(100_000, dtype=np.float32)
+            pending = client.post({stream.worker_id: train()}, deadline_s=12.5, tensors={"weights": weights})
+            await client.flush(deadline_s=10)
+            envelope = await take(stream)
+            assert (envelope.deadline_s, envelope.epoch, envelope.pre_hooks) == (12.5, 1, [])
+            np.testing.assert_array_equal(envelope.tensors["weights"], weights)
+            await asyncio.to_thread(stream.reply, envelope, OkReply(), {"twice": 2 * weights})
+            received = (await pending.messages())[stream.worker_id]
+            np.testing.assert_array_equal(received.tensors["twice"], 2 * weights)
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_metadata_travels_typed(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
+            await initialize(client, stream)
+            request = Inference(mfc="ref_inf", uids=["0:a"], partition=[["0:a"], []], version=3)
+            pending = client.post({stream.worker_id: request}, deadline_s=10)
+            await client.flush(deadline_s=10)
+            envelope = await take(stream)
+            assert envelope.request == request
+            reply = MetadataReply(samples=[SampleMetadata(uid="0:a", seqlens={"ref_logprobs": [7]}, order=3)])
+            await asyncio.to_thread(stream.reply, envelope, reply)
+            assert (await pending.results())[stream.worker_id] == reply
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_a_remote_exception_comes_with_its_traceback(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
+            await client.wait_for_workers([stream.worker_id], timeout_s=120)
+            with pytest.raises(RemoteError, match="model_worker/0.*LookupError: the dataset is gone") as raised:
+                await client.call(stream.worker_id, Fetch(), deadline_s=10)
+            assert 'raise LookupError("the dataset is gone")' in raised.value.remote_traceback
+            assert await client.call(stream.worker_id, Ping(), deadline_s=10) == OkReply()
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_a_missed_deadline_names_worker_and_request(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
+            await initialize(client, stream)
+            with pytest.raises(StreamTimeoutError, match=r"model_worker/0 did not answer TrainStep 1:\d+ within 0.1 s"):
+                await client.call(stream.worker_id, train(), deadline_s=0.1)
+            assert await client.call(stream.worker_id, Ping(), deadline_s=10) == OkReply()
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_a_reply_after_the_deadline_is_counted_and_dropped(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
+            await initialize(client, stream)
+            pending = client.post({stream.worker_id: train()}, deadline_s=0.2)
+            await client.flush(deadline_s=10)
+            envelope = await take(stream)
+            with pytest.raises(StreamTimeoutError):
+                await pending.results()
+            await asyncio.to_thread(stream.reply, envelope, OkReply())
+            await until(lambda: client.num_late == 1, waiting_for="the late reply")
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_workers_that_do_not_come_are_named(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
+            await client.wait_for_workers([stream.worker_id], timeout_s=120)
+            with pytest.raises(
+                StreamTimeoutError, match=r"^model_worker/7 did not connect .* \(1 of 2 workers are here\)"
+            ):
+                await client.wait_for_workers([stream.worker_id, "model_worker/7"], timeout_s=0.1)
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_a_request_to_somebody_who_never_came_is_an_error_at_once(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        with pytest.raises(PeerDeadError, match="model_worker/7 got Ping 1:1 but has not said hello"):
+            await client.call("model_worker/7", Ping(), deadline_s=100)
+
+    with_master(run, as_role("master_worker"))
+
+
+@pytest.fixture
+def worker_process(secrets_directory: Path) -> Iterator[Callable[[str], "subprocess.Popen[str]"]]:
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(endpoint: str) -> "subprocess.Popen[str]":
+        processes.append(start_stub("requests.stub_model_worker", secrets_directory, endpoint, "model_worker/0"))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("fatal_signal", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_killed_or_stopped_worker_is_an_error_for_whoever_waits_for_it(
+    as_role: AsRole, worker_process: Callable[[str], "subprocess.Popen[str]"], fatal_signal: signal.Signals
+) -> None:
+    async def run() -> None:
+        dead: list[str] = []
+        async with RequestClient(
+            as_role("master_worker"), address=LOOPBACK, epoch=1, reconnect_grace_s=0.5, on_worker_dead=dead.append
+        ) as client:
+            process = worker_process(client.endpoint)
+            await client.wait_for_workers(["model_worker/0"], timeout_s=120)
+            client.post({"model_worker/0": INITIALIZE}, deadline_s=100)
+            pending = client.post({"model_worker/0": train("never")}, deadline_s=100)
+            await client.flush(deadline_s=10)
+            os.kill(process.pid, fatal_signal)
+            with pytest.raises(
+                PeerDeadError, match=rf"model_worker/0 \(pid {process.pid}\) died before it answered TrainStep"
+            ):
+                await pending.results()
+            with pytest.raises(PeerDeadError):
+                await client.call("model_worker/0", Ping(), deadline_s=100)
+            assert dead == ["model_worker/0"]
+            assert client.hello_of("model_worker/0") is None
+
+    asyncio.run(run())
+
+
+def test_a_stranger_to_the_plan_is_not_welcomed_and_its_end_is_nobodys_death(as_role: AsRole) -> None:
+    """It holds a key of the trial all the same."""
+
+    async def run() -> None:
+        dead: list[str] = []
+        async with RequestClient(
+            as_role("master_worker"),
+            address=LOOPBACK,
+            epoch=1,
+            workers={"model_worker/0"},
+            reconnect_grace_s=0.0,
+            on_worker_dead=dead.append,
+        ) as client:
+            security = as_role("model_worker")
+            with worker(security, lambda: client.endpoint) as member:
+                with worker(security, lambda: client.endpoint, index=7):
+                    await until(lambda: client.num_malformed > 0, waiting_for="the stranger's hello")
+                await initialize(client, member)
+                assert client.hello_of("model_worker/7") is None
+            await until(lambda: dead != [], waiting_for="the member's end")
+            assert dead == ["model_worker/0"]
+
+    asyncio.run(run())
+
+
+def test_a_restarted_worker_fails_what_its_predecessor_had_not_answered(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        security = as_role("model_worker")
+        with worker(security, lambda: client.endpoint, incarnation="first") as first:
+            await initialize(client, first)
+            pending = client.post({first.worker_id: train()}, deadline_s=100)
+            with worker(security, lambda: client.endpoint, incarnation="second") as second:
+                with pytest.raises(PeerDeadError, match="TrainStep"):
+                    await pending.results()
+                await client.wait_for_workers([second.worker_id], timeout_s=120)
+                hello = client.hello_of(second.worker_id)
+                assert hello is not None and hello.incarnation == "second"
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_a_request_survives_a_broken_connection_and_is_run_once(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        cable = Cable(client.endpoint)
+        endpoint = await cable.start()
+        with worker(as_role("model_worker"), lambda: endpoint) as stream:
+            await initialize(client, stream)
+            pending = client.post({stream.worker_id: train()}, deadline_s=20)
+            await client.flush(deadline_s=10)
+            envelope = await take(stream)
+            cable.cut()  # the reply is lost, or is given while nobody is connected
+            await asyncio.to_thread(stream.reply, envelope, StatsReply(stats={"loss": 1.0}))
+            assert await pending.results() == {stream.worker_id: StatsReply(stats={"loss": 1.0})}
+            assert cable.num_connections == 2
+            assert await asyncio.to_thread(stream.next_blocking, 0.05) is None
+        await cable.stop()
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_requests_posted_while_the_connection_is_broken_arrive_in_order(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        cable = Cable(client.endpoint)
+        endpoint = await cable.start()
+        with worker(as_role("model_worker"), lambda: endpoint) as stream:
+            await initialize(client, stream)
+            cable.cut()
+            client.post({stream.worker_id: train("a")}, deadline_s=20)
+            client.post({stream.worker_id: train("b")}, deadline_s=20)
+            await client.flush(deadline_s=20)
+            assert [(await take(stream)).request for _ in range(2)] == [train("a"), train("b")]
+        await cable.stop()
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_a_repeated_request_gets_the_same_reply_without_being_run_again(as_role: AsRole) -> None:
+    """A client below the master's: it repeats on purpose what the master repeats only after a reconnect."""
+
+    async def run() -> None:
+        calls: list[NonBlockingRequest] = []
+
+        def count(request: NonBlockingRequest, tensors: Tensors) -> ReplyPayload:
+            calls.append(request)
+            return SpecReply(num_samples=len(calls))
+
+        codec: MessageCodec[FromWorker] = MessageCodec(FromWorker, trial_uuid=TRIAL)
+        server = as_role("master_worker").bind_router(LOOPBACK, roles={"model_worker"}, purpose="requests")
+        with WorkerRequestStream(
+            as_role("model_worker"),
+            lambda: server.endpoint,
+            worker_id="model_worker/0",
+            incarnation="a",
+            non_blocking=count,
+        ):
+            identity, *frames = await asyncio.to_thread(server.socket.recv_multipart)
+            assert isinstance(codec.decode(frames).body, Hello)
+            request = codec.encode(WorkerRequest(request=Spec()), epoch=1, request_id="1:1", deadline_s=10)
+            replies = []
+            for _ in range(3):
+                server.socket.send_multipart([identity, *request])
+                replies.append(await asyncio.to_thread(server.socket.recv_multipart))
+            assert [codec.decode(reply[1:]).body for reply in replies] == [SpecReply(num_samples=1)] * 3
+            assert calls == [Spec()]
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_a_worker_finds_a_new_master_and_refuses_the_old_one(as_role: AsRole) -> None:
+    async def run() -> None:
+        master = as_role("master_worker")
+        async with (
+            RequestClient(master, address=LOOPBACK, epoch=1) as old,
+            RequestClient(master, address=LOOPBACK, epoch=2) as new,
+        ):
+            addresses = [old.endpoint]
+            with worker(as_role("model_worker"), lambda: addresses[-1], silence_s=0.2) as stream:
+                await initialize(old, stream)
+                addresses.append(new.endpoint)  # the old one is still there, but silent
+                await initialize(new, stream)
+                assert stream.max_epoch == 2
+                addresses.append(old.endpoint)
+                await until(lambda: old.hello_of(stream.worker_id) is not None, waiting_for="the worker to come back")
+                with pytest.raises(StaleEpochError, match="already follows epoch 2") as stale:
+                    await old.call(stream.worker_id, Ping(), deadline_s=10)
+                assert stale.value.max_epoch == 2
+                assert stream.num_stale >= 1
+
+    asyncio.run(run())
+
+
+def test_a_new_epoch_discards_what_the_old_master_had_queued(as_role: AsRole) -> None:
+    async def run() -> None:
+        master = as_role("master_worker")
+        async with (
+            RequestClient(master, address=LOOPBACK, epoch=1) as old,
+            RequestClient(master, address=LOOPBACK, epoch=2) as new,
+        ):
+            addresses = [old.endpoint]
+            with worker(as_role("model_worker"), lambda: addresses[-1], silence_s=0.2) as stream:
+                await initialize(old, stream)
+                old.post({stream.worker_id: train("flushed by the old master")}, deadline_s=100)
+                await old.flush(deadline_s=10)
+                old.post({stream.worker_id: train("never flushed")}, deadline_s=100)
+                addresses.append(new.endpoint)
+                await initialize(new, stream)  # takes the next request, which must be the new master's
+                new.post({stream.worker_id: train("new")}, deadline_s=100)
+                await new.flush(deadline_s=10)
+                assert (await take(stream)).request == train("new")
+
+    asyncio.run(run())
+
+
+def test_only_initialize_raises_the_epoch(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
+            await client.wait_for_workers([stream.worker_id], timeout_s=120)
+            assert await client.call(stream.worker_id, Ping(), deadline_s=10) == OkReply()
+            with pytest.raises(RemoteError, match="TrainStep of epoch 5 came before its Initialize"):
+                await client.call(stream.worker_id, train(), deadline_s=10)
+            assert stream.max_epoch == 0
+            await initialize(client, stream)
+            assert stream.max_epoch == 5
+
+    with_master(run, as_role("master_worker"), epoch=5)
+
+
+def test_a_flush_does_not_wait_for_a_request_that_was_refused(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
+            await client.wait_for_workers([stream.worker_id], timeout_s=120)
+            early = client.post({stream.worker_id: train("too early")}, deadline_s=10)
+            late = client.post({stream.worker_id: INITIALIZE}, deadline_s=10)
+            await client.flush(deadline_s=10)  # names both: the refusal has not arrived yet
+            with pytest.raises(RemoteError, match="came before its Initialize"):
+                await early.results()
+            envelope = await take(stream)
+            await asyncio.to_thread(stream.reply, envelope, OkReply())
+            assert await late.results() == {stream.worker_id: OkReply()}
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_closing_the_master_fails_its_waiting_calls(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
+            await initialize(client, stream)
+            pending = client.post({stream.worker_id: train()}, deadline_s=100)
+            client.close()
+            with pytest.raises(StreamClosedError):
+                await pending.results()
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_many_calls_at_once_find_their_own_answers(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        security = as_role("model_worker")
+        with contextlib.ExitStack() as stack:
+            streams = [
+                stack.enter_context(worker(security, lambda: client.endpoint, index=index)) for index in range(4)
+            ]
+            await initialize(client, *streams)
+
+            def serve(stream: WorkerRequestStream) -> None:
+                for _ in range(50):
+                    envelope = stream.next_blocking(timeout_s=120)
+                    assert envelope is not None and isinstance(envelope.request, TrainStep)
+                    stream.reply(envelope, StatsReply(stats={"version": float(envelope.request.version)}))
+
+            threads = [threading.Thread(target=serve, args=(stream,)) for stream in streams]
+            for thread in threads:
+                thread.start()
+            pending = [
+                client.post(
+                    dict.fromkeys([stream.worker_id for stream in streams], train(version=index)), deadline_s=20
+                )
+                for index in range(50)
+            ]
+            await client.flush(deadline_s=20)
+            for index, replies in enumerate(pending):
+                for payload in (await replies.results()).values():
+                    assert payload == StatsReply(stats={"version": float(index)})
+            for thread in threads:
+                await asyncio.to_thread(thread.join, 10)
+
+    with_master(run, as_role("master_worker"))

@@ -1,0 +1,299 @@
+"""A rollout worker with everything around it, in one process: real manager, spool, streams and log; no model.
+
+    FakeGenerationServer ◄─HTTP─ RolloutWorker ──stream──► TrajectoryReceiver     RolloutRig.received
+            ▲                         │  ▲
+            └── GserverManager ◄──────┘  └── trial log
+
+Everything but the worker runs in threads of its own, so that a worker that ends is seen to end.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from aiohttp import web
+
+from corral.experiments.config import DatasetConfig, RolloutConfig
+from corral.experiments.dataset_file import DatasetReader
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.secrets import TrialSecrets
+from corral.experiments.trial.worker_record import WorkerRecord
+from corral.experiments.worker_specs import DatasetSpec, GserverManagerSpec, RolloutWorkerSpec
+from corral.name_resolve import MemoryNameService, MemoryStore, TrialKeys
+from corral.workers.delivery.messages import TrajectoryHeader
+from corral.workers.delivery.receiver import TrajectoryReceiver
+from corral.workers.lifecycle.presence import Presence
+from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
+from corral.workers.manager.gserver_manager import GserverManager
+from corral.workers.rollout.rollout_worker import RolloutWorker
+from corral.workers.streams.security import StreamSecurity
+from tests.launcher.trials import make_plan
+from tests.workers.data.tiny_tokenizer import EOS, ids_of, write_tokenizer
+
+LOOPBACK = "127.0.0.1"
+DEADLINE_S = 120.0
+T = TypeVar("T")
+
+
+class FakeGenerationServer:
+    """Speaks what rollout workers and the manager need of SGLang's API; answers every prompt with "7" and its end."""
+
+    def __init__(self) -> None:
+        self.version = "0.0"
+        self.refuse: Callable[[list[list[int]]], int] = lambda prompts: 200
+        """Gives the status of a request for these prompts, partial answers included."""
+        self.num_requests = 0
+        self.garbled: list[object] = []
+        """What it says of itself, one after the other, before it speaks the truth."""
+
+    async def start(self) -> str:
+        """Listen; returns the URL."""
+        application = web.Application()
+        application.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.post("/update_weights_from_disk", self._update),
+                web.post("/pause_generation", self._ok),
+                web.post("/continue_generation", self._ok),
+                web.get("/get_model_info", self._info),
+                web.get("/ready", self._ok),
+            ]
+        )
+        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, LOOPBACK, 0).start()
+        return f"http://{LOOPBACK}:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    async def _ok(self, request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return web.json_response(self.garbled.pop() if self.garbled else {"weight_version": self.version})
+
+    async def _update(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["weight_version"]
+        return web.json_response({"success": True})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.num_requests += 1
+        status = self.refuse(body["input_ids"])
+        if status != 200:
+            return web.json_response({"error": {"message": f"status {status}"}}, status=status)
+        wanted = min(int(body["sampling_params"]["max_new_tokens"]), 2)
+        return web.json_response([self._chunk(ids, wanted) for ids in body["input_ids"]])
+
+    def _chunk(self, ids: list[int], wanted: int) -> dict[str, Any]:
+        rest = [EOS] if ids[-1] == ids_of("7")[0] else [*ids_of("7"), EOS]
+        output = rest[:wanted]
+        reason = "stop" if output[-1] == EOS else "length"
+        return {
+            "output_ids": output,
+            "meta_info": {
+                "output_token_logprobs": [[-0.5, token, None] for token in output],
+                "weight_versions": [{"version": self.version, "start": 0, "end": len(output)}],
+                "finish_reason": {"type": reason},
+            },
+        }
+
+
+class RolloutRig:
+    """A trial of one rollout worker, whose prompts are `prompts` and whose ids are their numbers."""
+
+    def __init__(
+        self,
+        folder: Path,
+        prompts: list[str],
+        *,
+        rollout: Mapping[str, Any],
+        group_size: int = 2,
+        max_prompt_tokens: int = 16,
+        server: FakeGenerationServer | None = None,
+    ) -> None:
+        self.server = server or FakeGenerationServer()
+        self.received: list[TrajectoryHeader] = []
+        """Everything that was delivered."""
+        self.trial = TrialDirectory(folder / "exp" / "trial")
+        self.trial.create()
+        self.phase: Callable[[], str] = lambda: ""
+        """What the worker of `run_until` says that it does."""
+        self._prompts = prompts
+        self._folder = folder
+        self._rollout = RolloutConfig.model_validate(
+            {"sampling": {"max_new_tokens": 4}, "reward": "tests.workers.rollout.rollout_rig:judge", **rollout}
+        )
+        self._group_size = group_size
+        self._max_prompt_tokens = max_prompt_tokens
+        self._store = MemoryStore()
+        self._stack = ExitStack()
+        self.plan = self._make_plan()
+        self._keys = TrialKeys(self.plan.trial.uuid)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            TrialSecrets.create(self.trial.secrets_path)
+            self._loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+            thread.start()
+            stack.callback(self._stop_loop, thread)
+            names = MemoryNameService(self._store)
+            url = self._on_loop(self.server.start())
+            stack.callback(lambda: self._on_loop(self.server.stop()))
+            names.add(self._keys.generation_server(0), json.dumps({"url": url, "incarnation": "a"}))
+            names.add(self._keys.policy_version(), json.dumps({"version": "0.0", "weights": str(self._folder)}))
+            stack.enter_context(self._running_manager())
+            security = stack.enter_context(self._security("model_worker"))
+            self.receiver = stack.enter_context(
+                TrajectoryReceiver(
+                    security, address=LOOPBACK, capacity_records=256, capacity_bytes=2**30, session="one"
+                )
+            )
+            names.add(self._keys.trajectory_receiver(0), self.receiver.endpoint)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def run_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Run the worker until something holds; raises what it fails with before."""
+
+        async def run(worker: RolloutWorker) -> None:
+            task = asyncio.create_task(worker._main())
+            try:
+                deadline = time.monotonic() + DEADLINE_S
+                while not (self._drain() or condition()):
+                    if task.done():
+                        task.result()
+                        raise AssertionError("the worker ended by itself")
+                    assert time.monotonic() < deadline, f"waited {DEADLINE_S:.0f} s for {what}: {self.received}"
+                    await asyncio.sleep(0.02)
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+        with self.worker() as worker:
+            self.phase = lambda: worker.context.presence.snapshot().phase
+            asyncio.run(run(worker))
+
+    def run_to_its_end(self) -> int:
+        """Run the worker until it ends by itself, and its exit code; DONE if it does not, and was asked to."""
+        deadline = threading.Timer(DEADLINE_S, os.kill, (os.getpid(), signal.SIGTERM))
+        deadline.start()
+        try:
+            with self.worker() as worker:
+                return run_to_exit_code(worker)
+        finally:
+            deadline.cancel()
+
+    def reject_first(self) -> None:
+        """Wait for a record, and reject it."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.received and time.monotonic() < deadline:
+            self._drain()
+            time.sleep(0.01)
+        self.receiver.verdict(self.received[0].uid, "stale")
+
+    def outcomes(self) -> dict[str, str]:
+        """By row id: "finished", or why it was dropped."""
+        return {
+            header.uid.removeprefix("0:").partition("#")[0]: header.reason or header.status for header in self.received
+        }
+
+    def num_retried(self) -> int:
+        """How often the manager was told that a server failed."""
+        return int(self.manager.status()["requests retried elsewhere"])
+
+    @contextmanager
+    def worker(self) -> Iterator[RolloutWorker]:
+        """One start of the worker; whoever asks for it runs it."""
+        with ExitStack() as stack:
+            yield RolloutWorker(self.context(stack, "rollout_worker"))
+
+    def _drain(self) -> None:
+        self.received += [header for header, _ in self.receiver.drain(max_records=64)]
+
+    def _running_manager(self) -> ExitStack:
+        stack = ExitStack()
+        self.manager = GserverManager(self.context(stack, "gserver_manager"))
+        task = asyncio.run_coroutine_threadsafe(self.manager._main(), self._loop)
+
+        def stop() -> None:
+            task.cancel()
+            self._on_loop(asyncio.sleep(0.05))  # its sockets close before their factory does
+
+        stack.callback(stop)
+        return stack
+
+    def context(self, stack: ExitStack, kind: str) -> WorkerContext:
+        """What a worker of this trial is given; ends with `stack`."""
+        names = MemoryNameService(self._store)
+        presence = stack.enter_context(
+            Presence(names, self._keys.worker(kind, 0), owner="a", ttl_s=10, identity=WorkerRecord(kind=kind))
+        )
+        return WorkerContext(
+            plan=self.plan,
+            kind=kind,
+            index=0,
+            attempt=0,
+            incarnation=uuid.uuid4().hex,
+            address=LOOPBACK,
+            trial=self.trial,
+            names=names,
+            keys=self._keys,
+            secrets=TrialSecrets.load(self.trial.secrets_path),
+            security=stack.enter_context(self._security(kind)),
+            presence=presence,
+        )
+
+    def _security(self, kind: str) -> StreamSecurity:
+        secrets = TrialSecrets.load(self.trial.secrets_path)
+        return StreamSecurity.from_trial_secrets(secrets, kind, trial_uuid=self.plan.trial.uuid)
+
+    def _make_plan(self) -> RunPlan:
+        path = self._folder / "rows.jsonl"
+        rows = [{"id": str(number), "prompt": prompt} for number, prompt in enumerate(self._prompts)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = DatasetConfig(path=path, max_prompt_tokens=self._max_prompt_tokens, shuffle=False)
+        reader = DatasetReader(config=config, needs_answer=False)
+        reader.read_to_end()
+        manager = GserverManagerSpec(num_generation_servers=1, train_batch_size=256, rollout=self._rollout)
+        worker = RolloutWorkerSpec(
+            index=0,
+            num_rollout_workers=1,
+            dataset=DatasetSpec(config=config, num_rows=len(rows), sha256=reader.sha256),
+            tokenizer=write_tokenizer(self._folder / "model"),
+            group_size=self._group_size,
+            train_batch_size=256,
+            total_train_epochs=1,
+            rollout=self._rollout,
+        )
+        return make_plan(self.trial.path, model_workers=1).model_copy(update={"workers": [manager, worker]})
+
+    def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE_S)
+
+    def _stop_loop(self, thread: threading.Thread) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        thread.join(DEADLINE_S)
+        self._loop.close()
+
+
+def judge(problem: Mapping[str, Any], answer: str) -> float:
+    """1 for the only answer that the fake server gives."""
+    return float(answer == "7")

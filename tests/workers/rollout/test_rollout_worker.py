@@ -1,0 +1,231 @@
+"""The rollout worker among real parts: whatever user code does, no prompt waits for ever, nothing ends in silence."""
+
+import asyncio
+import errno
+import itertools
+import logging
+import math
+import os
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.trial.log import TrialLog
+from corral.workers.delivery.spool import Spool
+from corral.workers.rollout import agents
+from corral.workers.rollout.agents import JudgedGroup
+from tests.workers.checkpoint.test_committed_ledger import Trainer
+from tests.workers.rollout.rollout_rig import FakeGenerationServer, RolloutRig
+
+HERE = __name__
+SampleGroup = Callable[..., Awaitable[list[Any]]]
+
+
+async def raises_for_some(problem: Mapping[str, Any], prompt_ids: list[int], sample_group: Any, judge: Any) -> Any:
+    """An agent of a user: one row makes it raise, others give back what no train step can use."""
+    group = await agents.single_turn(problem, prompt_ids, sample_group, judge)
+    match problem["id"]:
+        case "1":
+            return problem["no such field"]
+        case "2":
+            raise SystemExit(0)
+        case "3":
+            raise asyncio.CancelledError
+        case "4":
+            return None
+        case "5":
+            return JudgedGroup(prompt_ids=prompt_ids, answers=group.answers, rewards=[math.nan, 1.0])
+        case "6":
+            group.answers[0].logprobs.pop()
+    return group
+
+
+async def waits_for_some(problem: Mapping[str, Any], prompt_ids: list[int], sample_group: Any, judge: Any) -> Any:
+    """An agent of a user: what it awaits never comes for two rows, and one of them does not take that for an end."""
+    if problem["id"] == "1":
+        await asyncio.Event().wait()
+    if problem["id"] == "2":
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(60.0)  # longer than anybody waits for it
+    return await agents.single_turn(problem, prompt_ids, sample_group, judge)
+
+
+async def always_raises(problem: Mapping[str, Any], prompt_ids: list[int], sample_group: Any, judge: Any) -> Any:
+    return problem["no such field"]
+
+
+async def asks_long(problem: Mapping[str, Any], prompt_ids: list[int], sample_group: Any, judge: Any) -> Any:
+    return await agents.single_turn(problem, prompt_ids * int(problem["prompt"]), sample_group, judge)
+
+
+others_are_dropped = threading.Event()
+
+
+def waits_for_the_others(problem: Mapping[str, Any], answer: str) -> float:
+    """A reward of a user that takes longer for row 3 than any agent may be at work of its own."""
+    if problem["id"] == "3":
+        others_are_dropped.wait()
+    return 1.0
+
+
+def fails_for_one(problem: Mapping[str, Any], answer: str) -> float:
+    """A reward of a user that knows no end to row 1."""
+    return 1.0 / (int(problem["id"]) - 1)
+
+
+def test_a_prompt_whose_agent_fails_is_tried_again_then_dropped_with_its_cause(tmp_path: Path) -> None:
+    rollout = {"agent": f"{HERE}:raises_for_some", "reward_retries": 1}
+    with RolloutRig(tmp_path, ["1+2="] * 8, rollout=rollout) as rig:
+        rig.run_until(lambda: len(rig.received) == 8, "eight prompts")
+        outcomes = rig.outcomes()
+        assert outcomes["0"] == outcomes["7"] == "finished"
+        assert outcomes["1"].startswith("agent_error: KeyError: 'no such field' (test_rollout_worker.py:")
+        assert [outcomes[number].split()[1] for number in ("2", "3")] == ["SystemExit:", "CancelledError"]
+        assert outcomes["4"] == "agent_error: ValueError: an agent returns a JudgedGroup, got NoneType"
+        assert outcomes["5"].startswith("agent_error: ValueError: a reward must be a finite float32")
+        assert outcomes["6"].startswith("agent_error: ValueError")
+        assert rig.server.num_requests == 8 + 6  # one more try of all that reached the server
+
+
+def test_an_agent_that_awaits_what_never_comes_is_dropped_and_one_that_awaits_a_slow_reward_is_not(
+    tmp_path: Path,
+) -> None:
+    rollout = {"agent": f"{HERE}:waits_for_some", "agent_timeout_s": 0.5, "reward_retries": 1}
+    rollout |= {"reward": f"{HERE}:waits_for_the_others", "reward_timeout_s": 600.0}
+    others_are_dropped.clear()
+
+    with RolloutRig(tmp_path, ["1+2="] * 4, rollout=rollout) as rig:
+
+        def all_came() -> bool:
+            if {"1", "2"} <= rig.outcomes().keys():
+                others_are_dropped.set()
+            return len(rig.received) == 4
+
+        try:
+            rig.run_until(all_came, "four prompts")
+        finally:
+            others_are_dropped.set()
+        outcomes = rig.outcomes()
+    assert outcomes["0"] == outcomes["3"] == "finished"
+    why = f"agent_error: AgentHangsError: agent {HERE}:waits_for_some waited 0.5 s (rollout.agent_timeout_s) for "
+    line = waits_for_some.__code__.co_firstlineno + 3
+    assert outcomes["1"].startswith(why) and outcomes["1"].endswith(f", in test_rollout_worker.py:{line}")
+    assert outcomes["2"].startswith(why)
+
+
+def test_an_agent_that_always_fails_ends_the_worker_with_its_file_and_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What rl-logs --errors shows are the last lines of the worker's log."""
+    rollout = {"agent": f"{HERE}:always_raises", "reward_retries": 0}
+    with RolloutRig(tmp_path, ["1+2="] * 20, rollout=rollout) as rig, caplog.at_level(logging.INFO):
+        assert rig.run_to_its_end() == WorkerExit.ERROR
+    last_line = caplog.records[-1].getMessage().splitlines()[-1]
+    line = always_raises.__code__.co_firstlineno + 1
+    assert f"KeyError: 'no such field' (test_rollout_worker.py:{line})" in last_line
+    assert f"{HERE}:always_raises" in last_line
+
+
+def test_a_prompt_that_an_agent_makes_too_long_is_dropped_and_counted(tmp_path: Path) -> None:
+    with RolloutRig(tmp_path, ["1", "9", "3"], rollout={"agent": f"{HERE}:asks_long"}, max_prompt_tokens=8) as rig:
+        rig.run_until(lambda: len(rig.received) == 3, "three prompts")
+        assert rig.outcomes() == {
+            "0": "finished",
+            "1": "prompt_too_long: the prompt has 9 tokens, more than dataset.max_prompt_tokens 8",
+            "2": "finished",
+        }
+
+
+def test_a_request_that_a_server_refuses_fails_its_prompt_and_nothing_else(tmp_path: Path) -> None:
+    with RolloutRig(tmp_path, ["1+1=", "9", "2+2="], rollout={}) as rig:
+        rig.server.refuse = lambda prompts: 400 if len(prompts[0]) == 1 else 200
+        rig.run_until(lambda: len(rig.received) == 3, "three prompts")
+        outcomes = rig.outcomes()
+        assert outcomes["0"] == outcomes["2"] == "finished"
+        assert outcomes["1"].startswith("request_refused: http://") and "/generate answered 400" in outcomes["1"]
+        assert rig.num_retried() == 0, "nothing was wrong with the server"
+
+
+def test_a_busy_server_is_asked_again_and_answers_keep_their_tokens(tmp_path: Path) -> None:
+    """One request in two is turned away for want of room, in the middle of an answer too."""
+    asked: list[list[int]] = []
+
+    def has_no_room(prompts: list[list[int]]) -> int:
+        asked.append([len(prompt) for prompt in prompts])
+        return 503 if len(asked) % 2 else 200
+
+    with RolloutRig(tmp_path, ["1+1="], rollout={"new_tokens_per_chunk": 1}) as rig:
+        rig.server.refuse = has_no_room
+        rig.run_until(lambda: len(rig.received) == 1, "one prompt")
+        assert rig.outcomes() == {"0": "finished"}
+        assert asked == [[4, 4], [4, 4], [5, 5], [5, 5]]
+        assert rig.num_retried() == 0, "nothing was wrong with the server"
+
+
+def test_a_server_that_fails_is_brought_back_before_it_is_asked_again(tmp_path: Path) -> None:
+    with RolloutRig(tmp_path, ["1+1="], rollout={}) as rig:
+        rig.server.refuse = lambda prompts: 500 if rig.server.num_requests == 1 else 200
+        rig.run_until(lambda: len(rig.received) == 1, "one prompt")
+        assert rig.outcomes() == {"0": "finished"}
+        assert rig.num_retried() == 1, "told again, it would be benched again when it has come back"
+
+
+def test_a_server_that_talks_nonsense_is_asked_again(tmp_path: Path) -> None:
+    """A server whose update was lost sight of would stand aside for ever."""
+    server = FakeGenerationServer()
+    server.garbled = [["a list"], {"no": "version"}, 7]
+    with RolloutRig(tmp_path, ["1+1="], rollout={}, server=server) as rig:
+        rig.run_until(lambda: len(rig.received) == 1, "one prompt")
+        assert server.garbled == []
+
+
+def test_what_a_commit_covered_while_the_worker_was_away_is_forgotten_dropped_prompts_too(tmp_path: Path) -> None:
+    with RolloutRig(tmp_path, ["1+1=", "9", "2+2="], rollout={"reward": f"{HERE}:fails_for_one"}) as rig:
+        rig.run_until(lambda: len(rig.received) == 3, "three prompts")
+        Trainer(rig.trial, TrialLog(rig.trial.log_path).claim("a")).commit(1, "0:0", dropped=("0:1",))
+        rig.run_until(lambda: rig.phase() == "wait for the trainer", "the worker to have nothing left to do")
+        with Spool(rig.trial.spool_path(0)) as spool:
+            assert spool.uids() == ["0:2"]
+
+
+@pytest.mark.parametrize("in_the", ["record", "removal of a rejected record"])
+def test_a_disk_that_fails_once_ends_the_worker_and_the_next_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, in_the: str
+) -> None:
+    force, failures, num_forced = os.fsync, [OSError(errno.EIO, "the disk is broken")], itertools.count()
+
+    def force_or_fail(descriptor: int) -> None:
+        is_segment = os.readlink(f"/proc/self/fd/{descriptor}").endswith(".spool")
+        if failures and is_segment and next(num_forced) == (0 if in_the == "record" else 1):
+            raise failures.pop()
+        force(descriptor)
+
+    monkeypatch.setattr(os, "fsync", force_or_fail)
+    with RolloutRig(tmp_path, ["1+1="], rollout={}) as rig:
+        rejecting = threading.Thread(target=rig.reject_first)
+        if in_the != "record":
+            rejecting.start()
+        assert rig.run_to_its_end() == WorkerExit.ERROR
+        assert caplog.records[-1].getMessage().rstrip().endswith("OSError: [Errno 5] the disk is broken")
+        rig.received.clear()
+        rig.run_until(lambda: rig.outcomes() == {"0": "finished"}, "the prompt")
+
+
+def test_a_record_that_is_rejected_is_made_again(tmp_path: Path) -> None:
+    with RolloutRig(tmp_path, ["1+1=", "2+2="], rollout={}) as rig:
+
+        def has_second_copy() -> bool:
+            names = [header.uid for header in rig.received]
+            if len(names) == 2:
+                rig.receiver.verdict(names[0], "stale")
+            return len(names) == 3
+
+        rig.run_until(has_second_copy, "the third record")
+        first, *_, last = rig.received
+        assert last.uid != first.uid and last.uid.partition("#")[0] == first.uid.partition("#")[0]

@@ -1,0 +1,78 @@
+"""What the stream tests share: keys of a throw-away trial, and waiting for a condition with a deadline."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from corral.experiments.trial.secrets import TrialSecrets
+from corral.workers.streams.security import StreamSecurity
+
+LOOPBACK = "127.0.0.1"
+TRIAL = "0123456789abcdef0123456789abcdef"
+ROOT = Path(__file__).parents[2]
+
+
+def security_of(directory: Path, role: str) -> StreamSecurity:
+    """Sockets of one role of the trial whose secrets are in `directory`."""
+    return StreamSecurity.from_trial_secrets(TrialSecrets.load(directory), role, trial_uuid=TRIAL)
+
+
+def wait_until(condition: Callable[[], bool], *, waiting_for: str, timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout_s:.0f} s for {waiting_for}")
+        time.sleep(0.005)
+
+
+async def until(condition: Callable[[], bool], *, waiting_for: str, timeout_s: float = 120.0) -> None:
+    """As `wait_until`, on an asyncio loop."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout_s:.0f} s for {waiting_for}")
+        await asyncio.sleep(0.005)
+
+
+def start_stub(name: str, *arguments: object) -> "subprocess.Popen[str]":
+    """A real process that runs a stub module, named by its folder."""
+    command = [sys.executable, "-m", f"tests.workers.{name}", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+class Cable:
+    """A TCP connection to a server that can be cut."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._target = ("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))
+        self._writers: list[asyncio.StreamWriter] = []
+        self.num_connections = 0
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._carry, LOOPBACK, 0)
+        return f"tcp://{LOOPBACK}:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def stop(self) -> None:
+        self._server.close()
+        self.cut()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        other_reader, other_writer = await asyncio.open_connection(*self._target)
+        self._writers += [writer, other_writer]
+        self.num_connections += 1
+        await asyncio.gather(self._pump(reader, other_writer), self._pump(other_reader, writer))
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.close()

@@ -1,0 +1,173 @@
+"""TrajectoryReceiver: finished trajectories in, acknowledged and held until the model worker drains them.
+
+    rollout workers --RouterEndpoint thread--> ReceiverBook --drain()--> model worker
+                    <----Grant, Ack, Verdict------+
+
+`start_session` forgets everything: the senders, who hear of it, offer again whatever no commit covers.
+"""
+
+import logging
+from collections.abc import Set
+from types import TracebackType
+from typing import Any, Self
+
+from numpy.typing import NDArray
+
+from corral.workers.delivery.messages import (
+    Offer,
+    Record,
+    SenderHello,
+    ToReceiver,
+    TrajectoryHeader,
+    VerdictKind,
+    Withdraw,
+)
+from corral.workers.delivery.receiver_book import Outgoing, ReceiverBook
+from corral.workers.streams.codec import Buffer, Message, MessageCodec, tensors_size_bytes
+from corral.workers.streams.errors import MalformedMessageError, PeerDeadError
+from corral.workers.streams.loop_thread import LoopThread
+from corral.workers.streams.refusals import Refusals
+from corral.workers.streams.router import Peer, RouterEndpoint
+from corral.workers.streams.security import StreamSecurity
+
+logger = logging.getLogger(__name__)
+
+Trajectory = tuple[TrajectoryHeader, dict[str, NDArray[Any]]]
+
+
+class TrajectoryReceiver:
+    """One data-parallel head's end of the trajectory stream; methods may be called from any thread.
+
+    Example:
+        with TrajectoryReceiver(security, address="10.0.0.7", capacity_records=256, capacity_bytes=2**30) as receiver:
+            names.add(keys.trajectory_receiver(0), receiver.endpoint, replace=True)
+            receiver.start_session(f"{epoch}-{incarnation}")
+            for header, tensors in receiver.drain(max_records=64): ...
+    """
+
+    def __init__(
+        self,
+        security: StreamSecurity,
+        *,
+        address: str,
+        capacity_records: int,
+        capacity_bytes: int,
+        session: str | None = None,
+        roles: Set[str] = frozenset({"rollout_worker"}),
+    ) -> None:
+        """
+        Args:
+            address: IP address of the interface to listen on.
+            capacity_records, capacity_bytes: at most so much is held or on its way here; one record may be larger than
+                all of it.
+            session: None: nothing is taken in before `start_session`.
+        """
+        self._book: ReceiverBook[Trajectory] = ReceiverBook(
+            capacity_records=capacity_records, capacity_bytes=capacity_bytes
+        )
+        self._codec: MessageCodec[ToReceiver] = MessageCodec(ToReceiver, trial_uuid=security.trial_uuid)
+        self._malformed = Refusals("malformed messages to the trajectories socket")
+        self._thread = LoopThread("trajectories")
+        self._router: RouterEndpoint
+
+        def start() -> None:
+            # Set in the loop's thread: a sender that is quick is answered before this thread hears of the socket.
+            self._router = RouterEndpoint(
+                security,
+                address=address,
+                roles=roles,
+                purpose="trajectories",
+                on_message=self._receive,
+                on_peer_gone=lambda identity: self._send(self._book.disconnected(identity)),
+                bulk=True,
+            )
+
+        try:
+            self._thread.call(start)
+        except BaseException:
+            self._thread.close()
+            raise
+        if session is not None:
+            self.start_session(session)
+
+    @property
+    def endpoint(self) -> str:
+        """Where senders connect: "tcp://host:port"."""
+        return self._router.endpoint
+
+    @property
+    def num_held(self) -> int:
+        """Records that wait for `drain`."""
+        return self._book.num_held
+
+    @property
+    def num_refused_handshakes(self) -> int:
+        return self._router.num_refused_handshakes
+
+    def start_session(self, session: str) -> None:
+        """Forget everything and tell the senders, who then send again what no commit covers.
+
+        Args:
+            session: new for every trainer epoch and every process, such as "3-5f0c9a".
+        """
+        self._thread.call(lambda: self._send(self._book.start_session(session)))
+
+    def drain(self, max_records: int) -> list[Trajectory]:
+        """Up to so many records, in order of arrival; the tensors are read-only views. Their room is free again."""
+
+        def drain() -> list[Trajectory]:
+            items, outgoing = self._book.drain(max_records)
+            self._send(outgoing)
+            return items
+
+        return self._thread.call(drain)
+
+    def verdict(self, uid: str, kind: VerdictKind) -> None:
+        """Tell the sender that a record is not needed (any more); offering it again gets the same answer."""
+        self._thread.call(lambda: self._send(self._book.verdict(uid, kind)))
+
+    def forget(self, uids: Set[str]) -> None:
+        """A commit covers these: their ids need no memory here."""
+        self._thread.call(lambda: self._book.forget(uids))
+
+    def close(self) -> None:
+        try:
+            self._thread.call(self._router.close)
+        finally:
+            self._thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _receive(self, peer: Peer, frames: list[Buffer]) -> None:
+        try:
+            message = self._codec.decode(frames)
+        except MalformedMessageError as error:
+            self._malformed.note(f"of a {peer.role}: {error}")
+            return
+        self._send(self._apply(peer.identity, message))
+
+    def _apply(self, identity: bytes, message: Message[ToReceiver]) -> Outgoing:
+        body = message.body
+        match body:
+            case SenderHello():
+                return self._book.hello(identity, body.sender)
+            case Offer():
+                return self._book.offer(identity, body)
+            case Withdraw():
+                return self._book.withdraw(body)
+            case Record():
+                item = (body.header, message.tensors)
+                return self._book.record(identity, body, item, tensors_size_bytes(message.tensors))
+
+    def _send(self, outgoing: Outgoing) -> None:
+        for identity, message in outgoing:
+            try:
+                self._router.send(identity, self._codec.encode(message, epoch=0))
+            except PeerDeadError:
+                logger.debug("a rollout worker is gone; it asks again when it is back")

@@ -1,0 +1,69 @@
+"""The two attentions of the embedded engine: a rectangle of new prompts, and one new token per running row.
+
+PromptAttention writes the whole prompts into the cache and attends among themselves: prompts are padded on the right,
+so the causal mask alone keeps every real token from seeing padding. TokenAttention writes one position per row and
+attends to the row's own past; the mask hides what lies beyond a row's length.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from corral.workers.engine.cache import KVCache
+
+
+class PromptAttention:
+    """Causal attention inside N right-padded prompts of width T; keys and values go to cache rows."""
+
+    def __init__(
+        self, cache: KVCache, *, num_prompts: int, rows: Tensor, prompt_of_row: Tensor, softmax_scale: float
+    ) -> None:
+        """rows: [R] int64 cache rows, R >= N; prompt_of_row: [R] int64, which of the N prompts each row gets."""
+        self._cache = cache
+        self._num_prompts = num_prompts
+        self._rows = rows
+        self._prompt_of_row = prompt_of_row
+        self._softmax_scale = softmax_scale
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        num_tokens = queries.shape[0]
+        queries, keys, values = (self._by_prompt(tensor) for tensor in (queries, keys, values))
+        source = self._prompt_of_row
+        self._cache.write_prompts(layer, rows=self._rows, keys=keys[source], values=values[source])
+        output = F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=self._softmax_scale, enable_gqa=True
+        )
+        return output.transpose(1, 2).reshape(num_tokens, -1)
+
+    def _by_prompt(self, tensor: Tensor) -> Tensor:
+        """[N * T, heads, D] -> [N, heads, T, D]"""
+        return tensor.view(self._num_prompts, -1, *tensor.shape[1:]).transpose(1, 2)
+
+
+class TokenAttention:
+    """Attention of the token at `positions[b]` of row b over positions 0..positions[b], for rows 0..B-1."""
+
+    def __init__(
+        self, cache: KVCache, *, positions: Tensor, longest: int, dtype: torch.dtype, softmax_scale: float
+    ) -> None:
+        """positions: [B] int64; longest: max(positions) + 1, known to the caller without asking the device."""
+        self._cache = cache
+        self._slots = cache.token_slots(positions)
+        self._longest = longest
+        self._softmax_scale = softmax_scale
+        is_beyond = torch.arange(longest, device=positions.device) > positions.unsqueeze(-1)
+        bias = torch.zeros(is_beyond.shape, dtype=dtype, device=positions.device)
+        self._bias = bias.masked_fill_(is_beyond, float("-inf"))[:, None, None, :]
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        num_rows, num_kv_heads = keys.shape[:2]
+        self._cache.write_tokens(layer, slots=self._slots, keys=keys, values=values)
+        past_keys, past_values = self._cache.read(layer, num_rows=num_rows, length=self._longest)
+        # The query heads that share one key head stand where the sequence axis is: grouped attention without copies.
+        grouped = queries.view(num_rows, num_kv_heads, -1, queries.shape[-1])
+        output = F.scaled_dot_product_attention(
+            grouped, past_keys, past_values, attn_mask=self._bias, scale=self._softmax_scale
+        )
+        return output.reshape(num_rows, -1)

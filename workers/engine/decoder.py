@@ -1,0 +1,211 @@
+"""A Llama-shaped decoder over the weight tensors of a transformers module, with attention left to the caller.
+
+    token_ids [T] -> embed -> per layer: norm, q/k/v, rotary, attend (caller), o, norm, MLP -> norm -> logits [N, V]
+
+transformers' own forward spends more time in Python (masks, cache objects, keyword arguments) than in arithmetic on
+small models, and its batches cannot change between two tokens. This is the same arithmetic over the same tensors, so
+weights that are copied into the module in place are used by the next call (once packed, after packing them again).
+Shapes: T tokens, H query heads, K key/value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from corral.workers.engine.cache import KVCache
+from corral.workers.engine.linear import Linear
+
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+
+# Types whose frequencies do not depend on the sequence length, so one table serves every request.
+_STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROTARY_TABLE_STEP = 1024
+
+
+class UnsupportedModelError(ValueError):
+    """The embedded engine cannot run this architecture exactly."""
+
+
+class Attend(Protocol):
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """queries [T, H, D], keys and values [T, K, D] -> attention output [T, H * D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RMSNorm:
+    weight: Tensor
+    epsilon: float
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return F.rms_norm(inputs, self.weight.shape, self.weight, self.epsilon)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: _RMSNorm
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    q_norm: _RMSNorm | None
+    k_norm: _RMSNorm | None
+    o_proj: Linear
+    mlp_norm: _RMSNorm
+    gate_proj: Linear
+    up_proj: Linear
+    down_proj: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.gate_proj, self.up_proj, self.down_proj)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The full tensor behind a sharded parameter (a collective: every rank must come here), or the tensor itself."""
+    full_tensor: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    return full_tensor() if full_tensor is not None else tensor.detach()
+
+
+def _linear(module: Any) -> Linear:
+    return Linear(_whole(module.weight), None if module.bias is None else _whole(module.bias))
+
+
+def _norm(module: Any) -> _RMSNorm:
+    return _RMSNorm(_whole(module.weight), float(module.variance_epsilon))
+
+
+def _layer(module: Any) -> _Layer:
+    attention, mlp = module.self_attn, module.mlp
+    return _Layer(
+        input_norm=_norm(module.input_layernorm),
+        q_proj=_linear(attention.q_proj),
+        k_proj=_linear(attention.k_proj),
+        v_proj=_linear(attention.v_proj),
+        q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        o_proj=_linear(attention.o_proj),
+        mlp_norm=_norm(module.post_attention_layernorm),
+        gate_proj=_linear(mlp.gate_proj),
+        up_proj=_linear(mlp.up_proj),
+        down_proj=_linear(mlp.down_proj),
+    )
+
+
+def check_supported(config: Any) -> None:
+    """Refuse what this decoder would compute wrongly.
+
+    Raises:
+        UnsupportedModelError: naming the property of the model that is not supported.
+    """
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        raise UnsupportedModelError(
+            f"the embedded engine runs model types {', '.join(SUPPORTED_MODEL_TYPES)}, not {config.model_type!r}; "
+            "choose a model of one of these types"
+        )
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"}:
+        raise UnsupportedModelError(
+            f"the embedded engine runs full attention only, the model has {sorted(layer_types)}"
+        )
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in _STATIC_ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"the embedded engine runs rotary types {', '.join(_STATIC_ROPE_TYPES)}, the model has {rope_type!r}"
+        )
+
+
+class Decoder:
+    """The weights of one causal language model, ready for packed forward passes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        module: Any = model
+        config: Any = module.config
+        check_supported(config)
+        self._embedding = _whole(module.model.embed_tokens.weight)
+        self._layers: Sequence[_Layer] = [_layer(layer) for layer in module.model.layers]
+        self._norm = _norm(module.model.norm)
+        is_tied = module.lm_head.weight is module.model.embed_tokens.weight
+        self._head = Linear(self._embedding, None) if is_tied else _linear(module.lm_head)
+        self._activation: Callable[[Tensor], Tensor] = module.model.layers[0].mlp.act_fn
+        attention = module.model.layers[0].self_attn
+        self.head_dim = int(attention.head_dim)
+        self.softmax_scale = float(attention.scaling)
+        self.num_heads = int(config.num_attention_heads)
+        self.num_kv_heads = int(config.num_key_value_heads)
+        self.vocab_size = int(self._embedding.shape[0])
+        self.context_length = int(config.max_position_embeddings)
+        self._rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.model.rotary_emb
+        self._cos = self._signed_sin = self._embedding.new_empty((0, 1, self.head_dim))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.dtype
+
+    def new_cache(self, *, max_rows: int, max_total_tokens: int) -> KVCache:
+        return KVCache(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            max_rows=max_rows,
+            max_total_tokens=max_total_tokens,
+        )
+
+    def pack_weights(self) -> None:
+        """Make faster copies of the weights, where the device has such; again after every change of the weights."""
+        for layer in self._layers:
+            for linear in layer.linears:
+                linear.pack()
+        self._head.pack()
+
+    def reserve_positions(self, length: int) -> None:
+        """Extend the rotary table to positions 0..length-1."""
+        if length <= self._cos.shape[0]:
+            return
+        rounded = -(-length // _ROTARY_TABLE_STEP) * _ROTARY_TABLE_STEP
+        positions = torch.arange(rounded, device=self.device).unsqueeze(0)
+        cos, sin = self._rotary(self._embedding[:1], positions)
+        sign = torch.ones(self.head_dim, device=self.device, dtype=sin.dtype)
+        sign[: self.head_dim // 2] = -1  # rotate_half(x) * sin == roll(x, D / 2) * (sign * sin), in half the operations
+        self._cos = cos[0].unsqueeze(1)
+        self._signed_sin = (sin[0] * sign).unsqueeze(1)
+
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """[T, hidden] after the last norm. token_ids and positions: [T] int64, positions within `reserve_positions`."""
+        num_tokens = token_ids.shape[0]
+        cos, signed_sin = self._cos[positions], self._signed_sin[positions]
+        hidden = F.embedding(token_ids, self._embedding)
+        for index, layer in enumerate(self._layers):
+            normed = layer.input_norm(hidden)
+            queries = layer.q_proj(normed).view(num_tokens, -1, self.head_dim)
+            keys = layer.k_proj(normed).view(num_tokens, -1, self.head_dim)
+            values = layer.v_proj(normed).view(num_tokens, -1, self.head_dim)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                queries, keys = layer.q_norm(queries), layer.k_norm(keys)
+            queries, keys = self._rotate(queries, cos, signed_sin), self._rotate(keys, cos, signed_sin)
+            hidden = hidden + layer.o_proj(attend(index, queries, keys, values))
+            normed = layer.mlp_norm(hidden)
+            gated = self._activation(layer.gate_proj(normed)).mul_(layer.up_proj(normed))
+            hidden = hidden + layer.down_proj(gated)
+        return self._norm(hidden)
+
+    def _rotate(self, heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+        return torch.addcmul(heads * cos, heads.roll(self.head_dim // 2, dims=-1), signed_sin)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, V] float32 from hidden [N, hidden]."""
+        return self._head(hidden).float()

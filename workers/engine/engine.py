@@ -1,0 +1,137 @@
+"""The embedded generation engine: a model directory, a continuous batch over it, and weights that change under way.
+
+    model directory --> module --> Decoder (same tensors) --> ContinuousBatch: add, step, pause, ...
+                           ^
+    weight directory --> stage_weights (any thread, all checks) --> apply_weights (between two steps, in place)
+
+Each token carries the version tag of the weights that made it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from corral.workers.engine.batch import ContinuousBatch, PauseMode, generate_greedily
+from corral.workers.engine.decoder import Decoder, UnsupportedModelError, check_supported
+from corral.workers.engine.requests import GenerationRequest, RequestOutput
+from corral.workers.engine.sampling import SamplingParams
+from corral.workers.engine.weights import (
+    StagedWeights,
+    WeightLayout,
+    WeightsRejectedError,
+    copy_weights,
+    stage_weights,
+)
+
+__all__ = [
+    "DTYPES",
+    "GenerationEngine",
+    "GenerationRequest",
+    "PauseMode",
+    "RequestOutput",
+    "SamplingParams",
+    "UnsupportedModelError",
+    "WeightsRejectedError",
+    "generate_greedily",
+]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class GenerationEngine(ContinuousBatch):
+    """Serves one model. Not thread-safe, but for `limits`, `stage_weights` and the counters.
+
+    Example:
+        engine = GenerationEngine(Path("models/qwen2-tiny"), version="1.0")
+        request = GenerationRequest(request_id="a", prompt=(5, 6, 7), sampling=SamplingParams(max_new_tokens=16))
+        [output] = engine.generate([request])     # output.output_ids, .output_logprobs, .weight_versions
+        engine.update_weights(Path("weights/v1"), version="1.1")
+    """
+
+    def __init__(
+        self,
+        model_directory: Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        max_running_requests: int = 64,
+        max_total_tokens: int = 131_072,
+        seed: int = 0,
+        version: str = "default",
+    ) -> None:
+        """Load a Hugging Face model directory; nothing is downloaded.
+
+        Args:
+            model_directory: with config.json and safetensors.
+            device: "cpu", "cuda" or "cuda:N".
+            dtype: float32, bfloat16 or float16; log-probabilities are float32 in any case.
+            max_running_requests: rows of a decode step.
+            max_total_tokens: cache positions in all, rows x longest; bounds the cache's memory.
+            seed: of requests that bring no seed of their own.
+            version: tag of the weights that are loaded here.
+
+        Raises:
+            UnsupportedModelError: if the architecture cannot be run exactly.
+        """
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        self.model_directory = Path(model_directory)
+        self._model, eos_token_ids = load_model(self.model_directory, dtype=DTYPES[dtype], device=device)
+        self._layout = WeightLayout.of(self._model)
+        super().__init__(
+            Decoder(self._model),
+            eos_token_ids=eos_token_ids,
+            max_running_requests=max_running_requests,
+            max_total_tokens=max_total_tokens,
+            seed=seed,
+            version=version,
+        )
+        self._decoder.pack_weights()
+
+    @property
+    def model_type(self) -> str:
+        config: Any = self._model.config
+        return str(config.model_type)
+
+    def stage_weights(self, directory: Path, *, manifest_sha256: str | None = None) -> StagedWeights:
+        """Read and check new weights without touching the live ones; any thread may call it.
+
+        Raises:
+            WeightsRejectedError: if they are unreadable, incomplete or of another model.
+        """
+        return stage_weights(directory, self._layout, manifest_sha256=manifest_sha256)
+
+    def apply_weights(self, staged: StagedWeights, *, version: str) -> None:
+        """Copy staged weights over the live ones; the next token is made by them, whatever the cache holds."""
+        copy_weights(staged, self._model)
+        self._decoder.pack_weights()
+        self.model_directory = staged.directory
+        self.version = version
+
+    def update_weights(self, directory: Path, *, version: str, manifest_sha256: str | None = None) -> None:
+        """Stage and apply in one go.
+
+        Raises:
+            WeightsRejectedError: the old weights and version are still in place.
+        """
+        self.apply_weights(self.stage_weights(directory, manifest_sha256=manifest_sha256), version=version)
+
+
+def load_model(directory: Path, *, dtype: torch.dtype, device: str) -> tuple[nn.Module, frozenset[int]]:
+    """The model in evaluation mode, and its end-of-sequence ids."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # seconds to import: only who loads a model pays
+
+    # A directory with code or pickled weights of its own is refused: loading it would run what somebody else wrote.
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    check_supported(config)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+    model = model.to(device).eval().requires_grad_(False)
+    declared = [getattr(source, "eos_token_id", None) for source in (model.config, model.generation_config)]
+    ids = [token_id for entry in declared for token_id in (entry if isinstance(entry, list) else [entry])]
+    return model, frozenset(token_id for token_id in ids if token_id is not None)

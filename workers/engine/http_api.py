@@ -1,0 +1,370 @@
+"""HTTP front of the embedded engine: the subset of SGLang's API that rollout workers and the manager speak.
+
+    client --HTTP--> [ key | size | schema | limits ] --> EngineLoop (its own thread) --> future --> JSON
+                        401   413    400      400
+
+    POST /generate /abort_request /pause_generation /continue_generation /update_weights_from_disk
+    GET|POST /flush_cache      GET /health /ready /get_model_info /get_server_info /metrics
+
+Every endpoint wants `Authorization: Bearer <api key>`. Errors are {"error": {"message": ...}}; those of a weight
+update are {"success": false, "message": ...}. 503 means "not now": paused (/ready, /health), queue full, engine
+stopped. A client that goes away has its requests aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Protocol, TypedDict, TypeVar
+
+from aiohttp import web
+
+from corral.workers.engine.engine import GenerationEngine, PauseMode
+from corral.workers.engine.http_messages import (
+    AbortBody,
+    BadRequestError,
+    GenerateBody,
+    PauseBody,
+    UpdateWeightsBody,
+    generate_reply,
+    parse,
+)
+from corral.workers.engine.loop import EngineLoop, EngineStoppedError, UpdateResult
+from corral.workers.engine.requests import GenerationRequest
+from corral.workers.engine.weights import WeightsRejectedError
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_COMMAND_TIMEOUT_S = 60.0  # the engine answers a command after its present decode step, which takes far less
+_SHUTDOWN_TIMEOUT_S = 5.0  # for replies under way when the server stops
+
+
+class Revealable(Protocol):
+    """A secret that does not print itself."""
+
+    def reveal(self) -> str: ...
+
+
+class Progress(TypedDict):
+    """What a heartbeat reports."""
+
+    running: int
+    queued: int
+    tokens_generated: int
+    version: str
+
+
+class EngineServer:
+    """Serves one GenerationEngine until `stop`.
+
+    Example:
+        server = EngineServer(engine, api_key, "127.0.0.1")
+        port = await server.start()
+        try:
+            await server.wait_ended()       # raises what the engine thread died of
+        finally:
+            await server.stop()
+    """
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        api_key: str | Revealable,
+        host: str,
+        port: int = 0,
+        *,
+        max_body_bytes: int = 64 * 2**20,
+        max_queued_requests: int = 4096,
+        update_timeout_s: float = 600.0,
+    ) -> None:
+        """
+        Args:
+            engine: handed over; only this server's thread may use it from `start` on.
+            api_key: what clients must send as bearer token.
+            host: address to bind.
+            port: 0 lets the system choose; `start` returns it.
+            max_body_bytes: larger bodies are answered 413.
+            max_queued_requests: beyond these, /generate answers 503.
+            update_timeout_s: longest wait of a weight update for the requests in flight.
+        """
+        key = api_key if isinstance(api_key, str) else api_key.reveal()
+        if not key:
+            raise ValueError("api_key is empty; every endpoint is protected by it")
+        self._expected_authorization = f"Bearer {key}".encode()
+        self._host = host
+        self._port = port
+        self._max_body_bytes = max_body_bytes
+        self._max_queued_requests = max_queued_requests
+        self._update_timeout_s = update_timeout_s
+        self._loop = EngineLoop(engine)
+        self._engine = engine
+        self._requests_by_rid: dict[str, set[str]] = {}
+        self._num_in_flight = 0
+        self._update_lock = asyncio.Lock()
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> int:
+        """Start the engine thread and listen; returns the port."""
+        application = web.Application(
+            client_max_size=self._max_body_bytes, middlewares=[self._answer_errors, self._check_key]
+        )
+        application.add_routes(self._routes())
+        # handler_cancellation: a client that hangs up must not keep rows of the batch busy.
+        self._runner = web.AppRunner(
+            application, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self._port)
+        await site.start()
+        self._loop.start()
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """End requests as aborted, answer them, close the port."""
+        await asyncio.to_thread(self._loop.stop)
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def wait_ended(self) -> None:
+        """Until the engine thread ends; raises the exception that ended it, if any."""
+        await asyncio.shield(asyncio.wrap_future(self._loop.ended))
+
+    def progress(self) -> Progress:
+        """Counters for heartbeats; any thread may ask."""
+        engine = self._engine
+        return Progress(
+            running=engine.num_running,
+            queued=engine.num_queued,
+            tokens_generated=engine.tokens_generated,
+            version=engine.version,
+        )
+
+    def _routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/generate", self._generate),
+            web.post("/abort_request", self._abort_request),
+            web.post("/pause_generation", self._pause_generation),
+            web.post("/continue_generation", self._continue_generation),
+            web.post("/update_weights_from_disk", self._update_weights_from_disk),
+            web.get("/flush_cache", self._flush_cache),
+            web.post("/flush_cache", self._flush_cache),
+            web.get("/health", self._health),
+            web.get("/ready", self._health),
+            web.get("/get_model_info", self._get_model_info),
+            web.get("/get_server_info", self._get_server_info),
+            web.get("/metrics", self._metrics),
+        ]
+
+    @web.middleware
+    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except (ValueError, web.RequestPayloadError) as error:
+            return _error(400, str(error))
+        except EngineStoppedError as error:
+            return _error(503, str(error))
+        except web.HTTPException as error:
+            return _error(error.status, error.reason)
+
+    @web.middleware
+    async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self._expected_authorization):
+            return _error(401, "this server wants the header 'Authorization: Bearer <api key>' of its trial")
+        return await handler(request)
+
+    async def _ask(self, future: Future[ResultT]) -> ResultT:
+        return await asyncio.wait_for(asyncio.wrap_future(future), _COMMAND_TIMEOUT_S)
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = parse(GenerateBody, await request.read())
+        rids, plan = body.names(), self._plan(body)
+        capacity = self._engine.max_running_requests + self._max_queued_requests
+        if len(plan) > capacity:
+            raise BadRequestError(
+                f"{len(plan)} answers in one request are more than this server ever holds, {capacity}; ask for fewer"
+            )
+        if self._num_in_flight + len(plan) > capacity:
+            return _error(
+                503, f"{self._num_in_flight} of at most {capacity} requests are in flight; try another server"
+            )
+        started = time.monotonic()
+        with self._named(rids, plan):
+            futures = [self._loop.submit(planned) for planned in plan]
+            try:
+                outputs = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
+            except BaseException:
+                # One failed or the client is gone: nobody will read the others.
+                self._loop.abort([planned.request_id for planned in plan])
+                raise
+        latency_s = time.monotonic() - started
+        replies = [
+            generate_reply(output, body, rid=rid, latency_s=latency_s)
+            for output, rid in zip(outputs, rids, strict=True)
+        ]
+        is_single = body.is_single and body.sampling_params.n == 1
+        return web.json_response(replies[0] if is_single else replies)
+
+    def _plan(self, body: GenerateBody) -> list[GenerationRequest]:
+        """One request per prompt and sample, all checked before the first is queued."""
+        start = body.logprob_start_len if body.return_logprob and body.logprob_start_len >= 0 else None
+        sampling = [body.sampling_params.sampling(sample) for sample in range(body.sampling_params.n)]
+        plan = []
+        for prompt in body.prompts:
+            self._engine.limits.check(prompt, sampling[0])
+            if start is not None and start >= len(prompt):
+                raise BadRequestError(f"logprob_start_len must be below the prompt's {len(prompt)} tokens, got {start}")
+            plan += [
+                GenerationRequest(
+                    request_id=uuid.uuid4().hex, prompt=tuple(prompt), sampling=params, input_logprobs_from=start
+                )
+                for params in sampling
+            ]
+        return plan
+
+    @contextmanager
+    def _named(self, rids: list[str], plan: list[GenerationRequest]) -> Iterator[None]:
+        """Make the requests known to /abort_request by their rids, for as long as they are in flight."""
+        for rid, planned in zip(rids, plan, strict=True):
+            self._requests_by_rid.setdefault(rid, set()).add(planned.request_id)
+        self._num_in_flight += len(plan)
+        try:
+            yield
+        finally:
+            self._num_in_flight -= len(plan)
+            for rid, planned in zip(rids, plan, strict=True):
+                named = self._requests_by_rid[rid]
+                named.discard(planned.request_id)
+                if not named:
+                    del self._requests_by_rid[rid]
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        body = parse(AbortBody, await request.read())
+        if body.rid is None and not body.abort_all:
+            raise BadRequestError("one of rid and abort_all is required")
+        await self._ask(
+            self._loop.abort(None if body.abort_all else tuple(self._requests_by_rid.get(body.rid or "", ())))
+        )
+        return web.Response()
+
+    async def _pause_generation(self, request: web.Request) -> web.Response:
+        body = parse(PauseBody, await request.read())
+        await self._ask(self._loop.pause(PauseMode(body.mode)))
+        return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue_generation(self, request: web.Request) -> web.Response:
+        await self._ask(self._loop.resume())
+        return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _flush_cache(self, request: web.Request) -> web.Response:
+        is_flushed = await self._ask(self._loop.flush_cache())
+        return web.Response(
+            text="Cache flushed.\n" if is_flushed else "Flush cache failed.\n", status=200 if is_flushed else 400
+        )
+
+    async def _update_weights_from_disk(self, request: web.Request) -> web.Response:
+        body = parse(UpdateWeightsBody, await request.read())
+        try:
+            # Staging takes seconds for large models: one at a time, or an older version could overtake a newer one.
+            async with self._update_lock:
+                result = await self._update(body)
+        except (WeightsRejectedError, TimeoutError) as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        if result.is_cache_stale:
+            message = (
+                f"Weights were updated to {body.weight_version}, but the cache was not flushed because requests are "
+                "still running; they go on with keys and values of the old weights. Send flush_cache: false if that is "
+                "meant, or pause with mode retract."
+            )
+            return web.json_response({"success": False, "message": message}, status=400)
+        message = f"Succeeded to update model weights. Weight version updated to {body.weight_version}."
+        return web.json_response(
+            {"success": True, "message": message, "num_paused_requests": result.num_in_flight}, status=200
+        )
+
+    async def _update(self, body: UpdateWeightsBody) -> UpdateResult:
+        staged = await asyncio.to_thread(
+            self._engine.stage_weights, Path(body.model_path), manifest_sha256=body.manifest_sha256
+        )
+        future = self._loop.update(
+            staged,
+            version=body.weight_version,
+            flush_cache=body.flush_cache,
+            abort_all_requests=body.abort_all_requests,
+        )
+        applied = asyncio.wrap_future(future)
+        done, _ = await asyncio.wait([applied], timeout=self._update_timeout_s)
+        if not done and await self._ask(self._loop.cancel_update(future)):
+            await asyncio.wait([applied])
+            applied.exception()
+            raise TimeoutError(
+                f"the requests in flight did not end within {self._update_timeout_s:g} s, so the weights were not "
+                "changed; pause generation first, or send abort_all_requests: true"
+            )
+        return await applied
+
+    async def _health(self, request: web.Request) -> web.Response:
+        if self._loop.ended.done():
+            return _error(503, f"the generation engine has ended: {self._loop.failure!r}")
+        if self._engine.is_paused:
+            return _error(503, "generation is paused")
+        return web.Response()
+
+    async def _get_model_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "model_path": str(self._engine.model_directory),
+                "model_type": self._engine.model_type,
+                "weight_version": self._engine.version,
+                "is_generation": True,
+            }
+        )
+
+    async def _get_server_info(self, request: web.Request) -> web.Response:
+        engine = self._engine
+        return web.json_response(
+            {
+                "version": package_version("corral-rl"),
+                "backend": "hf",
+                "weight_version": engine.version,
+                "running": engine.num_running,
+                "queued": engine.num_queued,
+                "is_paused": engine.is_paused,
+                "tokens_generated": engine.tokens_generated,
+                "max_running_requests": engine.max_running_requests,
+                "max_total_num_tokens": engine.limits.max_total_tokens,
+                "context_length": engine.limits.context_length,
+                "vocab_size": engine.limits.vocab_size,
+            }
+        )
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        engine = self._engine
+        used = engine.num_used_tokens
+        gauges: dict[str, float] = {
+            "num_running_reqs": engine.num_running,
+            "num_queue_reqs": engine.num_queued,
+            "num_used_tokens": used,
+            "token_usage": used / engine.limits.max_total_tokens,
+            "gen_throughput": self._loop.tokens_per_s,
+        }
+        lines = [f"# TYPE sglang:{name} gauge\nsglang:{name} {value:g}\n" for name, value in gauges.items()]
+        total = "sglang:generation_tokens_total"
+        lines.append(f"# TYPE {total} counter\n{total} {engine.tokens_generated}\n")
+        return web.Response(text="".join(lines))
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)

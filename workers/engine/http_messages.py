@@ -1,0 +1,197 @@
+"""The JSON of the generation server: SGLang's request and response bodies, checked at the border.
+
+    body --parse()--> GenerateBody | AbortBody | PauseBody | UpdateWeightsBody
+                 `--> BadRequestError (status 400), naming the field
+    RequestOutput --generate_reply()--> {"output_ids": ..., "meta_info": ...}
+
+What this server would have to ignore (text prompts, streaming, penalties) is refused, so that no client believes in it.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from corral.workers.engine.requests import (
+    AbortFinish,
+    FinishReason,
+    LengthFinish,
+    RequestOutput,
+    StopFinish,
+)
+from corral.workers.engine.sampling import SamplingParams
+
+_MAX_SAMPLES = 1024  # answers to one prompt in one request; more is a mistake, and would be held in memory at once
+_ERRORS_IN_MESSAGE = 3
+
+
+class BadRequestError(ValueError):
+    """The body is not what the endpoint takes; the message is for the client."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+def _check_token_ids(value: list[Any]) -> list[Any]:
+    """One prompt or a list of prompts; by hand, so that 100,000 wrong items are one error and not 100,000."""
+    prompts = value if value and isinstance(value[0], list) else [value]
+    for prompt in prompts:
+        if not isinstance(prompt, list) or any(type(token_id) is not int for token_id in prompt):
+            raise ValueError("must be a list of integer token ids, or a list of such lists")
+    return value
+
+
+class SamplingParamsBody(_Body):
+    """SGLang's sampling_params, as far as they concern token ids."""
+
+    max_new_tokens: int = 128
+    temperature: float = Field(default=1.0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, allow_inf_nan=False)
+    top_k: int = -1
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    n: int = Field(default=1, ge=1, le=_MAX_SAMPLES)
+    """Answers per prompt."""
+    sampling_seed: int | None = None
+    skip_special_tokens: bool = True
+    """Accepted for clients that send it; there is no text here to skip them in."""
+
+    def sampling(self, sample: int) -> SamplingParams:
+        """Of answer `sample` to a prompt; raises ValueError where a value is out of range."""
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=frozenset(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            sampling_seed=None if self.sampling_seed is None else self.sampling_seed + sample,
+        )
+
+
+class GenerateBody(_Body):
+    """POST /generate."""
+
+    input_ids: Annotated[list[Any], AfterValidator(_check_token_ids)]
+    """One prompt, or a list of prompts (then the reply is a list)."""
+    sampling_params: SamplingParamsBody = SamplingParamsBody()
+    return_logprob: bool = False
+    logprob_start_len: int = Field(default=-1, ge=-1)
+    """First prompt position whose log-probability is returned; -1 returns none."""
+    rid: str | list[str] | None = None
+    """Name for /abort_request: one for all prompts, or one per prompt."""
+    stream: Literal[False] = False
+
+    @property
+    def is_single(self) -> bool:
+        """Whether `input_ids` is one prompt and not a list of prompts."""
+        return not (self.input_ids and isinstance(self.input_ids[0], list))
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The prompts, one entry for the single form."""
+        return [self.input_ids] if self.is_single else self.input_ids
+
+    def names(self) -> list[str]:
+        """The rid of every answer, in reply order; made up where the client gave none."""
+        num_prompts = len(self.prompts)
+        if isinstance(self.rid, list) and len(self.rid) != num_prompts:
+            raise BadRequestError(f"rid lists {len(self.rid)} names for {num_prompts} prompts")
+        if self.rid is None:
+            rids = [uuid.uuid4().hex for _ in range(num_prompts)]
+        else:
+            rids = self.rid if isinstance(self.rid, list) else [self.rid] * num_prompts
+        return [rid for rid in rids for _ in range(self.sampling_params.n)]
+
+
+class AbortBody(_Body):
+    """POST /abort_request: one request by its rid, or all."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class PauseBody(_Body):
+    """POST /pause_generation."""
+
+    mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+class UpdateWeightsBody(_Body):
+    """POST /update_weights_from_disk."""
+
+    model_path: str = Field(min_length=1)
+    weight_version: str = Field(min_length=1)
+    """Required, unlike SGLang's: tokens of unnamed weights could not be told from those of the weights before."""
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    manifest_sha256: str | None = None
+    """Of the directory's manifest, as the trainer published it; None checks the files against the manifest only."""
+
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+
+def parse(kind: type[BodyT], body: bytes) -> BodyT:
+    """Check a JSON body; an empty one stands for {}.
+
+    Raises:
+        BadRequestError: naming the fields and what is wrong with them.
+    """
+    try:
+        return kind.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        problems = [
+            _problem(entry["loc"], entry["msg"]) for entry in error.errors(include_url=False, include_input=False)
+        ]
+        shown = "; ".join(problems[:_ERRORS_IN_MESSAGE])
+        more = f"; and {len(problems) - _ERRORS_IN_MESSAGE} more" if len(problems) > _ERRORS_IN_MESSAGE else ""
+        raise BadRequestError(shown + more) from error
+
+
+def _problem(location: tuple[int | str, ...], message: str) -> str:
+    where = ".".join(str(part) for part in location)
+    return f"{where}: {message}" if where else message
+
+
+def _finish_reason(reason: FinishReason) -> dict[str, Any]:
+    match reason:
+        case StopFinish(matched=token_id):
+            return {"type": "stop", "matched": token_id}
+        case LengthFinish(length=length):
+            return {"type": "length", "length": length}
+        case AbortFinish(message=message):
+            return {"type": "abort", "message": message, "status_code": None, "err_type": None}
+
+
+def generate_reply(output: RequestOutput, body: GenerateBody, *, rid: str, latency_s: float) -> dict[str, Any]:
+    """One answer as SGLang without a tokenizer returns it; triples are [logprob, token id, null]."""
+    meta_info: dict[str, Any] = {
+        "id": rid,
+        "finish_reason": _finish_reason(output.finish_reason),
+        "prompt_tokens": len(output.prompt),
+        "completion_tokens": len(output.output_ids),
+        "cached_tokens": output.cached_tokens,
+        "weight_version": output.weight_version,
+        "weight_versions": [
+            {"version": span.version, "start": span.start, "end": span.end} for span in output.weight_versions
+        ],
+        "num_retractions": output.num_retractions,
+        "e2e_latency": latency_s,
+        "response_sent_to_client_ts": time.time(),
+    }
+    if body.return_logprob:
+        scored_prompt = output.prompt[body.logprob_start_len :] if output.input_logprobs else ()
+        meta_info["input_token_logprobs"] = [
+            [logprob, token_id, None] for logprob, token_id in zip(output.input_logprobs, scored_prompt, strict=True)
+        ]
+        meta_info["output_token_logprobs"] = [
+            [logprob, token_id, None]
+            for logprob, token_id in zip(output.output_logprobs, output.output_ids, strict=True)
+        ]
+        meta_info["output_token_logprobs_length"] = len(output.output_ids)
+    return {"output_ids": list(output.output_ids), "meta_info": meta_info}

@@ -1,0 +1,270 @@
+"""The thread that owns a GenerationEngine: commands and requests in, futures out.
+
+    any thread --submit/abort/pause/update...--> inbox --> [ commands | step | deliver | due updates ] --> futures
+                                                            ^-------- one engine thread --------^
+
+Only this thread touches the engine, so a command takes effect between two decode steps, in the order in which it
+came. A weight update without a pause drains first: the requests before it end on the old weights, later ones wait for
+the new. An exception in a step ends the loop for good: every future gets it, and `failure` says so to whoever asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from corral.workers.engine.engine import GenerationEngine, PauseMode
+from corral.workers.engine.requests import GenerationRequest, RequestOutput
+from corral.workers.engine.weights import StagedWeights
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+_THROUGHPUT_WINDOW_S = 2.0  # long enough to smooth steps, short enough to show a stall to the next scrape
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine thread has stopped or failed; nothing more will be generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What a weight update did. The weights are new in any case."""
+
+    is_cache_stale: bool
+    """Whether a flush was asked for but running requests go on with keys and values of the old weights."""
+    num_in_flight: int
+    """Requests running or queued when the weights changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    function: Callable[[], None]
+    future: Future[Any]
+
+    def run(self) -> None:
+        """ValueError is the caller's to answer; anything else ends the engine too."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.function()
+        except ValueError as error:
+            self.future.set_exception(error)
+        except BaseException as error:
+            self.future.set_exception(error)
+            raise
+
+
+@dataclass(slots=True)
+class _PendingUpdate:
+    staged: StagedWeights
+    version: str
+    flush_cache: bool
+    future: Future[UpdateResult]
+
+
+class _Throughput:
+    """Tokens per second over the last completed window."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0
+        self._since = time.monotonic()
+        self._tokens_before = 0
+
+    def note(self, tokens_generated: int) -> None:
+        elapsed = time.monotonic() - self._since
+        if elapsed >= _THROUGHPUT_WINDOW_S:
+            self.tokens_per_s = (tokens_generated - self._tokens_before) / elapsed
+            self._since, self._tokens_before = time.monotonic(), tokens_generated
+
+
+class EngineLoop:
+    """Runs an engine in its own thread. Every method may be called from any thread.
+
+    Example:
+        with EngineLoop(engine) as loop:
+            output = loop.submit(request).result(timeout=60)
+    """
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self.engine = engine
+        """Read its counters and limits freely; change it only through this loop."""
+        self.failure: BaseException | None = None
+        self.ended: Future[None] = Future()
+        """Done when the thread ends: with None after `stop`, with the exception of a failed step."""
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._futures: dict[str, Future[RequestOutput]] = {}
+        self._updates: deque[_PendingUpdate] = deque()
+        self._throughput = _Throughput()
+        self._is_stopping = False
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="generation-engine", daemon=True)
+
+    def __enter__(self) -> EngineLoop:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._throughput.tokens_per_s
+
+    def start(self) -> None:
+        self.ended.set_running_or_notify_cancel()  # from here on nobody who waits for it can cancel it
+        self._thread.start()
+
+    def stop(self, *, timeout_s: float = 30.0) -> None:
+        """End every request as aborted and the thread with it.
+
+        Raises:
+            TimeoutError: if a decode step does not end in time.
+        """
+        if not self._thread.is_alive():
+            return
+        self._call(self._begin_stop)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the engine thread did not end its decode step within {timeout_s:.0f} s")
+
+    def submit(self, request: GenerationRequest) -> Future[RequestOutput]:
+        """Queue a request; the future carries its output, or ValueError if its id is in flight or it does not fit."""
+        future: Future[RequestOutput] = Future()
+        self._post(lambda: self._accept(request, future), future)
+        return future
+
+    def abort(self, request_ids: Iterable[str] | None) -> Future[None]:
+        """End these requests (None: all); their own futures carry what they have."""
+        wanted = None if request_ids is None else frozenset(request_ids)
+        return self._call(lambda: self._deliver(self.engine.abort(wanted)))
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        return self._call(lambda: self._deliver(self.engine.pause(mode)))
+
+    def resume(self) -> Future[None]:
+        return self._call(self.engine.resume)
+
+    def flush_cache(self) -> Future[bool]:
+        return self._call(self.engine.flush_cache)
+
+    def update(
+        self, staged: StagedWeights, *, version: str, flush_cache: bool, abort_all_requests: bool
+    ) -> Future[UpdateResult]:
+        """Apply staged weights: at once while paused or after aborting, else when the present requests have ended."""
+        future: Future[UpdateResult] = Future()
+        pending = _PendingUpdate(staged, version, flush_cache, future)
+        self._post(lambda: self._begin_update(pending, abort_all_requests=abort_all_requests), future)
+        return future
+
+    def cancel_update(self, update: Future[UpdateResult]) -> Future[bool]:
+        """Give up an update that still waits; False if it is done already."""
+        return self._call(lambda: self._drop_update(update))
+
+    def _call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
+        future: Future[ResultT] = Future()
+        self._post(lambda: future.set_result(function()), future)
+        return future
+
+    def _post(self, command: Callable[[], None], future: Future[Any]) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._inbox.put(_Command(command, future))
+                return
+        future.set_exception(EngineStoppedError("the generation engine has stopped"))
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._run_commands()
+                if self.engine.has_work:
+                    self._deliver(self.engine.step())
+                self._apply_due_updates()
+                self._throughput.note(self.engine.tokens_generated)
+            self._deliver(self.engine.abort(None))
+        except BaseException as error:
+            logger.exception("the generation engine failed; requests in flight are lost")
+            self.failure = error
+        self._close()
+
+    def _run_commands(self) -> None:
+        """Everything in the inbox; waits for the first one when there is nothing else to do."""
+        is_idle = not self.engine.has_work and not self._updates
+        while (command := self._next_command(wait=is_idle)) is not None:
+            is_idle = False
+            command.run()
+
+    def _next_command(self, *, wait: bool) -> _Command | None:
+        try:
+            # An idle loop wakes now and then, so that its throughput falls to zero.
+            return self._inbox.get(timeout=_THROUGHPUT_WINDOW_S) if wait else self._inbox.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _close(self) -> None:
+        """Answer everyone who still waits, and let nobody wait from now on."""
+        with self._lock:
+            self._is_closed = True
+        reason = "has stopped" if self.failure is None else f"has failed: {self.failure!r}"
+        error = EngineStoppedError(f"the generation engine {reason}")
+        while (command := self._next_command(wait=False)) is not None:
+            if command.future.set_running_or_notify_cancel():
+                command.future.set_exception(error)
+        waiting: list[Future[Any]] = [*self._futures.values(), *(update.future for update in self._updates)]
+        for future in waiting:
+            future.set_exception(error)
+        self._futures.clear()
+        self._updates.clear()
+        if self.failure is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(self.failure)
+
+    def _begin_stop(self) -> None:
+        self._is_stopping = True
+
+    def _accept(self, request: GenerationRequest, future: Future[RequestOutput]) -> None:
+        if request.request_id in self._futures:
+            raise ValueError(f"request id {request.request_id!r} is already in flight; ids must be unique")
+        self.engine.add(request)
+        self._futures[request.request_id] = future
+
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            self._futures.pop(output.request_id).set_result(output)
+
+    def _begin_update(self, pending: _PendingUpdate, *, abort_all_requests: bool) -> None:
+        if abort_all_requests:
+            self._deliver(self.engine.abort(None))
+        self._updates.append(pending)
+        self.engine.begin_drain()
+
+    def _apply_due_updates(self) -> None:
+        if not self._updates or not (self.engine.is_paused or self.engine.is_drained):
+            return
+        while self._updates:
+            pending = self._updates[0]
+            num_in_flight = self.engine.num_running + self.engine.num_queued
+            self.engine.apply_weights(pending.staged, version=pending.version)
+            is_stale = pending.flush_cache and not self.engine.flush_cache()
+            self._updates.popleft()
+            pending.future.set_result(UpdateResult(is_cache_stale=is_stale, num_in_flight=num_in_flight))
+        self.engine.end_drain()
+
+    def _drop_update(self, update: Future[UpdateResult]) -> bool:
+        dropped = [pending for pending in self._updates if pending.future is update]
+        for pending in dropped:
+            self._updates.remove(pending)
+            pending.future.set_exception(TimeoutError("the weight update was given up while it waited"))
+        if not self._updates:
+            self.engine.end_drain()
+        return bool(dropped)

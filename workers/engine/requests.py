@@ -1,0 +1,141 @@
+"""What goes into the embedded engine and what comes out: GenerationRequest -> ActiveRequest -> RequestOutput.
+
+Every output token has its log-probability and belongs to one span of `weight_versions`, the tag of the weights that
+made it. An interrupted request has several spans; together they cover the output without gap or overlap.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from corral.workers.engine.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class StopFinish:
+    """A stop token or end of sequence; the token is the last of the output."""
+
+    matched: int
+
+
+@dataclass(frozen=True, slots=True)
+class LengthFinish:
+    """max_new_tokens reached."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortFinish:
+    """Ended by a caller or by a weight update; the output holds what was generated so far."""
+
+    message: str = "Aborted"
+
+
+FinishReason = StopFinish | LengthFinish | AbortFinish
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Output tokens start..end-1 were made by the weights tagged `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt, one answer."""
+
+    request_id: str
+    """Unique among the requests in flight."""
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    input_logprobs_from: int | None = None
+    """First prompt position whose log-probability is wanted; None wants none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A finished request."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    output_logprobs: tuple[float, ...]
+    """One per output token, under softmax(logits / temperature) of the weights of its span."""
+    input_logprobs: tuple[float | None, ...]
+    """Of prompt[input_logprobs_from:] at temperature 1; the first is None: nothing was predicted there."""
+    finish_reason: FinishReason
+    weight_version: str
+    """The version at the end of the request."""
+    weight_versions: tuple[VersionSpan, ...]
+    num_retractions: int
+    cached_tokens: int
+    """Prompt tokens that were not computed because another request of the same batch had the same prompt."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ActiveRequest:
+    """A request inside the engine: queued or running."""
+
+    request: GenerationRequest
+    stop_token_ids: frozenset[int]
+    random: random.Random
+    output_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    input_logprobs: tuple[float | None, ...] | None = None
+    version_starts: list[tuple[str, int]] = field(default_factory=list)
+    """(version, first output token that it made), in order."""
+    num_retractions: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def reserved_tokens(self) -> int:
+        return len(self.request.prompt) + self.request.sampling.max_new_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt) + len(self.output_ids)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and output so far: what must be in the cache before the next token."""
+        return (*self.request.prompt, *self.output_ids)
+
+    def append(self, token_id: int, logprob: float, *, version: str) -> FinishReason | None:
+        """Record one token; returns the reason if it ends the request."""
+        self.output_ids.append(token_id)
+        self.output_logprobs.append(logprob)
+        end = len(self.output_ids)
+        if not self.version_starts or self.version_starts[-1][0] != version:
+            self.version_starts.append((version, end - 1))
+        if token_id in self.stop_token_ids:
+            return StopFinish(token_id)
+        if end >= self.request.sampling.max_new_tokens:
+            return LengthFinish(end)
+        return None
+
+    def finish(self, reason: FinishReason, *, version: str) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            output_ids=tuple(self.output_ids),
+            output_logprobs=tuple(self.output_logprobs),
+            input_logprobs=self.input_logprobs or (),
+            finish_reason=reason,
+            weight_version=version,
+            weight_versions=self._spans(),
+            num_retractions=self.num_retractions,
+            cached_tokens=self.cached_tokens,
+        )
+
+    def _spans(self) -> tuple[VersionSpan, ...]:
+        if not self.version_starts:
+            return ()
+        ends = [*(start for _, start in self.version_starts[1:]), len(self.output_ids)]
+        return tuple(
+            VersionSpan(version, start, end) for (version, start), end in zip(self.version_starts, ends, strict=True)
+        )

@@ -1,0 +1,152 @@
+"""One evaluation, as a job of its own: a version of a trial's weights answers held-out problems.
+
+    python -m corral.workers.evaluation {trial}/eval/step-00000012.request.json
+
+request --read--> weights + problems --a batch at a time--> sums --write--> progress ... --> result, then clean up
+
+Greedy answers depend on nothing but weights and problems, so an interrupted evaluation goes on at the batch in which it
+was interrupted and ends with the same result. SIGTERM and SIGUSR2 are left to the process that started this one: it
+knows whether SLURM will start the job again. When that process dies, this one does.
+"""
+
+import argparse
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from corral.experiments.dataset_file import DatasetReader
+from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.trial.directory import atomic_write
+from corral.experiments.trial.evaluation import (
+    EvaluationProgress,
+    EvaluationRequest,
+    EvaluationResult,
+    progress_path,
+    read_result,
+)
+from corral.workers.engine.engine import DTYPES, load_model
+from corral.workers.evaluation.held_out import SUMS, HeldOutProblems, means
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def evaluate(request: EvaluationRequest) -> EvaluationResult:
+    """Does what is asked for, from where an earlier start of the job got to.
+
+    Raises:
+        ValueError: if the problems are not those that were asked for, or the model cannot answer them.
+    """
+    progress = _read_progress(request)
+    problems = HeldOutProblems(request.evaluation, request.weights, reward=request.reward)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, _ = load_model(request.weights, dtype=DTYPES[request.dtype], device=device)
+    logger.info("evaluating step %d on %s, problem %d of %d", request.step, device, progress.num_done, len(problems))
+    while progress.num_done < len(problems):
+        started_at = time.monotonic()
+        end = progress.num_done + request.batch_size
+        sums = problems.put_to(model, slice(progress.num_done, end))
+        progress = progress.model_copy(
+            update={
+                "num_done": min(end, len(problems)),
+                "sums": _added(progress.sums, sums),
+                "seconds": progress.seconds + time.monotonic() - started_at,
+            }
+        )
+        atomic_write(progress_path(request.result), progress.model_dump_json().encode())
+        logger.info("%d of %d problems: %s", progress.num_done, len(problems), means(progress.sums))
+    return _result(request, progress)
+
+
+def _result(request: EvaluationRequest, progress: EvaluationProgress) -> EvaluationResult:
+    values = means(progress.sums)
+    if "accuracy" not in values:
+        raise ValueError(
+            f"the reward failed on the answers to all {progress.num_done} problems; the lines above say with what"
+        )
+    return EvaluationResult(
+        step=request.step,
+        accuracy=values["accuracy"],
+        mean_reward=values["reward/mean"],
+        mean_response_tokens=values["response_length/mean"],
+        num_prompts=progress.num_done,
+        num_unjudged=int(values["unjudged"]),
+        seconds=round(progress.seconds, 3),
+        num_starts=progress.num_starts,
+        dataset=request.evaluation.dataset.path,
+        dataset_sha256=request.dataset_sha256,
+        max_new_tokens=request.evaluation.max_new_tokens,
+        source=request.source,
+    )
+
+
+def _read_progress(request: EvaluationRequest) -> EvaluationProgress:
+    """How far earlier starts got; who asks for an evaluation removes what an earlier request left."""
+    reader = DatasetReader(config=request.evaluation.dataset, needs_answer=False)
+    reader.read_to_end()
+    reader.raise_problems()
+    if reader.sha256 != request.dataset_sha256:
+        raise ValueError(
+            f"dataset {request.evaluation.dataset.path} has changed since this evaluation was asked for (sha256 "
+            f"{reader.sha256}, then {request.dataset_sha256}); run rl-eval again"
+        )
+    path = progress_path(request.result)
+    progress = EvaluationProgress(num_done=0, sums=dict.fromkeys(SUMS, 0.0), seconds=0.0, num_starts=0)
+    if path.exists():
+        progress = EvaluationProgress.model_validate_json(path.read_bytes())
+    progress = progress.model_copy(update={"num_starts": progress.num_starts + 1})
+    atomic_write(path, progress.model_dump_json().encode())
+    return progress
+
+
+def _added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
+    return {name: left[name] + right[name] for name in left}
+
+
+def _clean_up(request: EvaluationRequest) -> None:
+    """The result is there. The request stays: SLURM may start a job again that was about to end."""
+    progress_path(request.result).unlink(missing_ok=True)
+    if request.are_weights_ours:
+        shutil.rmtree(request.weights, ignore_errors=True)
+
+
+def _leave_signals_to_parent() -> None:
+    parent = os.getppid()
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went away before the wish was registered
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one evaluation; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m corral.workers.evaluation", description="One evaluation of a trial."
+    )
+    parser.add_argument("request", type=Path, help="what to evaluate: step-*.request.json")
+    arguments = parser.parse_args(argv)
+    _leave_signals_to_parent()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s: %(message)s")
+    try:
+        request = EvaluationRequest.model_validate_json(arguments.request.read_bytes())
+        if read_result(request.result) is None:
+            atomic_write(request.result, evaluate(request).model_dump_json(indent=1).encode() + b"\n")
+    except ValueError as error:
+        logger.error("%s", error)
+        return WorkerExit.BAD_CONFIGURATION
+    _clean_up(request)
+    return WorkerExit.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

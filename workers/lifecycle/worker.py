@@ -1,0 +1,232 @@
+"""The life of a worker process, the same for all five kinds.
+
+    start ──► setup ──► running ──► done (exit 0)
+                │          │
+                │          ├─ SIGINT, and SIGTERM unless it is only a notice: finish what is cheap, leave (exit 0)
+                │          ├─ superseded: another process has its place (exit 75)
+                │          └─ error: traceback in the log (exit 1); the supervisor restarts it
+                └─ never restarted: bad configuration (exit 2), a loss that stays not finite (exit 77), damage that only
+                   a person can mend, or no progress (exit 78)
+
+A worker wires parts that are handed to it in a WorkerContext. Its control channel and its presence record live in
+threads of their own, so that both go on while the main thread computes.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+import threading
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import CorruptLogError
+from corral.experiments.trial.secrets import TrialSecrets
+from corral.name_resolve import NameService, TrialKeys
+from corral.workers.lifecycle.notice import Notice
+from corral.workers.lifecycle.presence import Presence
+from corral.workers.streams.security import StreamSecurity
+
+logger = logging.getLogger(__name__)
+
+SpecType = TypeVar("SpecType", bound=BaseModel)
+
+
+class BadConfigurationError(ValueError):
+    """What the user wrote cannot work; restarting would not help."""
+
+
+class CannotContinueError(RuntimeError):
+    """What the trial stands on is damaged or makes no progress; restarting would not help."""
+
+
+class SupersededWorkerError(RuntimeError):
+    """Another process holds this worker's place; this one must not act any more."""
+
+
+class GangBrokenError(RuntimeError):
+    """A rank of the collective is gone; all ranks must start again together."""
+
+
+class TrainingNotFiniteError(RuntimeError):
+    """Loss or gradient stays not finite, from the last commit on, too; training on would change nothing."""
+
+
+class StopRequested(Exception):  # noqa: N818 - a wish, not an error
+    """SIGTERM arrived, or the control channel asked the worker to leave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """What a worker is given: its plan, its place, and the trial's services."""
+
+    plan: RunPlan
+    kind: str
+    index: int
+    attempt: int
+    incarnation: str
+    """Random; shared by the ranks of one gang start, new at each restart."""
+    address: str
+    """Interface that this worker's servers listen on."""
+    trial: TrialDirectory
+    names: NameService
+    keys: TrialKeys
+    secrets: TrialSecrets
+    security: StreamSecurity
+    presence: Presence
+    stopping: threading.Event = field(default_factory=threading.Event)
+    """Set when the worker is asked to leave."""
+
+    @property
+    def worker_id(self) -> str:
+        return f"{self.kind}/{self.index}"
+
+    def workers(self, kind: str) -> tuple[str, ...]:
+        """The trial's workers of one kind, as kind/index."""
+        return tuple(f"{worker.kind}/{worker.index}" for worker in self.plan.workers if worker.kind == kind)
+
+    def specification(self, wanted: type[SpecType]) -> SpecType:
+        """This worker's part of the plan.
+
+        Raises:
+            BadConfigurationError: if the plan describes another kind of worker under its name.
+        """
+        spec = self.plan.worker(self.kind, self.index)
+        if not isinstance(spec, wanted):
+            raise BadConfigurationError(
+                f"the plan's {self.worker_id} is a {type(spec).__name__}, not a {wanted.__name__}"
+            )
+        return spec
+
+
+class Worker(ABC):
+    """One kind of worker; `run` returns when its work is done."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def run(self) -> None:
+        """Set up, then work until the trial is done or `context.stopping` is set."""
+
+    def status(self) -> dict[str, Any]:
+        """Details for the control channel, beyond the presence record; called from another thread."""
+        return {}
+
+
+def install_signal_handlers(stopping: threading.Event, *, notice: Notice | None = None) -> None:
+    """SIGTERM and SIGINT ask the worker to leave: the event is set and the main thread is interrupted once.
+
+    Args:
+        stopping: the event.
+        notice: what SIGTERM does instead, where it is no order.
+    """
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stopping.is_set():
+            return
+        stopping.set()
+        raise StopRequested(signal.Signals(number).name)
+
+    signal.signal(signal.SIGTERM, notice or on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+
+
+def run_async(main: Coroutine[Any, Any, None], stopping: threading.Event) -> None:
+    """Run an asyncio worker; signals that are no notice cancel it where it waits, never in the middle of a statement.
+
+    One task that fails in a group of them ends the worker with its own exception.
+
+    Raises:
+        StopRequested: if a signal ended it.
+    """
+
+    async def guarded() -> None:
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(main)
+
+        def stop() -> None:
+            stopping.set()
+            task.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if not isinstance(signal.getsignal(number), Notice):
+                loop.add_signal_handler(number, stop)
+        failure: BaseException | None = None
+        try:
+            await task
+        except asyncio.CancelledError:
+            raise StopRequested("signal") from None
+        except BaseExceptionGroup as group:
+            failure = _cause_of(group)
+        if failure is not None:  # not where the group is handled, or it would be told as part of the cause
+            raise failure
+
+    asyncio.run(guarded())
+
+
+def _cause_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What a task group failed of, if that is one kind of thing: its class says how the worker ends."""
+    cause: BaseException = group
+    while isinstance(cause, BaseExceptionGroup) and len({type(each) for each in cause.exceptions}) == 1:
+        cause = cause.exceptions[0]
+    return cause
+
+
+def run_to_exit_code(worker: Worker) -> WorkerExit:
+    """Run a worker and say how it ended as a WorkerExit."""
+    worker_id = worker.context.worker_id
+    try:
+        worker.run()
+    except StopRequested as reason:
+        logger.info("%s leaves: asked to stop (%s)", worker_id, reason)
+        return WorkerExit.DONE
+    except BadConfigurationError as error:
+        logger.error("%s cannot work with this configuration: %s", worker_id, error)
+        return WorkerExit.BAD_CONFIGURATION
+    except CannotContinueError as error:
+        logger.error("%s cannot go on: %s", worker_id, error)
+        return WorkerExit.CANNOT_CONTINUE
+    except SupersededWorkerError as error:
+        logger.warning("%s leaves: %s", worker_id, error)
+        return WorkerExit.SUPERSEDED
+    except GangBrokenError as error:
+        logger.error("%s leaves: %s", worker_id, error)
+        return WorkerExit.GANG_BROKEN
+    except TrainingNotFiniteError as error:
+        logger.error("%s gives up: %s", worker_id, error)
+        return WorkerExit.NOT_FINITE
+    except Exception as error:  # the last line of the log must be the cause; the supervisor decides what follows
+        if worker.context.stopping.is_set():
+            logger.info("%s was interrupted while it stopped:\n%s", worker_id, traceback.format_exc())
+            return WorkerExit.DONE
+        if (damage := _damage_in(error)) is not None:
+            logger.error("%s cannot go on: %s", worker_id, damage)
+            return WorkerExit.CANNOT_CONTINUE
+        logger.error("%s failed:\n%s", worker_id, traceback.format_exc())
+        return WorkerExit.ERROR
+    logger.info("%s is done", worker_id)
+    return WorkerExit.DONE
+
+
+def _damage_in(error: BaseException) -> CorruptLogError | None:
+    """The trial log cannot be read, whichever of a worker's tasks has noticed it."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((damage for inner in error.exceptions if (damage := _damage_in(inner)) is not None), None)
+    return error if isinstance(error, CorruptLogError) else None
+
+
+def flush_output() -> None:
+    """Write out what logging has buffered, before the process leaves without running its exit handlers."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -1,0 +1,278 @@
+"""The generation-server manager: who may start a prompt, which server answers, and when servers take over new weights.
+
+    loop        consumes                             waits for            produces
+    requests    Allocate, Schedule, Finish, Report   rollout workers      Allocation, Route
+    weights     policy_version record                the master           updates of all servers, the gate's version
+    servers     generation_servers/* records         name-resolve         the ServerTable; probes of READY servers
+    workers     rollout workers' records             name-resolve         freed places of the dead
+    commits     trial log                            the master           consumed samples
+
+asyncio only; nothing is locked across I/O, and every loop and every update is a task of one TaskGroup. What it knows it
+can lose: Admission and ServerTable are rebuilt from reports, records and the trial log.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from corral.experiments.trial.worker_record import MASTER
+from corral.experiments.worker_specs import GserverManagerSpec
+from corral.name_resolve import Lease, NameNotFoundError, NameServiceError
+from corral.scheduling.policy_version import PolicyVersion
+from corral.scheduling.staleness import StalenessGate
+from corral.workers.checkpoint.committed_ledger import CommittedLedger
+from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE, WeightsInUse
+from corral.workers.generation.server_client import GenerationServerClient, ServerError
+from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
+from corral.workers.manager.admission import Admission
+from corral.workers.manager.routing import Server, ServerTable
+from corral.workers.requests.manager_messages import (
+    Admitted,
+    Allocate,
+    Allocation,
+    Finish,
+    ManagerRequest,
+    Ok,
+    Report,
+    Route,
+    Schedule,
+)
+from corral.workers.streams.rpc import AsyncRequestServer
+
+logger = logging.getLogger(__name__)
+
+_VERSION_POLL_S = 0.1  # a local get costs 0.1 ms; the servers hear of new weights at once
+_SERVER_POLL_S = 0.25
+_PROBE_INTERVAL_S = 2.0
+_COMMIT_POLL_S = 0.2
+_WORKER_POLL_S = 1.0
+_RETRY_PAUSE_S = 0.5
+
+
+class GserverManager(Worker):
+    """Wires the gate, the routing table and their sources."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._spec = context.specification(GserverManagerSpec)
+        rollout = self._spec.rollout
+        self._admission = Admission(
+            StalenessGate(
+                batch_size=self._spec.train_batch_size,
+                max_staleness=rollout.max_head_offpolicyness,
+                max_concurrent=rollout.max_concurrent_rollouts or self._spec.train_batch_size,
+            ),
+            trainer=MASTER,
+        )
+        self._table = ServerTable(policy=rollout.schedule_policy)
+        self._committed = CommittedLedger(context.trial)
+        self._version: PolicyVersion | None = None
+        self._weights = Path()
+        self._has_gone_back = False
+        """Whether commits were rejected that the gate has counted."""
+        self._updates: dict[str, asyncio.Task[None]] = {}
+        self._num_retried = 0
+
+    def run(self) -> None:
+        run_async(self._main(), self.context.stopping)
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "gate": self._admission.explain(),
+            "requests retried elsewhere": self._num_retried,
+            "servers": {
+                server.name: f"{server.state.value} {server.version}" for server in self._table.servers.values()
+            },
+        }
+
+    async def _main(self) -> None:
+        context = self.context
+        self._take_in_commits()
+        headers = {"Authorization": f"Bearer {context.secrets.http_api_key.reveal()}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            AsyncRequestServer[ManagerRequest](
+                context.security,
+                ManagerRequest,
+                self._answer,
+                address=context.address,
+                roles={"rollout_worker"},
+                purpose="manager",
+            ) as server,
+        ):
+            self._client = GenerationServerClient(session, update_timeout_s=self._spec.rollout.request_timeout_s)
+            with (
+                self._lease(context.keys.weights_in_use(), NOTHING_IN_USE) as in_use,
+                self._lease(context.keys.manager(), server.endpoint),
+            ):
+                self._in_use = WeightsInUse(in_use)
+                async with asyncio.TaskGroup() as tasks:
+                    self._tasks = tasks
+                    tasks.create_task(self._every(_VERSION_POLL_S, self._watch_weights))
+                    tasks.create_task(self._every(_SERVER_POLL_S, self._watch_servers))
+                    tasks.create_task(self._every(_PROBE_INTERVAL_S, self._probe_servers))
+                    tasks.create_task(self._every(_COMMIT_POLL_S, self._watch_commits))
+                    tasks.create_task(self._every(_WORKER_POLL_S, self._watch_workers))
+
+    def _lease(self, key: str, value: str) -> Lease:
+        ttl_s = self.context.plan.supervision.lease_ttl_s
+        return self.context.names.lease(key, value, ttl_s=ttl_s, owner=self.context.incarnation, take_over=True)
+
+    async def _every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:
+        while not self.context.stopping.is_set():
+            try:
+                await action()
+            except NameServiceError as error:
+                logger.warning("name-resolve does not answer: %s", error)
+            await asyncio.sleep(interval_s)
+
+    # Requests of rollout workers
+
+    async def _answer(self, role: str, request: ManagerRequest) -> msgspec.Struct:
+        match request:
+            case Allocate():
+                admitted = self._admission.allocate(request.worker, request.uid)
+                return Allocation(
+                    admitted=admitted.order is not None,
+                    order=admitted.order or 0,
+                    reason=admitted.reason,
+                    waits_for=list(admitted.waits_for),
+                    must_report=not self._admission.knows(request.worker),
+                )
+            case Schedule():
+                return self._route(request)
+            case Finish():
+                self._table.finished(request.uid)
+                self._admission.finish(request.worker, request.uid, delivered=request.delivered)
+                return Ok()
+            case Report():
+                self._take_in_commits()
+                self._admission.report(
+                    request.worker,
+                    incarnation=request.incarnation,
+                    running=self._not_consumed(request.running),
+                    finished=self._not_consumed(request.finished),
+                )
+                return Ok()
+
+    def _not_consumed(self, held: list[Admitted]) -> dict[str, int]:
+        """Order by uid; what a commit covers is counted already, even if its rollout worker has not heard of it yet."""
+        return {admitted.uid: admitted.order for admitted in held if not self._committed.ledger.consumed(admitted.uid)}
+
+    def _route(self, request: Schedule) -> Route:
+        if self._version is None:
+            return Route(url=None, reason="the trainer has not published weights yet", waits_for=[MASTER])
+        version = str(self._version)
+        if request.failed_url:
+            self._num_retried += 1
+            self._suspect_url(request.failed_url)
+        avoided = request.failed_url or request.busy_url
+        server = self._table.route(request.uid, tokens=request.tokens, version=version, avoided_url=avoided)
+        if server is None:
+            reason = f"no generation server is ready at version {version}"
+            return Route(url=None, reason=reason, waits_for=list(self.context.workers("generation_server")))
+        return Route(url=server.url)
+
+    def _suspect_url(self, url: str) -> None:
+        for server in self._table.serving(str(self._version)):
+            if server.url == url:
+                self._table.suspect(server.name, incarnation=server.incarnation)
+
+    # Weights and servers
+
+    async def _watch_weights(self) -> None:
+        try:
+            record = json.loads(await asyncio.to_thread(self.context.names.get, self.context.keys.policy_version()))
+        except NameNotFoundError:
+            self.context.presence.enter("wait for weights", waits_for=[MASTER])
+            return
+        version = PolicyVersion.parse(record["version"])
+        if version != self._version or self._has_gone_back:
+            self._version, self._weights = version, Path(record["weights"])
+            workers = await asyncio.to_thread(
+                self.context.names.find_subtree, self.context.keys.worker_kind_root("rollout_worker")
+            )
+            self._take_in_commits()
+            self._admission.at_version(
+                version,
+                consumed=self._committed.ledger.trained_count,
+                workers=[name.removeprefix("workers/") for name in workers],
+                starts_over=self._has_gone_back,
+            )
+            self._has_gone_back = False
+            self.context.presence.beat(version=str(version))
+        self._start_updates()
+        if self._table.serving(str(version)):
+            self.context.presence.enter("route")
+        else:
+            servers = self.context.workers("generation_server")
+            self.context.presence.enter("route", waiting_for="no server is ready", waits_for=servers)
+
+    def _start_updates(self) -> None:
+        """Bring every server that needs it to the present version, all at the same time."""
+        version = str(self._version)
+        for server in self._table.needing(version):
+            task = self._updates.get(server.name)
+            if task is None or task.done():
+                self._table.loading(server.name)
+                self._updates[server.name] = self._tasks.create_task(self._update(server, version, self._weights))
+
+    async def _update(self, server: Server, version: str, weights: Path) -> None:
+        try:
+            async with self._in_use.reading(weights):
+                await self._client.bring_to(server.url, version=version, weights=weights)
+        except (ServerError, NameServiceError) as error:
+            logger.warning("%s could not be brought to version %s: %s", server.name, version, error)
+            await asyncio.sleep(_RETRY_PAUSE_S)
+            self._table.suspect(server.name, incarnation=server.incarnation)
+            return
+        if not server.version:
+            logger.info("%s joins at version %s", server.name, version)
+        self._table.ready(server.name, incarnation=server.incarnation, version=version)
+
+    async def _watch_servers(self) -> None:
+        root = self.context.keys.generation_servers_root()
+        records = await asyncio.to_thread(self.context.names.get_subtree, root)
+        present: set[str] = set()
+        for name, text in records.items():
+            record = json.loads(text)
+            server = f"generation_server/{name.rpartition('/')[2]}"
+            present.add(server)
+            self._table.appeared(server, url=record["url"], incarnation=record["incarnation"])
+        for server in self._table.gone(present):
+            logger.warning("%s is gone", server)
+
+    async def _probe_servers(self) -> None:
+        if self._version is None:
+            return
+        for server in self._table.serving(str(self._version)):
+            try:
+                await self._client.probe(server.url)
+            except ServerError as error:
+                if server.version == str(self._version):  # not paused by an update of ours in the meantime
+                    logger.warning("%s does not answer its probe: %s", server.name, error)
+                    self._table.suspect(server.name, incarnation=server.incarnation)
+
+    # Rollout workers and commits
+
+    async def _watch_workers(self) -> None:
+        root = self.context.keys.worker_kind_root("rollout_worker")
+        records = await asyncio.to_thread(self.context.names.get_subtree, root)
+        alive = {f"rollout_worker/{name.rpartition('/')[2]}" for name in records}
+        for worker in self._admission.workers() - alive:
+            logger.warning("%s is gone; its prompts are free", worker)
+            self._admission.lost(worker)
+
+    async def _watch_commits(self) -> None:
+        self._take_in_commits()
+
+    def _take_in_commits(self) -> None:
+        news = self._committed.poll()
+        self._admission.consumed(news.trained)
+        self._has_gone_back |= news.has_gone_back

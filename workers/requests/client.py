@@ -1,0 +1,422 @@
+"""RequestClient: the master's end of the request stream.
+
+    post({worker: request}) --one request id--> workers --replies--> PendingReplies.results()
+    flush() --------------------Flush names the ids-------> each worker starts what it got since the last flush
+
+A worker is known from its Hello on:
+
+    HERE --disconnected--> MISSING --Hello, same incarnation--> HERE     unanswered requests are sent again, same ids
+                              +------after reconnect_grace_s--> DEAD     PeerDeadError for everyone who waits for it
+    any --Hello, new incarnation--> HERE                                 PeerDeadError for requests to the old process
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from corral.workers.requests.messages import (
+    BlockingRequest,
+    ErrorReply,
+    Flush,
+    FromWorker,
+    Hello,
+    Hook,
+    ReplyPayload,
+    Request,
+    StaleReply,
+    WorkerRequest,
+)
+from corral.workers.streams.calls import RequestId
+from corral.workers.streams.codec import Buffer, Message, MessageCodec, Tensors
+from corral.workers.streams.errors import (
+    MalformedMessageError,
+    PeerDeadError,
+    RemoteError,
+    StaleEpochError,
+    StreamClosedError,
+    StreamError,
+    StreamTimeoutError,
+)
+from corral.workers.streams.refusals import Refusals
+from corral.workers.streams.router import Peer, RouterEndpoint
+from corral.workers.streams.security import StreamSecurity
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request that one worker has not answered."""
+
+    description: str
+    frames: list[Buffer]
+    future: "asyncio.Future[Message[ReplyPayload]]"
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What is known of a worker, and what it has not answered or not been told to start."""
+
+    hello: Hello
+    identity: bytes | None
+    """None while it is not connected."""
+    is_dead: bool = False
+    grace_timer: asyncio.TimerHandle | None = None
+    pending: dict[RequestId, _Pending] = field(default_factory=dict)
+    unflushed: list[RequestId] = field(default_factory=list)
+
+
+class PendingReplies:
+    """Replies that are on their way, of one request to some workers."""
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        future_by_worker: Mapping[str, "asyncio.Future[Message[ReplyPayload]]"],
+        *,
+        timer: asyncio.TimerHandle,
+    ) -> None:
+        self.request_id = request_id
+        self._future_by_worker = dict(future_by_worker)
+        self._timer = timer
+
+    async def results(self) -> dict[str, ReplyPayload]:
+        """Every worker's payload, or the first error.
+
+        Raises:
+            RemoteError: if a worker's handler raised.
+            StaleEpochError: if a worker follows a newer master.
+            PeerDeadError: if a worker's process is gone.
+            StreamTimeoutError: if a worker did not answer before the deadline.
+        """
+        return {worker: message.body for worker, message in (await self.messages()).items()}
+
+    async def messages(self) -> dict[str, Message[ReplyPayload]]:
+        """The same with the replies' tensors."""
+        try:
+            replies = await asyncio.gather(*self._future_by_worker.values())
+        finally:
+            if all(future.done() for future in self._future_by_worker.values()):
+                self._timer.cancel()
+        return dict(zip(self._future_by_worker, replies, strict=True))
+
+
+class RequestClient:
+    """Sends requests to the model workers. All methods belong to the loop's thread.
+
+    Example:
+        async with RequestClient(security, address="10.0.0.7", epoch=3) as client:
+            names.add(keys.master_stream(), client.endpoint, replace=True)
+            await client.wait_for_workers(workers, timeout_s=300)
+            step = client.post({worker: TrainStep(...) for worker in actors}, deadline_s=600)
+            forward = client.post({worker: Inference(...) for worker in references}, deadline_s=600)
+            await client.flush(deadline_s=30)
+            stats, metadata = await step.results(), await forward.results()
+    """
+
+    def __init__(
+        self,
+        security: StreamSecurity,
+        *,
+        address: str,
+        epoch: int,
+        roles: Set[str] = frozenset({"model_worker"}),
+        workers: Set[str] | None = None,
+        reconnect_grace_s: float = 3.0,
+        on_worker_dead: Callable[[str], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            address: IP address of the interface to listen on.
+            epoch: trainer epoch; goes into every request.
+            workers: who may say hello; None is anybody with a key of `roles`. A stranger's death would be a death too.
+            reconnect_grace_s: how long a disconnected worker may stay away before it counts as dead.
+            on_worker_dead: called once for each worker that died or was replaced by a new process.
+        """
+        self._epoch = epoch
+        self._expected = workers
+        self._reconnect_grace_s = reconnect_grace_s
+        self._on_worker_dead = on_worker_dead
+        self._codec: MessageCodec[FromWorker] = MessageCodec(FromWorker, trial_uuid=security.trial_uuid)
+        self._sequence = itertools.count(1)
+        self._level = itertools.count(1)
+        self._worker_by_id: dict[str, _Worker] = {}
+        self._worker_id_by_identity: dict[bytes, str] = {}
+        self._arrival = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._is_closed = False
+        self._malformed = Refusals("malformed messages to the master")
+        self.num_late = 0
+        self._router = RouterEndpoint(
+            security,
+            address=address,
+            roles=roles,
+            purpose="requests",
+            on_message=self._receive,
+            on_peer_gone=self._handle_peer_gone,
+        )
+
+    @property
+    def num_malformed(self) -> int:
+        """Messages that were counted and dropped."""
+        return self._malformed.count
+
+    @property
+    def endpoint(self) -> str:
+        """Where workers connect: "tcp://host:port"."""
+        return self._router.endpoint
+
+    @property
+    def num_refused_handshakes(self) -> int:
+        return self._router.num_refused_handshakes
+
+    def hello_of(self, worker: str) -> Hello | None:
+        """How a worker that is connected introduced itself; None if it is not here."""
+        state = self._worker_by_id.get(worker)
+        return None if state is None or state.identity is None else state.hello
+
+    async def wait_for_workers(self, workers: Iterable[str], *, timeout_s: float) -> None:
+        """Wait until each of them has connected and said hello.
+
+        Raises:
+            StreamTimeoutError: naming those that did not.
+        """
+        wanted = sorted(workers)
+
+        def missing() -> list[str]:
+            return [worker for worker in wanted if self.hello_of(worker) is None]
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                while missing():
+                    self._arrival.clear()
+                    await self._arrival.wait()
+        except TimeoutError as error:
+            raise StreamTimeoutError(
+                f"{', '.join(missing())} did not connect to the master at {self.endpoint} within {timeout_s:.0f} s "
+                f"({len(wanted) - len(missing())} of {len(wanted)} workers are here); see their logs"
+            ) from error
+
+    def post(
+        self,
+        requests: Mapping[str, Request],
+        *,
+        deadline_s: float,
+        pre_hooks: Sequence[Hook] = (),
+        post_hooks: Sequence[Hook] = (),
+        tensors: Tensors | None = None,
+    ) -> PendingReplies:
+        """Send one request to some workers now, under one id, and wait for the replies later.
+
+        Blocking requests start only after `flush`.
+
+        Args:
+            requests: by worker id; they may differ, such as in what each rank gets.
+            deadline_s: from now; then the replies that are missing are a `StreamTimeoutError`.
+        """
+        request_id = RequestId(self._epoch, next(self._sequence))
+        futures: dict[str, asyncio.Future[Message[ReplyPayload]]] = {}
+        for worker, request in requests.items():
+            body = WorkerRequest(request=request, pre_hooks=list(pre_hooks), post_hooks=list(post_hooks))
+            frames = self._codec.encode(
+                body, epoch=self._epoch, request_id=str(request_id), deadline_s=deadline_s, tensors=tensors
+            )
+            futures[worker] = self._loop.create_future()
+            futures[worker].add_done_callback(_mark_seen)
+            pending = _Pending(f"{type(request).__name__} {request_id}", frames, futures[worker])
+            self._submit(worker, request_id, pending, is_blocking=isinstance(request, BlockingRequest))
+        timer = self._loop.call_later(deadline_s, self._expire, request_id, list(requests), deadline_s)
+        return PendingReplies(request_id, futures, timer=timer)
+
+    async def call(
+        self,
+        worker: str,
+        request: Request,
+        *,
+        deadline_s: float,
+        pre_hooks: Sequence[Hook] = (),
+        post_hooks: Sequence[Hook] = (),
+    ) -> ReplyPayload:
+        """Ask one worker and wait; a blocking request also needs a `flush`. Errors as for `PendingReplies.results`."""
+        pending = self.post({worker: request}, deadline_s=deadline_s, pre_hooks=pre_hooks, post_hooks=post_hooks)
+        return (await pending.results())[worker]
+
+    async def broadcast(
+        self, workers: Iterable[str], request: Request, *, deadline_s: float
+    ) -> dict[str, ReplyPayload]:
+        """Ask all of them the same and wait for all; a blocking request also needs a `flush`."""
+        return await self.post(dict.fromkeys(workers, request), deadline_s=deadline_s).results()
+
+    async def flush(self, *, deadline_s: float) -> None:
+        """Let every worker start the blocking requests that were posted to it since the last flush.
+
+        Raises: as for `PendingReplies.results`.
+        """
+        level = next(self._level)
+        requests: dict[str, Request] = {}
+        for worker_id, worker in self._worker_by_id.items():
+            # What nobody waits for any more, because of an error or a deadline, need not start.
+            waiting = [str(request_id) for request_id in worker.unflushed if request_id in worker.pending]
+            worker.unflushed = []
+            if waiting:
+                requests[worker_id] = Flush(level=level, request_ids=waiting)
+        await self.post(requests, deadline_s=deadline_s).results()
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for worker in self._worker_by_id.values():
+            if worker.grace_timer is not None:
+                worker.grace_timer.cancel()
+            self._fail_pending(worker, StreamClosedError("the master's request stream was closed"))
+        self._router.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- sending ----------------------------------------------------------------------------------------------------
+
+    def _submit(self, worker_id: str, request_id: RequestId, pending: _Pending, *, is_blocking: bool) -> None:
+        worker = self._worker_by_id.get(worker_id)
+        if worker is None:
+            pending.future.set_exception(
+                PeerDeadError(f"{worker_id} got {pending.description} but has not said hello; wait_for_workers first")
+            )
+            return
+        if worker.is_dead:
+            pending.future.set_exception(_dead(worker.hello, pending.description))
+            return
+        worker.pending[request_id] = pending
+        if is_blocking:
+            worker.unflushed.append(request_id)
+        self._send(worker, pending)
+
+    def _send(self, worker: _Worker, pending: _Pending) -> None:
+        if worker.identity is None:
+            return  # it is sent when the worker comes back
+        try:
+            self._router.send(worker.identity, pending.frames)
+        except PeerDeadError:
+            self._handle_peer_gone(worker.identity)
+
+    def _expire(self, request_id: RequestId, worker_ids: list[str], deadline_s: float) -> None:
+        for worker_id in worker_ids:
+            worker = self._worker_by_id.get(worker_id)
+            pending = worker.pending.pop(request_id, None) if worker is not None else None
+            if pending is not None and not pending.future.done():
+                pending.future.set_exception(
+                    StreamTimeoutError(f"{worker_id} did not answer {pending.description} within {deadline_s:.1f} s")
+                )
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+
+    def _receive(self, peer: Peer, frames: list[Buffer]) -> None:
+        try:
+            message = self._codec.decode(frames)
+            if isinstance(message.body, Hello):
+                self._welcome(peer.identity, message.body)
+            else:
+                self._settle(peer.identity, message)
+        except MalformedMessageError as error:
+            self._malformed.note(f"of a {peer.role}: {error}")
+
+    def _welcome(self, identity: bytes, hello: Hello) -> None:
+        if self._expected is not None and hello.worker not in self._expected:
+            raise MalformedMessageError(f"a hello came of {hello.worker[:64]!r}, which is no worker of this stream")
+        worker = self._worker_by_id.get(hello.worker)
+        if worker is not None and worker.hello.incarnation != hello.incarnation:
+            self._bury(worker)
+            worker = None
+        if worker is None:
+            worker = self._worker_by_id[hello.worker] = _Worker(hello, identity)
+            logger.info("%s (pid %d) is connected", hello.worker, hello.pid)
+        if worker.identity is not None:
+            self._worker_id_by_identity.pop(worker.identity, None)
+        if worker.grace_timer is not None:
+            worker.grace_timer.cancel()
+            worker.grace_timer = None
+        worker.is_dead = False
+        worker.hello = hello
+        worker.identity = identity
+        self._worker_id_by_identity[identity] = hello.worker
+        for _, pending in sorted(worker.pending.items()):
+            self._send(worker, pending)
+        self._arrival.set()
+
+    def _settle(self, identity: bytes, message: Message[FromWorker]) -> None:
+        worker_id = self._worker_id_by_identity.get(identity)
+        if worker_id is None:
+            raise MalformedMessageError("a reply came before a hello")
+        pending = self._worker_by_id[worker_id].pending.pop(RequestId.parse(message.request_id), None)
+        if pending is None or pending.future.done():
+            self.num_late += 1
+            return
+        body = message.body
+        if isinstance(body, ErrorReply):
+            pending.future.set_exception(
+                RemoteError(
+                    peer=f"{worker_id} ({pending.description})",
+                    remote_type=body.error_type,
+                    message=body.message,
+                    remote_traceback=body.traceback,
+                )
+            )
+        elif isinstance(body, StaleReply):
+            pending.future.set_exception(StaleEpochError(peer=worker_id, epoch=self._epoch, max_epoch=body.max_epoch))
+        elif not isinstance(body, Hello):
+            pending.future.set_result(
+                Message(message.epoch, message.request_id, message.deadline_s, body, message.tensors)
+            )
+
+    # --- liveness ---------------------------------------------------------------------------------------------------
+
+    def _handle_peer_gone(self, identity: bytes) -> None:
+        worker_id = self._worker_id_by_identity.pop(identity, None)
+        if worker_id is None or self._is_closed:
+            return
+        worker = self._worker_by_id[worker_id]
+        worker.identity = None
+        logger.warning("%s disconnected; it has %.1f s to come back", worker_id, self._reconnect_grace_s)
+        worker.grace_timer = self._loop.call_later(self._reconnect_grace_s, self._bury, worker)
+
+    def _bury(self, worker: _Worker) -> None:
+        """The process behind this worker id is gone for good."""
+        if worker.grace_timer is not None:
+            worker.grace_timer.cancel()
+            worker.grace_timer = None
+        if worker.is_dead:
+            return
+        worker.is_dead = True
+        worker.unflushed = []
+        self._fail_pending(worker, None)
+        logger.warning("%s (pid %d) is dead", worker.hello.worker, worker.hello.pid)
+        if self._on_worker_dead is not None:
+            self._on_worker_dead(worker.hello.worker)
+
+    def _fail_pending(self, worker: _Worker, error: StreamError | None) -> None:
+        pending_requests, worker.pending = worker.pending, {}
+        for pending in pending_requests.values():
+            if not pending.future.done():
+                pending.future.set_exception(error or _dead(worker.hello, pending.description))
+
+
+def _dead(hello: Hello, description: str) -> PeerDeadError:
+    return PeerDeadError(
+        f"{hello.worker} (pid {hello.pid}) died before it answered {description}; see the end of its log for the reason"
+    )
+
+
+def _mark_seen(future: "asyncio.Future[Message[ReplyPayload]]") -> None:
+    """Whoever awaits the replies gets the error; nobody has to."""
+    if not future.cancelled():
+        future.exception()

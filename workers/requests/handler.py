@@ -1,0 +1,271 @@
+"""WorkerRequestStream: the model worker's end of the request stream.
+
+    master --DEALER--> I/O thread --non-blocking--> callback in the I/O thread --> reply
+                           |  blocking
+                           v
+                       FlushQueue --flush--> released --next_blocking()--> main thread --reply()--> I/O thread -->
+                       master
+
+Which master is obeyed is decided by epoch: a request of an older epoch than the newest one seen is answered with
+StaleReply, and only Initialize raises the epoch. A request that was answered before gets the same reply again.
+"""
+
+import logging
+import os
+import queue
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from numpy.typing import NDArray
+
+from corral.workers.requests.flush_queue import FlushQueue
+from corral.workers.requests.messages import (
+    BlockingRequest,
+    ErrorReply,
+    Flush,
+    Hello,
+    Hook,
+    Initialize,
+    NonBlockingRequest,
+    OkReply,
+    ReplyPayload,
+    StaleReply,
+    ToWorker,
+    WorkerRequest,
+)
+from corral.workers.streams.calls import Known, ReplyCache, RequestId, error_reply
+from corral.workers.streams.codec import Buffer, Message, MessageCodec, Tensors
+from corral.workers.streams.errors import MalformedMessageError
+from corral.workers.streams.link import DealerLink
+from corral.workers.streams.loop_thread import LoopThread
+from corral.workers.streams.refusals import Refusals
+from corral.workers.streams.security import StreamSecurity
+
+logger = logging.getLogger(__name__)
+
+_NUM_CACHED_REPLIES = 64
+
+NonBlockingHandler = Callable[[NonBlockingRequest, Mapping[str, NDArray[Any]]], ReplyPayload]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """A blocking request that may run now."""
+
+    request_id: RequestId
+    request: BlockingRequest
+    pre_hooks: list[Hook]
+    post_hooks: list[Hook]
+    tensors: dict[str, NDArray[Any]]
+    deadline_s: float
+    """How long the master waits for the reply, counted from `received_s`."""
+    received_s: float
+    """`time.monotonic()` of the arrival."""
+
+    @property
+    def epoch(self) -> int:
+        return self.request_id.epoch
+
+
+class WorkerRequestStream:
+    """Requests of the master in, replies out.
+
+    Example:
+        with WorkerRequestStream(security, lambda: names.get(keys.master_stream()), worker_id="model_worker/3",
+                                 incarnation=uuid4().hex, non_blocking=answer) as stream:
+            while (envelope := stream.next_blocking(timeout_s=1.0)) is not None:
+                stream.reply(envelope, run(envelope.request))
+    """
+
+    def __init__(
+        self,
+        security: StreamSecurity,
+        address_provider: Callable[[], str],
+        *,
+        worker_id: str,
+        incarnation: str,
+        non_blocking: NonBlockingHandler,
+        silence_s: float = 10.0,
+    ) -> None:
+        """
+        Args:
+            address_provider: the master's endpoint; see `DealerLink`. Asked again after a disconnect or a silence.
+            worker_id: "model_worker/3".
+            incarnation: new in every process.
+            non_blocking: answers non-blocking requests, in the I/O thread, also while the main thread runs a blocking
+                one.
+            silence_s: look for another master when this one has said nothing for so long.
+        """
+        self.worker_id = worker_id
+        self._incarnation = incarnation
+        self._non_blocking = non_blocking
+        self._codec: MessageCodec[ToWorker] = MessageCodec(ToWorker, trial_uuid=security.trial_uuid)
+        self._released: queue.SimpleQueue[Envelope | None] = queue.SimpleQueue()
+        self._waiting: FlushQueue[Envelope] = FlushQueue()
+        self._replies = ReplyCache(_NUM_CACHED_REPLIES)
+        self._max_epoch = 0
+        self._malformed = Refusals(f"malformed requests to {worker_id}")
+        self.num_stale = 0
+        self._thread = LoopThread(f"requests of {worker_id}")
+        self._link: DealerLink
+
+        def connect() -> None:
+            # Set in the I/O thread: a master that is quick lets us in before this thread hears of the link.
+            self._link = DealerLink(
+                security,
+                address_provider,
+                server="master_worker",
+                on_message=self._receive,
+                on_up=self._say_hello,
+                on_down=self._handle_down,
+                silence_s=silence_s,
+            )
+
+        self._thread.call(connect)
+
+    @property
+    def max_epoch(self) -> int:
+        """The newest trainer epoch seen; 0 before the first Initialize."""
+        return self._max_epoch
+
+    def next_blocking(self, timeout_s: float) -> Envelope | None:
+        """The next request to run, or None after `timeout_s`.
+
+        Raises:
+            WrongTrialKeyError: if the master does not let this worker in.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while (remaining_s := deadline_s - time.monotonic()) >= 0:
+            if self._link.failure is not None:
+                raise self._link.failure
+            try:
+                envelope = self._released.get(timeout=remaining_s)
+            except queue.Empty:
+                return None
+            if envelope is not None and envelope.epoch >= self._max_epoch:
+                return envelope
+        return None
+
+    def reply(self, envelope: Envelope, payload: ReplyPayload, tensors: Tensors | None = None) -> None:
+        """Answer a request. The arrays must not change afterwards."""
+        self._thread.call(lambda: self._finish(envelope.request_id, payload, tensors))
+
+    def reply_error(self, envelope: Envelope, error: BaseException) -> None:
+        """Answer a request with an exception; the master's call raises it as `RemoteError`."""
+        self.reply(envelope, error_reply(error))
+
+    def close(self) -> None:
+        try:
+            self._thread.wait(self._link.close())
+        finally:
+            self._thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- everything below runs in the I/O thread --------------------------------------------------------------------
+
+    def _say_hello(self) -> None:
+        hello = Hello(worker=self.worker_id, incarnation=self._incarnation, pid=os.getpid(), max_epoch=self._max_epoch)
+        self._link.send(self._codec.encode(hello, epoch=self._max_epoch))
+
+    def _handle_down(self, reason: str) -> None:
+        if self._link.failure is not None:
+            self._released.put(None)  # wakes next_blocking
+
+    def _receive(self, frames: list[Buffer]) -> None:
+        try:
+            message = self._codec.decode(frames)
+            request_id = RequestId.parse(message.request_id)
+            if request_id.epoch != message.epoch:
+                raise MalformedMessageError(f"request {request_id} arrived under epoch {message.epoch}")
+            self._dispatch(request_id, message)
+        except MalformedMessageError as error:
+            self._malformed.note(error)
+
+    def _dispatch(self, request_id: RequestId, message: Message[WorkerRequest]) -> None:
+        if request_id.epoch < self._max_epoch:
+            self.num_stale += 1
+            self._send(request_id, StaleReply(max_epoch=self._max_epoch))
+            return
+        known = self._replies.begin(str(request_id))
+        if known is Known.NEW:
+            self._start(request_id, message)
+        elif known is not Known.RUNNING:
+            self._link.send(known)
+
+    def _start(self, request_id: RequestId, message: Message[WorkerRequest]) -> None:
+        request = message.body.request
+        if isinstance(request, Flush):
+            level_ids = [RequestId.parse(text) for text in request.request_ids]
+            self._waiting.flush(level=request.level, request_ids=level_ids)
+            self._finish(request_id, OkReply())
+            self._release()
+        elif isinstance(request, NonBlockingRequest):
+            self._answer_now(request_id, request, message.tensors)
+        elif request_id.epoch > self._max_epoch and not isinstance(request, Initialize):
+            self._waiting.settle(request_id)
+            self._finish(request_id, _not_initialized(request_id, request, self._max_epoch))
+        else:
+            self._raise_epoch(request_id.epoch)
+            self._waiting.add(request_id, _envelope(request_id, request, message))
+            self._release()
+
+    def _raise_epoch(self, epoch: int) -> None:
+        if epoch > self._max_epoch:
+            logger.info("%s follows trainer epoch %d", self.worker_id, epoch)
+            self._max_epoch = epoch
+            self._waiting.reset()
+
+    def _release(self) -> None:
+        for envelope in self._waiting.pop_ready():
+            self._released.put(envelope)
+
+    def _answer_now(
+        self, request_id: RequestId, request: NonBlockingRequest, tensors: Mapping[str, NDArray[Any]]
+    ) -> None:
+        try:
+            self._finish(request_id, self._non_blocking(request, tensors))
+        except Exception as error:  # whatever it is, the master asked and must hear it; the I/O thread must live
+            logger.exception("%s failed to answer %s", self.worker_id, type(request).__name__)
+            self._finish(request_id, error_reply(error))
+
+    def _finish(self, request_id: RequestId, payload: ReplyPayload, tensors: Tensors | None = None) -> None:
+        if request_id.epoch < self._max_epoch:
+            return  # whoever asked is no longer our master
+        self._replies.finish(str(request_id), self._send(request_id, payload, tensors))
+
+    def _send(self, request_id: RequestId, payload: msgspec.Struct, tensors: Tensors | None = None) -> list[Buffer]:
+        frames = self._codec.encode(payload, epoch=request_id.epoch, request_id=str(request_id), tensors=tensors)
+        self._link.send(frames)  # if the link is down, the master asks again under the same id
+        return frames
+
+
+def _envelope(request_id: RequestId, request: BlockingRequest, message: Message[WorkerRequest]) -> Envelope:
+    return Envelope(
+        request_id=request_id,
+        request=request,
+        pre_hooks=message.body.pre_hooks,
+        post_hooks=message.body.post_hooks,
+        tensors=message.tensors,
+        deadline_s=message.deadline_s,
+        received_s=time.monotonic(),
+    )
+
+
+def _not_initialized(request_id: RequestId, request: BlockingRequest, max_epoch: int) -> ErrorReply:
+    return ErrorReply(
+        error_type="EpochNotInitializedError",
+        message=f"{type(request).__name__} of epoch {request_id.epoch} came before its Initialize; "
+        f"this worker still follows epoch {max_epoch}",
+        traceback="",
+    )
