@@ -35,6 +35,14 @@ class PolicyVersion(NamedTuple):
         return cls(int(epoch), int(step))
 
 
+class VersionSpan(NamedTuple):
+    """Tokens [start, end) of one answer were made by the weights of `version`, written "epoch.step"."""
+
+    version: str
+    start: int
+    end: int
+
+
 INITIAL_VERSION = PolicyVersion(0, 0)
 
 

@@ -18,7 +18,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from corral.workers.requests.messages import VersionSpan
+from corral.scheduling.policy_version import VersionSpan
+from corral.workers.streams.codec import MessageBody
 
 VerdictKind = Literal["duplicate", "stale", "consumed", "malformed", "unreadable"]
 """duplicate: another receiver holds it. consumed: it was trained on, which a commit has still to make final. Both last
@@ -26,11 +27,7 @@ as long as the session; the others are final. stale: too old to train on. malfor
 said. unreadable: said by the sender itself, whose spool could not give the payload."""
 
 
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
-
-
-class TrajectoryHeader(_Message, frozen=True, tag="trajectory"):
+class TrajectoryHeader(MessageBody, frozen=True, tag="trajectory"):
     """One group: n answers to one prompt. The tokens are in the tensors beside it."""
 
     uid: str
@@ -56,14 +53,14 @@ class Credit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size_bytes: int
 
 
-class SenderHello(_Message, frozen=True, tag="sender_hello"):
+class SenderHello(MessageBody, frozen=True, tag="sender_hello"):
     """First thing on every connection."""
 
     sender: str
     """ "rollout_worker/0" """
 
 
-class Offer(_Message, frozen=True, tag="offer"):
+class Offer(MessageBody, frozen=True, tag="offer"):
     """I have this record."""
 
     session: str
@@ -71,42 +68,42 @@ class Offer(_Message, frozen=True, tag="offer"):
     size_bytes: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Withdraw(_Message, frozen=True, tag="withdraw"):
+class Withdraw(MessageBody, frozen=True, tag="withdraw"):
     """Do not wait for this record."""
 
     session: str
     uid: str
 
 
-class Record(_Message, frozen=True, tag="record"):
+class Record(MessageBody, frozen=True, tag="record"):
     """The record itself, after a Grant."""
 
     session: str
     header: TrajectoryHeader
 
 
-class Session(_Message, frozen=True, tag="session"):
+class Session(MessageBody, frozen=True, tag="session"):
     """Answer to SenderHello, and said again when a new session starts or the credit changes."""
 
     session: str
     credit: Credit
 
 
-class Grant(_Message, frozen=True, tag="grant"):
+class Grant(MessageBody, frozen=True, tag="grant"):
     """Send it."""
 
     session: str
     uid: str
 
 
-class Ack(_Message, frozen=True, tag="ack"):
+class Ack(MessageBody, frozen=True, tag="ack"):
     """It is held."""
 
     session: str
     uid: str
 
 
-class Verdict(_Message, frozen=True, tag="verdict"):
+class Verdict(MessageBody, frozen=True, tag="verdict"):
     """It is not needed (any more)."""
 
     session: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from corral.scheduling.policy_version import VersionSpan
 from corral.workers.engine.sampling import SamplingParams
 
 
@@ -34,15 +35,6 @@ class AbortFinish:
 
 
 FinishReason = StopFinish | LengthFinish | AbortFinish
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Output tokens start..end-1 were made by the weights tagged `version`."""
-
-    version: str
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,6 @@ from typing import Self
 
 from corral.workers.requests.messages import (
     BlockingRequest,
-    ErrorReply,
     Flush,
     FromWorker,
     Hello,
@@ -30,7 +29,7 @@ from corral.workers.requests.messages import (
     StaleReply,
     WorkerRequest,
 )
-from corral.workers.streams.calls import RequestId
+from corral.workers.streams.calls import ErrorReply, RequestId
 from corral.workers.streams.codec import Buffer, Message, MessageCodec, Tensors
 from corral.workers.streams.errors import (
     MalformedMessageError,

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from corral.workers.requests.flush_queue import FlushQueue
 from corral.workers.requests.messages import (
     BlockingRequest,
-    ErrorReply,
     Flush,
     Hello,
     Hook,
@@ -37,7 +36,7 @@ from corral.workers.requests.messages import (
     ToWorker,
     WorkerRequest,
 )
-from corral.workers.streams.calls import Known, ReplyCache, RequestId, error_reply
+from corral.workers.streams.calls import ErrorReply, Known, ReplyCache, RequestId, error_reply
 from corral.workers.streams.codec import Buffer, Message, MessageCodec, Tensors
 from corral.workers.streams.errors import MalformedMessageError
 from corral.workers.streams.link import DealerLink

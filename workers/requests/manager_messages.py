@@ -11,9 +11,7 @@ between.
 
 import msgspec
 
-
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
+from corral.workers.streams.codec import MessageBody
 
 
 class Admitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -23,14 +21,14 @@ class Admitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     order: int
 
 
-class Allocate(_Message, frozen=True, tag="allocate"):
+class Allocate(MessageBody, frozen=True, tag="allocate"):
     """-> Allocation"""
 
     worker: str
     uid: str
 
 
-class Schedule(_Message, frozen=True, tag="schedule"):
+class Schedule(MessageBody, frozen=True, tag="schedule"):
     """-> Route"""
 
     uid: str
@@ -42,7 +40,7 @@ class Schedule(_Message, frozen=True, tag="schedule"):
     """Server that had no room for this prompt; it is well, but another one may have room."""
 
 
-class Finish(_Message, frozen=True, tag="finish"):
+class Finish(MessageBody, frozen=True, tag="finish"):
     """-> Ok"""
 
     worker: str
@@ -51,7 +49,7 @@ class Finish(_Message, frozen=True, tag="finish"):
     """True: it will be trained on. False: it was given up, or rejected; its place is free."""
 
 
-class Report(_Message, frozen=True, tag="report"):
+class Report(MessageBody, frozen=True, tag="report"):
     """-> Ok"""
 
     worker: str
@@ -64,7 +62,7 @@ class Report(_Message, frozen=True, tag="report"):
 ManagerRequest = Allocate | Schedule | Finish | Report
 
 
-class Allocation(_Message, frozen=True, tag="allocation"):
+class Allocation(MessageBody, frozen=True, tag="allocation"):
     """The gate's answer."""
 
     admitted: bool
@@ -78,7 +76,7 @@ class Allocation(_Message, frozen=True, tag="allocation"):
     """The manager does not know what this worker has: it must report first."""
 
 
-class Route(_Message, frozen=True, tag="route"):
+class Route(MessageBody, frozen=True, tag="route"):
     """Where to generate."""
 
     url: str | None
@@ -89,7 +87,7 @@ class Route(_Message, frozen=True, tag="route"):
     """The workers that one could come from."""
 
 
-class Ok(_Message, frozen=True, tag="ok"):
+class Ok(MessageBody, frozen=True, tag="ok"):
     """Noted."""
 
 

@@ -11,29 +11,16 @@ Epoch, request id and deadline travel in the header of every message (`codec.Hea
                        ids
 """
 
-from typing import Literal, NamedTuple
-
-import msgspec
+from typing import Literal
 
 from corral.scheduling.redistribution import Transfer
-
-
-class VersionSpan(NamedTuple):
-    """Tokens [start, end) of one answer were made by policy version `version`, written "epoch.step"."""
-
-    version: str
-    start: int
-    end: int
-
-
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all messages: a field that the receiver does not know is an error, not a surprise."""
-
+from corral.workers.streams.calls import ErrorReply
+from corral.workers.streams.codec import MessageBody
 
 # --- hooks: run inside a request, so that their collectives cannot interleave with others ---------------------------
 
 
-class DataTransfer(_Message, frozen=True, tag="data_transfer"):
+class DataTransfer(MessageBody, frozen=True, tag="data_transfer"):
     """Bring keys of samples to the ranks that need them."""
 
     plan: list[Transfer]
@@ -49,29 +36,29 @@ Hook = DataTransfer
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
-class Spec(_Message, frozen=True, tag="spec"):
+class Spec(MessageBody, frozen=True, tag="spec"):
     """How much data is there? -> SpecReply"""
 
 
-class ModelConfig(_Message, frozen=True, tag="model_config"):
+class ModelConfig(MessageBody, frozen=True, tag="model_config"):
     """What model is it? -> ModelConfigReply"""
 
     role: str
 
 
-class Fetch(_Message, frozen=True, tag="fetch"):
+class Fetch(MessageBody, frozen=True, tag="fetch"):
     """New samples, from the dataset or from trajectories -> MetadataReply"""
 
     max_samples: int | None = None
 
 
-class LoadRows(_Message, frozen=True, tag="load_rows"):
+class LoadRows(MessageBody, frozen=True, tag="load_rows"):
     """Read these rows of the dataset -> MetadataReply"""
 
     uids: list[str]
 
 
-class Reject(_Message, frozen=True, tag="reject"):
+class Reject(MessageBody, frozen=True, tag="reject"):
     """Throw these samples away and tell who sent them -> OkReply"""
 
     uids: list[str]
@@ -79,13 +66,13 @@ class Reject(_Message, frozen=True, tag="reject"):
     """stale: generate it again. consumed: it was trained on. duplicate: an earlier copy is held."""
 
 
-class ClearDataCache(_Message, frozen=True, tag="clear_data_cache"):
+class ClearDataCache(MessageBody, frozen=True, tag="clear_data_cache"):
     """These samples are used up -> OkReply"""
 
     uids: list[str]
 
 
-class Initialize(_Message, frozen=True, tag="initialize"):
+class Initialize(MessageBody, frozen=True, tag="initialize"):
     """Follow the epoch in the header from now on, from this checkpoint -> OkReply
 
     The only request that raises a worker's epoch.
@@ -99,7 +86,7 @@ class Initialize(_Message, frozen=True, tag="initialize"):
     seed: int
 
 
-class Inference(_Message, frozen=True, tag="inference"):
+class Inference(MessageBody, frozen=True, tag="inference"):
     """Forward pass of one model function call -> MetadataReply"""
 
     mfc: str
@@ -109,7 +96,7 @@ class Inference(_Message, frozen=True, tag="inference"):
     version: int
 
 
-class TrainStep(_Message, frozen=True, tag="train_step"):
+class TrainStep(MessageBody, frozen=True, tag="train_step"):
     """One update of one model function call, from `version` to `version + 1` -> TrainReply"""
 
     mfc: str
@@ -118,27 +105,27 @@ class TrainStep(_Message, frozen=True, tag="train_step"):
     version: int
 
 
-class Evaluate(_Message, frozen=True, tag="evaluate"):
+class Evaluate(MessageBody, frozen=True, tag="evaluate"):
     """Answer the held-out problems with the present weights -> StatsReply"""
 
     version: int
 
 
-class SaveWeights(_Message, frozen=True, tag="save_weights"):
+class SaveWeights(MessageBody, frozen=True, tag="save_weights"):
     """Write the role's weights in Hugging Face format -> OkReply"""
 
     role: str
     directory: str
 
 
-class SaveCheckpoint(_Message, frozen=True, tag="save_checkpoint"):
+class SaveCheckpoint(MessageBody, frozen=True, tag="save_checkpoint"):
     """Write this rank's shard of the optimizer state into the directory -> OkReply"""
 
     directory: str
     step: int
 
 
-class Flush(_Message, frozen=True, tag="flush"):
+class Flush(MessageBody, frozen=True, tag="flush"):
     """All concurrent requests of this level have been sent: run these -> OkReply
 
     Sent by `RequestClient.flush`, not by hand.
@@ -149,11 +136,11 @@ class Flush(_Message, frozen=True, tag="flush"):
     """What the worker must have before it starts any of them; the network may have lost one."""
 
 
-class Ping(_Message, frozen=True, tag="ping"):
+class Ping(MessageBody, frozen=True, tag="ping"):
     """-> OkReply"""
 
 
-class Shutdown(_Message, frozen=True, tag="shutdown"):
+class Shutdown(MessageBody, frozen=True, tag="shutdown"):
     """End the worker after the current request -> OkReply"""
 
     reason: str
@@ -164,7 +151,7 @@ BlockingRequest = Initialize | Inference | TrainStep | Evaluate | SaveWeights | 
 Request = NonBlockingRequest | BlockingRequest | Flush
 
 
-class WorkerRequest(_Message, frozen=True, tag="request"):
+class WorkerRequest(MessageBody, frozen=True, tag="request"):
     """A request with what runs before and after it."""
 
     request: Request
@@ -175,7 +162,7 @@ class WorkerRequest(_Message, frozen=True, tag="request"):
 # --- replies --------------------------------------------------------------------------------------------------------
 
 
-class SampleMetadata(_Message, frozen=True):
+class SampleMetadata(MessageBody, frozen=True):
     """What the master knows of a sample; the tensors stay where they are."""
 
     uid: str
@@ -190,18 +177,18 @@ class SampleMetadata(_Message, frozen=True):
     """Why it has no answers to train on; empty for a sample that has."""
 
 
-class OkReply(_Message, frozen=True, tag="ok"):
+class OkReply(MessageBody, frozen=True, tag="ok"):
     """Done; there is nothing more to say."""
 
 
-class SpecReply(_Message, frozen=True, tag="spec"):
+class SpecReply(MessageBody, frozen=True, tag="spec"):
     """Size of the dataset as this worker sees it."""
 
     num_samples: int
     max_seqlen: int | None = None
 
 
-class ModelConfigReply(_Message, frozen=True, tag="model_config"):
+class ModelConfigReply(MessageBody, frozen=True, tag="model_config"):
     """Shape of a model."""
 
     architecture: str
@@ -211,19 +198,19 @@ class ModelConfigReply(_Message, frozen=True, tag="model_config"):
     vocab_size: int
 
 
-class MetadataReply(_Message, frozen=True, tag="metadata"):
+class MetadataReply(MessageBody, frozen=True, tag="metadata"):
     """Samples, or keys of samples, that this worker now holds."""
 
     samples: list[SampleMetadata]
 
 
-class StatsReply(_Message, frozen=True, tag="stats"):
+class StatsReply(MessageBody, frozen=True, tag="stats"):
     """Statistics of a call."""
 
     stats: dict[str, float]
 
 
-class TrainReply(_Message, frozen=True, tag="train"):
+class TrainReply(MessageBody, frozen=True, tag="train"):
     """What a train step did to the weights."""
 
     stats: dict[str, float]
@@ -240,15 +227,7 @@ class TrainReply(_Message, frozen=True, tag="train"):
         return self.num_updates == 0 and self.num_nonfinite > 0
 
 
-class ErrorReply(_Message, frozen=True, tag="error"):
-    """The handler raised."""
-
-    error_type: str
-    message: str
-    traceback: str
-
-
-class StaleReply(_Message, frozen=True, tag="stale"):
+class StaleReply(MessageBody, frozen=True, tag="stale"):
     """The request comes from an epoch that is over."""
 
     max_epoch: int
@@ -259,7 +238,7 @@ ReplyPayload = (
 )
 
 
-class Hello(_Message, frozen=True, tag="hello"):
+class Hello(MessageBody, frozen=True, tag="hello"):
     """A worker introduces itself, first thing on every connection."""
 
     worker: str

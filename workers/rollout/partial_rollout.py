@@ -11,10 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from corral.scheduling.policy_version import PolicyVersion
-
-VersionSpan = tuple[PolicyVersion, int, int]
-"""(version, first token, one past the last token), token positions within the answer."""
+from corral.scheduling.policy_version import PolicyVersion, VersionSpan
 
 
 class MalformedChunkError(ValueError):
@@ -34,6 +31,7 @@ class PartialAnswer:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
+    """Positions within the answer."""
     stopped: bool = False
     """Whether a stop token ended it."""
 
@@ -48,7 +46,7 @@ class PartialAnswer:
 
     def versions(self) -> list[PolicyVersion]:
         """The version of each token."""
-        return [version for version, start, end in self.spans for _ in range(start, end)]
+        return [PolicyVersion.parse(span.version) for span in self.spans for _ in range(span.start, span.end)]
 
     def extend(self, chunk: Mapping[str, Any]) -> None:
         """Take in one reply of /generate, complete or aborted.
@@ -62,7 +60,7 @@ class PartialAnswer:
             triples: Sequence[Sequence[Any]] = meta["output_token_logprobs"]
             logprobs = [float(triple[0]) for triple in triples]
             spans = [
-                (PolicyVersion.parse(span["version"]), int(span["start"]), int(span["end"]))
+                VersionSpan(str(PolicyVersion.parse(span["version"])), int(span["start"]), int(span["end"]))
                 for span in meta["weight_versions"]
             ]
             reason = meta["finish_reason"]["type"]
@@ -72,8 +70,8 @@ class PartialAnswer:
         offset = len(self.output_ids)
         self.output_ids.extend(ids)
         self.logprobs.extend(logprobs)
-        for version, start, end in spans:
-            self._add_span(version, start + offset, end + offset)
+        for span in spans:
+            self._add_span(span._replace(start=span.start + offset, end=span.end + offset))
         self.stopped = reason == "stop"
 
     def _check(self, ids: Sequence[int], logprobs: list[float], spans: list[VersionSpan]) -> None:
@@ -89,10 +87,10 @@ class PartialAnswer:
         if len(ids) > self.remaining:
             raise MalformedChunkError(f"{len(ids)} tokens came back where at most {self.remaining} were asked for")
 
-    def _add_span(self, version: PolicyVersion, start: int, end: int) -> None:
-        if start == end:
+    def _add_span(self, span: VersionSpan) -> None:
+        if span.start == span.end:
             return
-        if self.spans and self.spans[-1][0] == version:
-            self.spans[-1] = (version, self.spans[-1][1], end)
+        if self.spans and self.spans[-1].version == span.version:
+            self.spans[-1] = self.spans[-1]._replace(end=span.end)
         else:
-            self.spans.append((version, start, end))
+            self.spans.append(span)

@@ -48,7 +48,6 @@ from corral.workers.requests.manager_messages import (
     Route,
     Schedule,
 )
-from corral.workers.requests.messages import VersionSpan
 from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError, Setback
 from corral.workers.rollout.generation_client import Route as ServerRoute
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
@@ -246,10 +245,7 @@ class RolloutWorker(Worker):
             num_answers=len(group.answers),
             status="finished",
             seqlens={key: lengths[0] for key, lengths in sample.seqlens.items()},
-            version_spans=[
-                [VersionSpan(str(version), start, end) for version, start, end in answer.spans]
-                for answer in group.answers
-            ],
+            version_spans=[list(answer.spans) for answer in group.answers],
             scalars={"rollout/seconds": time.monotonic() - started},
         )
         await self._finish(uid, header, dict(sample.data))

@@ -41,7 +41,7 @@ def make_sample(uid: str, group: JudgedGroup) -> SequenceSample:
 
 def versions_of(group: JudgedGroup) -> set[PolicyVersion]:
     """Every version that made one of the group's tokens."""
-    return {version for answer in group.answers for version, _, _ in answer.spans}
+    return {PolicyVersion.parse(span.version) for answer in group.answers for span in answer.spans}
 
 
 def _prompt_mask(prompt_length: int, answer: PartialAnswer) -> npt.NDArray[np.bool_]:

@@ -9,8 +9,7 @@ from collections import OrderedDict
 from enum import Enum
 from typing import NamedTuple
 
-from corral.workers.requests.messages import ErrorReply
-from corral.workers.streams.codec import Buffer
+from corral.workers.streams.codec import Buffer, MessageBody
 from corral.workers.streams.errors import MalformedMessageError
 
 
@@ -74,6 +73,14 @@ class ReplyCache:
     def forget_running(self) -> None:
         """What is being worked on will not be answered any more."""
         self._running.clear()
+
+
+class ErrorReply(MessageBody, frozen=True, tag="error"):
+    """The handler raised."""
+
+    error_type: str
+    message: str
+    traceback: str
 
 
 def error_reply(error: BaseException) -> ErrorReply:

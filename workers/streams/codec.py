@@ -80,6 +80,10 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="corra
     tensors: Annotated[list[TensorEntry], msgspec.Meta(max_length=_MAX_TENSORS)]
 
 
+class MessageBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all bodies: a field that the receiver does not know is an error, not a surprise."""
+
+
 BodyT = TypeVar("BodyT")
 
 

@@ -18,8 +18,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from corral.workers.requests.messages import ErrorReply
-from corral.workers.streams.calls import Known, ReplyCache, error_reply
+from corral.workers.streams.calls import ErrorReply, Known, ReplyCache, error_reply
 from corral.workers.streams.codec import Buffer, Message, MessageCodec
 from corral.workers.streams.errors import (
     MalformedMessageError,

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from corral.scheduling.policy_version import VersionSpan
 from corral.workers.delivery.messages import TrajectoryHeader
 from corral.workers.delivery.receiver import TrajectoryReceiver
 from corral.workers.delivery.sender import TrajectorySender
 from corral.workers.delivery.sender_book import RecordState
-from corral.workers.requests.messages import VersionSpan
 from corral.workers.streams.codec import Tensors
 from corral.workers.streams.errors import WrongTrialKeyError
 from corral.workers.streams.security import StreamSecurity
