@@ -22,7 +22,8 @@ def doctor(
     with user_errors():
         from corral.launcher.doctor.findings import as_json, render, worst
         from corral.launcher.doctor.look_at_cluster import look_at_cluster
-        from corral.launcher.doctor.look_here import judge_commands, look_here, missing_commands
+        from corral.launcher.doctor.look_here import judge_commands, look_here
+        from corral.launcher.slurm.client import missing_commands
         from corral.launcher.trial.find import default_fileroot
 
         root = (fileroot or default_fileroot()).absolute()

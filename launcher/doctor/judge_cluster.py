@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from corral.launcher.doctor.findings import Finding, fail, ok, warn
-from corral.launcher.slurm.client import Node
+from corral.launcher.slurm.parse import Node
 from corral.scheduling.slurm_formats import parse_time_limit
 
 _OLDEST_SLURM = (20, 11)  # srun --exact

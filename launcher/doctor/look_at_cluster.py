@@ -12,7 +12,8 @@ from corral.launcher.doctor.findings import Finding, fail, ok
 from corral.launcher.doctor.judge_cluster import judge_config, judge_partitions
 from corral.launcher.doctor.judge_nodes import judge_probe
 from corral.launcher.doctor.probe import probe
-from corral.launcher.slurm.client import Node, SlurmClient, SlurmError, SlurmUnreachableError, parse_settings
+from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
+from corral.launcher.slurm.parse import Node
 
 _NUM_PROBED_NODES = 2
 
@@ -23,7 +24,7 @@ def look_at_cluster(
     """Whether the controller answers, and what was found."""
     client = client or SlurmClient()
     try:
-        config = parse_settings(client.ask(["scontrol", "show", "config"]))
+        config = client.settings()
         nodes, partitions = client.nodes(), client.partitions()
     except SlurmUnreachableError as error:
         advice = "see scontrol ping; trials that run go on meanwhile"

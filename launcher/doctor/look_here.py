@@ -15,10 +15,10 @@ from corral.experiments.profile import find_profiles, read_profile
 from corral.launcher.doctor.findings import Finding, fail, ok, warn
 from corral.launcher.doctor.node import DISTRIBUTION
 from corral.launcher.runners.local import visible_gpus
+from corral.launcher.slurm.client import COMMANDS
 from corral.launcher.trial.find import node_local_folder
 from corral.launcher.trial.redis_server import find_redis_executable
 
-_COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 _NODE_LOCAL_TYPES = ("tmpfs", "ramfs", "overlay")
 _LITTLE_SPACE_GB = 10.0
 
@@ -33,16 +33,11 @@ def look_here(fileroot: Path) -> Iterator[Finding]:
     yield from _fileroot(fileroot)
 
 
-def missing_commands() -> list[str]:
-    """Which of SLURM's commands are not on the PATH."""
-    return [command for command in _COMMANDS if shutil.which(command) is None]
-
-
 def judge_commands(missing: list[str]) -> Finding:
     """All there, none there, or a broken installation."""
     if not missing:
-        return ok("slurm.commands", f"{', '.join(_COMMANDS)} are on the PATH")
-    if len(missing) == len(_COMMANDS):
+        return ok("slurm.commands", f"{', '.join(COMMANDS)} are on the PATH")
+    if len(missing) == len(COMMANDS):
         return warn(
             "slurm.commands",
             "SLURM is not installed here: only --local was checked",

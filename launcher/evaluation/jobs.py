@@ -11,7 +11,6 @@ that corral ever causes, and nothing but the path of the request is in it.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -33,7 +32,7 @@ from corral.launcher.evaluation.plan import write_request
 from corral.launcher.evaluation.status import EvaluationStatus, JobRecord, cause_of, jobs_folder, record_path
 from corral.launcher.runners.containers import contain
 from corral.launcher.runners.local import visible_gpus
-from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError, clean_environment
+from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError, clean_environment, is_installed
 from corral.scheduling.scheduling import Scheduling
 
 _MAX_CONTINUATIONS = 10
@@ -134,7 +133,7 @@ def submit_to_slurm(
         SlurmUnreachableError: if there is no SLURM here.
         SlurmError: if sbatch refuses.
     """
-    if shutil.which("sbatch") is None or shutil.which("srun") is None:
+    if not is_installed():
         raise SlurmUnreachableError("sbatch was not found on PATH; add --local to evaluate on this machine")
     folder = requests[0].result.parent
     commands = [

@@ -34,8 +34,9 @@ from corral.launcher.members.places import (
     why_leaving,
     with_attempt,
 )
-from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError
+from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.own_jobs import JobNote, own_jobs_of_plan
+from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.slurm.sbatch import holder_path, holders_alive_path, member_options, render_holder
 from corral.scheduling.slurm_formats import expand_host_list
 

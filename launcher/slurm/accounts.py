@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from corral.launcher.slurm.client import SlurmClient, SlurmError, parse_settings
+from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.queue import keeps_accounts
 from corral.scheduling.slurm_formats import parse_memory_mb, parse_time_limit
 
@@ -125,7 +125,7 @@ _OF_QOS_ONLY = (Scope.USER, Scope.ACCOUNT, Scope.LEAST)
 def read_accounts(client: SlurmClient, user: str) -> Accounts:
     """Asks accounting, where there is one; what it does not answer is unknown."""
     try:
-        config = parse_settings(client.ask(["scontrol", "show", "config"]))
+        config = client.settings()
     except SlurmError:
         return Accounts()
     storage = config.get("AccountingStorageType", "")
@@ -159,7 +159,7 @@ def read_accounts(client: SlurmClient, user: str) -> Accounts:
 
 def _rows(client: SlurmClient, what: Sequence[str], fields: Sequence[str]) -> list[dict[str, str]]:
     try:
-        text = client.ask(["sacctmgr", "-n", "-P", "show", *what, f"format={','.join(fields)}"])
+        text = client.accounting_rows(what, fields)
     except SlurmError:
         return []
     return parse_rows(text, fields)

@@ -8,8 +8,9 @@ job --its reason--> nodes:  scontrol show job, sinfo             are all that co
 from typing import NamedTuple
 
 from corral.launcher.slurm.accounts import read_accounts
-from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError, user_name
+from corral.launcher.slurm.client import SlurmClient, SlurmError, user_name
 from corral.launcher.slurm.limits import LimitKind, demand_of_job, excesses, limit_of_reason
+from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.slurm.verdict import needs_nodes
 from corral.scheduling.slurm_formats import expand_host_list
 

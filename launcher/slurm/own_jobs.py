@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, validate_name
-from corral.launcher.slurm.client import QueuedJob
+from corral.launcher.slurm.parse import QueuedJob
 
 if TYPE_CHECKING:  # rl-status reads plans without the schema, which takes longer to import than it takes to answer
     from corral.experiments.plan import RunPlan

@@ -25,8 +25,9 @@ from typing import Protocol
 
 import msgspec
 
-from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError, parse_queue
+from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.own_jobs import JobIndex
+from corral.launcher.slurm.parse import QueuedJob, parse_queue
 from corral.launcher.trial.lock import LockAnswer, try_lock
 
 FRESH_S = 5.0

@@ -25,6 +25,9 @@ from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.slurm.own_jobs import job_name
 from corral.scheduling.slurm_formats import check_plain_text
 
+_NOT_SHOWN = ("--job-name=", "--comment=", "--output=", "--open-mode=", "--export=", "--signal=", "--requeue")
+
+
 COMPONENT_SEPARATOR = ":"
 HOLDER_SILENCE_S = 120
 _HOLDER_INTERVAL_S = 5
@@ -310,3 +313,10 @@ def _first_command(script: str) -> int:
 
 def _comment_text(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def test_command(options: Sequence[str]) -> str:
+    """A call of sbatch that shows the same refusal; it submits nothing."""
+    shown = [option for option in options if not option.startswith(_NOT_SHOWN)]
+    end = shown.index(COMPONENT_SEPARATOR) if COMPONENT_SEPARATOR in shown else len(shown)
+    return shlex.join(["sbatch", "--test-only", *shown[:end], "--wrap=true", *shown[end:]])

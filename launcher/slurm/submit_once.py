@@ -9,14 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from corral.launcher.slurm.client import (
-    QueuedJob,
-    SlurmClient,
-    SlurmError,
-    SlurmUnreachableError,
-    UncertainSubmissionError,
-)
+from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError, UncertainSubmissionError
 from corral.launcher.slurm.own_jobs import HEAD, OwnJobs
+from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.slurm.words import is_active
 
 _LOOK_PAUSE_S = 2.0

@@ -7,7 +7,7 @@ from typing import Any
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.worker_record import WorkerRecord
-from corral.launcher.slurm.client import QueuedJob
+from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.history import PastAttempt, WorkerLife
 

@@ -5,14 +5,14 @@ fileroot --TrialList--> trials that have ended, remembered ---------------------
 squeue --a job of ours whose directory is gone, or does not answer--> a row of its own --+
 """
 
-import shutil
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from corral.launcher.files.lookout import Lookout, Unanswered
-from corral.launcher.slurm.client import QueuedJob, SlurmClient
+from corral.launcher.slurm.client import SlurmClient, is_installed
+from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.slurm.queue import CachedQueue, QueueAnswer
 from corral.launcher.slurm.verdict import judge_job
 from corral.launcher.status.explain import explain
@@ -92,7 +92,7 @@ class StatusPage:
         memory = read_finished(memory_path) if use_memory else {}
         trials = list_trials(self._fileroot, memory, self._lookout)
         reads, answer = self._reader.read_with_answer(list(trials.to_read.values()))
-        if answer.asked_at is None and not answer.error and shutil.which("squeue"):
+        if answer.asked_at is None and not answer.error and is_installed():
             answer = self._queue.look()  # for jobs whose trial directory is gone
         if use_memory:
             kept = {str(path): one for path, one in trials.finished.items()} | to_remember(reads)

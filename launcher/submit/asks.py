@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, KeyPath
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.planner import ALLOCATION_FIELDS, SUPERVISED
-from corral.launcher.slurm.client import Node
+from corral.launcher.slurm.parse import Node
 from corral.launcher.submit.cluster import (
     ClusterFacts,
     gpus_of,

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from corral.experiments.errors import ConfigProblem, ConfigSource, UnsatisfiableError, closest
 from corral.experiments.plan import RunPlan
-from corral.launcher.slurm.client import Node, nodes_command
+from corral.launcher.slurm.client import nodes_command
+from corral.launcher.slurm.parse import Node
 from corral.launcher.submit.asks import Ask, leaves_time, partitions_asked, raise_problems
 from corral.launcher.submit.cluster import (
     ClusterFacts,

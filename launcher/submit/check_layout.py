@@ -21,7 +21,8 @@ from typing import Literal, NamedTuple
 from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Allocation, Layout
-from corral.launcher.slurm.client import Node, nodes_command
+from corral.launcher.slurm.client import hostnames_command, nodes_command
+from corral.launcher.slurm.parse import Node
 from corral.launcher.submit.asks import asks_of, partitions_asked, shapes_for
 from corral.launcher.submit.cluster import ClusterFacts, biggest_nodes, gpus_of, plain_features
 from corral.scheduling.placement import place
@@ -154,7 +155,7 @@ class _Checks:
                 hint=f"name at most {allocation.num_nodes}, or use exclude for the nodes that you do not want",
                 path=path,
                 shown=allocation.options["nodelist"],
-                evidence=shlex.join(["scontrol", "show", "hostnames", allocation.options["nodelist"]]),
+                evidence=shlex.join(hostnames_command(allocation.options["nodelist"])),
             )
 
     def _fitting(self, allocation: Allocation, name: str) -> list[Node]:

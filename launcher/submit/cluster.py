@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from corral.launcher.slurm.accounts import Accounts, read_accounts
-from corral.launcher.slurm.client import Node, SlurmClient, SlurmError, parse_records
+from corral.launcher.slurm.client import SlurmClient, SlurmError
+from corral.launcher.slurm.parse import Node
 from corral.scheduling.placement import NodeShape
 
 
@@ -66,21 +67,19 @@ def read_cluster(
     """
     nodes, partitions = client.nodes(), client.partitions()
     hidden = [name for name in wanted_partitions if name not in partitions]
-    everything = _or_none(client, ["scontrol", "-a", "show", "partition", "-o"]) if hidden else None
-    closed = parse_records(everything or "", key="PartitionName")
-    reservations = _or_none(client, ["scontrol", "show", "reservation", "-o"]) if wants_reservation else None
+    closed = _or_none(lambda: client.partitions(with_hidden=True)) if hidden else None
     return ClusterFacts(
         nodes=nodes,
         partitions=partitions,
-        closed={name: closed[name].get("AllowGroups", "") for name in hidden if name in closed},
-        reservations=None if reservations is None else parse_records(reservations, key="ReservationName"),
+        closed={name: closed[name].get("AllowGroups", "") for name in hidden if closed and name in closed},
+        reservations=_or_none(client.reservations) if wants_reservation else None,
         accounts=read_accounts(client, accounts_of) if accounts_of is not None else Accounts(),
     )
 
 
-def _or_none(client: SlurmClient, command: Sequence[str]) -> str | None:
+def _or_none(ask: Callable[[], dict[str, dict[str, str]]]) -> dict[str, dict[str, str]] | None:
     try:
-        return client.ask(command)
+        return ask()
     except SlurmError:
         return None
 

@@ -11,7 +11,6 @@ Nothing is written outside a temporary folder.
 
 import os
 import re
-import shlex
 import tempfile
 import time
 from collections.abc import Sequence, Set
@@ -30,11 +29,11 @@ from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachab
 from corral.launcher.slurm.complaints import Complaint
 from corral.launcher.slurm.refusals import explain_refusal
 from corral.launcher.slurm.sbatch import (
-    COMPONENT_SEPARATOR,
     member_options,
     render_holder,
     render_script,
     sbatch_options,
+    test_command,
 )
 from corral.launcher.submit.asks import Ask, asks_of, check_values, shapes_for
 from corral.launcher.submit.check_asks import check_asks, node_local_warning
@@ -205,14 +204,4 @@ def _test(
         if error.complaint in tolerated:
             return error
         asked_for = [describe(allocation) for allocation in allocations]
-        raise explain_refusal(error, plan, asked_for, source, command=_shown_command(all_options)) from error
-
-
-_NOT_SHOWN = ("--job-name=", "--comment=", "--output=", "--open-mode=", "--export=", "--signal=", "--requeue")
-
-
-def _shown_command(options: Sequence[str]) -> str:
-    """A call of sbatch that shows the same refusal; it submits nothing."""
-    shown = [option for option in options if not option.startswith(_NOT_SHOWN)]
-    end = shown.index(COMPONENT_SEPARATOR) if COMPONENT_SEPARATOR in shown else len(shown)
-    return shlex.join(["sbatch", "--test-only", *shown[:end], "--wrap=true", *shown[end:]])
+        raise explain_refusal(error, plan, asked_for, source, command=test_command(all_options)) from error

@@ -19,8 +19,9 @@ from corral.launcher.members.members import Members
 from corral.launcher.members.places import FallbackRunner
 from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus
 from corral.launcher.runners.runner import TaskRunner
-from corral.launcher.runners.srun import SrunRunner, batch_allocations
+from corral.launcher.runners.srun import SrunRunner
 from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.step import batch_allocations
 from corral.launcher.supervisor.attempt_start import JobStart
 from corral.launcher.supervisor.node_loss import NodeLoss
 from corral.launcher.supervisor.recorder import Recorder

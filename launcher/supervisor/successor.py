@@ -19,9 +19,10 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempt_ends import EndState, failed_nodes
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.launcher.layout.layout import Layout
-from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError
+from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.job_end import JobEnd, JobProspect, explain_end, look_ahead
 from corral.launcher.slurm.own_jobs import own_jobs_of_plan
+from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.slurm.sbatch import successor_options
 from corral.launcher.slurm.submit_once import is_head_of, submit_once
 from corral.launcher.slurm.words import is_staying
@@ -134,7 +135,7 @@ class Continuation:
     def requeue(self) -> str:
         """Lets SLURM start our own job again, which ends it now; returns why not, or ""."""
         try:
-            self._client.ask(["scontrol", "requeue", self._job_id])
+            self._client.requeue(self._job_id)
         except SlurmError as error:
             return str(error)
         self._record("requeued", job_id=self._job_id)

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from corral.launcher.slurm.client import QueuedJob, SlurmClient
+from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.parse import QueuedJob
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster
 from tests.slurm.trials import SlurmTrial

@@ -12,8 +12,9 @@ import pytest
 
 from corral.experiments.config import ClusterConfig, LaunchConfig
 from corral.experiments.plan import RunPlan
-from corral.launcher.runners.srun import step_name
-from corral.launcher.slurm.client import QueuedJob, SlurmClient, parse_key_values
+from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.parse import QueuedJob, parse_key_values
+from corral.launcher.slurm.step import step_name
 from corral.launcher.stop import stop_trial
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
 from corral.scheduling.slurm_formats import expand_host_list

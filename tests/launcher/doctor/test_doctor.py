@@ -17,7 +17,7 @@ from corral.launcher.doctor.judge_nodes import judge_probe
 from corral.launcher.doctor.look_here import file_system_of, judge_commands, look_here
 from corral.launcher.doctor.node import DISTRIBUTION
 from corral.launcher.doctor.probe import ProbeOutcome
-from corral.launcher.slurm.client import parse_nodes
+from corral.launcher.slurm.parse import parse_nodes
 
 BIN = Path(sys.executable).parent
 GOOD = {

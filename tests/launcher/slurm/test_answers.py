@@ -13,14 +13,16 @@ from corral.launcher.slurm.client import (
     SlurmError,
     SlurmUnreachableError,
     clean_environment,
-    parse_gpus,
     parse_job_id,
+    queue_command,
+)
+from corral.launcher.slurm.parse import (
+    parse_gpus,
     parse_key_values,
     parse_nodes,
     parse_queue,
     parse_settings,
     parse_steps,
-    queue_command,
 )
 from corral.launcher.slurm.verdict import judge_exit, judge_job
 from corral.scheduling.slurm_formats import expand_host_list

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from corral.experiments.trial.attempt_ends import EndState
-from corral.launcher.slurm.client import parse_key_values
 from corral.launcher.slurm.job_end import JobEnd, JobProspect, explain_end, look_ahead
+from corral.launcher.slurm.parse import parse_key_values
 
 
 @dataclasses.dataclass(frozen=True)

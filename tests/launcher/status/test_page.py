@@ -19,8 +19,8 @@ from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.files import lookout
-from corral.launcher.slurm.client import QueuedJob
 from corral.launcher.slurm.own_jobs import JobNote, OwnJobs
+from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.slurm.queue import QueueAnswer
 from corral.launcher.status import page as page_module
 from corral.launcher.status import reader
@@ -36,7 +36,7 @@ from tests.launcher.trials import make_plan
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(page_module.shutil, "which", lambda name: None)  # no SLURM here
+    monkeypatch.setattr(page_module, "is_installed", lambda: False)  # no SLURM here
 
 
 @pytest.fixture

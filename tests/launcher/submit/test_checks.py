@@ -12,8 +12,9 @@ from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, Unsa
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.accounts import Accounts, Association, Holder, Limits
-from corral.launcher.slurm.client import Node, SlurmError, parse_nodes
+from corral.launcher.slurm.client import SlurmError
 from corral.launcher.slurm.complaints import Complaint, complaint_of
+from corral.launcher.slurm.parse import Node, parse_nodes
 from corral.launcher.slurm.refusals import explain_refusal
 from corral.launcher.submit.asks import asks_of, check_values, shapes_for
 from corral.launcher.submit.check_asks import check_asks, node_local_warning

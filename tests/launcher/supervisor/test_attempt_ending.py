@@ -13,7 +13,8 @@ from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.layout.planner import plan_layout
-from corral.launcher.slurm.client import QueuedJob, SlurmClient, SlurmError, SlurmUnreachableError
+from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
+from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.supervisor.__main__ import successor
 from corral.launcher.supervisor.actions import EndTrial, Outcome
 from corral.launcher.supervisor.attempt_ending import AttemptEnding

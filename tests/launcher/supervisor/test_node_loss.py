@@ -12,7 +12,8 @@ from corral.experiments.trial.attempt_ends import failed_nodes
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import Allocation, Layout, RunningAllocation, Step
 from corral.launcher.runners.runner import Task, TaskSpec
-from corral.launcher.slurm.client import Node, SlurmClient, SlurmUnreachableError
+from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
+from corral.launcher.slurm.parse import Node
 from corral.launcher.supervisor.node_loss import (
     NodeLoss,
     Relocation,
