@@ -3,6 +3,8 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,49 @@ ALLOWED = {
     "launcher": {"launcher", "experiments", "scheduling", "name_resolve", "sbatch_templates"},
     "workers": {"workers", "experiments", "scheduling", "name_resolve"},
 }
+RANKS: dict[str, list[set[str]]] = {
+    # Each room, or module that has none, by floor, from the ground up: a floor imports floors below it only.
+    "launcher": [
+        {"files", "layout", "terminal", "trial"},
+        {"slurm"},
+        {"runners"},
+        {"members"},
+        {"doctor", "evaluation", "logs", "status", "submit", "supervisor"},
+        {"follow", "stop"},
+        {"commands"},
+    ],
+    "workers": [
+        {"checkpoint", "data", "streams"},
+        {"backends", "delivery", "engine", "lifecycle", "requests"},
+        {"algorithms", "generation", "rollout"},
+        {"evaluation", "manager"},
+        {"master", "model"},
+        {"__main__"},
+    ],
+    "experiments": [
+        {"config", "exit_codes", "regular_file"},
+        {"errors", "tokens", "worker_specs"},
+        {"dataset_file", "import_paths", "model_directory", "schema", "trial", "yaml_loader"},
+        {"checks", "overrides", "profile", "validation"},
+        {"experiment"},
+        {"async_ppo", "plan", "sft"},
+        {"registry"},
+        {"documentation"},
+    ],
+}
+LARGEST_ROOM = 0.2
+SLURM_PROGRAMS = {"sacct", "sacctmgr", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun", "sstat", "sattach"}
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 DANGEROUS_CALLS = {"recv_pyobj", "send_pyobj", "all_gather_object", "broadcast_object_list", "scatter_object_list"}
 
 
 def modules(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """corral.launcher.stop"""
+    return "corral." + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imported_names(path: Path) -> set[str]:
@@ -42,6 +81,50 @@ def test_imports_go_down_only(folder: str) -> None:
             if name.startswith("corral."):
                 target = name.split(".")[1]
                 assert target in ALLOWED[folder], f"{path.relative_to(ROOT)} imports {name}; {folder} may not"
+
+
+def room_of(path: Path) -> str:
+    """The first name below the folder: a room, or a module that has none."""
+    return Path(path.relative_to(ROOT).parts[1]).stem
+
+
+@pytest.mark.parametrize("folder", RANKS)
+def test_rooms_import_rooms_of_lower_floors_only(folder: str) -> None:
+    floor_by_room = {room: floor for floor, rooms in enumerate(RANKS[folder]) for room in rooms}
+    for path in modules(folder):
+        if path.parent == ROOT / folder and path.stem == "__init__":
+            continue
+        room = room_of(path)
+        assert room in floor_by_room or room == "recipes", f"{path.relative_to(ROOT)} has no floor in RANKS"
+        for name in imported_names(path):
+            target = name.split(".")[2] if name.startswith(f"corral.{folder}.") else room
+            assert target == room or floor_by_room[target] < floor_by_room[room], (
+                f"{path.relative_to(ROOT)} imports {name}: {room} is on floor {floor_by_room[room]} and {target} on "
+                f"floor {floor_by_room[target]}"
+            )
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    paths = {name_of(path): path for folder in FOLDERS for path in modules(folder) if path.stem != "__init__"}
+    graph = {name: imported_names(path) & (paths.keys() - {name}) for name, path in paths.items()}
+    list(TopologicalSorter(graph).static_order())  # CycleError names the circle
+
+
+@pytest.mark.parametrize("folder", ("launcher", "workers"))
+def test_no_room_is_a_house_of_its_own(folder: str) -> None:
+    lines = Counter[str]()
+    for path in modules(folder):
+        lines[room_of(path)] += len(path.read_text().splitlines())
+    room, count = lines.most_common(1)[0]
+    assert count < LARGEST_ROOM * lines.total(), f"{room} holds {count} of the {lines.total()} lines of {folder}"
+
+
+def test_only_the_room_of_slurm_composes_its_command_lines() -> None:
+    for path in (path for folder in FOLDERS for path in modules(folder) if room_of(path) != "slurm"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.List) and node.elts and isinstance(node.elts[0], ast.Constant):
+                where = f"{path.relative_to(ROOT)}:{node.lineno}"
+                assert node.elts[0].value not in SLURM_PROGRAMS, f"{where} composes a call of {node.elts[0].value}"
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -65,11 +148,7 @@ def loaded_by(modules_to_import: list[str]) -> set[str]:
 
 
 def module_names(folder: str) -> list[str]:
-    return [
-        "corral." + ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in modules(folder)
-        if path.stem not in ("__init__", "__main__")
-    ]
+    return [name_of(path) for path in modules(folder) if path.stem not in ("__init__", "__main__")]
 
 
 def test_the_half_without_models_never_loads_torch() -> None:
