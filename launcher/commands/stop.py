@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +18,7 @@ from corral.launcher.commands.completion import complete_group, complete_trial
 if TYPE_CHECKING:
     from corral.launcher.trial.find import TrialFacts
 
+_AWAKE_S = 0.2
 _TRIALS_HELP = f"{TRIAL_HELP} Or the id of its SLURM job."
 
 
@@ -123,7 +124,7 @@ def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, 
         return f"{facts.name} {what}{after.state}" + (f": {after.note}" if after.note else "")
 
     try:
-        _in_parallel([partial(end, facts) for facts in found], is_left)
+        in_parallel([partial(end, facts) for facts in found], is_left)
     except KeyboardInterrupt:
         print("\nwhat was asked for goes on without this command; rl-status shows how far it is")
         raise typer.Exit(130) from None
@@ -136,7 +137,7 @@ class _LeftError(RuntimeError):
     """The user does not wait any longer."""
 
 
-def _in_parallel(actions: Sequence[Callable[[], str]], is_left: threading.Event) -> None:
+def in_parallel(actions: Sequence[Callable[[], str]], is_left: threading.Event) -> None:
     """Prints what each says, as soon as it does; the first error is raised when all are through.
 
     Args:
@@ -147,6 +148,9 @@ def _in_parallel(actions: Sequence[Callable[[], str]], is_left: threading.Event)
     with ThreadPoolExecutor(max_workers=max(1, min(len(actions), 16))) as pool:
         try:
             for future in [pool.submit(action) for action in actions]:
+                while not future.done():
+                    # The kernel may give Ctrl-C to any thread, and Python hears of it in this one, once it is awake.
+                    wait([future], timeout=_AWAKE_S)
                 try:
                     print(future.result(), flush=True)
                 except Exception as error:

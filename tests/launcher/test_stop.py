@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from corral.experiments.trial.log import TrialLog
 from corral.launcher import stop
+from corral.launcher.commands.stop import in_parallel
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.own_jobs import own_jobs_of_plan
 from corral.launcher.slurm.parse import QueuedJob
@@ -131,6 +133,20 @@ def test_a_job_without_our_comment_is_found_by_id_and_name(trial: StubTrial, tmp
     other = dataclasses.replace(rewritten, name="exp.other")  # job 7 of another cluster with the same home folder
     assert directory_of_job("7", FakeSlurm(other), tmp_path) is None
     assert find_orphaned_job("7", FakeSlurm(rewritten), now=True) is None
+
+
+def test_ctrl_c_that_reaches_another_thread_is_heard() -> None:
+    is_left = threading.Event()
+    heard: list[bool] = []
+
+    def action() -> str:
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        heard.append(is_left.wait(20))
+        return ""
+
+    with pytest.raises(KeyboardInterrupt):
+        in_parallel([action], is_left)
+    assert heard == [True]
 
 
 def test_ctrl_c_ends_the_waiting_and_not_the_stop(make_trial: MakeTrial, tmp_path: Path) -> None:
