@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -137,16 +139,17 @@ def test_a_job_without_our_comment_is_found_by_id_and_name(trial: StubTrial, tmp
 
 def test_ctrl_c_that_reaches_another_thread_is_heard() -> None:
     is_left = threading.Event()
-    heard: list[bool] = []
+    heard: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def action() -> str:
+        time.sleep(0.5)  # by then the main thread sleeps, else this shows nothing, and still holds
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-        heard.append(is_left.wait(20))
+        heard.put(is_left.wait(20))
         return ""
 
     with pytest.raises(KeyboardInterrupt):
         in_parallel([action], is_left)
-    assert heard == [True]
+    assert heard.get(timeout=60)
 
 
 def test_ctrl_c_ends_the_waiting_and_not_the_stop(make_trial: MakeTrial, tmp_path: Path) -> None:
