@@ -187,7 +187,7 @@ from corral.experiments.plan import TrialIdentity, make_run_plan
 experiment = sys.modules["corral.experiments.registry"].load_experiment({str(folder / "ppo.yaml")!r})
 identity = TrialIdentity(experiment="e", trial="t", uuid="0" * 32, directory="/nowhere")
 sys.modules["corral.launcher.submit.plan_text"].render_plan(make_run_plan(experiment, identity, "slurm"))
-heavy = ("torch", "transformers", "tokenizers", "numpy", "jinja2", "zmq", "redis", "corral.workers", "corral.launcher")
+heavy = ("torch", "transformers", "tokenizers", "numpy", "jinja2", "zmq", "redis", "corral.workers")
 print([name for name in heavy if name in sys.modules])
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)

@@ -15,7 +15,7 @@ from corral.experiments.trial.log import TrialLog
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.supervisor.__main__ import successor
+from corral.launcher.supervisor import successor
 from corral.launcher.supervisor.actions import EndTrial, Outcome
 from corral.launcher.supervisor.attempt_ending import AttemptEnding
 from corral.launcher.supervisor.end_actions import Verdict
@@ -62,11 +62,10 @@ class Slurm(SlurmClient):
         self._may("scancel")
         self.alive.discard(job_or_step)
 
-    def ask(self, command: Sequence[str]) -> str:
-        assert command == ["scontrol", "requeue", OWN]
+    def requeue(self, job_id: str) -> None:
+        assert job_id == OWN
         self._may("requeue")
         self.requeues += 1
-        return ""
 
     def queue(self) -> list[QueuedJob]:
         fields = dict.fromkeys(["reason", "start", "end", "elapsed", "num_nodes", "nodes", "submitted", "name"], "")

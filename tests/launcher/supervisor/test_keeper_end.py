@@ -9,7 +9,7 @@ import pytest
 from corral.experiments.trial.attempt_ends import AttemptEndRecord, Follows, read_end
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.files import patience
-from corral.launcher.supervisor.__main__ import keeper
+from corral.launcher.supervisor import keeper
 from corral.launcher.supervisor.keeper import keep
 from tests.launcher.trials import StubTrial
 

@@ -13,7 +13,7 @@ from corral.experiments.trial.journal import Journal
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_end import JobEnd
-from corral.launcher.supervisor.__main__ import successor
+from corral.launcher.supervisor import successor
 from corral.launcher.supervisor.successor import Continuation
 from tests.launcher.trials import StubTrial
 

@@ -2,16 +2,18 @@
 
 import numpy as np
 
-from corral.scheduling.policy_version import PolicyVersion
+from corral.scheduling.policy_version import PolicyVersion, VersionSpan
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.rollout.trajectories import make_sample, versions_of
 
 
 def test_values_stand_at_the_position_before_their_token() -> None:
-    old, new = PolicyVersion(1, 3), PolicyVersion(1, 4)
-    long = PartialAnswer(5, [7, 8, 9], [-0.1, -0.2, -0.3], [(old, 0, 1), (new, 1, 3)], stopped=True)
-    short = PartialAnswer(5, [6], [-0.5], [(new, 0, 1)], stopped=False)
+    old, new = "1.3", "1.4"
+    long = PartialAnswer(
+        5, [7, 8, 9], [-0.1, -0.2, -0.3], [VersionSpan(old, 0, 1), VersionSpan(new, 1, 3)], stopped=True
+    )
+    short = PartialAnswer(5, [6], [-0.5], [VersionSpan(new, 0, 1)], stopped=False)
     sample = make_sample("0:a", JudgedGroup(prompt_ids=[1, 2], answers=[long, short], rewards=[1.0, 0.0]))
     assert sample.seqlens["input_ids"] == [[5, 3]]
     np.testing.assert_array_equal(sample.data["input_ids"], [1, 2, 7, 8, 9, 1, 2, 6])
@@ -23,5 +25,5 @@ def test_values_stand_at_the_position_before_their_token() -> None:
 
 
 def test_the_versions_of_a_group_are_those_of_its_tokens() -> None:
-    answer = PartialAnswer(5, [7], [-0.1], [(PolicyVersion(2, 3), 0, 1)])
+    answer = PartialAnswer(5, [7], [-0.1], [VersionSpan("2.3", 0, 1)])
     assert versions_of(JudgedGroup(prompt_ids=[1], answers=[answer], rewards=[0.0])) == {PolicyVersion(2, 3)}
