@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,15 @@ def test_a_job_without_our_comment_is_found_by_id_and_name(trial: StubTrial, tmp
     assert find_orphaned_job("7", FakeSlurm(rewritten), now=True) is None
 
 
+@pytest.fixture
+def obeys_ctrl_c() -> Iterator[None]:
+    """What is started in the background of a shell, as these tests may be, ignores it, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("obeys_ctrl_c")
 def test_ctrl_c_that_reaches_another_thread_is_heard() -> None:
     is_left = threading.Event()
     heard: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -152,6 +161,7 @@ def test_ctrl_c_that_reaches_another_thread_is_heard() -> None:
     assert heard.get(timeout=60)
 
 
+@pytest.mark.usefixtures("obeys_ctrl_c")
 def test_ctrl_c_ends_the_waiting_and_not_the_stop(make_trial: MakeTrial, tmp_path: Path) -> None:
     trial = make_trial({"master_worker/0": ["stubborn"]}, supervision={"stop_grace_s": 600.0})
     trial.start()
