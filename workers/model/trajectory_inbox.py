@@ -4,14 +4,19 @@ TrajectoryReceiver.drain ──► SequenceSample in the DataStore ──► Sam
 a record that was given up by its rollout worker has no tensors; only its uid and reason are passed on
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.delivery.delivery_id import uid_of_delivery
 from corral.workers.delivery.messages import VerdictKind
 from corral.workers.delivery.receiver import Trajectory, TrajectoryReceiver
+from corral.workers.lifecycle.worker import WorkerContext
 from corral.workers.model.data_store import DataStore
 from corral.workers.requests.messages import SampleMetadata
+
+_BATCHES = 8  # held or on their way: rollout workers go on while some train steps are late
+_CAPACITY_BYTES = 2**30
 
 
 class TrajectoryInbox:
@@ -61,3 +66,29 @@ class TrajectoryInbox:
             order=header.order,
             dropped_because=(header.reason or "dropped") if header.status == "dropped" else "",
         )
+
+
+@contextmanager
+def open_inbox(context: WorkerContext, store: DataStore, *, index: int, batch_size: int) -> Iterator[TrajectoryInbox]:
+    """An inbox that rollout workers find under this rank's name.
+
+    Args:
+        index: of the receiver, which is the rank.
+        batch_size: samples of one train step.
+    """
+    with (
+        TrajectoryReceiver(
+            context.security,
+            address=context.address,
+            capacity_records=_BATCHES * batch_size,
+            capacity_bytes=_CAPACITY_BYTES,
+        ) as receiver,
+        context.names.lease(
+            context.keys.trajectory_receiver(index),
+            receiver.endpoint,
+            ttl_s=context.plan.supervision.lease_ttl_s,
+            owner=context.incarnation,
+            take_over=True,
+        ),
+    ):
+        yield TrajectoryInbox(receiver, store)

@@ -1,5 +1,6 @@
 """Which requests a model worker answers, and what it makes of those that it does not know."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,7 +9,7 @@ import pytest
 
 from corral.workers.model.model_worker import ModelWorker
 from corral.workers.requests.handler import Envelope
-from corral.workers.requests.messages import Evaluate, OkReply, Ping, Shutdown
+from corral.workers.requests.messages import Evaluate, Initialize, OkReply, Ping, ReplyPayload, Shutdown
 from corral.workers.streams.calls import RequestId
 from tests.workers.master.trials import context_of, trial_of
 
@@ -32,7 +33,11 @@ class Replies:
     """A request stream that keeps what is answered."""
 
     def __init__(self) -> None:
+        self.payloads: list[ReplyPayload] = []
         self.errors: list[str] = []
+
+    def reply(self, envelope: Envelope, payload: ReplyPayload) -> None:
+        self.payloads.append(payload)
 
     def reply_error(self, envelope: Envelope, error: BaseException) -> None:
         self.errors.append(str(error))
@@ -49,10 +54,39 @@ def test_a_rank_refuses_a_blocking_request_that_it_does_not_know_and_lives(tmp_p
 
 def test_a_request_that_fails_halfway_ends_the_rank(tmp_path: Path) -> None:
     replies = Replies()
-    with context_of(*trial_of(tmp_path), "model_worker") as context:
+    with context_of(*trial_of(tmp_path), "model_worker") as context, ExitStack() as stack:
+        worker = ModelWorker(context)
+        worker._set_up(stack)
         with pytest.raises(ValueError, match="no held-out problems"):
-            ModelWorker(context)._serve(cast(Any, replies), blocking(Evaluate(version=1)))
+            worker._serve(cast(Any, replies), blocking(Evaluate(version=1)))
     assert len(replies.errors) == 1
+
+
+class Part:
+    """Stands for both parts of a worker, and writes down what is asked of them."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def forget(self) -> None:
+        self.asked.append("forget")
+
+    def initialize(self, request: Initialize, **_: object) -> None:
+        self.asked.append(f"load {request.weights_directory}")
+
+    def start_session(self, session: str) -> None:
+        self.asked.append(f"session {session}")
+
+
+def test_a_new_epoch_forgets_the_last_one_then_loads_and_only_then_asks_for_samples(tmp_path: Path) -> None:
+    replies, part = Replies(), Part()
+    with context_of(*trial_of(tmp_path), "model_worker") as context:
+        worker = ModelWorker(context)
+        worker._samples = worker._models = cast(Any, part)
+        request = Initialize(weights_directory="w", state_directory=None, step=3, seed=0)
+        worker._serve(cast(Any, replies), blocking(request))
+        assert replies.payloads == [OkReply()]
+        assert part.asked == ["forget", "load w", f"session 1-{context.incarnation}"]
 
 
 def blocking(request: msgspec.Struct) -> Envelope:

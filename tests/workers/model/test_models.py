@@ -1,0 +1,173 @@
+"""What a rank makes of model function calls: outputs, updates, weights and checkpoints of its roles."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from corral.experiments.config import ModelConfig
+from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, RewardSpec
+from corral.scheduling.dataflow import CallType, ModelFunctionCall, ModelName
+from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.lifecycle.worker import BadConfigurationError
+from corral.workers.model.data_store import DataStore
+from corral.workers.model.models import Models
+from corral.workers.requests.messages import Inference, Initialize, TrainStep
+from tests.workers.backends.training_helpers import (
+    load_reference,
+    make_sample,
+    optimizer_config,
+    read_weights,
+    save_tiny_model,
+)
+
+UIDS = ["0:0", "0:1"]
+SAMPLE = make_sample([[6], [9]])
+
+
+def specification(folder: Path) -> ModelWorkerSpec:
+    """An actor that is trained and a reference that is only read."""
+    actor = ModelRoleSpec(
+        role="actor", model=ModelConfig(path=folder / "actor"), interface="sft", optimizer=optimizer_config()
+    )
+    reference = ModelRoleSpec(role="ref", model=ModelConfig(path=folder / "ref"), interface="sft", optimizer=None)
+    keys = ("input_ids", "prompt_mask")
+    train = ModelFunctionCall(
+        name="actor_train",
+        model_name=ModelName("actor"),
+        call_type=CallType.TRAIN_STEP,
+        implementation="sft",
+        n_seqs=2,
+        input_keys=keys,
+    )
+    inference = ModelFunctionCall(
+        name="ref_inf",
+        model_name=ModelName("ref"),
+        call_type=CallType.INFERENCE,
+        implementation="sft",
+        n_seqs=2,
+        input_keys=keys,
+        output_keys=("ref_logprobs",),
+        output_key_remap={"logprobs": "ref_logprobs"},
+    )
+    return ModelWorkerSpec(
+        index=0,
+        world_size=1,
+        roles=[reference, actor],
+        calls=[inference, train],
+        dataset=None,
+        evaluation=None,
+        reward=RewardSpec(),
+        total_steps=4,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tiny_model(tmp_path / "actor", seed=1)
+    save_tiny_model(tmp_path / "ref", seed=2)
+    return tmp_path
+
+
+def models_of(folder: Path, store: DataStore) -> Models:
+    return Models(specification(folder), store, ParallelContext(), seed=0)
+
+
+def initialize(models: Models, weights: Path, state: Path | None = None) -> None:
+    request = Initialize(weights_directory=str(weights), state_directory=str(state) if state else None, step=0, seed=0)
+    models.initialize(request, on_progress=lambda: None)
+
+
+def train(models: Models, version: int) -> None:
+    reply = models.train_step(TrainStep(mfc="actor_train", uids=UIDS, partition=[UIDS], version=version))
+    assert (reply.num_updates, reply.num_nonfinite, reply.is_damaged) == (1, 0, False)
+
+
+def filled_store() -> DataStore:
+    store = DataStore()
+    store.put(SAMPLE)
+    return store
+
+
+def test_outputs_lie_beside_the_inputs_under_the_name_that_the_graph_gives_them(folder: Path) -> None:
+    store = DataStore()
+    store.put(SAMPLE.select_keys(["input_ids", "prompt_mask"]))
+    models = models_of(folder, store)
+    initialize(models, folder / "actor")
+    models.inference(Inference(mfc="ref_inf", uids=UIDS, partition=[UIDS], version=0))
+    assert store.keys_of("0:1") == {"input_ids", "prompt_mask", "ref_logprobs"}
+    held = store.gather(["0:1"], ["input_ids", "ref_logprobs"])
+    ids = torch.from_numpy(np.asarray(held.data["input_ids"], dtype=np.int64))
+    with torch.no_grad():
+        logits = load_reference(folder / "ref")(input_ids=ids[None]).logits[0, :-1]
+    expected = torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0]
+    expected[:1] = 0.0  # the second token belongs to the prompt
+    np.testing.assert_allclose(np.asarray(held.data["ref_logprobs"]), expected.numpy(), atol=1e-5)
+
+
+def test_a_rank_without_samples_takes_part_and_adds_nothing(folder: Path) -> None:
+    store = DataStore()
+    models = models_of(folder, store)
+    initialize(models, folder / "actor")
+    models.inference(Inference(mfc="ref_inf", uids=[], partition=[[]], version=0))
+    assert len(store) == 0
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(folder: Path) -> None:
+    through = models_of(folder, filled_store())
+    initialize(through, folder / "actor")
+    for name in ("first", "second", "state"):
+        (folder / name).mkdir()
+    train(through, 0)
+    through.save_weights("actor", folder / "first")
+    through.save_checkpoint(folder / "state")
+    train(through, 1)
+    through.save_weights("actor", folder / "second")
+
+    resumed = models_of(folder, filled_store())
+    initialize(resumed, folder / "first", folder / "state")
+    train(resumed, 1)
+    (folder / "again").mkdir()
+    resumed.save_weights("actor", folder / "again")
+    expected, actual = read_weights(folder / "second"), read_weights(folder / "again")
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    assert not all(torch.equal(expected[name], tensor) for name, tensor in read_weights(folder / "first").items())
+
+
+def test_a_new_epoch_loads_what_is_trained_and_keeps_what_is_only_read(folder: Path) -> None:
+    models = models_of(folder, filled_store())
+    initialize(models, folder / "actor")
+    train(models, 0)
+    shutil.rmtree(folder / "ref")
+    initialize(models, folder / "actor")
+    (folder / "now").mkdir()
+    models.save_weights("actor", folder / "now")
+    before, now = read_weights(folder / "actor"), read_weights(folder / "now")
+    assert all(torch.equal(before[name], now[name]) for name in before)
+    models.inference(Inference(mfc="ref_inf", uids=UIDS, partition=[UIDS], version=0))
+
+
+def test_a_model_is_described_before_and_after_it_is_loaded(folder: Path) -> None:
+    models = models_of(folder, DataStore())
+    assert models.describe("actor").num_parameters == 0
+    initialize(models, folder / "actor")
+    reply = models.describe("actor")
+    assert reply.num_parameters == sum(tensor.numel() for tensor in read_weights(folder / "actor").values())
+    assert (reply.architecture, reply.num_layers, reply.hidden_size, reply.vocab_size) == ("qwen2", 2, 64, 64)
+
+
+def test_a_plan_that_trains_nothing_is_refused(folder: Path) -> None:
+    spec = specification(folder)
+    nothing_trained = spec.model_copy(update={"roles": [role for role in spec.roles if role.optimizer is None]})
+    with pytest.raises(BadConfigurationError, match="no role with an optimizer"):
+        Models(nothing_trained, DataStore(), ParallelContext(), seed=0)
+
+
+def test_an_actor_without_its_settings_is_refused(folder: Path) -> None:
+    spec = specification(folder)
+    actors = [role.model_copy(update={"interface": "ppo_actor"}) for role in spec.roles]
+    with pytest.raises(BadConfigurationError, match="no PPO settings"):
+        Models(spec.model_copy(update={"roles": actors}), DataStore(), ParallelContext(), seed=0)

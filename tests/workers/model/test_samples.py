@@ -1,0 +1,147 @@
+"""The samples of a rank: taken in from rows or from rollout workers, kept, and thrown away with or without a word."""
+
+from collections.abc import Callable, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from corral.experiments.worker_specs import ModelWorkerSpec
+from corral.name_resolve import NameNotFoundError
+from corral.scheduling.policy_version import VersionSpan
+from corral.workers.delivery.messages import TrajectoryHeader
+from corral.workers.delivery.receiver import Trajectory
+from corral.workers.model.data_store import DataStore
+from corral.workers.model.samples import Samples, open_samples
+from corral.workers.model.trajectory_inbox import TrajectoryInbox, open_inbox
+from corral.workers.requests.messages import SampleMetadata
+from corral.workers.streams.security import StreamSecurity
+from tests.experiments.broken_yaml import NUM_TRAINING_ROWS
+from tests.workers.master.trials import context_of, trial_of
+
+
+class Receiver:
+    """What has been delivered, and what the senders are told."""
+
+    def __init__(self, *arrived: Trajectory) -> None:
+        self.arrived = list(arrived)
+        self.verdicts: list[tuple[str, str]] = []
+        self.forgotten: set[str] = set()
+        self.sessions: list[str] = []
+
+    def drain(self, max_records: int) -> list[Trajectory]:
+        taken, self.arrived = self.arrived[:max_records], self.arrived[max_records:]
+        return taken
+
+    def verdict(self, uid: str, kind: str) -> None:
+        self.verdicts.append((uid, kind))
+
+    def forget(self, uids: Set[str]) -> None:
+        self.forgotten |= uids
+
+    def start_session(self, session: str) -> None:
+        self.sessions.append(session)
+
+
+def delivered(delivery: str, *, value: int = 1, reason: str = "") -> Trajectory:
+    """A group of one answer of three tokens, or a prompt that was given up."""
+    if reason:
+        return TrajectoryHeader(
+            uid=delivery, dataset_epoch=0, order=7, num_answers=0, status="dropped", reason=reason
+        ), {}
+    header = TrajectoryHeader(
+        uid=delivery,
+        dataset_epoch=0,
+        order=7,
+        num_answers=1,
+        status="finished",
+        seqlens={"input_ids": [3]},
+        version_spans=[[VersionSpan("1.4", start=0, end=2)]],
+    )
+    return header, {"input_ids": np.full(3, value, dtype=np.int32)}
+
+
+def samples_from(receiver: Receiver) -> tuple[Samples, DataStore]:
+    store = DataStore()
+    return Samples(store, inbox=TrajectoryInbox(cast(Any, receiver), store)), store
+
+
+def test_trajectories_are_stored_and_the_master_hears_what_they_are() -> None:
+    samples, store = samples_from(Receiver(delivered("0:a#7"), delivered("0:b#8", reason="reward_error")))
+    assert samples.fetch(1) == [SampleMetadata(uid="0:a", seqlens={"input_ids": [3]}, versions=["1.4"], order=7)]
+    assert samples.fetch(9) == [SampleMetadata(uid="0:b", seqlens={}, order=7, dropped_because="reward_error")]
+    assert store.uids == ["0:a"]
+
+
+def test_a_rejected_trajectory_is_thrown_away_and_its_sender_is_told() -> None:
+    receiver = Receiver(delivered("0:a#7"))
+    samples, store = samples_from(receiver)
+    samples.fetch(9)
+    samples.reject(["0:a"], "stale")
+    assert store.uids == []
+    assert receiver.verdicts == [("0:a#7", "stale")]
+
+
+def test_of_two_copies_the_first_one_stays() -> None:
+    receiver = Receiver(delivered("0:a#7", value=1), delivered("0:a#9", value=2))
+    samples, store = samples_from(receiver)
+    samples.fetch(9)
+    samples.reject(["0:a"], "duplicate")
+    assert np.asarray(store.gather(["0:a"], ["input_ids"]).data["input_ids"]).tolist() == [1, 1, 1]
+    assert receiver.verdicts == [("0:a#9", "duplicate")]
+
+
+def test_what_was_trained_on_is_freed_without_a_word() -> None:
+    receiver = Receiver(delivered("0:a#7"))
+    samples, store = samples_from(receiver)
+    samples.fetch(9)
+    samples.clear(["0:a"])
+    assert store.uids == [] and receiver.verdicts == []
+    assert receiver.forgotten == {"0:a#7"}
+
+
+def test_a_new_epoch_starts_with_nothing() -> None:
+    receiver = Receiver(delivered("0:a#7"))
+    samples, store = samples_from(receiver)
+    samples.fetch(9)
+    samples.forget()
+    samples.start_session("2-abc")
+    samples.reject(["0:a"], "stale")
+    assert store.uids == [] and receiver.sessions == ["2-abc"]
+    assert receiver.verdicts == []  # nobody knows that delivery any more
+
+
+def test_there_are_no_rows_where_samples_are_trajectories() -> None:
+    samples, _ = samples_from(Receiver())
+    assert samples.num_rows == 0
+    with pytest.raises(ValueError, match="no rows to load"):
+        samples.load_rows(["0:sum-1"])
+
+
+def test_rows_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
+    store = DataStore()
+    with context_of(*trial_of(tmp_path), "model_worker") as context:
+        spec = context.specification(ModelWorkerSpec)
+        with open_samples(context, spec, store, tokenizer=tmp_path / "model") as samples:
+            assert samples.num_rows == NUM_TRAINING_ROWS
+            assert samples.fetch(9) == []
+            length = len("3+1=") + len("4") + 1  # one token a character, and the end
+            (metadata,) = samples.load_rows(["0:sum-3"])
+            assert metadata == SampleMetadata(uid="0:sum-3", seqlens={"input_ids": [length], "prompt_mask": [length]})
+            assert store.uids == ["0:sum-3"]
+            samples.clear(["0:sum-3"])
+            assert store.uids == []
+
+
+def test_rollout_workers_find_an_inbox_while_it_is_open(
+    tmp_path: Path, as_role: Callable[[str], StreamSecurity]
+) -> None:
+    with context_of(*trial_of(tmp_path), "model_worker") as without_keys:
+        context = replace(without_keys, security=as_role("model_worker"))
+        key = context.keys.trajectory_receiver(3)
+        with open_inbox(context, DataStore(), index=3, batch_size=2):
+            assert context.names.get(key).startswith(f"tcp://{context.address}:")
+        with pytest.raises(NameNotFoundError):
+            context.names.get(key)

@@ -1,0 +1,66 @@
+"""How the ranks of one start of the gang meet.
+
+    rank 0:       host_store ──► its address ──► name-resolve, under the gang's incarnation
+    other ranks:  name-resolve ──wait──► the address ──► connect_store
+    every rank:   init_parallel ──► ParallelContext; left again when the worker leaves
+
+The incarnation in the name is what keeps two starts of the gang apart: a rank of an earlier one, which may still be on
+its way out, looks under another name.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch._C._distributed_c10d import Store  # re-exported by torch.distributed, but not for type checkers
+
+from corral.experiments.worker_specs import ModelWorkerSpec
+from corral.name_resolve import NameService
+from corral.workers.backends.parallel_context import ParallelContext, connect_store, host_store, init_parallel
+from corral.workers.lifecycle.worker import WorkerContext
+
+
+@contextmanager
+def joined_gang(context: WorkerContext, spec: ModelWorkerSpec) -> Iterator[ParallelContext]:
+    """This rank's place among the others, for as long as the block runs.
+
+    Raises:
+        TimeoutError: if the other ranks do not come within `supervision.setup_timeout_s`.
+    """
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if spec.world_size == 1:
+        yield init_parallel(device=device)
+        return
+    timeout_s = context.plan.supervision.setup_timeout_s
+    peers = [worker for worker in context.workers("model_worker") if worker != context.worker_id]
+    context.presence.enter("join the gang", waits_for=peers, is_setting_up=True, deadline_s=timeout_s)
+    key = context.keys.gang_rendezvous(context.incarnation)
+    store = shared_store(context.names, key, rank=spec.index, address=context.address, timeout_s=timeout_s)
+    parallel = init_parallel(
+        rank=spec.index, world_size=spec.world_size, store=store, device=device, timeout_s=timeout_s
+    )
+    try:
+        yield parallel
+    finally:
+        parallel.close()
+
+
+def shared_store(names: NameService, key: str, *, rank: int, address: str, timeout_s: float) -> Store:
+    """The store that all ranks of a gang share.
+
+    Args:
+        names: where rank 0 says where it serves the store.
+        key: under which name.
+        rank: of this process; rank 0 is the server.
+        address: interface that rank 0 listens on.
+        timeout_s: how long the other ranks wait for it.
+
+    Raises:
+        TimeoutError: if rank 0 does not show up, or does not answer.
+    """
+    if rank == 0:
+        hosted = host_store(address, timeout_s=timeout_s)
+        names.add(key, hosted.address, replace=True)
+        return hosted.store
+    served_at = names.wait(key, timeout_s=timeout_s, waiting_for="model_worker/0")
+    return connect_store(served_at, timeout_s=timeout_s)

@@ -1,0 +1,103 @@
+"""The samples of one rank: where they come from, where they lie, and what becomes of them.
+
+    rollout workers ──► TrajectoryInbox ──Fetch───┐                ┌──► Models: inputs of calls, their outputs back
+                                                  ├──► DataStore ──┤
+    rows of the dataset ──► RowLoader ──LoadRows──┘                └──► DataManager: to ranks that compute on them
+                                                        ▲
+                         Reject, ClearDataCache ────────┘  gone; whoever sent a rejected one is told
+
+A trial has one source of the two. What the master asks here is answered in the stream's I/O thread, also while the main
+thread computes; only a new epoch (`forget`, `start_session`) is the main thread's.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from corral.experiments.worker_specs import ModelWorkerSpec
+from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.delivery.messages import VerdictKind
+from corral.workers.lifecycle.worker import WorkerContext
+from corral.workers.model.data_store import DataStore
+from corral.workers.model.row_loader import RowLoader
+from corral.workers.model.trajectory_inbox import TrajectoryInbox, open_inbox
+from corral.workers.requests.messages import SampleMetadata
+
+
+class Samples:
+    """Fills the store from its source and empties it again; the master hears of samples as metadata.
+
+    Args:
+        store: where the tensors lie.
+        inbox: what rollout workers send; None where samples are rows.
+        rows: reads rows of the dataset; None where samples are trajectories.
+        num_rows: rows of the dataset, 0 without one.
+    """
+
+    def __init__(
+        self,
+        store: DataStore,
+        *,
+        inbox: TrajectoryInbox | None = None,
+        rows: RowLoader | None = None,
+        num_rows: int = 0,
+    ) -> None:
+        self.num_rows = num_rows
+        self._store = store
+        self._inbox = inbox
+        self._rows = rows
+
+    def fetch(self, max_samples: int) -> list[SampleMetadata]:
+        """Store what rollout workers have sent and say what it is."""
+        return self._inbox.fetch(max_samples) if self._inbox is not None else []
+
+    def load_rows(self, uids: Sequence[str]) -> list[SampleMetadata]:
+        """Store rows of the dataset and say what they are.
+
+        Raises:
+            ValueError: if there is no dataset.
+        """
+        if self._rows is None:
+            raise ValueError("this trial's samples come from rollout workers; there are no rows to load")
+        return [self._take_in(sample) for sample in self._rows.load(uids)]
+
+    def reject(self, uids: Iterable[str], verdict: VerdictKind) -> None:
+        """Throw trajectories away and tell who sent them; nobody sent a row."""
+        if self._inbox is not None:
+            self._inbox.reject(uids, verdict)
+
+    def clear(self, uids: Sequence[str]) -> None:
+        """These samples are used up; nobody is told."""
+        self._store.drop(uids)
+        if self._inbox is not None:
+            self._inbox.clear(uids)
+
+    def forget(self) -> None:
+        """Free what an earlier epoch left here."""
+        self._store.drop(self._store.uids)
+
+    def start_session(self, session: str) -> None:
+        """A new epoch begins: the senders deliver again what no commit covers."""
+        if self._inbox is not None:
+            self._inbox.start_session(session)
+
+    def _take_in(self, sample: SequenceSample) -> SampleMetadata:
+        self._store.put(sample)
+        return SampleMetadata(uid=sample.uids[0], seqlens={key: lengths[0] for key, lengths in sample.seqlens.items()})
+
+
+@contextmanager
+def open_samples(
+    context: WorkerContext, spec: ModelWorkerSpec, store: DataStore, *, tokenizer: Path
+) -> Iterator[Samples]:
+    """The samples of this rank, from the source that its plan names.
+
+    Args:
+        tokenizer: directory of the model whose tokens rows become.
+    """
+    if spec.dataset is not None:
+        yield Samples(store, rows=RowLoader(spec.dataset, tokenizer), num_rows=spec.dataset.num_rows)
+        return
+    batch_size = max(call.n_seqs for call in spec.calls)
+    with open_inbox(context, store, index=spec.index, batch_size=batch_size) as inbox:
+        yield Samples(store, inbox=inbox)
