@@ -3,7 +3,7 @@
     {fileroot}/{experiment}/{trial}/
         config.yaml plan.json trial.sbatch rdzv.json      written once, at submission or at the start of an attempt
         events.jsonl metrics.jsonl trajectories.jsonl     appended to
-        secrets/ (0700)   log/ (the trial log)            see secrets.py and trial_log.py
+        secrets/ (0700)   log/ (the trial log)            see secrets.py and log.py
         logs/attempt-N/{kind}-{index}.log  logs/latest    what workers print
         exits/ checkpoints/ weights/ exports/ ledger/ spool/ report/
         control/                                          requests from the command line to a running trial

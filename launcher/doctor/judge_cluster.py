@@ -2,7 +2,7 @@
 
 this machine      python, Redis, profile files, the file root
 the cluster       scontrol show config, sinfo, partitions          all pure functions: facts in, findings out
-its nodes         what the probe job answered (doctor_probe.py)
+its nodes         what the probe job answered (probe.py)
 """
 
 import re

@@ -1,6 +1,6 @@
 """rl-doctor's probe: a job of one small task on one or two nodes reads a canary file, and answers.
 
-    login node   {fileroot}/.rl-doctor-XXXX/canary --sbatch--> job --srun--> doctor_node.py on each node
+    login node   {fileroot}/.rl-doctor-XXXX/canary --sbatch--> job --srun--> node.py on each node
                  <--exit code, where it got no further--         `--> answer-N.json, port-0.json --> findings
 
     exit code of the job   0 answered · 41 the canary did not appear on the node · 42 Python or corral did not start

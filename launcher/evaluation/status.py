@@ -38,7 +38,7 @@ class EvaluationStatus:
 
     step: int
     state: str
-    """DONE, RUNNING, or a word of `slurm_states`."""
+    """DONE, RUNNING, or a state that slurm/verdict.py gives."""
     job_id: str = ""
     note: str = ""
     result: EvaluationResult | None = None

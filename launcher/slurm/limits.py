@@ -1,6 +1,6 @@
 """Whether a job alone exceeds a limit of its QOS or its account: no waiting helps then, and SLURM queues it still.
 
-    what a job asks for (Demand) + limits that it has to keep (slurm_accounts.py) --excesses--> [Excess]
+    what a job asks for (Demand) + limits that it has to keep (accounts.py) --excesses--> [Excess]
     squeue's reason of a pending job --limit_of_reason--> LimitKind
 
 Pure.

@@ -1,6 +1,6 @@
 """What can never start is refused before sbatch, with the numbers: a job that waits for ever looks like one that waits.
 
-    Ask (slurm_asks.py) + ClusterFacts (slurm_facts.py) --check_asks--> UnsatisfiableError | warnings
+    Ask (asks.py) + ClusterFacts (cluster.py) --check_asks--> UnsatisfiableError | warnings
 
 Pure; preflight.py asks SLURM. Each check yields all of its problems, and each problem names a key. What waiting cures
 is a warning: nodes and partitions that are down, a reservation that is yet to begin.
