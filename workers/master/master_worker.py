@@ -1,15 +1,70 @@
 """The master: the one process that knows where every sample stands, and says what runs next.
 
+A whole asynchronous step:
+
+      prompts of the data set                                                trial directory
+              │                                                            ┌─────────────────────┐
+              ▼            2 may it start?                                 │                     │
+      ┌────────────────┐   3 which server?   ┌───────────────┐             │                     │
+      │ rollout worker │◄───────────────────►│    manager    │◄──── 11 ────┤ log/                │
+      │ 1 prompts      │                     └──┬─────────▲──┘             │                     │
+      │ 4 generation:  │              at this   │         │                │                     │
+      │   agent,       │  token ids   version ┌─▼───────┐ │                │                     │
+      │   reward       │◄────────────────────►│ servers │◄┼──── reads ─────┤ weights/            │
+      └───┬────────▲───┘  tokens back         └─────────┘ │                │                     │
+     spool│        │ 6 verdicts                           │ 10 publish     │                     │
+ 5 deliver▼        │                                      │                │                     │
+      ┌────────────┴───┐  6 what arrived     ┌────────────┴──┐  9 commit   │                     │
+      │ model workers: ├────────────────────►│    master:    ├────────────►│ checkpoints/        │
+      │   samples,     │◄────────────────────┤ what is where,│             │ ledger/ log/        │
+      │   models       │  7 calls            │ what is next  │◄──── 12 ────┤                     │
+      └───────┬────────┘                     └───────────────┘             │                     │
+              └───────────────────────── 8 weights ───────────────────────►│ weights/            │
+                                                                           └─────────────────────┘
+
+    loop          consumes                 produces                waits for           unblocked by
+     1 prompts    the uids of its share    a task for each group   the gate of 2       Allocation: a new version, or a
+                  that are not settled                                                 group's end, opens the gate
+     2 admission  Allocate, Finish,        order numbers           a first version,    10; the Report of each rollout
+                  Report, covered uids                             all reports, room   worker; 10 or Finish
+     3 routing    Schedule                 a server's URL          a server READY at   its update, and its own word
+                                                                   this version        for the version that it holds
+     4 generation a prompt, chunk by       a judged group, or why  3, the server, the  tokens; where none come, 3 is
+                  chunk                    there is none           agent, the reward   asked again, and goes on
+     5 deliver    records of the spool     records at one rank     room at a receiver  Grant, once 6 has taken others;
+                                                                                       a new session offers all again
+     6 fetch      what has arrived, or     a batch; verdicts on    rollout workers     5, until enough of it is fresh;
+                  rows of a data set       what cannot be in one                       rows are read at once
+     7 calls      a batch and its keys     output keys; weights    every rank, level   replies of all ranks; the death
+                                           in memory               by level            of one leads to 12
+     8 weights    the trained role         weights/vSTEP-eEPOCH,   every rank, disk    OkReply of all ranks
+                                           under a manifest
+     9 commit     shards, weights, ledger, a checkpoint, and an    every rank, disk    link(2) of the next slot; a later
+                  when one is due          entry that names it                         claim there ends this epoch
+    10 publish    the version, its path    a leased record; the    nobody              nothing; the manager looks for a
+                                           updates of all servers                      version ten times a second
+    11 covered    new entries of the log   space in spools, room   the master          9; or a fall-back, after which
+                                           at the gate                                 prompts are issued again
+    12 recovery   the log, checkpoints     a claim, an epoch,      disk; all ranks     Hello of all ranks of one start,
+                                           Initialize, sessions    of a gang           then OkReply of all
+
+     1, 4   rollout/rollout_worker.py, prompt_queue.py, group_maker.py, generation_client.py; engine/loop.py
+     2, 3   manager/admission.py, routing.py, on the gate of scheduling/staleness.py
+     5      delivery/: spool.py, records.py, sender.py at rollout workers, receiver.py at model workers
+     6      sample_source.py and sequence_buffer.py here, model/samples.py there, the rule in scheduling/staleness.py
+     7, 8   trainer_gang.py and trainer_epoch.py here, model/model_worker.py with models.py and transfer.py there
+     9      trainer_epoch.py, checkpoint/checkpoint.py, experiments/trial/log.py
+    10      `_publish` below, manager/gserver_manager.py
+    11      checkpoint/committed_ledger.py, followed by manager and rollout workers
+    12      `_main` and `_recover` below, trainer_gang.py, checkpoint/checkpoint.py
+
+1 to 5 and 11 go on all the time; the master does 6 to 10 one after the other, batch by batch. Epochs follow each other:
+
     trial log ──claim──► epoch ──► TrainerEpoch.run ──┬─► complete, stopped: leave
         ▲                                             ├─► a model worker died: next epoch, from the last commit
         │                                             └─► no finite loss: the same; twice from one commit: exit 77
         │
         └── every commit, stop and done; a later claim by another master ends this one (exit 75)
-
-    loop            consumes                     waits for              unblocked by            produces
-    fetch           trajectories' metadata       rollout workers        TrajectoryStream        samples in the buffer
-    function calls  a batch with its input keys  model workers          replies                 output keys, statistics
-    commit          shards of all ranks          model workers, disk    manifest, log entry     what survives everything
 
 It holds metadata only and imports no torch.
 """
