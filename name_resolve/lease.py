@@ -10,6 +10,9 @@
 One background thread per name service beats for all its leases, in one batch. It survives every error, because a worker
 whose keepalive died would look dead while it works. Whether a lease is *safe to act on* is the owner's decision: it
 compares `age_s` with its TTL (self-fencing), since nobody can tell a paused process that its lease has passed.
+
+That no beat overwrites another owner's record rests on the store alone, which compares and writes in one step; that the
+loser hears of it and leaves only spares two of a kind at work. What must be decided right is not decided by a lease.
 """
 
 import logging

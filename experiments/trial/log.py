@@ -12,6 +12,9 @@
 A slot is written by link(2), which a file server decides: it succeeds once, for one writer, and slots are never
 rewritten. A writer appends at the slot after the last entry that it has read, so it cannot pass a claim or a stop
 unseen. Clocks, directory listings and Redis have no say.
+
+This alone fences a master that was replaced, and makes a commit all or nothing: an entry is there, whole, or it is not.
+Looking at the log before (`LogWriter.check`) is an optimisation, for a master that would otherwise learn it late.
 """
 
 import errno

@@ -3,6 +3,9 @@
 sbatch --job id--> done
     +--no answer, an odd one--> squeue: a job with our comment is it; none, and the error stands
     +--Ctrl-C, SIGTERM--> squeue: what was taken is cancelled
+
+All of this, the lock of a submission, and the supervisor's lock only spare a second job. Should there be one, each has
+an attempt of its own, claimed by link(2) in control/, and the trial log lets only the master of one commit.
 """
 
 import time

@@ -14,6 +14,9 @@ A manifest makes a directory (a checkpoint, or a version of the weights) all or 
 commit stands for: weights, training state, and the whole ledger. Torch stays outside: whoever has tensors writes files
 into `CheckpointWriter.path`.
 
+A commit is all or nothing because it is one entry in the trial log, appended when all that it names is on disk; its
+checksums find what is damaged later. Removing what no commit names only gives space back.
+
 Checkpoints can be so large that hashing one takes many minutes. Whoever seals or verifies one is told of every piece
 that was hashed (`on_progress`), so a deadline can be one without progress.
 """

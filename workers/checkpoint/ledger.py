@@ -7,6 +7,9 @@
 A commit names both. The whole ledger lies in the checkpoint, beside the weights that it belongs to and under the same
 checksums: whoever loads one has the other, and no older file is needed. The deltas are for those who follow the commits
 one by one, and for whoever looks back. What is pending when a trainer dies was never consumed.
+
+That no sample counts twice rests on this refusal alone: a step whose batch holds a known uid is never committed. That
+receivers know what they hold, and the master's buffer what it has seen, only saves sending and training in vain.
 """
 
 import hashlib

@@ -4,6 +4,9 @@ offered --room--> reserved --record--> held --drain()--> the model worker       
    |                 |                   |
    +--- withdrawn, or   -+               +--- known: offered again, it is acknowledged without being sent
         sender disconnected: its room is free again
+
+That a known record is not sent twice is an optimisation, and all that is here may be forgotten: a record is safe in its
+spool until a commit covers it, and a second copy that is taken in is turned away by the master.
 """
 
 import logging

@@ -7,7 +7,8 @@
 
 A segment is a sequence of frames; each carries the CRC-32 of all that it holds. Only the last frame of the newest
 segment can be torn by a crash: opening the spool cuts it off, and its prompt is simply generated again. Losing a
-tombstone is harmless too: the trainer's ledger knows the sample, and answers the second delivery with a verdict.
+tombstone is harmless too: the trainer's ledger knows the sample, and answers the second delivery with a verdict. So
+the spool carries no guarantee by itself; it saves generating again what was finished.
 """
 
 import fcntl

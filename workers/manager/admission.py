@@ -7,6 +7,9 @@
 A manager that has just started, or whose trainer has gone back to an earlier commit, admits nothing until every living
 rollout worker has reported what it runs and what it has finished: the counts come from those who hold the samples,
 never from the memory of a process that is gone. Pure; the sockets are in gserver_manager.py.
+
+All of it is an optimisation: a gate that counts wrong makes samples that are too old, or too few, and the master trains
+on none of those that are too old, whatever was admitted (`select_batch` in scheduling/staleness.py).
 """
 
 from collections.abc import Iterable, Mapping

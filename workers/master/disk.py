@@ -50,6 +50,8 @@ class Disk:
 class LogWatch:
     """Whether somebody else has decided about the trial: a later claim, a stop, a request to stop.
 
+    It saves a replaced master the rest of a step; that it cannot commit is the trial log's own doing.
+
     Example:
         async with LogWatch(disk, writer, trial) as watch:
             while not watch.stop_requested:

@@ -4,6 +4,9 @@
     trajectories:  model workers receive them; the master picks the oldest that are fresh enough
 
 Both hand the master a batch of uids that wait in its SequenceBuffer.
+
+Here the staleness bound holds: no trajectory is in a batch unless `select_batch` finds all its tokens young enough, and
+the lineage knows their versions. The manager's gate is an optimisation that makes rejections rare.
 """
 
 import logging

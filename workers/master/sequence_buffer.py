@@ -4,7 +4,8 @@
                         │
                         └──► released: stale, orphaned, duplicate: its prompt is issued again, never trained twice
 
-Pure: events go in, decisions come out. The master's sockets are in master_worker.py.
+Pure: events go in, decisions come out. The master's sockets are in trainer_gang.py. That a second copy is turned away
+here saves a train step; what keeps it from counting twice is the ledger.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -8,8 +8,8 @@
          ├── samples go back, nothing is written; too often in a row: NotFiniteError                           │
          └──────────────── evaluate (when due) ◄── free the samples ◄──────────────────────────────────────────┘
 
-Every durable write goes through the LogWriter of this epoch; once a later epoch has claimed the log, it raises and
-this one ends without a trace. Files are looked at and written in a thread (`Disk`), never in the event loop.
+What counts is decided through the LogWriter of this epoch: once a later epoch has claimed the log, it raises, and this
+one ends without a trace in it. Files are looked at and written in a thread (`Disk`), never in the event loop.
 """
 
 import asyncio

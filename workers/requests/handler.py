@@ -8,6 +8,9 @@
 
 Which master is obeyed is decided by epoch: a request of an older epoch than the newest one seen is answered with
 StaleReply, and only Initialize raises the epoch. A request that was answered before gets the same reply again.
+
+So no request of a master that was replaced runs on models that its successor has initialized. What such a master may
+write for good is not decided here, but by the trial log.
 """
 
 import logging

@@ -6,6 +6,9 @@
      └──── start_over ─────────────────────────────────────────────────────────┘
 
 Pure; what is done comes from the ledger, what is spooled from the spool.
+
+That no uid is lost when a process dies rests on the walk over the whole share, at each start and after each fall-back,
+past nothing but what the committed ledger holds or this worker still has. The spool only saves generating again.
 """
 
 from collections import deque
