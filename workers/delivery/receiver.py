@@ -8,8 +8,7 @@
 
 import logging
 from collections.abc import Set
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -23,6 +22,7 @@ from corral.workers.delivery.messages import (
     Withdraw,
 )
 from corral.workers.delivery.receiver_book import Outgoing, ReceiverBook
+from corral.workers.streams.closing import Closing
 from corral.workers.streams.codec import Buffer, Message, MessageCodec, tensors_size_bytes
 from corral.workers.streams.errors import MalformedMessageError, PeerDeadError
 from corral.workers.streams.loop_thread import LoopThread
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 Trajectory = tuple[TrajectoryHeader, dict[str, NDArray[Any]]]
 
 
-class TrajectoryReceiver:
+class TrajectoryReceiver(Closing):
     """One data-parallel head's end of the trajectory stream; methods may be called from any thread.
 
     Example:
@@ -135,14 +135,6 @@ class TrajectoryReceiver:
             self._thread.call(self._router.close)
         finally:
             self._thread.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _receive(self, peer: Peer, frames: list[Buffer]) -> None:
         try:

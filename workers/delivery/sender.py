@@ -10,8 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from corral.workers.delivery.messages import (
     Ack,
@@ -26,6 +24,7 @@ from corral.workers.delivery.messages import (
     VerdictKind,
 )
 from corral.workers.delivery.sender_book import Action, RecordState, Send, SenderBook
+from corral.workers.streams.closing import AsyncClosing
 from corral.workers.streams.codec import Buffer, MessageCodec, Tensors
 from corral.workers.streams.errors import MalformedMessageError
 from corral.workers.streams.link import DealerLink
@@ -41,7 +40,7 @@ class _Payload:
     provider: Callable[[], Tensors]
 
 
-class TrajectorySender:
+class TrajectorySender(AsyncClosing):
     """One rollout worker's end of the trajectory stream. All methods belong to the loop's thread.
 
     Example:
@@ -125,14 +124,6 @@ class TrajectorySender:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
 
     def _link(self, index: int) -> DealerLink:
         def address() -> str:

@@ -21,10 +21,10 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from corral.experiments.trial.directory import fsync_directory, write_all
+from corral.workers.streams.closing import Closing
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class _Location:
     size: int
 
 
-class Spool:
+class Spool(Closing):
     """Durable set of (uid, payload), for one process at a time. Methods may be called from several threads.
 
     >>> with Spool(trial.spool_path(0)) as spool:
@@ -164,14 +164,6 @@ class Spool:
             if self._lock_descriptor >= 0:
                 os.close(self._lock_descriptor)
                 self._lock_descriptor = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _recover(self) -> None:
         paths = {int(path.stem.split("-")[1]): path for path in self._directory.glob("segment-*.spool")}

@@ -5,11 +5,11 @@ rl-status, rl-stop, master --control_call--> ControlServer thread --callback(com
 
 import asyncio
 from collections.abc import Callable, Mapping, Set
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
+from corral.workers.streams.closing import Closing
 from corral.workers.streams.loop_thread import LoopThread
 from corral.workers.streams.rpc import AsyncRequestClient, AsyncRequestServer
 from corral.workers.streams.security import StreamSecurity
@@ -27,7 +27,7 @@ class ControlAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     fields: dict[str, Any]
 
 
-class ControlServer:
+class ControlServer(Closing):
     """Answers control requests in a thread of its own, while the main thread is busy.
 
     Example:
@@ -78,14 +78,6 @@ class ControlServer:
             self._thread.wait(self._server.close())
         finally:
             self._thread.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 async def control_call_async(

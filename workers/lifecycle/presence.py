@@ -28,13 +28,14 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.worker_record import WorkerRecord, encode_record
 from corral.name_resolve import NameExistsError, NameService, NameServiceError
 from corral.name_resolve.keys import last_seen_key
+from corral.workers.streams.closing import Closing
 
 logger = logging.getLogger(__name__)
 
 _PUBLISH_INTERVAL_S = 0.5  # twice a second keeps rl-status fresh and costs Redis next to nothing
 
 
-class Presence:
+class Presence(Closing):
     """The record of one worker; its methods may be called from any thread.
 
     Example:
@@ -56,12 +57,6 @@ class Presence:
         self._lease = names.lease(key, self._text(), ttl_s=ttl_s, owner=owner, take_over=True)
         self._thread = threading.Thread(target=self._publish, name="presence", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> "Presence":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Publish the last state and give the record up."""

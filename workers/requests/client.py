@@ -15,8 +15,6 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
 
 from corral.workers.requests.messages import (
     BlockingRequest,
@@ -30,6 +28,7 @@ from corral.workers.requests.messages import (
     WorkerRequest,
 )
 from corral.workers.streams.calls import ErrorReply, RequestId
+from corral.workers.streams.closing import Closing
 from corral.workers.streams.codec import Buffer, Message, MessageCodec, Tensors
 from corral.workers.streams.errors import (
     MalformedMessageError,
@@ -104,11 +103,11 @@ class PendingReplies:
         return dict(zip(self._future_by_worker, replies, strict=True))
 
 
-class RequestClient:
+class RequestClient(Closing):
     """Sends requests to the model workers. All methods belong to the loop's thread.
 
     Example:
-        async with RequestClient(security, address="10.0.0.7", epoch=3) as client:
+        with RequestClient(security, address="10.0.0.7", epoch=3) as client:
             names.add(keys.master_stream(), client.endpoint, replace=True)
             await client.wait_for_workers(workers, timeout_s=300)
             step = client.post({worker: TrainStep(...) for worker in actors}, deadline_s=600)
@@ -274,14 +273,6 @@ class RequestClient:
                 worker.grace_timer.cancel()
             self._fail_pending(worker, StreamClosedError("the master's request stream was closed"))
         self._router.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     # --- sending ----------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,7 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 from numpy.typing import NDArray
@@ -40,6 +39,7 @@ from corral.workers.requests.messages import (
     WorkerRequest,
 )
 from corral.workers.streams.calls import ErrorReply, Known, ReplyCache, RequestId, error_reply
+from corral.workers.streams.closing import Closing
 from corral.workers.streams.codec import Buffer, Message, MessageCodec, Tensors
 from corral.workers.streams.errors import MalformedMessageError
 from corral.workers.streams.link import DealerLink
@@ -73,7 +73,7 @@ class Envelope:
         return self.request_id.epoch
 
 
-class WorkerRequestStream:
+class WorkerRequestStream(Closing):
     """Requests of the master in, replies out.
 
     Example:
@@ -165,14 +165,6 @@ class WorkerRequestStream:
             self._thread.wait(self._link.close())
         finally:
             self._thread.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     # --- everything below runs in the I/O thread --------------------------------------------------------------------
 

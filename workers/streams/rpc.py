@@ -13,12 +13,12 @@ import itertools
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Set
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from corral.workers.streams.calls import ErrorReply, Known, ReplyCache, error_reply
+from corral.workers.streams.closing import AsyncClosing
 from corral.workers.streams.codec import Buffer, Message, MessageCodec
 from corral.workers.streams.errors import (
     MalformedMessageError,
@@ -40,7 +40,7 @@ ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 _NUM_CACHED_REPLIES = 4096  # of all clients together; replies of these servers are small
 
 
-class AsyncRequestServer(Generic[RequestT]):
+class AsyncRequestServer(AsyncClosing, Generic[RequestT]):
     """Answers requests with a handler on the running loop; many handlers may run at the same time.
 
     Example:
@@ -95,14 +95,6 @@ class AsyncRequestServer(Generic[RequestT]):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._router.close()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
-
     def _receive(self, peer: Peer, frames: list[Buffer]) -> None:
         try:
             message = self._codec.decode(frames)
@@ -141,7 +133,7 @@ class AsyncRequestServer(Generic[RequestT]):
             )
 
 
-class AsyncRequestClient(Generic[RequestT, ReplyT]):
+class AsyncRequestClient(AsyncClosing, Generic[RequestT, ReplyT]):
     """Asks a server that may restart and move.
 
     Example:
@@ -220,14 +212,6 @@ class AsyncRequestClient(Generic[RequestT, ReplyT]):
         for future in self._future_by_request_id.values():
             if not future.done():
                 future.set_exception(StreamClosedError(f"the connection to {self._server} was closed"))
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
 
     def _send_all(self) -> None:
         for frames in self._frames_by_request_id.values():

@@ -15,11 +15,11 @@ import threading
 import weakref
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol, Self
 
 import zmq
 
+from corral.workers.streams.closing import Closing
 from corral.workers.streams.zap import ZAP_ENDPOINT, ZapHandler
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class ClientSocket:
         _close_monitored(self.socket, self.monitor, linger_ms=linger_ms)
 
 
-class StreamSecurity:
+class StreamSecurity(Closing):
     """Makes all ZeroMQ sockets of one process, which acts in one role of one trial.
 
     Example:
@@ -227,14 +227,6 @@ class StreamSecurity:
         self._context.term()
         if self._zap is not None:
             self._zap.join(timeout_s=5)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _zap_handler(self) -> ZapHandler:
         with self._zap_lock:

@@ -83,7 +83,7 @@ def with_master(test: Callable[[RequestClient], Awaitable[None]], security: Stre
     """Run a test on an asyncio loop with a bound master."""
 
     async def run() -> None:
-        async with RequestClient(security, address=LOOPBACK, epoch=epoch, reconnect_grace_s=0.5) as client:
+        with RequestClient(security, address=LOOPBACK, epoch=epoch, reconnect_grace_s=0.5) as client:
             await test(client)
 
     asyncio.run(run())
@@ -304,7 +304,7 @@ def test_a_killed_or_stopped_worker_is_an_error_for_whoever_waits_for_it(
 ) -> None:
     async def run() -> None:
         dead: list[str] = []
-        async with RequestClient(
+        with RequestClient(
             as_role("master_worker"), address=LOOPBACK, epoch=1, reconnect_grace_s=0.5, on_worker_dead=dead.append
         ) as client:
             process = worker_process(client.endpoint)
@@ -330,7 +330,7 @@ def test_a_stranger_to_the_plan_is_not_welcomed_and_its_end_is_nobodys_death(as_
 
     async def run() -> None:
         dead: list[str] = []
-        async with RequestClient(
+        with RequestClient(
             as_role("master_worker"),
             address=LOOPBACK,
             epoch=1,
@@ -437,7 +437,7 @@ def test_a_repeated_request_gets_the_same_reply_without_being_run_again(as_role:
 def test_a_worker_finds_a_new_master_and_refuses_the_old_one(as_role: AsRole) -> None:
     async def run() -> None:
         master = as_role("master_worker")
-        async with (
+        with (
             RequestClient(master, address=LOOPBACK, epoch=1) as old,
             RequestClient(master, address=LOOPBACK, epoch=2) as new,
         ):
@@ -460,7 +460,7 @@ def test_a_worker_finds_a_new_master_and_refuses_the_old_one(as_role: AsRole) ->
 def test_a_new_epoch_discards_what_the_old_master_had_queued(as_role: AsRole) -> None:
     async def run() -> None:
         master = as_role("master_worker")
-        async with (
+        with (
             RequestClient(master, address=LOOPBACK, epoch=1) as old,
             RequestClient(master, address=LOOPBACK, epoch=2) as new,
         ):

@@ -95,7 +95,7 @@ def test_a_stranger_hears_within_two_seconds_that_its_key_is_wrong(
     as_role: AsRole, stranger: StreamSecurity, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
-        async with RequestClient(as_role("master_worker"), address=LOOPBACK, epoch=1) as client:
+        with RequestClient(as_role("master_worker"), address=LOOPBACK, epoch=1) as client:
             with pytest.raises(WrongTrialKeyError, match="reads the secrets of the trial") as refused:
                 await connect(stranger, client.endpoint, deadline_s=2.0)
             assert client.endpoint in str(refused.value)
@@ -116,7 +116,7 @@ def test_an_unknown_key_with_the_right_server_key_is_refused_and_logged(
         public, secret = zmq.curve_keypair()
         keys = CurveKeys(server_public=master._keys.server_public, client_public=public, client_secret=secret)
         with StreamSecurity(keys, role="model_worker", trial_uuid=TRIAL) as thief:
-            async with RequestClient(master, address=LOOPBACK, epoch=1) as client:
+            with RequestClient(master, address=LOOPBACK, epoch=1) as client:
                 with pytest.raises(WrongTrialKeyError):
                     await connect(thief, client.endpoint, deadline_s=2.0)
                 assert client.num_refused_handshakes > 0
@@ -129,7 +129,7 @@ def test_an_unknown_key_with_the_right_server_key_is_refused_and_logged(
 
 def test_a_role_that_the_socket_does_not_serve_is_refused(as_role: AsRole, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
-        async with RequestClient(as_role("master_worker"), address=LOOPBACK, epoch=1) as client:
+        with RequestClient(as_role("master_worker"), address=LOOPBACK, epoch=1) as client:
             with pytest.raises(WrongTrialKeyError, match="does not serve this role"):
                 await connect(as_role("rollout_worker"), client.endpoint, deadline_s=2.0)
 
@@ -218,7 +218,7 @@ def test_servers_survive_a_thousand_connections_of_garbage(as_role: AsRole) -> N
         assert receiver.drain(1) == []
 
         async def master_goes_on() -> None:
-            async with RequestClient(master, address=LOOPBACK, epoch=1) as client:
+            with RequestClient(master, address=LOOPBACK, epoch=1) as client:
                 await asyncio.to_thread(send_garbage, client.endpoint, count=1000, seed=2)
                 with WorkerRequestStream(
                     worker,
@@ -240,7 +240,7 @@ def test_malformed_messages_of_a_trial_member_are_counted_and_dropped(
 ) -> None:
     async def run() -> None:
         worker = as_role("model_worker")
-        async with RequestClient(as_role("master_worker"), address=LOOPBACK, epoch=1) as client:
+        with RequestClient(as_role("master_worker"), address=LOOPBACK, epoch=1) as client:
             rng = random.Random(7)
             connection = worker.connect_dealer(client.endpoint)
             for _ in range(100):
