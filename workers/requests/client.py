@@ -27,16 +27,14 @@ from corral.workers.requests.messages import (
     StaleReply,
     WorkerRequest,
 )
-from corral.workers.streams.calls import ErrorReply, RequestId
+from corral.workers.streams.calls import ErrorReply, PendingCalls, RequestId, remote_error
 from corral.workers.streams.closing import Closing
 from corral.workers.streams.codec import Buffer, Message, MessageCodec, Tensors
 from corral.workers.streams.errors import (
     MalformedMessageError,
     PeerDeadError,
-    RemoteError,
     StaleEpochError,
     StreamClosedError,
-    StreamError,
     StreamTimeoutError,
 )
 from corral.workers.streams.refusals import Refusals
@@ -47,24 +45,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Pending:
-    """A request that one worker has not answered."""
-
-    description: str
-    frames: list[Buffer]
-    future: "asyncio.Future[Message[ReplyPayload]]"
-
-
-@dataclass(slots=True)
 class _Worker:
     """What is known of a worker, and what it has not answered or not been told to start."""
 
     hello: Hello
     identity: bytes | None
     """None while it is not connected."""
+    pending: PendingCalls[RequestId, Message[ReplyPayload]]
     is_dead: bool = False
     grace_timer: asyncio.TimerHandle | None = None
-    pending: dict[RequestId, _Pending] = field(default_factory=dict)
     unflushed: list[RequestId] = field(default_factory=list)
 
 
@@ -72,15 +61,10 @@ class PendingReplies:
     """Replies that are on their way, of one request to some workers."""
 
     def __init__(
-        self,
-        request_id: RequestId,
-        future_by_worker: Mapping[str, "asyncio.Future[Message[ReplyPayload]]"],
-        *,
-        timer: asyncio.TimerHandle,
+        self, request_id: RequestId, future_by_worker: Mapping[str, "asyncio.Future[Message[ReplyPayload]]"]
     ) -> None:
         self.request_id = request_id
         self._future_by_worker = dict(future_by_worker)
-        self._timer = timer
 
     async def results(self) -> dict[str, ReplyPayload]:
         """Every worker's payload, or the first error.
@@ -95,11 +79,7 @@ class PendingReplies:
 
     async def messages(self) -> dict[str, Message[ReplyPayload]]:
         """The same with the replies' tensors."""
-        try:
-            replies = await asyncio.gather(*self._future_by_worker.values())
-        finally:
-            if all(future.done() for future in self._future_by_worker.values()):
-                self._timer.cancel()
+        replies = await asyncio.gather(*self._future_by_worker.values())
         return dict(zip(self._future_by_worker, replies, strict=True))
 
 
@@ -223,12 +203,8 @@ class RequestClient(Closing):
             frames = self._codec.encode(
                 body, epoch=self._epoch, request_id=str(request_id), deadline_s=deadline_s, tensors=tensors
             )
-            futures[worker] = self._loop.create_future()
-            futures[worker].add_done_callback(_mark_seen)
-            pending = _Pending(f"{type(request).__name__} {request_id}", frames, futures[worker])
-            self._submit(worker, request_id, pending, is_blocking=isinstance(request, BlockingRequest))
-        timer = self._loop.call_later(deadline_s, self._expire, request_id, list(requests), deadline_s)
-        return PendingReplies(request_id, futures, timer=timer)
+            futures[worker] = self._ask(worker, request_id, request, frames, deadline_s=deadline_s)
+        return PendingReplies(request_id, futures)
 
     async def call(
         self,
@@ -271,52 +247,45 @@ class RequestClient(Closing):
         for worker in self._worker_by_id.values():
             if worker.grace_timer is not None:
                 worker.grace_timer.cancel()
-            self._fail_pending(worker, StreamClosedError("the master's request stream was closed"))
+            worker.pending.fail_all(lambda _: StreamClosedError("the master's request stream was closed"))
         self._router.close()
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def _submit(self, worker_id: str, request_id: RequestId, pending: _Pending, *, is_blocking: bool) -> None:
+    def _ask(
+        self, worker_id: str, request_id: RequestId, request: Request, frames: list[Buffer], *, deadline_s: float
+    ) -> "asyncio.Future[Message[ReplyPayload]]":
+        asked = f"{type(request).__name__} {request_id}"
         worker = self._worker_by_id.get(worker_id)
         if worker is None:
-            pending.future.set_exception(
-                PeerDeadError(f"{worker_id} got {pending.description} but has not said hello; wait_for_workers first")
-            )
-            return
+            return _failed(PeerDeadError(f"{worker_id} got {asked} but has not said hello; wait_for_workers first"))
         if worker.is_dead:
-            pending.future.set_exception(_dead(worker.hello, pending.description))
-            return
-        worker.pending[request_id] = pending
-        if is_blocking:
+            return _failed(_dead(worker.hello, asked))
+        future = worker.pending.start(request_id, frames, asked=asked, deadline_s=deadline_s)
+        if isinstance(request, BlockingRequest):
             worker.unflushed.append(request_id)
-        self._send(worker, pending)
+        self._send(worker, frames)
+        return future
 
-    def _send(self, worker: _Worker, pending: _Pending) -> None:
+    def _send(self, worker: _Worker, frames: list[Buffer]) -> None:
         if worker.identity is None:
             return  # it is sent when the worker comes back
         try:
-            self._router.send(worker.identity, pending.frames)
+            self._router.send(worker.identity, frames)
         except PeerDeadError:
             self._handle_peer_gone(worker.identity)
-
-    def _expire(self, request_id: RequestId, worker_ids: list[str], deadline_s: float) -> None:
-        for worker_id in worker_ids:
-            worker = self._worker_by_id.get(worker_id)
-            pending = worker.pending.pop(request_id, None) if worker is not None else None
-            if pending is not None and not pending.future.done():
-                pending.future.set_exception(
-                    StreamTimeoutError(f"{worker_id} did not answer {pending.description} within {deadline_s:.1f} s")
-                )
 
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def _receive(self, peer: Peer, frames: list[Buffer]) -> None:
         try:
             message = self._codec.decode(frames)
-            if isinstance(message.body, Hello):
-                self._welcome(peer.identity, message.body)
+            body = message.body
+            if isinstance(body, Hello):
+                self._welcome(peer.identity, body)
             else:
-                self._settle(peer.identity, message)
+                reply = Message(message.epoch, message.request_id, message.deadline_s, body, message.tensors)
+                self._settle(peer.identity, reply)
         except MalformedMessageError as error:
             self._malformed.note(f"of a {peer.role}: {error}")
 
@@ -328,7 +297,7 @@ class RequestClient(Closing):
             self._bury(worker)
             worker = None
         if worker is None:
-            worker = self._worker_by_id[hello.worker] = _Worker(hello, identity)
+            worker = self._worker_by_id[hello.worker] = _Worker(hello, identity, PendingCalls(lambda: hello.worker))
             logger.info("%s (pid %d) is connected", hello.worker, hello.pid)
         if worker.identity is not None:
             self._worker_id_by_identity.pop(worker.identity, None)
@@ -339,34 +308,26 @@ class RequestClient(Closing):
         worker.hello = hello
         worker.identity = identity
         self._worker_id_by_identity[identity] = hello.worker
-        for _, pending in sorted(worker.pending.items()):
-            self._send(worker, pending)
+        for frames in worker.pending.frames():
+            self._send(worker, frames)
         self._arrival.set()
 
-    def _settle(self, identity: bytes, message: Message[FromWorker]) -> None:
+    def _settle(self, identity: bytes, reply: Message[ReplyPayload]) -> None:
         worker_id = self._worker_id_by_identity.get(identity)
         if worker_id is None:
             raise MalformedMessageError("a reply came before a hello")
-        pending = self._worker_by_id[worker_id].pending.pop(RequestId.parse(message.request_id), None)
-        if pending is None or pending.future.done():
-            self.num_late += 1
-            return
-        body = message.body
+        pending = self._worker_by_id[worker_id].pending
+        request_id = RequestId.parse(reply.request_id)
+        body = reply.body
         if isinstance(body, ErrorReply):
-            pending.future.set_exception(
-                RemoteError(
-                    peer=f"{worker_id} ({pending.description})",
-                    remote_type=body.error_type,
-                    message=body.message,
-                    remote_traceback=body.traceback,
-                )
-            )
+            is_awaited = pending.fail(request_id, lambda asked: remote_error(f"{worker_id} ({asked})", body))
         elif isinstance(body, StaleReply):
-            pending.future.set_exception(StaleEpochError(peer=worker_id, epoch=self._epoch, max_epoch=body.max_epoch))
-        elif not isinstance(body, Hello):
-            pending.future.set_result(
-                Message(message.epoch, message.request_id, message.deadline_s, body, message.tensors)
-            )
+            stale = StaleEpochError(peer=worker_id, epoch=self._epoch, max_epoch=body.max_epoch)
+            is_awaited = pending.fail(request_id, lambda _: stale)
+        else:
+            is_awaited = pending.settle(request_id, reply)
+        if not is_awaited:
+            self.num_late += 1
 
     # --- liveness ---------------------------------------------------------------------------------------------------
 
@@ -388,25 +349,21 @@ class RequestClient(Closing):
             return
         worker.is_dead = True
         worker.unflushed = []
-        self._fail_pending(worker, None)
+        worker.pending.fail_all(lambda asked: _dead(worker.hello, asked))
         logger.warning("%s (pid %d) is dead", worker.hello.worker, worker.hello.pid)
         if self._on_worker_dead is not None:
             self._on_worker_dead(worker.hello.worker)
 
-    def _fail_pending(self, worker: _Worker, error: StreamError | None) -> None:
-        pending_requests, worker.pending = worker.pending, {}
-        for pending in pending_requests.values():
-            if not pending.future.done():
-                pending.future.set_exception(error or _dead(worker.hello, pending.description))
 
-
-def _dead(hello: Hello, description: str) -> PeerDeadError:
+def _dead(hello: Hello, asked: str) -> PeerDeadError:
     return PeerDeadError(
-        f"{hello.worker} (pid {hello.pid}) died before it answered {description}; see the end of its log for the reason"
+        f"{hello.worker} (pid {hello.pid}) died before it answered {asked}; see the end of its log for the reason"
     )
 
 
-def _mark_seen(future: "asyncio.Future[Message[ReplyPayload]]") -> None:
-    """Whoever awaits the replies gets the error; nobody has to."""
-    if not future.cancelled():
-        future.exception()
+def _failed(error: PeerDeadError) -> "asyncio.Future[Message[ReplyPayload]]":
+    """The answer to a request that cannot be sent."""
+    future: asyncio.Future[Message[ReplyPayload]] = asyncio.get_running_loop().create_future()
+    future.set_exception(error)
+    future.exception()  # seen: nobody has to await it
+    return future

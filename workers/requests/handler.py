@@ -38,7 +38,7 @@ from corral.workers.requests.messages import (
     ToWorker,
     WorkerRequest,
 )
-from corral.workers.streams.calls import ErrorReply, Known, ReplyCache, RequestId, error_reply
+from corral.workers.streams.calls import ErrorReply, ReplyCache, RequestId, error_reply
 from corral.workers.streams.closing import Closing
 from corral.workers.streams.codec import Buffer, Message, MessageCodec, Tensors
 from corral.workers.streams.errors import MalformedMessageError
@@ -191,11 +191,7 @@ class WorkerRequestStream(Closing):
             self.num_stale += 1
             self._send(request_id, StaleReply(max_epoch=self._max_epoch))
             return
-        known = self._replies.begin(str(request_id))
-        if known is Known.NEW:
-            self._start(request_id, message)
-        elif known is not Known.RUNNING:
-            self._link.send(known)
+        self._replies.run_once(str(request_id), run=lambda: self._start(request_id, message), repeat=self._link.send)
 
     def _start(self, request_id: RequestId, message: Message[WorkerRequest]) -> None:
         request = message.body.request

@@ -1,16 +1,28 @@
 """Request ids, and the two memories that make a request happen once although it may be sent twice.
 
-caller     request id -> future        re-sent under the same id after a reconnect
-responder  request id -> reply frames  a request that was answered before gets the same answer again (ReplyCache)
+caller     PendingCalls  request id -> frames, future  re-sent under the same id after a reconnect
+responder  ReplyCache    request id -> reply frames    who asks again gets the same answer again
+
+A call ends once; what comes for it afterwards is late.
+
+    start() --reply---------------------------> settle()
+            --error reply, dead peer, closed--> fail()
+            --after deadline_s----------------> StreamTimeoutError
+            --its caller was cancelled--------> forget()
 """
 
+import asyncio
 import traceback
 from collections import OrderedDict
-from enum import Enum
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 from corral.workers.streams.codec import Buffer, MessageBody
-from corral.workers.streams.errors import MalformedMessageError
+from corral.workers.streams.errors import MalformedMessageError, RemoteError, StreamError, StreamTimeoutError
+
+RequestIdT = TypeVar("RequestIdT", bound=Hashable)
+ReplyT = TypeVar("ReplyT")
 
 
 class RequestId(NamedTuple):
@@ -39,11 +51,97 @@ class RequestId(NamedTuple):
         return cls(int(epoch), int(sequence))
 
 
-class Known(Enum):
-    """What a ReplyCache knows of a request that it cannot answer from memory."""
+@dataclass(frozen=True, slots=True)
+class _Call(Generic[ReplyT]):
+    """A request that was not answered yet."""
 
-    NEW = "run it"
-    RUNNING = "it is being worked on; its reply will come"
+    asked: str
+    frames: list[Buffer]
+    future: asyncio.Future[ReplyT]
+    timer: asyncio.TimerHandle
+
+
+class PendingCalls(Generic[RequestIdT, ReplyT]):
+    """What one peer was asked and has not answered, in the order in which it was asked. Belongs to a loop's thread.
+
+    Example:
+        pending: PendingCalls[str, Sum] = PendingCalls(lambda: "gserver_manager")
+        future = pending.start("a:1", frames, asked="Add", deadline_s=30)
+        pending.settle("a:1", Sum(2))  # by whoever receives
+        await future  # Sum(2)
+    """
+
+    def __init__(self, describe_peer: Callable[[], str]) -> None:
+        """
+        Args:
+            describe_peer: the peer as it is now, for messages about deadlines.
+        """
+        self._describe_peer = describe_peer
+        self._call_by_id: dict[RequestIdT, _Call[ReplyT]] = {}
+
+    def __contains__(self, request_id: RequestIdT) -> bool:
+        return request_id in self._call_by_id
+
+    def start(
+        self, request_id: RequestIdT, frames: list[Buffer], *, asked: str, deadline_s: float
+    ) -> asyncio.Future[ReplyT]:
+        """Remember a request, which the caller sends; the future is its reply, or why there is none.
+
+        Args:
+            asked: what is asked, for messages.
+            deadline_s: from now; then the future is a `StreamTimeoutError`.
+        """
+
+        def late(asked: str) -> StreamTimeoutError:
+            return StreamTimeoutError(f"{self._describe_peer()} did not answer {asked} within {deadline_s:.1f} s")
+
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[ReplyT] = loop.create_future()
+        future.add_done_callback(_mark_seen)
+        timer = loop.call_later(deadline_s, self.fail, request_id, late)
+        self._call_by_id[request_id] = _Call(asked, frames, future, timer)
+        return future
+
+    def settle(self, request_id: RequestIdT, reply: ReplyT) -> bool:
+        """The peer has answered; False if nobody waits for it (any more)."""
+        call = self._take(request_id)
+        if call is not None:
+            call.future.set_result(reply)
+        return call is not None
+
+    def fail(self, request_id: RequestIdT, error_of: Callable[[str], StreamError]) -> bool:
+        """There will be no reply, but an error made of what was asked; False if nobody waits for it (any more)."""
+        call = self._take(request_id)
+        if call is not None:
+            call.future.set_exception(error_of(call.asked))
+        return call is not None
+
+    def fail_all(self, error_of: Callable[[str], StreamError]) -> None:
+        """As `fail`, for every request."""
+        for request_id in list(self._call_by_id):
+            self.fail(request_id, error_of)
+
+    def forget(self, request_id: RequestIdT) -> None:
+        """Nobody waits for the reply any more, if it has not come."""
+        self._take(request_id)
+
+    def frames(self) -> list[list[Buffer]]:
+        """What a peer that is connected anew must be told again, in order."""
+        return [call.frames for call in self._call_by_id.values()]
+
+    def _take(self, request_id: RequestIdT) -> _Call[ReplyT] | None:
+        """A call that ends now; None if it has ended before, or its caller was cancelled."""
+        call = self._call_by_id.pop(request_id, None)
+        if call is None:
+            return None
+        call.timer.cancel()
+        return None if call.future.done() else call
+
+
+def _mark_seen(future: asyncio.Future[ReplyT]) -> None:
+    """Whoever awaits the reply gets the error; nobody has to."""
+    if not future.cancelled():
+        future.exception()
 
 
 class ReplyCache:
@@ -54,14 +152,16 @@ class ReplyCache:
         self._running: set[str] = set()
         self._replies: OrderedDict[str, list[Buffer]] = OrderedDict()
 
-    def begin(self, request_id: str) -> Known | list[Buffer]:
-        """NEW (and from now on RUNNING), RUNNING, or the frames of the reply that was given before."""
+    def run_once(self, request_id: str, *, run: Callable[[], None], repeat: Callable[[list[Buffer]], object]) -> None:
+        """A request came: `run` it if it is new, `repeat` its reply if it was answered before.
+
+        One that is being worked on needs nothing: its reply will come.
+        """
         if request_id in self._replies:
-            return self._replies[request_id]
-        if request_id in self._running:
-            return Known.RUNNING
-        self._running.add(request_id)
-        return Known.NEW
+            repeat(self._replies[request_id])
+        elif request_id not in self._running:
+            self._running.add(request_id)
+            run()
 
     def finish(self, request_id: str, frames: list[Buffer]) -> None:
         """The reply is known."""
@@ -69,10 +169,6 @@ class ReplyCache:
         self._replies[request_id] = frames
         while len(self._replies) > self._capacity:
             self._replies.popitem(last=False)
-
-    def forget_running(self) -> None:
-        """What is being worked on will not be answered any more."""
-        self._running.clear()
 
 
 class ErrorReply(MessageBody, frozen=True, tag="error"):
@@ -88,3 +184,12 @@ def error_reply(error: BaseException) -> ErrorReply:
     return ErrorReply(
         error_type=type(error).__name__, message=str(error), traceback="".join(traceback.format_exception(error))
     )
+
+
+def remote_error(peer: str, reply: ErrorReply) -> RemoteError:
+    """An exception as it arrives.
+
+    Args:
+        peer: who raised it, for the message.
+    """
+    return RemoteError(peer=peer, remote_type=reply.error_type, message=reply.message, remote_traceback=reply.traceback)

@@ -17,16 +17,10 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from corral.workers.streams.calls import ErrorReply, Known, ReplyCache, error_reply
+from corral.workers.streams.calls import ErrorReply, PendingCalls, ReplyCache, error_reply, remote_error
 from corral.workers.streams.closing import AsyncClosing
 from corral.workers.streams.codec import Buffer, Message, MessageCodec
-from corral.workers.streams.errors import (
-    MalformedMessageError,
-    PeerDeadError,
-    RemoteError,
-    StreamClosedError,
-    StreamTimeoutError,
-)
+from corral.workers.streams.errors import MalformedMessageError, PeerDeadError, StreamClosedError
 from corral.workers.streams.link import DealerLink
 from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.router import Peer, RouterEndpoint
@@ -101,16 +95,18 @@ class AsyncRequestServer(AsyncClosing, Generic[RequestT]):
         except MalformedMessageError as error:
             self._malformed.note(f"of a {peer.role}: {error}")
             return
-        known = self._replies.begin(message.request_id)
-        self._identity_by_request_id[message.request_id] = (
-            peer.identity
-        )  # a repeated request comes from where the reply goes
-        if known is Known.NEW:
-            task = asyncio.create_task(self._answer(peer.role, message))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        elif known is not Known.RUNNING:
-            self._send(message.request_id, known)
+        request_id = message.request_id
+        self._identity_by_request_id[request_id] = peer.identity  # a repeated request comes from where the reply goes
+        self._replies.run_once(
+            request_id,
+            run=lambda: self._start(peer.role, message),
+            repeat=lambda frames: self._send(request_id, frames),
+        )
+
+    def _start(self, role: str, message: Message[RequestT]) -> None:
+        task = asyncio.create_task(self._answer(role, message))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, role: str, message: Message[RequestT]) -> None:
         try:
@@ -161,8 +157,7 @@ class AsyncRequestClient(AsyncClosing, Generic[RequestT, ReplyT]):
         )
         self._client_id = uuid.uuid4().hex[:16]
         self._sequence = itertools.count(1)
-        self._frames_by_request_id: dict[str, list[Buffer]] = {}
-        self._future_by_request_id: dict[str, asyncio.Future[ReplyT]] = {}
+        self._pending: PendingCalls[str, ReplyT] = PendingCalls(lambda: self._link.describe())
         self._malformed = Refusals(f"malformed messages of {server}")
         self._link = DealerLink(
             security,
@@ -188,20 +183,12 @@ class AsyncRequestClient(AsyncClosing, Generic[RequestT, ReplyT]):
         self._link.raise_failure()
         request_id = f"{self._client_id}:{next(self._sequence)}"
         frames = self._codec.encode(body, epoch=0, request_id=request_id, deadline_s=deadline_s)
-        future: asyncio.Future[ReplyT] = asyncio.get_running_loop().create_future()
-        self._frames_by_request_id[request_id] = frames
-        self._future_by_request_id[request_id] = future
+        future = self._pending.start(request_id, frames, asked=type(body).__name__, deadline_s=deadline_s)
         self._link.send(frames)
         try:
-            async with asyncio.timeout(deadline_s):
-                return await future
-        except TimeoutError as error:
-            raise StreamTimeoutError(
-                f"{self._link.describe()} did not answer {type(body).__name__} within {deadline_s:.1f} s"
-            ) from error
+            return await future
         finally:
-            del self._frames_by_request_id[request_id]
-            del self._future_by_request_id[request_id]
+            self._pending.forget(request_id)
 
     async def wait_connected(self, deadline_s: float) -> None:
         """Wait for the server; errors as for `request`."""
@@ -209,20 +196,16 @@ class AsyncRequestClient(AsyncClosing, Generic[RequestT, ReplyT]):
 
     async def close(self) -> None:
         await self._link.close()
-        for future in self._future_by_request_id.values():
-            if not future.done():
-                future.set_exception(StreamClosedError(f"the connection to {self._server} was closed"))
+        self._pending.fail_all(lambda _: StreamClosedError(f"the connection to {self._server} was closed"))
 
     def _send_all(self) -> None:
-        for frames in self._frames_by_request_id.values():
+        for frames in self._pending.frames():
             self._link.send(frames)
 
     def _handle_down(self, reason: str) -> None:
-        if self._link.failure is None:
-            return  # the link comes back by itself, and then everything is sent again
-        for future in self._future_by_request_id.values():
-            if not future.done():
-                future.set_exception(self._link.failure)
+        failure = self._link.failure
+        if failure is not None:  # else the link comes back by itself, and then everything is sent again
+            self._pending.fail_all(lambda _: failure)
 
     def _receive(self, frames: list[Buffer]) -> None:
         try:
@@ -230,17 +213,8 @@ class AsyncRequestClient(AsyncClosing, Generic[RequestT, ReplyT]):
         except MalformedMessageError as error:
             self._malformed.note(error)
             return
-        future = self._future_by_request_id.get(message.request_id)
-        if future is None or future.done():
-            return  # late, or answered twice
-        if isinstance(message.body, ErrorReply):
-            future.set_exception(
-                RemoteError(
-                    peer=self._server,
-                    remote_type=message.body.error_type,
-                    message=message.body.message,
-                    remote_traceback=message.body.traceback,
-                )
-            )
+        body = message.body
+        if isinstance(body, ErrorReply):
+            self._pending.fail(message.request_id, lambda _: remote_error(self._server, body))
         else:
-            future.set_result(message.body)
+            self._pending.settle(message.request_id, body)
