@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from corral.experiments.trial.attempt_ends import EndState
-from corral.launcher.slurm.words import state_word
+from corral.launcher.slurm.words import ENDED_WORDS, LEAVING_WORDS, state_word
 
 _DAEMON_LINE = re.compile(r"\*\*\* JOB (\d+) ON \S+ CANCELLED AT \S+ *(?:DUE TO ([A-Z ]+?))?(?:,[^*]*)? *\*\*\*")
 _STATE_BY_DAEMON_WORD = {
@@ -80,6 +80,8 @@ class JobProspect:
     """Its nodes are wanted for another one, at once or after a grace period."""
     is_requeued: bool
     """It is in the queue again already: SLURM counts the restart before it signals anybody."""
+    is_ending: bool
+    """It gives its nodes back: SLURM signals all of it, its script too."""
 
 
 def look_ahead(job: Mapping[str, str] | None, *, restart_count: int) -> JobProspect:
@@ -90,9 +92,11 @@ def look_ahead(job: Mapping[str, str] | None, *, restart_count: int) -> JobProsp
         restart_count: how often it had been requeued when it started.
     """
     fields = job or {}
+    word = state_word(fields.get("JobState", ""))
     return JobProspect(
         is_preempted=fields.get("PreemptTime", "") not in _NEVER,
         is_requeued=_number(fields.get("Restarts", "")) > restart_count,
+        is_ending=word in LEAVING_WORDS | ENDED_WORDS,
     )
 
 

@@ -117,6 +117,8 @@ class AttemptEnding:
             # In the grace period of a preemption SLURM asks the steps to leave, and not us.
             # Where there is none it asks all of us at once, and what the steps say may be heard first.
             prospect = self._continuation.look_ahead()
+            if prospect.is_ending and not prospect.is_requeued:
+                return  # our own SIGTERM comes too, and only then SLURM can say why: of scancel nothing follows
             why = EndState.PREEMPTED if prospect.is_preempted else EndState.REQUEUED
             cause = _CAUSE_BY_STATE.get(why, request.by)
             self._do(self._end.hand_over(why, cause, is_requeued=prospect.is_requeued))

@@ -89,20 +89,21 @@ def test_without_a_controller_the_line_in_the_jobs_output_tells(daemon: str, sta
 
 
 @pytest.mark.parametrize(
-    ("scontrol", "is_preempted", "is_requeued"),
+    ("scontrol", "is_preempted", "is_requeued", "is_ending"),
     [
-        (RUNNING, False, False),
-        (f"{RUNNING} PreemptTime=2026-11-21T08:11:27", True, False),  # in a grace period: what follows is open
-        (REQUEUED, False, True),
-        (PREEMPTED.replace("Restarts=0", "Restarts=1"), True, True),
-        ("", False, False),
+        (RUNNING, False, False, False),
+        (f"{RUNNING} PreemptTime=2026-11-21T08:11:27", True, False, False),  # in a grace period: what follows is open
+        (REQUEUED, False, True, True),
+        (PREEMPTED.replace("Restarts=0", "Restarts=1"), True, True, True),
+        ("", False, False, False),
     ],
 )
 def test_what_is_decided_about_a_job_is_known_before_it_is_told(
-    scontrol: str, is_preempted: bool, is_requeued: bool
+    scontrol: str, is_preempted: bool, is_requeued: bool, is_ending: bool
 ) -> None:
     job = parse_key_values(scontrol.replace("%", "7")) if scontrol else None
-    assert look_ahead(job, restart_count=0) == JobProspect(is_preempted=is_preempted, is_requeued=is_requeued)
+    prospect = JobProspect(is_preempted=is_preempted, is_requeued=is_requeued, is_ending=is_ending)
+    assert look_ahead(job, restart_count=0) == prospect
     assert not look_ahead(job, restart_count=1).is_requeued  # that one was ours
 
 

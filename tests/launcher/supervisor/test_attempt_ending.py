@@ -398,6 +398,20 @@ def test_the_signal_that_a_site_sends_before_a_preemption_is_no_time_limit(attem
     assert attempt.finish().state == "PREEMPTED"
 
 
+@pytest.mark.parametrize(
+    ("answer", "state", "num_jobs"),
+    [(SCANCEL, "CANCELLED", 0), (TIME_LIMIT, "TIMED_OUT", 1), (PREEMPTED, "PREEMPTED", 1)],
+)
+def test_of_a_job_that_slurm_ends_its_steps_words_decide_nothing(
+    attempt: Attempt, answer: dict[str, str], state: str, num_jobs: int
+) -> None:
+    attempt.slurm.answer = answer
+    attempt.end.requested(NOTICE)
+    assert attempt.slurm.options == []
+    attempt.term(answer)
+    assert attempt.finish().state == state and len(attempt.slurm.options) == num_jobs
+
+
 def test_a_notice_and_then_scancel_is_cancelled(attempt: Attempt) -> None:
     attempt.end.requested(NOTICE)
     attempt.term(SCANCEL)
