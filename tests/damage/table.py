@@ -91,20 +91,22 @@ class DamagedTrials:
             time.sleep(0.05)
 
     def _resume(self) -> tuple[Outcome, str]:
+        resumed_at = time.time()
         code, text = self._command("rl-submit", "--resume", str(self._directory))
         if "Traceback" in text:
             return Outcome.TRACEBACK, _last_line(text)
         if code:
             return Outcome.REFUSED, _error_line(text)
-        outcome, words = self._watch()
+        outcome, words = self._watch(resumed_at)
         code, text = self._command("rl-status", str(self._directory))
         return (Outcome.TRACEBACK, _last_line(text)) if "Traceback" in text else (outcome, words)
 
-    def _watch(self) -> tuple[Outcome, str]:
+    def _watch(self, resumed_at: float) -> tuple[Outcome, str]:
+        """By time, not by number: whose record of attempt 0 is gone, is attempt 0 again."""
         deadline = time.monotonic() + _DEADLINE_S
         while time.monotonic() < deadline:
             events = list(read_journal(self._directory / "events.jsonl"))
-            resumed = [event for event in events if event.get("attempt") == 1]
+            resumed = [event for event in events if event["time"] >= resumed_at]
             starts = Counter(e["worker"] for e in resumed if e["event"] == "worker_started")
             ended = next((event for event in resumed if event["event"] == "trial_ended"), None)
             if ended is None and max(starts.values(), default=0) > _MOST_STARTS:
