@@ -133,7 +133,7 @@ def submit_to_slurm(
         SlurmUnreachableError: if there is no SLURM here.
         SlurmError: if sbatch refuses.
     """
-    if not is_installed():
+    if not is_installed("sbatch", "srun"):
         raise SlurmUnreachableError("sbatch was not found on PATH; add --local to evaluate on this machine")
     folder = requests[0].result.parent
     commands = [

@@ -1,9 +1,8 @@
-"""SLURM's commands as typed calls: arguments go in as a list, text comes out parsed; no shell, no accounting database.
+"""SLURM's commands as typed calls: arguments go in as a list, text comes out parsed by `parse`; no shell.
 
-    sbatch  -> job id          squeue  -> QueuedJob for every job of this user, in one call for all trials
-    scancel                    scontrol -> key=value of jobs, nodes, partitions        sinfo -> Node
-
-The text is read by `parse`.
+sbatch  -> job id          squeue  -> QueuedJob for every job of this user, in one call for all trials
+scancel                    scontrol -> key=value of jobs, nodes, partitions, reservations, the configuration
+sinfo   -> Node            sacct, sacctmgr, where there is accounting -> states of old jobs, rows of its tables
 """
 
 import os
@@ -29,7 +28,7 @@ from corral.launcher.slurm.parse import (
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
-
+"""What trials cannot do without; sacct and sacctmgr are asked only where there is accounting."""
 
 _SLURM_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_")
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # how the commands find the cluster at all, and may ask it
@@ -269,6 +268,6 @@ def missing_commands() -> list[str]:
     return [command for command in COMMANDS if shutil.which(command) is None]
 
 
-def is_installed() -> bool:
-    """Whether this machine has what jobs are submitted and seen with."""
-    return not {"sbatch", "srun", "squeue"} & set(missing_commands())
+def is_installed(*commands: str) -> bool:
+    """Whether all of these are on the PATH."""
+    return not set(commands) & set(missing_commands())

@@ -25,13 +25,11 @@ from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.slurm.own_jobs import job_name
 from corral.scheduling.slurm_formats import check_plain_text
 
-_NOT_SHOWN = ("--job-name=", "--comment=", "--output=", "--open-mode=", "--export=", "--signal=", "--requeue")
-
-
 COMPONENT_SEPARATOR = ":"
 HOLDER_SILENCE_S = 120
 _HOLDER_INTERVAL_S = 5
 _OPTION_BY_FIELD = {"time_limit": "time"}  # the others have the name of their option
+_NOT_SHOWN = ("--job-name=", "--comment=", "--output=", "--open-mode=", "--export=", "--signal=", "--requeue")
 _BASH_TIMEOUT_S = 10.0
 _PLAIN_VALUE = re.compile(r"[A-Za-z0-9_.,:=@+/%\[\]-]+")
 
@@ -39,6 +37,13 @@ _PLAIN_VALUE = re.compile(r"[A-Za-z0-9_.,:=@+/%\[\]-]+")
 def submission_command(directory: TrialDirectory) -> str:
     """The call of sbatch that submits a trial, for people; it can be pasted into a shell."""
     return shlex.join(["sbatch", "--parsable", str(directory.sbatch_path)])
+
+
+def refusal_command(options: Sequence[str]) -> str:
+    """A call of sbatch, for people, that shows the same refusal as these options; it submits nothing."""
+    shown = [option for option in options if not option.startswith(_NOT_SHOWN)]
+    end = shown.index(COMPONENT_SEPARATOR) if COMPONENT_SEPARATOR in shown else len(shown)
+    return shlex.join(["sbatch", "--test-only", *shown[:end], "--wrap=true", *shown[end:]])
 
 
 def render_script(
@@ -313,10 +318,3 @@ def _first_command(script: str) -> int:
 
 def _comment_text(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
-
-
-def test_command(options: Sequence[str]) -> str:
-    """A call of sbatch that shows the same refusal; it submits nothing."""
-    shown = [option for option in options if not option.startswith(_NOT_SHOWN)]
-    end = shown.index(COMPONENT_SEPARATOR) if COMPONENT_SEPARATOR in shown else len(shown)
-    return shlex.join(["sbatch", "--test-only", *shown[:end], "--wrap=true", *shown[end:]])

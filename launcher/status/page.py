@@ -92,7 +92,7 @@ class StatusPage:
         memory = read_finished(memory_path) if use_memory else {}
         trials = list_trials(self._fileroot, memory, self._lookout)
         reads, answer = self._reader.read_with_answer(list(trials.to_read.values()))
-        if answer.asked_at is None and not answer.error and is_installed():
+        if answer.asked_at is None and not answer.error and is_installed("squeue"):
             answer = self._queue.look()  # for jobs whose trial directory is gone
         if use_memory:
             kept = {str(path): one for path, one in trials.finished.items()} | to_remember(reads)

@@ -30,10 +30,10 @@ from corral.launcher.slurm.complaints import Complaint
 from corral.launcher.slurm.refusals import explain_refusal
 from corral.launcher.slurm.sbatch import (
     member_options,
+    refusal_command,
     render_holder,
     render_script,
     sbatch_options,
-    test_command,
 )
 from corral.launcher.submit.asks import Ask, asks_of, check_values, shapes_for
 from corral.launcher.submit.check_asks import check_asks, node_local_warning
@@ -204,4 +204,4 @@ def _test(
         if error.complaint in tolerated:
             return error
         asked_for = [describe(allocation) for allocation in allocations]
-        raise explain_refusal(error, plan, asked_for, source, command=test_command(all_options)) from error
+        raise explain_refusal(error, plan, asked_for, source, command=refusal_command(all_options)) from error

@@ -36,7 +36,7 @@ from tests.launcher.trials import make_plan
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(page_module, "is_installed", lambda: False)  # no SLURM here
+    monkeypatch.setattr(page_module, "is_installed", lambda *commands: False)  # no SLURM here
 
 
 @pytest.fixture
