@@ -24,7 +24,7 @@ RANKS: dict[str, list[set[str]]] = {
         {"files", "layout", "terminal", "trial"},
         {"slurm"},
         {"runners"},
-        {"members"},
+        {"extra_jobs"},
         {"doctor", "evaluation", "logs", "status", "submit", "supervisor"},
         {"follow", "stop"},
         {"commands"},

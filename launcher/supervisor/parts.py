@@ -14,9 +14,9 @@ from corral.experiments.trial.attempt_ends import failed_nodes
 from corral.experiments.trial.attempts import read_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.launcher.extra_jobs.extra_jobs import Members
+from corral.launcher.extra_jobs.specs import FallbackRunner
 from corral.launcher.layout.layout import Layout
-from corral.launcher.members.members import Members
-from corral.launcher.members.places import FallbackRunner
 from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus
 from corral.launcher.runners.runner import TaskRunner
 from corral.launcher.runners.srun import SrunRunner

@@ -27,8 +27,8 @@ from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import Done, Entry, Stop, StoppedError, TrialLog, TrialLogError
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.launcher.extra_jobs.extra_jobs import Members
 from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
-from corral.launcher.members.members import Members
 from corral.launcher.runners.runner import TaskRunner
 from corral.launcher.supervisor.actions import (
     Action,

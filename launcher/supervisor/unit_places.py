@@ -7,9 +7,9 @@ unit machine --AskPlace(unit)--> UnitPlaces --allocation--> members
 from collections.abc import Sequence
 from dataclasses import replace
 
+from corral.launcher.extra_jobs.actions import GivePlace, HoldPlace, PlaceAction, TakePlace
+from corral.launcher.extra_jobs.specs import MEMBER_ROLES, fallback_steps
 from corral.launcher.layout.layout import Layout
-from corral.launcher.members.actions import GivePlace, HoldPlace, PlaceAction, TakePlace
-from corral.launcher.members.places import MEMBER_ROLES, fallback_steps
 from corral.launcher.supervisor.actions import Action, UnitSpec
 from corral.launcher.supervisor.units import TRAINER_UNIT, Supervision
 

@@ -3,8 +3,8 @@
 import json
 from collections.abc import Callable, Collection, Sequence
 
+from corral.launcher.extra_jobs.actions import MemberSpec
 from corral.launcher.layout.layout import Layout, RunningAllocations, Step
-from corral.launcher.members.actions import MemberSpec
 from corral.launcher.runners.runner import MovingRunner, Task, TaskSpec
 
 MEMBER_ROLES = ("group", "elastic")

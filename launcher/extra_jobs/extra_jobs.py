@@ -16,8 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
-from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations
-from corral.launcher.members.actions import (
+from corral.launcher.extra_jobs.actions import (
     AskForJob,
     CancelJob,
     ClearJob,
@@ -26,14 +25,15 @@ from corral.launcher.members.actions import (
     News,
     PlaceAction,
 )
-from corral.launcher.members.gang import GangGuard
-from corral.launcher.members.jobs import MemberJobs
-from corral.launcher.members.places import (
+from corral.launcher.extra_jobs.book import MemberJobs
+from corral.launcher.extra_jobs.gang import GangGuard
+from corral.launcher.extra_jobs.specs import (
     MEMBER_ROLES,
     member_specs,
     why_leaving,
     with_attempt,
 )
+from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.own_jobs import JobNote, own_jobs_of_plan
 from corral.launcher.slurm.parse import QueuedJob

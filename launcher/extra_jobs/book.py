@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from corral.launcher.members.actions import (
+from corral.launcher.extra_jobs.actions import (
     AskForJob,
     CancelJob,
     ClearJob,
@@ -28,7 +28,7 @@ from corral.launcher.members.actions import (
     News,
     TakePlace,
 )
-from corral.launcher.members.gang import GangGuard
+from corral.launcher.extra_jobs.gang import GangGuard
 from corral.launcher.slurm.verdict import judge_job
 from corral.launcher.slurm.words import ENDED_WORDS, LEAVING_WORDS, PENDING_WORDS, RUNNING_WORDS
 

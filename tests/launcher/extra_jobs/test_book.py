@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.launcher.members.actions import (
+from corral.launcher.extra_jobs.actions import (
     AskForJob,
     CancelJob,
     ClearJob,
@@ -19,9 +19,9 @@ from corral.launcher.members.actions import (
     News,
     TakePlace,
 )
-from corral.launcher.members.gang import GangGuard
-from corral.launcher.members.jobs import MemberJobs
-from corral.launcher.members.places import why_leaving, with_attempt
+from corral.launcher.extra_jobs.book import MemberJobs
+from corral.launcher.extra_jobs.gang import GangGuard
+from corral.launcher.extra_jobs.specs import why_leaving, with_attempt
 
 ELASTIC = MemberSpec(name="generation_server/1", num_nodes=1, size=8, is_required=False)
 TRAINER = MemberSpec(name="model_worker", num_nodes=2, size=32, is_required=True)
