@@ -252,8 +252,8 @@ def _cancel_rest(facts: TrialFacts, client: SlurmClient, files: Files) -> None:
     except SlurmError:
         return  # what a controller that is down would start ends by itself: the trial log says Stop
     for job, note in files.run(lambda: own_jobs_of(facts).select(jobs), facts.directory.path):
-        is_member = note.allocation != HEAD  # a head that still runs is about to end
-        if job.state == "PENDING" or (is_member and is_active(job.state)):
+        is_extra_job = note.allocation != HEAD  # a head that still runs is about to end
+        if job.state == "PENDING" or (is_extra_job and is_active(job.state)):
             client.cancel(job.job_id)
 
 

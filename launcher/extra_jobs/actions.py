@@ -1,4 +1,4 @@
-"""What goes into and comes out of the members' state machine: jobs as squeue shows them in, requests and places out."""
+"""What goes into and comes out of the extra jobs' state machine: jobs as squeue shows them, requests and places."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from corral.launcher.slurm.words import state_word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemberSpec:
+class ExtraJobSpec:
     """A job that the supervisor asks for."""
 
     name: str
@@ -42,7 +42,7 @@ class JobSighting:
 
 @dataclass(frozen=True, slots=True)
 class AskForJob:
-    """Submit the member's job."""
+    """Submit the job."""
 
     name: str
 
@@ -64,14 +64,14 @@ class ClearJob:
 
 @dataclass(frozen=True, slots=True)
 class GivePlace:
-    """The member's workers may start."""
+    """The extra job's workers may start."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class TakePlace:
-    """The member's workers have lost their nodes."""
+    """The extra job's workers have lost their nodes."""
 
     name: str
     cause: str
@@ -79,7 +79,7 @@ class TakePlace:
 
 @dataclass(frozen=True, slots=True)
 class HoldPlace:
-    """The member's nodes are still there: whatever ended there ended by itself."""
+    """The extra job's nodes are still there: whatever ended there ended by itself."""
 
     name: str
 
@@ -93,6 +93,6 @@ class News:
 
 
 PlaceAction = GivePlace | TakePlace | HoldPlace
-"""What follows for those who run in a member's job."""
+"""What follows for those who run in an extra job."""
 
-MemberAction = AskForJob | CancelJob | ClearJob | PlaceAction | News
+ExtraJobAction = AskForJob | CancelJob | ClearJob | PlaceAction | News

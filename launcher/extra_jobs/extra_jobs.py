@@ -1,11 +1,11 @@
-"""The supervisor's hands for its members' jobs: sbatch, squeue and scancel in a thread, so that nobody waits for them.
+"""The supervisor's hands for its extra jobs: sbatch, squeue and scancel in a thread, so that nobody waits for them.
 
-    Supervisor --drive()--> MemberJobs (pure) --AskForJob, CancelJob, ...--> one thread: sbatch, squeue, scancel
+    Supervisor --drive()--> ExtraJobBook (pure) --AskForJob, CancelJob, ...--> one thread: sbatch, squeue, scancel
         ^                        |   ^                                           |
         |                        |   +--------------- answers, in order ---------+
         +-- GivePlace, TakePlace, HoldPlace: what the workers of an allocation may do
 
-While it lives the supervisor touches control/holders-alive; the members' jobs end by themselves when it stops.
+While it lives the supervisor touches control/supervisor-alive; the extra jobs end by themselves when it stops.
 """
 
 import logging
@@ -20,16 +20,16 @@ from corral.launcher.extra_jobs.actions import (
     AskForJob,
     CancelJob,
     ClearJob,
+    ExtraJobAction,
     JobSighting,
-    MemberAction,
     News,
     PlaceAction,
 )
-from corral.launcher.extra_jobs.book import MemberJobs
+from corral.launcher.extra_jobs.book import ExtraJobBook
 from corral.launcher.extra_jobs.gang import GangGuard
 from corral.launcher.extra_jobs.specs import (
-    MEMBER_ROLES,
-    member_specs,
+    EXTRA_JOB_ROLES,
+    extra_job_specs,
     why_leaving,
     with_attempt,
 )
@@ -37,7 +37,7 @@ from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllo
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.own_jobs import JobNote, own_jobs_of_plan
 from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.slurm.sbatch import holder_path, holders_alive_path, member_options, render_holder
+from corral.launcher.slurm.sbatch import extra_job_options, extra_job_path, render_extra_job, supervisor_alive_path
 from corral.scheduling.slurm_formats import expand_host_list
 
 logger = logging.getLogger(__name__)
@@ -46,11 +46,11 @@ _ALIVE_INTERVAL_S = 10.0
 _CLEAR_TIMEOUT_S = 15.0
 _CLOSE_TIMEOUT_S = 15.0
 
-Answer = Callable[[float], list[MemberAction]]
+Answer = Callable[[float], list[ExtraJobAction]]
 """What the state machine makes of a finished request; takes the time."""
 
 
-class Members:
+class ExtraJobs:
     """The jobs of one attempt's groups and elastic workers.
 
     Args:
@@ -88,15 +88,15 @@ class Members:
         self._index_by_name = {
             allocation.name: index
             for index, allocation in enumerate(layout.allocations)
-            if allocation.role in MEMBER_ROLES
+            if allocation.role in EXTRA_JOB_ROLES
         }
-        specs = member_specs(layout)
+        specs = extra_job_specs(layout)
         chance = random.Random(f"{plan.seed} {plan.trial.uuid}")  # noqa: S311 - spreads load, protects nothing
         gang = GangGuard(
             [spec.name for spec in specs if spec.is_required], timeout_s=plan.launch.gang_timeout_s, chance=chance
         )
-        self._jobs = MemberJobs(specs=specs, attempt=attempt, gang=gang)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="members")
+        self._book = ExtraJobBook(specs=specs, attempt=attempt, gang=gang)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="extra-jobs")
         self._requests: list[Future[Answer]] = []
         self._look: Future[Answer] | None = None
         self._looked_at = self._touched_at = float("-inf")
@@ -115,28 +115,28 @@ class Members:
         self._touch(now)
         while self._requests and self._requests[0].done():
             actions += self._apply(self._requests.pop(0).result()(now))
-        actions += self._apply(self._jobs.tick(now))
-        if (self._look is None or self._look.done()) and now - self._looked_at >= self._jobs.look_interval_s(now):
+        actions += self._apply(self._book.tick(now))
+        if (self._look is None or self._look.done()) and now - self._looked_at >= self._book.look_interval_s(now):
             self._looked_at = now
             self._look = self._request(self._ask_queue)
         return actions
 
     def ask(self, name: str) -> None:
         """Find out whether the job of an allocation is still there."""
-        place = self._jobs.place(name)
+        place = self._book.place(name)
         if place is not None:
             self._request(lambda: self._check(name, place[0]))
 
     def give_up(self, name: str) -> None:
         """Nothing will be started any more in an allocation: its nodes are not needed."""
-        for action in self._jobs.release(name):
+        for action in self._book.release(name):
             self._carry_out(action)
 
     def allocations(self) -> RunningAllocations:
         """What runs at the moment, as srun names it."""
         running = dict(self._own)
         for name, index in self._index_by_name.items():
-            place = self._jobs.place(name)
+            place = self._book.place(name)
             if place is not None:
                 running[index] = RunningAllocation(job_id=place[0], het_group=None, hosts=place[1])
         return running
@@ -144,24 +144,24 @@ class Members:
     def why_away(self, allocation: int) -> str:
         """Why an allocation is not there, for an error's text."""
         name = self._layout.allocations[allocation].name
-        return self._jobs.why_away(name) if name in self._index_by_name else "it is no job of its own"
+        return self._book.why_away(name) if name in self._index_by_name else "it is no job of its own"
 
     def close(self) -> None:
-        """Cancels every job of the members, in bounded time; what is left then ends by itself."""
+        """Cancels every extra job, in bounded time; what is left then ends by itself."""
         if not self._index_by_name:
             return
         for request in self._requests:
             request.cancel()  # whatever has not begun
-        known = set(self._jobs.jobs())
+        known = set(self._book.jobs())
         last = self._thread.submit(lambda: self._cancel_all(known))
         done, _ = wait([last], timeout=_CLOSE_TIMEOUT_S)
         left = f"SLURM did not answer within {_CLOSE_TIMEOUT_S:.0f} s" if not done else last.result()
         if left:
-            self._record("members_left", jobs=sorted(known), cause=left)
-        holders_alive_path(self._directory).unlink(missing_ok=True)
+            self._record("extra_jobs_left", jobs=sorted(known), cause=left)
+        supervisor_alive_path(self._directory).unlink(missing_ok=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _apply(self, wanted: Sequence[MemberAction]) -> list[PlaceAction]:
+    def _apply(self, wanted: Sequence[ExtraJobAction]) -> list[PlaceAction]:
         """Does what is ours to do; the rest is for those who run there."""
         places: list[PlaceAction] = []
         for action in wanted:
@@ -171,7 +171,7 @@ class Members:
                 self._carry_out(action)
         return places
 
-    def _carry_out(self, action: MemberAction) -> None:
+    def _carry_out(self, action: ExtraJobAction) -> None:
         match action:
             case News(event, fields):
                 self._record(event, **fields)
@@ -192,9 +192,9 @@ class Members:
             return
         self._touched_at = now
         try:
-            atomic_write(holders_alive_path(self._directory), f"{time.time()}\n".encode())
+            atomic_write(supervisor_alive_path(self._directory), f"{time.time()}\n".encode())
         except OSError as error:
-            logger.warning("cannot touch %s: %s", holders_alive_path(self._directory), error)
+            logger.warning("cannot touch %s: %s", supervisor_alive_path(self._directory), error)
 
     # In the thread: nothing here touches the state machine; what is returned does, in the supervisor's thread.
 
@@ -208,22 +208,22 @@ class Members:
 
     def _submit(self, name: str) -> Answer:
         try:
-            options = member_options(
+            options = extra_job_options(
                 self._plan,
                 self._layout,
                 self._index_by_name[name],
                 self._directory,
                 exclude_nodes=self._exclude_nodes,
             )
-            script = holder_path(self._directory)
+            script = extra_job_path(self._directory)
             if not script.exists():
-                atomic_write(script, render_holder(self._directory).encode())
+                atomic_write(script, render_extra_job(self._directory).encode())
             job_id = self._client.submit(with_attempt(options, self._attempt), script)
             self._note(job_id, name)
         except (SlurmError, OSError, ValueError) as error:
             why = str(error)
-            return lambda now: self._jobs.refused(name, why, now)
-        return lambda now: self._jobs.submitted(name, job_id, now)
+            return lambda now: self._book.refused(name, why, now)
+        return lambda now: self._book.submitted(name, job_id, now)
 
     def _note(self, job_id: str, name: str) -> None:
         try:
@@ -248,7 +248,7 @@ class Members:
                 time.sleep(0.2)
         except SlurmError as error:
             logger.warning("steps of job %s could not be ended: %s", job_id, error)
-        return lambda now: self._jobs.cleared(name, job_id, now)
+        return lambda now: self._book.cleared(name, job_id, now)
 
     def _check(self, name: str, job_id: str) -> Answer:
         try:
@@ -257,7 +257,7 @@ class Members:
             logger.warning("job %s could not be asked for: %s", job_id, error)
             return lambda now: []  # the supervision waits no longer than its own deadline
         cause = why_leaving(job)
-        return lambda now: self._jobs.checked(name, job_id, is_leaving=bool(cause), cause=cause)
+        return lambda now: self._book.checked(name, job_id, is_leaving=bool(cause), cause=cause)
 
     def _cancel_all(self, known: set[str]) -> str:
         """Why some may be left, or "" if none is."""
@@ -287,13 +287,13 @@ class Members:
 
     # Back in the supervisor's thread.
 
-    def _answered(self, sightings: Sequence[JobSighting], now: float) -> list[MemberAction]:
-        news: list[MemberAction] = [News("members_seen_again", {})] if self._trouble else []
+    def _answered(self, sightings: Sequence[JobSighting], now: float) -> list[ExtraJobAction]:
+        news: list[ExtraJobAction] = [News("extra_jobs_seen_again", {})] if self._trouble else []
         self._trouble = ""
-        return news + self._jobs.seen(sightings, now)
+        return news + self._book.seen(sightings, now)
 
-    def _unanswered(self, trouble: str) -> list[MemberAction]:
+    def _unanswered(self, trouble: str) -> list[ExtraJobAction]:
         if self._trouble:
             return []
         self._trouble = trouble
-        return [News("members_unseen", {"cause": trouble})]
+        return [News("extra_jobs_unseen", {"cause": trouble})]

@@ -1,13 +1,13 @@
-"""What runs in the jobs of members: from the layout to the jobs, and where their workers run meanwhile."""
+"""What runs in the extra jobs: from the layout to the jobs, and where their workers run meanwhile."""
 
 import json
 from collections.abc import Callable, Collection, Sequence
 
-from corral.launcher.extra_jobs.actions import MemberSpec
+from corral.launcher.extra_jobs.actions import ExtraJobSpec
 from corral.launcher.layout.layout import Layout, RunningAllocations, Step
 from corral.launcher.runners.runner import MovingRunner, Task, TaskSpec
 
-MEMBER_ROLES = ("group", "elastic")
+EXTRA_JOB_ROLES = ("group", "elastic")
 _COMMENT = "--comment="
 
 
@@ -45,17 +45,17 @@ class FallbackRunner:
             self._runner.move(worker, fallback, overlaps=True)
 
 
-def member_specs(layout: Layout) -> list[MemberSpec]:
+def extra_job_specs(layout: Layout) -> list[ExtraJobSpec]:
     """The jobs that the supervisor asks for."""
     return [
-        MemberSpec(
+        ExtraJobSpec(
             name=allocation.name,
             num_nodes=allocation.num_nodes,
             size=allocation.num_nodes * (allocation.cpus_per_node + 100 * allocation.gpus_per_node),
             is_required=allocation.role == "group",
         )
         for allocation in layout.allocations
-        if allocation.role in MEMBER_ROLES
+        if allocation.role in EXTRA_JOB_ROLES
     ]
 
 
@@ -70,7 +70,7 @@ def fallback_steps(layout: Layout) -> dict[str, Step]:
 
 
 def with_attempt(options: Sequence[str], attempt: int) -> list[str]:
-    """The options of a member's job; its comment also says which attempt asked for it."""
+    """The options of an extra job; its comment also says which attempt asked for it."""
 
     def tagged(option: str) -> str:
         if not option.startswith(_COMMENT):

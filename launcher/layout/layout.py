@@ -8,8 +8,8 @@
       any      + [elastic] [elastic] ...   a job each
 
 The head allocation holds the batch step, and in it the supervisor, Redis, the master and the manager. `rl-submit` asks
-for the head (with its components); the supervisor asks for groups and elastic members, so that none waits for a
-trial that never started.
+for the head (with its components); the supervisor asks for the extra jobs, of groups and elastic workers, so that none
+waits for a trial that never started.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     """One job, or one component of a heterogeneous job: nodes that are alike."""
 
     name: str
-    """`head`, the worker kind of a component or group, or the worker id of an elastic member."""
+    """`head`, the worker kind of a component or group, or the id of an elastic worker."""
     role: AllocationRole
     num_nodes: int
     cpus_per_node: int

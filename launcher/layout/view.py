@@ -23,7 +23,7 @@ def render_layout(layout: Layout) -> list[str]:
     # Jobs that leave room on a node may share it.
     at_most = "up to " if layout.kind == "jobs" else ""
     heading = f"{layout.kind}: {_PARTS[layout.kind].format(len(fixed))}, {at_most}{_count(nodes, 'node')}"
-    heading += f", {_count(elastic, 'elastic member')}" if elastic else ""
+    heading += f", {_count(elastic, 'elastic worker')}" if elastic else ""
     lines = [f"plan       {heading} ({layout.reason})"]
     for index, allocation in enumerate(layout.allocations):
         lines.append(f"  {allocation.name:<19}  {_asked(allocation)}")

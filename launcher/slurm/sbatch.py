@@ -1,7 +1,7 @@
 """A layout as batch scripts: options become #SBATCH lines, and the script needs nothing else.
 
     RunPlan, Layout --sbatch_options--> [--job-name=..., ":", ...] --trial.sbatch.j2--> {trial}/trial.sbatch --> sbatch
-                    --member_options--> [--job-name=..., ...]       holder.sbatch.j2--> {trial}/holder.sbatch --> sbatch
+                    --extra_job_options--> [--job-name=..., ...] --extra_job.sbatch.j2--> extra_job.sbatch --> sbatch
 
 No value is ever read by a shell: an option stands on a line of its own, where sbatch reads what is between the quotes,
 and control characters, which could start another line, are refused.
@@ -26,8 +26,8 @@ from corral.launcher.slurm.own_jobs import job_name
 from corral.scheduling.slurm_formats import check_plain_text
 
 COMPONENT_SEPARATOR = ":"
-HOLDER_SILENCE_S = 120
-_HOLDER_INTERVAL_S = 5
+SUPERVISOR_SILENCE_S = 120
+_LOOK_INTERVAL_S = 5
 _OPTION_BY_FIELD = {"time_limit": "time"}  # the others have the name of their option
 _NOT_SHOWN = ("--job-name=", "--comment=", "--output=", "--open-mode=", "--export=", "--signal=", "--requeue")
 _BASH_TIMEOUT_S = 10.0
@@ -79,8 +79,8 @@ def render_script(
     return _render_own_template(plan.launch.sbatch_template, variables)
 
 
-def render_holder(directory: TrialDirectory) -> str:
-    """The batch script of every job that only holds nodes.
+def render_extra_job(directory: TrialDirectory) -> str:
+    """The batch script of every extra job: it only keeps its nodes.
 
     Raises:
         ValueError: if the path of the trial holds control characters.
@@ -89,21 +89,21 @@ def render_holder(directory: TrialDirectory) -> str:
     check_plain_text(path, what="trial directory")
     variables = {
         "directory": path,
-        "alive": str(holders_alive_path(directory)),
-        "silence_s": HOLDER_SILENCE_S,
-        "interval_s": _HOLDER_INTERVAL_S,
+        "alive": str(supervisor_alive_path(directory)),
+        "silence_s": SUPERVISOR_SILENCE_S,
+        "interval_s": _LOOK_INTERVAL_S,
     }
-    return _render(_shipped("holder.sbatch.j2"), variables)
+    return _render(_shipped("extra_job.sbatch.j2"), variables)
 
 
-def holders_alive_path(directory: TrialDirectory) -> Path:
-    """The file that a supervisor touches as long as it wants its members' nodes."""
-    return directory.control_path / "holders-alive"
+def supervisor_alive_path(directory: TrialDirectory) -> Path:
+    """The file that a supervisor touches as long as it wants its extra jobs."""
+    return directory.control_path / "supervisor-alive"
 
 
-def holder_path(directory: TrialDirectory) -> Path:
-    """Where the holders' script lies."""
-    return directory.path / "holder.sbatch"
+def extra_job_path(directory: TrialDirectory) -> Path:
+    """Where the script of the extra jobs lies."""
+    return directory.path / "extra_job.sbatch"
 
 
 def sbatch_options(plan: RunPlan, layout: Layout, directory: TrialDirectory) -> list[str]:
@@ -137,7 +137,7 @@ def successor_options(layout: Layout, *, after: str, exclude_nodes: Sequence[str
     return options
 
 
-def member_options(
+def extra_job_options(
     plan: RunPlan,
     layout: Layout,
     allocation_index: int,
@@ -145,7 +145,7 @@ def member_options(
     *,
     exclude_nodes: Sequence[str] = (),
 ) -> list[str]:
-    """Options of the job that holds the nodes of a group or of an elastic member."""
+    """Options of the extra job of a group or of an elastic worker."""
     options = _allocation_options(plan, layout, allocation_index, directory, exclude_nodes)
     options += [*_batch_options(directory), "--requeue", "--export=ALL"]
     if plan.launch.no_kill:

@@ -59,7 +59,7 @@ def submit_once(
 
 
 def is_head_of(own: OwnJobs) -> Callable[[QueuedJob], bool]:
-    """Tells a trial's own job that waits or runs from its components, from its members' jobs and from all others."""
+    """Tells a trial's own job that waits or runs from its components, from its extra jobs and from all others."""
 
     def is_it(job: QueuedJob) -> bool:
         # SLURM copies the comment of the first component to all of them.

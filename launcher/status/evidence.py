@@ -13,7 +13,7 @@ from corral.launcher.trial.history import PastAttempt, WorkerLife
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class ExtraJob:
     """A job of the trial beside its head: that of a group, or of one elastic worker."""
 
     allocation: str
@@ -66,9 +66,9 @@ class Evidence:
     unreachable_since: float | None = None
     jobs_known_at: float | None = None
     """When SLURM last told about the jobs."""
-    members: tuple[Member, ...] = ()
+    extra_jobs: tuple[ExtraJob, ...] = ()
     allocation_by_worker: Mapping[str, str] = field(default_factory=dict)
-    """Of the workers that run in the job of a member."""
+    """Of the workers that run in an extra job."""
     held_groups: frozenset[str] = frozenset()
     """Kinds of worker that rl-stop keeps down."""
     given_up: Mapping[str, str] = field(default_factory=dict)
@@ -87,6 +87,6 @@ class Evidence:
         return self.now if self.redis_now is None else self.redis_now
 
     @property
-    def member_by_allocation(self) -> dict[str, Member]:
-        """Members by the name of their allocation."""
-        return {member.allocation: member for member in self.members}
+    def extra_job_by_allocation(self) -> dict[str, ExtraJob]:
+        """The extra jobs by the name of their allocation."""
+        return {extra_job.allocation: extra_job for extra_job in self.extra_jobs}

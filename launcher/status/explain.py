@@ -66,9 +66,9 @@ def _slurm(evidence: Evidence, answer: QueueAnswer) -> Iterator[str]:
         yield f"{_INDENT}sinfo says that no node that could run it is up"
     if evidence.accounted_state:
         yield f"{_INDENT}sacct says {evidence.accounted_state}"
-    for member in evidence.members:
-        if member.job is not None:
-            yield f"{_INDENT}{member.allocation}: {member.job.line}"
+    for extra_job in evidence.extra_jobs:
+        if extra_job.job is not None:
+            yield f"{_INDENT}{extra_job.allocation}: {extra_job.job.line}"
 
 
 def _redis(evidence: Evidence, status: TrialStatus) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """What each of a trial's jobs is at the moment.
 
 jobs of OwnJobs --+-- allocation head: this attempt's job, its successor, or a zombie of an earlier one
-                  +-- another allocation: a member's job
+                  +-- another allocation: an extra job
 jobs whose trial directory is gone: nobody's, but still ours
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from corral.launcher.slurm.own_jobs import HEAD, JobIndex, OwnJobs
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.slurm.words import is_active, is_staying
-from corral.launcher.status.evidence import Member
+from corral.launcher.status.evidence import ExtraJob
 from corral.launcher.trial.find import TrialFacts
 
 _HEADS = (None, "", HEAD)
@@ -23,7 +23,7 @@ class TrialJobs:
 
     head: QueuedJob | None
     """The job of the last attempt, or of the one that is to follow it."""
-    members: Mapping[str, QueuedJob]
+    extra_jobs: Mapping[str, QueuedJob]
     """By allocation; the newest."""
     zombies: tuple[QueuedJob, ...]
     """Jobs of earlier attempts that SLURM still runs, or is going to."""
@@ -41,7 +41,7 @@ def find_jobs(jobs: JobIndex, own: OwnJobs, *, job_id: str, is_over: bool) -> Tr
     ours = [(job, note) for job, note in own.select(jobs) if not job.het_component]  # the first one stands for all
     heads = sorted((job for job, note in ours if note.allocation == HEAD), key=_number)
     head = _choose_head(heads, job_id, is_over=is_over)
-    members: dict[str, QueuedJob] = {}
+    extra_jobs: dict[str, QueuedJob] = {}
     zombies = [
         job
         for job in heads
@@ -49,10 +49,10 @@ def find_jobs(jobs: JobIndex, own: OwnJobs, *, job_id: str, is_over: bool) -> Tr
     ]
     beside = [(job, note) for job, note in ours if note.allocation != HEAD]
     for job, note in sorted(beside, key=lambda one: (is_staying(one[0].state), _number(one[0]))):
-        if note.allocation in members and is_staying(members[note.allocation].state):
-            zombies.append(members[note.allocation])
-        members[note.allocation] = job
-    return TrialJobs(head=head, members=members, zombies=tuple(zombies))
+        if note.allocation in extra_jobs and is_staying(extra_jobs[note.allocation].state):
+            zombies.append(extra_jobs[note.allocation])
+        extra_jobs[note.allocation] = job
+    return TrialJobs(head=head, extra_jobs=extra_jobs, zombies=tuple(zombies))
 
 
 def own_jobs_of(facts: TrialFacts, *, claimed_by: str = "") -> OwnJobs:
@@ -60,14 +60,15 @@ def own_jobs_of(facts: TrialFacts, *, claimed_by: str = "") -> OwnJobs:
     return OwnJobs(facts.directory, facts.experiment, facts.trial, facts.uuid, claimed_by)
 
 
-def make_members(names: Mapping[str, bool], jobs: TrialJobs) -> tuple[Member, ...]:
-    """A member for each allocation beside the head.
+def make_extra_jobs(names: Mapping[str, bool], jobs: TrialJobs) -> tuple[ExtraJob, ...]:
+    """An extra job for each allocation beside the head.
 
     Args:
         names: whether it is elastic, by allocation.
     """
     return tuple(
-        Member(allocation=name, is_elastic=is_elastic, job=jobs.members.get(name)) for name, is_elastic in names.items()
+        ExtraJob(allocation=name, is_elastic=is_elastic, job=jobs.extra_jobs.get(name))
+        for name, is_elastic in names.items()
     )
 
 

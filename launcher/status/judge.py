@@ -28,7 +28,7 @@ from corral.launcher.status.words import FINAL_STATES, NOT_STARTED, TROUBLED, Tr
 from corral.launcher.status.workers import (
     GroupRow,
     WorkerRow,
-    describe_member,
+    describe_extra_job,
     group_rows,
     is_away,
     trouble,
@@ -279,9 +279,11 @@ def _judge_readiness(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[Tri
     ready = sum(row.state is WorkerState.UP for row in needed)
     if ready < len(needed):
         text = f"{ready} of {len(needed)} workers are ready"
-        waiting = next((member for member in evidence.members if _holds_up(evidence, member.allocation, needed)), None)
+        waiting = next(
+            (extra_job for extra_job in evidence.extra_jobs if _holds_up(evidence, extra_job.allocation, needed)), None
+        )
         if waiting is not None:
-            text = f"{text}; {waiting.allocation} waits: {describe_member(waiting)}"
+            text = f"{text}; {waiting.allocation} waits: {describe_extra_job(waiting)}"
         is_degraded = any(_was_taken(evidence, row) for row in needed)
         return (TrialState.DEGRADED if is_degraded else TrialState.STARTING), text
     return TrialState.RUNNING, ""
@@ -291,8 +293,8 @@ def _may_be_absent(evidence: Evidence, row: WorkerRow) -> bool:
     """Elastic workers come and go; what rl-stop holds and what was given up is not waited for."""
     if row.state is not WorkerState.AWAY:
         return True
-    member = evidence.member_by_allocation.get(evidence.allocation_by_worker[row.worker])
-    return member is None or member.is_elastic
+    extra_job = evidence.extra_job_by_allocation.get(evidence.allocation_by_worker[row.worker])
+    return extra_job is None or extra_job.is_elastic
 
 
 def _was_taken(evidence: Evidence, row: WorkerRow) -> bool:

@@ -27,7 +27,7 @@ from corral.launcher.slurm.job_details import JobInquiry
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.slurm.queue import DirectQueue, Queue, QueueAnswer
 from corral.launcher.status.evidence import Evidence
-from corral.launcher.status.jobs import TrialJobs, find_jobs, make_members, own_jobs_of
+from corral.launcher.status.jobs import TrialJobs, find_jobs, make_extra_jobs, own_jobs_of
 from corral.launcher.status.judge import TrialStatus, describe, unreadable
 from corral.launcher.status.words import TrialState
 from corral.launcher.trial.exits import first_cause, read_exits
@@ -110,7 +110,7 @@ class StatusReader:
         # After Redis, which is taken down last: if it has just gone, the log already says why.
         log_state, log_damage = _read_log(directory, attempt)
         details = self._inquiry.ask(job)
-        names, allocation_by_worker = _read_members(directory) if is_on_slurm else ({}, {})
+        names, allocation_by_worker = _read_extra_jobs(directory) if is_on_slurm else ({}, {})
         return Evidence(
             facts=facts,
             now=now,
@@ -136,7 +136,7 @@ class StatusReader:
             accounted_state=self._ask_accounting(own_job_id) if is_on_slurm and job is None and is_recent else "",
             unreachable_since=answer.unreachable_since if is_on_slurm else None,
             jobs_known_at=answer.asked_at,
-            members=make_members(names, jobs),
+            extra_jobs=make_extra_jobs(names, jobs),
             allocation_by_worker=allocation_by_worker,
             held_groups=directory.read_held_groups(),
             given_up=view.given_up(facts.workers),
@@ -253,7 +253,7 @@ class _OpenTrial:
         submissions = [
             float(event["time"])
             for event in self.view.events
-            if event["event"] in ("submitted", "successor_submitted", "member_submitted")
+            if event["event"] in ("submitted", "successor_submitted", "extra_job_submitted")
         ]
         return max([*submissions[-1:], self.attempt.submitted_at if self.attempt else 0.0])
 
@@ -349,7 +349,7 @@ def _stop_request(directory: TrialDirectory) -> StopRequest | None:
         return None
 
 
-def _read_members(directory: TrialDirectory) -> tuple[dict[str, bool], dict[str, str]]:
+def _read_extra_jobs(directory: TrialDirectory) -> tuple[dict[str, bool], dict[str, str]]:
     """Whether each allocation beside the head is elastic, and which workers run in it."""
     try:
         content = json.loads(directory.layout_path.read_bytes())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from corral.experiments.trial.worker_record import MASTER, WorkerRecord
 from corral.launcher.slurm.verdict import judge_job
-from corral.launcher.status.evidence import Evidence, Member
+from corral.launcher.status.evidence import Evidence, ExtraJob
 from corral.launcher.status.words import ABSENT, TROUBLED, WorkerState
 from corral.launcher.terminal import format_duration
 from corral.launcher.trial.history import WorkerLife
@@ -94,12 +94,14 @@ def trouble(evidence: Evidence, row: WorkerRow) -> str:
     return f"{row.worker} restarting{where}" + (f" after {life.exit}" if life.exit else f" (restart {row.restarts})")
 
 
-def describe_member(member: Member) -> str:
-    """What a member's job does: `job 12 QUEUED: Resources: ...`."""
-    if member.job is None:
+def describe_extra_job(extra_job: ExtraJob) -> str:
+    """What an extra job does: `job 12 QUEUED: Resources: ...`."""
+    if extra_job.job is None:
         return "its job is to be submitted again"
-    verdict = judge_job(member.job.state, member.job.reason, start=member.job.start, job_id=member.job.job_id)
-    return f"job {member.job.job_id} {verdict.state}" + (f": {verdict.note}" if verdict.note else "")
+    verdict = judge_job(
+        extra_job.job.state, extra_job.job.reason, start=extra_job.job.start, job_id=extra_job.job.job_id
+    )
+    return f"job {extra_job.job.job_id} {verdict.state}" + (f": {verdict.note}" if verdict.note else "")
 
 
 def _worker_row(evidence: Evidence, worker: str) -> WorkerRow:
@@ -196,8 +198,8 @@ def _is_place_gone(evidence: Evidence, worker: str) -> bool:
     allocation = evidence.allocation_by_worker.get(worker)
     if allocation is None:
         return False
-    member = evidence.member_by_allocation.get(allocation)
-    return member is None or member.job is None or member.job.state != "RUNNING"
+    extra_job = evidence.extra_job_by_allocation.get(allocation)
+    return extra_job is None or extra_job.job is None or extra_job.job.state != "RUNNING"
 
 
 def _group_row(evidence: Evidence, kind: str, rows: Sequence[WorkerRow]) -> GroupRow:
@@ -227,18 +229,18 @@ def _group_note(evidence: Evidence, kind: str, rows: Sequence[WorkerRow]) -> str
         parts.append(f"kept down; rl-stop {evidence.facts.name} --group {kind} --undo brings it back")
     if given_up := [row for row in rows if row.state is WorkerState.GIVEN_UP]:
         parts.append(f"{_indices(given_up)}: given up, {evidence.given_up[given_up[0].worker]}")
-    parts += _member_notes(evidence, kind)
+    parts += _extra_job_notes(evidence, kind)
     return "; ".join(parts)
 
 
-def _member_notes(evidence: Evidence, kind: str) -> list[str]:
-    """What the jobs of a group do; members in the same state share a note."""
+def _extra_job_notes(evidence: Evidence, kind: str) -> list[str]:
+    """What the extra jobs of a group do; those in the same state share a note."""
     indices_by_text: dict[str, list[str]] = {}
-    for member in evidence.members:
-        name, _, index = member.allocation.partition("/")
+    for extra_job in evidence.extra_jobs:
+        name, _, index = extra_job.allocation.partition("/")
         if name == kind:
-            is_running = member.job is not None and member.job.state == "RUNNING"
-            text = "" if is_running and index else describe_member(member)
+            is_running = extra_job.job is not None and extra_job.job.state == "RUNNING"
+            text = "" if is_running and index else describe_extra_job(extra_job)
             indices_by_text.setdefault(text, []).append(index)
     return [
         (f"{','.join(indices)}: {text}" if indices[0] else text) for text, indices in indices_by_text.items() if text

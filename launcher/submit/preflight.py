@@ -29,9 +29,9 @@ from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachab
 from corral.launcher.slurm.complaints import Complaint
 from corral.launcher.slurm.refusals import explain_refusal
 from corral.launcher.slurm.sbatch import (
-    member_options,
+    extra_job_options,
     refusal_command,
-    render_holder,
+    render_extra_job,
     render_script,
     sbatch_options,
 )
@@ -148,22 +148,22 @@ def _ask_slurm(
     """
     ask = partial(_test, plan, client, source, known | {Complaint.TIME})
     with tempfile.TemporaryDirectory(prefix="corral-check-") as folder:
-        script, holder = Path(folder) / "trial.sbatch", Path(folder) / "holder.sbatch"
+        script, extra_script = Path(folder) / "trial.sbatch", Path(folder) / "extra_job.sbatch"
         script.write_bytes(os.fsencode(render_script(plan, layout, directory)))
         start_with = [one for one in layout.allocations if one.role in ("head", "component")]
         answers = [ask(script, [], sbatch_options(plan, layout, directory), start_with)]
-        members = [index for index, one in enumerate(layout.allocations) if one.role in ("group", "elastic")]
-        if members:
-            holder.write_bytes(os.fsencode(render_holder(directory)))
+        extra_jobs = [index for index, one in enumerate(layout.allocations) if one.role in ("group", "elastic")]
+        if extra_jobs:
+            extra_script.write_bytes(os.fsencode(render_extra_job(directory)))
         asked: set[str] = set()
-        for index in members:
+        for index in extra_jobs:
             allocation = layout.allocations[index]
-            # Elastic members of a group are alike but for their names.
+            # Those of a group's elastic workers are alike but for their names.
             text = describe(allocation).partition(": ")[2] + repr(allocation.options)
             if text not in asked:
                 asked.add(text)
-                options = member_options(plan, layout, index, directory)
-                answers.append(ask(holder, options, options, [allocation]))
+                options = extra_job_options(plan, layout, index, directory)
+                answers.append(ask(extra_script, options, options, [allocation]))
     doubts = dict.fromkeys(
         answer.said for answer in answers if isinstance(answer, SlurmError) and answer.complaint not in known
     )

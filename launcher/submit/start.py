@@ -24,7 +24,7 @@ from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import start_detached
 from corral.launcher.slurm.client import SlurmClient, clean_environment
 from corral.launcher.slurm.own_jobs import own_jobs_of_plan
-from corral.launcher.slurm.sbatch import holder_path, render_holder, render_script
+from corral.launcher.slurm.sbatch import extra_job_path, render_extra_job, render_script
 from corral.launcher.slurm.submit_once import SubmissionUnknownError, is_head_of, submit_once
 from corral.launcher.submit.prepare import NameTakenError, Submission, SubmissionError, refuse_living
 from corral.launcher.trial.lock import SubmissionRunsError, is_locked, submitting
@@ -154,11 +154,11 @@ def script_of(submission: Submission) -> bytes | None:
 
 
 def write_launch_files(plan: RunPlan, layout: Layout, directory: TrialDirectory) -> None:
-    """What the job and its supervisor read: layout.json, trial.sbatch, holder.sbatch."""
+    """What the job and its supervisor read: layout.json, trial.sbatch, extra_job.sbatch."""
     script = render_script(plan, layout, directory)
     atomic_write(directory.layout_path, layout.to_json())
     atomic_write(directory.sbatch_path, os.fsencode(script), mode=0o700)
-    atomic_write(holder_path(directory), os.fsencode(render_holder(directory)), mode=0o700)
+    atomic_write(extra_job_path(directory), os.fsencode(render_extra_job(directory)), mode=0o700)
 
 
 def _config_text(plan: RunPlan) -> bytes:

@@ -1,7 +1,7 @@
 """What an attempt is made of, here or on SLURM: from the files of rl-submit to a Supervisor.
 
 plan.json, secrets/, attempt-N.json --make_supervisor--> Supervisor
-plan.json, layout.json, the job's environment --make_runner--> runner, members, successor, node loss
+plan.json, layout.json, the job's environment --make_runner--> runner, extra_jobs, successor, node loss
 """
 
 import os
@@ -14,7 +14,7 @@ from corral.experiments.trial.attempt_ends import failed_nodes
 from corral.experiments.trial.attempts import read_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.launcher.extra_jobs.extra_jobs import Members
+from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.extra_jobs.specs import FallbackRunner
 from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus
@@ -57,7 +57,7 @@ def make_supervisor(
         name_server=name_server,
         recorder=recorder,
         worker_command=worker_command,
-        members=parts.members,
+        extra_jobs=parts.extra_jobs,
         continuation=parts.continuation,
         node_loss=parts.node_loss,
         signals=signals,
@@ -71,7 +71,7 @@ class RunnerParts:
     runner: TaskRunner
     redis_host: str
     """The address that Redis listens on."""
-    members: Members | None = None
+    extra_jobs: ExtraJobs | None = None
     """Jobs of the workers that have their own."""
     continuation: Continuation | None = None
     node_loss: NodeLoss | None = None
@@ -92,7 +92,7 @@ def make_runner(plan: RunPlan, directory: TrialDirectory, attempt: int, *, recor
     client = SlurmClient()
     layout = Layout.from_json(directory.layout_path.read_bytes())
     own = batch_allocations(os.environ)
-    members = Members(
+    extra_jobs = ExtraJobs(
         client=client,
         plan=plan,
         layout=layout,
@@ -107,8 +107,8 @@ def make_runner(plan: RunPlan, directory: TrialDirectory, attempt: int, *, recor
         plan=plan,
         layout=layout,
         directory=directory,
-        allocations=members.allocations,
-        why_away=members.why_away,
+        allocations=extra_jobs.allocations,
+        why_away=extra_jobs.why_away,
     )
     own_host = os.environ.get("SLURMD_NODENAME", own[0].hosts[0])
     steps.wait_for_slurm(own_host)
@@ -116,9 +116,9 @@ def make_runner(plan: RunPlan, directory: TrialDirectory, attempt: int, *, recor
     address = own_address if plan.cluster.bind_address == "auto" else plan.cluster.bind_address
     start = JobStart.of_environment(os.environ)
     return RunnerParts(
-        runner=FallbackRunner(steps, layout, members.allocations),
+        runner=FallbackRunner(steps, layout, extra_jobs.allocations),
         redis_host=address,
-        members=members,
+        extra_jobs=extra_jobs,
         continuation=Continuation(
             client=SlurmClient(timeout_s=_CONTINUATION_TIMEOUT_S),
             plan=plan,

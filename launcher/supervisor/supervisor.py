@@ -27,7 +27,7 @@ from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import Done, Entry, Stop, StoppedError, TrialLog, TrialLogError
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.launcher.extra_jobs.extra_jobs import Members
+from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
 from corral.launcher.runners.runner import TaskRunner
 from corral.launcher.supervisor.actions import (
@@ -86,7 +86,7 @@ class Supervisor:
         name_server: NameServer,
         recorder: Recorder,
         worker_command: WorkerCommand = worker_command,
-        members: Members | None = None,
+        extra_jobs: ExtraJobs | None = None,
         continuation: Continuation | None = None,
         node_loss: NodeLoss | None = None,
         signals: Sequence[Signals] = (),
@@ -102,9 +102,9 @@ class Supervisor:
         self._log = TrialLog(directory.log_path)  # of the thread that looks, until all has ended
         self._watch = TrialWatch(self._looks, directory, self._log, attempt=attempt.attempt)
         self._wake = WakeUp(signals)
-        self._members = members
+        self._extra_jobs = extra_jobs
         units = units_of_plan(plan)
-        self._places = UnitPlaces(members.layout) if members is not None else None
+        self._places = UnitPlaces(extra_jobs.layout) if extra_jobs is not None else None
         if self._places is not None:
             units = self._places.with_places(units)
         self._tasks_by_unit = {unit.name: unit.tasks for unit in units}
@@ -170,7 +170,7 @@ class Supervisor:
         for seen in self._watch.take(now, is_awaited=bool(self._news)):
             self._heed(seen)
         self._leave_lost_allocation()
-        self._drive_members()
+        self._drive_extra_jobs()
         while self._news and (self._watch.has_seen(self._news[0].look) or now >= self._news[0].deadline):
             news = self._news.popleft()
             self._find_job_gone(news.exits)
@@ -180,11 +180,11 @@ class Supervisor:
                 self._apply(self._supervision.exited(one.task, one.returncode, time.monotonic(), kind=one.kind))
         self._apply(self._supervision.tick(time.monotonic()))
 
-    def _drive_members(self) -> None:
+    def _drive_extra_jobs(self) -> None:
         """Before the exits are judged: those whose nodes were taken are no crashes."""
-        if self._members is None or self._places is None:
+        if self._extra_jobs is None or self._places is None:
             return
-        for action in self._members.drive(time.monotonic()):
+        for action in self._extra_jobs.drive(time.monotonic()):
             self._apply(self._places.apply(action, self._supervision, time.monotonic()))
 
     def _after_node_loss(self, exits: Sequence[Exit]) -> Sequence[Exit]:
@@ -291,12 +291,12 @@ class Supervisor:
                     self._record("unit_restarting", unit=unit, cause=cause, pause_s=pause_s, restarts=restarts)
                 case LeaveUnit(unit, cause):
                     self._record("unit_left", unit=unit, cause=cause)
-                case AskPlace(unit) if self._members is not None and self._places is not None:
-                    self._members.ask(self._places.allocation_of(unit))
+                case AskPlace(unit) if self._extra_jobs is not None and self._places is not None:
+                    self._extra_jobs.ask(self._places.allocation_of(unit))
                 case GiveUpUnit(unit, cause):
                     self._record("unit_given_up", unit=unit, cause=cause)
-                    if self._members is not None and self._places is not None:
-                        self._members.give_up(self._places.allocation_of(unit))
+                    if self._extra_jobs is not None and self._places is not None:
+                        self._extra_jobs.give_up(self._places.allocation_of(unit))
                 case AppendStop(reason):
                     self._append_stop(reason)
                 case EndTrial():
@@ -337,8 +337,8 @@ class Supervisor:
         if self._ends.is_job_ending:
             verdict = self._ends.close(self._log)  # first of all: SLURM may kill us at any moment
         self._kill_leftovers()
-        if self._members is not None:
-            self._members.close()
+        if self._extra_jobs is not None:
+            self._extra_jobs.close()
         self._destroy_secrets()
         if not verdict.goes_on:
             self._draw_report()

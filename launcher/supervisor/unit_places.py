@@ -1,14 +1,14 @@
 """Which restart units run in the jobs beside the trial's own: places of allocations, told to the unit machine. Pure.
 
-members --GivePlace(allocation)--> UnitPlaces --unit by unit--> Supervision.place_given --> actions
-unit machine --AskPlace(unit)--> UnitPlaces --allocation--> members
+extra jobs --GivePlace(allocation)--> UnitPlaces --unit by unit--> Supervision.place_given --> actions
+unit machine --AskPlace(unit)--> UnitPlaces --allocation--> extra jobs
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from corral.launcher.extra_jobs.actions import GivePlace, HoldPlace, PlaceAction, TakePlace
-from corral.launcher.extra_jobs.specs import MEMBER_ROLES, fallback_steps
+from corral.launcher.extra_jobs.specs import EXTRA_JOB_ROLES, fallback_steps
 from corral.launcher.layout.layout import Layout
 from corral.launcher.supervisor.actions import Action, UnitSpec
 from corral.launcher.supervisor.units import TRAINER_UNIT, Supervision
@@ -38,7 +38,7 @@ class UnitPlaces:
         return [
             replace(
                 unit,
-                needs_place=self._role_by_unit.get(unit.name) in MEMBER_ROLES,
+                needs_place=self._role_by_unit.get(unit.name) in EXTRA_JOB_ROLES,
                 has_fallback=unit.name in self._fallbacks,
                 waits_for=() if unit.is_service or unit.name in gang else gang,
                 is_optional=self._role_by_unit.get(unit.name) == "elastic" and unit.name not in self._fallbacks,

@@ -88,7 +88,7 @@ def make_slurm_trial(cluster: Cluster, tmp_path: Path) -> Iterator[Any]:
         return not cluster.run("squeue", "-h", "-j", job_id, "-t", "R,CG").stdout.strip()
 
     for trial in trials:
-        # Members and successors carry the same tag.
+        # Extra jobs and successors carry the same tag.
         for job in SlurmClient().queue() if trial.job_id else []:
             if job.tag.get("trial_uuid") == trial.plan.trial.uuid:
                 cluster.run("scancel", job.job_id)

@@ -1,4 +1,4 @@
-"""Between the tests of single events: jobs of members across attempts, odd shells, a controller that is away."""
+"""Between the tests of single events: extra jobs across attempts, odd shells, a controller that is away."""
 
 import os
 import signal
@@ -54,21 +54,21 @@ def test_each_attempt_asks_for_jobs_of_its_own_and_leaves_none(make_slurm_trial:
     cluster.run("scancel", "--batch", "--signal=USR2", job_id)
     wait_for_end(trial, "COMPLETE")
     for attempt in range(2):
-        assert {event["allocation"] for event in trial.events("member_submitted", attempt=attempt)} == set(GROUPS)
-    assert len(trial.events("member_submitted")) == 2 * len(GROUPS)
+        assert {event["allocation"] for event in trial.events("extra_job_submitted", attempt=attempt)} == set(GROUPS)
+    assert len(trial.events("extra_job_submitted")) == 2 * len(GROUPS)
     wait_until(lambda: not alive(trial), "an empty queue")
 
 
-def test_a_killed_supervisor_is_followed_by_one_that_keeps_its_members_jobs(make_slurm_trial: Any) -> None:
+def test_a_killed_supervisor_is_followed_by_one_that_keeps_its_extra_jobs(make_slurm_trial: Any) -> None:
     trial = make_slurm_trial(GROWS_OLD, **JOBS)
     trial.submit()
     wait_for_commits(trial)
     jobs = {job.job_id for job in alive(trial)}
     os.kill(trial.events("supervisor_started")[-1]["pid"], signal.SIGKILL)
     wait_for_end(trial, "COMPLETE")
-    assert {event["allocation"] for event in trial.events("member_adopted")} == set(GROUPS)
-    assert {event["job_id"] for event in trial.events("member_running")} <= jobs
-    assert len(trial.events("member_submitted")) == len(GROUPS)
+    assert {event["allocation"] for event in trial.events("extra_job_adopted")} == set(GROUPS)
+    assert {event["job_id"] for event in trial.events("extra_job_running")} <= jobs
+    assert len(trial.events("extra_job_submitted")) == len(GROUPS)
     wait_until(lambda: not alive(trial), "an empty queue")
 
 
@@ -192,7 +192,7 @@ def test_a_users_shell_decides_nothing(make_slurm_trial: Any, tmp_path: Path, mo
     finally:
         os.umask(umask)
     wait_for_end(trial, "COMPLETE")
-    assert len(trial.events("member_running")) == len(GROUPS)
+    assert len(trial.events("extra_job_running")) == len(GROUPS)
     wait_until(lambda: not alive(trial), "an empty queue")
 
 
@@ -213,17 +213,17 @@ def test_elastic_rollout_workers_come_and_go_and_no_prompt_is_lost(
     )  # fmt: skip
     roamer = "rollout_worker/1"
     try:
-        trial.wait_for(lambda: trial.events("member_running"), "the elastic worker's node")
+        trial.wait_for(lambda: trial.events("extra_job_running"), "the elastic worker's node")
         trial.wait_for_steps(2)
-        node = str(trial.events("member_running")[-1]["nodes"])
+        node = str(trial.events("extra_job_running")[-1]["nodes"])
         taker = cluster.run(
             "sbatch", "--parsable", f"--nodelist={node}", "--cpus-per-task=7", "--mem=100", "--wrap=sleep 600"
         ).stdout.strip()
-        trial.wait_for(lambda: trial.events("member_gone"), "its preemption")
+        trial.wait_for(lambda: trial.events("extra_job_gone"), "its preemption")
         trial.wait_for(lambda: trial.starts(roamer)[-1]["node"] != node, "its start in the trial's own job")
         trial.wait_for_steps(2)
         cluster.run("scancel", taker)
-        trial.wait_for(lambda: len(trial.events("member_running")) == 2, "its node again")
+        trial.wait_for(lambda: len(trial.events("extra_job_running")) == 2, "its node again")
         trial.full_speed()
         trial.wait_for_end()
         check_nothing_is_left(trial)

@@ -162,7 +162,7 @@ def come_and_go(trial: Trial, cluster: Cluster) -> None:
     """Two of three elastic servers lose their nodes and get them back."""
     trial.wait_for_steps(1)
     wait(trial, lambda: len(joins(trial)) == 1 + len(ELASTIC), "every elastic server to join")
-    assert count(trial, "member_running") == len(ELASTIC)
+    assert count(trial, "extra_job_running") == len(ELASTIC)
     show_throughput(trial, "with 4 servers, three of them elastic")
 
     taker = cluster.run(
@@ -177,12 +177,12 @@ def come_and_go(trial: Trial, cluster: Cluster) -> None:
     ).stdout.strip()
     wait(
         trial,
-        lambda: count(trial, "member_gone") == 2 and count(trial, "unit_left") == 2,
+        lambda: count(trial, "extra_job_gone") == 2 and count(trial, "unit_left") == 2,
         "two of them to be preempted",
     )
     show_throughput(trial, "with 2")
 
     cluster.run("scancel", taker)
     wait(trial, lambda: len(joins(trial)) == 1 + len(ELASTIC) + 2, "both to be given back")
-    assert count(trial, "member_running") == len(ELASTIC) + 2
+    assert count(trial, "extra_job_running") == len(ELASTIC) + 2
     show_throughput(trial, "with 4 again")

@@ -18,7 +18,7 @@ WORKS = {"master_worker/0": ["finish 1.5"]}
 HALF_AND_HALF: dict[str, Any] = {"model_workers": 2, "servers": 2, "gpu": 8}
 
 
-def members_of(trial: SlurmTrial) -> dict[str, QueuedJob]:
+def extra_jobs_of(trial: SlurmTrial) -> dict[str, QueuedJob]:
     """The jobs of a trial's groups that are not over, by group."""
     jobs = [job for job in SlurmClient().queue() if job.tag.get("trial_uuid") == trial.plan.trial.uuid]
     return {job.tag["allocation"]: job for job in jobs if job.state in ("PENDING", "RUNNING")}
@@ -58,26 +58,26 @@ def test_two_trials_that_hold_half_of_the_cluster_each_both_complete(make_slurm_
     for trial in trials:
         trial.submit()
     for trial in trials:
-        wait_until(lambda trial=trial: len(members_of(trial)) == 3, "the jobs of both groups")
-        cluster.run("scontrol", "hold", members_of(trial)["generation_server"].job_id)
+        wait_until(lambda trial=trial: len(extra_jobs_of(trial)) == 3, "the jobs of both groups")
+        cluster.run("scontrol", "hold", extra_jobs_of(trial)["generation_server"].job_id)
     cluster.run("scancel", blocker)
     for trial in trials:
-        wait_until(lambda trial=trial: members_of(trial)["model_worker"].state == "RUNNING", "half of the cluster")
+        wait_until(lambda trial=trial: extra_jobs_of(trial)["model_worker"].state == "RUNNING", "half of the cluster")
         assert trial.events("worker_started") == []
     for trial in trials:
-        cluster.run("scontrol", "release", members_of(trial)["generation_server"].job_id)
+        cluster.run("scontrol", "release", extra_jobs_of(trial)["generation_server"].job_id)
 
     for trial in trials:
         wait_for_end(trial)
-    tell(trials, ["member_submitted", "member_running", "gang_given_back", "worker_started", "trial_ended"])
+    tell(trials, ["extra_job_submitted", "extra_job_running", "gang_given_back", "worker_started", "trial_ended"])
     given_back = [event for trial in trials for event in trial.events("gang_given_back")]
     assert given_back and all(set(event["missing"]) == {"generation_server"} for event in given_back[:2]), given_back
     for trial in trials:
         assert not trial.events("unit_restarting")
         starts = trial.events("worker_started")
         all_there = [
-            trial.events("member_running", allocation=name)[-1]["time"]
+            trial.events("extra_job_running", allocation=name)[-1]["time"]
             for name in ("model_worker", "generation_server")
         ]
         assert min(start["time"] for start in starts) >= max(all_there)  # no step before the whole gang was there
-        wait_until(lambda trial=trial: not members_of(trial), "the end of every job of the trial")
+        wait_until(lambda trial=trial: not extra_jobs_of(trial), "the end of every job of the trial")

@@ -58,7 +58,7 @@ def test_where_comments_are_rewritten_a_trial_knows_its_jobs_by_id_and_name(make
     assert [record.attempt for record in read_attempts(trial.directory)] == [0, 1]
     assert trial.status().job_id == successor["job_id"]
     # Each attempt has asked for each of its two jobs once.
-    asked = [(event["attempt"], event["allocation"]) for event in trial.events("member_submitted")]
+    asked = [(event["attempt"], event["allocation"]) for event in trial.events("extra_job_submitted")]
     assert sorted(asked) == [(n, kind) for n in (0, 1) for kind in ("generation_server", "model_worker")]
     wait_until(lambda: not alive(), "an empty queue")
 

@@ -11,30 +11,30 @@ from corral.launcher.extra_jobs.actions import (
     AskForJob,
     CancelJob,
     ClearJob,
+    ExtraJobAction,
+    ExtraJobSpec,
     GivePlace,
     HoldPlace,
     JobSighting,
-    MemberAction,
-    MemberSpec,
     News,
     TakePlace,
 )
-from corral.launcher.extra_jobs.book import MemberJobs
+from corral.launcher.extra_jobs.book import ExtraJobBook
 from corral.launcher.extra_jobs.gang import GangGuard
 from corral.launcher.extra_jobs.specs import why_leaving, with_attempt
 
-ELASTIC = MemberSpec(name="generation_server/1", num_nodes=1, size=8, is_required=False)
-TRAINER = MemberSpec(name="model_worker", num_nodes=2, size=32, is_required=True)
-SERVERS = MemberSpec(name="generation_server", num_nodes=2, size=16, is_required=True)
+ELASTIC = ExtraJobSpec(name="generation_server/1", num_nodes=1, size=8, is_required=False)
+TRAINER = ExtraJobSpec(name="model_worker", num_nodes=2, size=32, is_required=True)
+SERVERS = ExtraJobSpec(name="generation_server", num_nodes=2, size=16, is_required=True)
 
 
-def members(*specs: MemberSpec, timeout_s: float = 60.0) -> MemberJobs:
+def book_of(*specs: ExtraJobSpec, timeout_s: float = 60.0) -> ExtraJobBook:
     required = [spec.name for spec in specs if spec.is_required]
-    return MemberJobs(specs=specs, attempt=1, gang=GangGuard(required, timeout_s=timeout_s, chance=random.Random(0)))
+    return ExtraJobBook(specs=specs, attempt=1, gang=GangGuard(required, timeout_s=timeout_s, chance=random.Random(0)))
 
 
 def sighting(
-    spec: MemberSpec, job_id: str, word: str, *, start: str = "t0", attempt: int = 1, reason: str = "None"
+    spec: ExtraJobSpec, job_id: str, word: str, *, start: str = "t0", attempt: int = 1, reason: str = "None"
 ) -> JobSighting:
     hosts = tuple(f"n{index}" for index in range(spec.num_nodes)) if word == "RUNNING" else ()
     return JobSighting(
@@ -42,9 +42,9 @@ def sighting(
     )
 
 
-def running(spec: MemberSpec = ELASTIC, job_id: str = "7") -> MemberJobs:
-    """A member whose job runs, with its place given."""
-    jobs = members(spec)
+def running(spec: ExtraJobSpec = ELASTIC, job_id: str = "7") -> ExtraJobBook:
+    """An extra job that runs, with its place given."""
+    jobs = book_of(spec)
     jobs.seen([], 0.0)
     assert jobs.tick(0.0) == [AskForJob(spec.name)]
     jobs.submitted(spec.name, job_id, 0.0)
@@ -52,12 +52,12 @@ def running(spec: MemberSpec = ELASTIC, job_id: str = "7") -> MemberJobs:
     return jobs
 
 
-def without_news(actions: list[MemberAction]) -> list[MemberAction]:
+def without_news(actions: list[ExtraJobAction]) -> list[ExtraJobAction]:
     return [action for action in actions if not isinstance(action, News)]
 
 
 def test_nothing_is_asked_for_before_slurm_has_said_what_a_predecessor_asked_for() -> None:
-    jobs = members(ELASTIC)
+    jobs = book_of(ELASTIC)
     assert jobs.tick(0.0) == []
     jobs.seen([], 1.0)
     assert jobs.tick(1.0) == [AskForJob(ELASTIC.name)]
@@ -65,13 +65,13 @@ def test_nothing_is_asked_for_before_slurm_has_said_what_a_predecessor_asked_for
 
 
 def test_the_largest_is_asked_for_first() -> None:
-    jobs = members(ELASTIC, SERVERS, TRAINER)
+    jobs = book_of(ELASTIC, SERVERS, TRAINER)
     jobs.seen([], 0.0)
     assert jobs.tick(0.0) == [AskForJob(spec.name) for spec in (TRAINER, SERVERS, ELASTIC)]
 
 
 def test_a_job_of_a_predecessor_is_adopted_and_cleared_before_its_place_is_given() -> None:
-    jobs = members(ELASTIC)
+    jobs = book_of(ELASTIC)
     actions = without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING")], 0.0))
     assert actions == [ClearJob(ELASTIC.name, "7")] and jobs.place(ELASTIC.name) is None
     assert jobs.tick(1.0) == []
@@ -79,14 +79,14 @@ def test_a_job_of_a_predecessor_is_adopted_and_cleared_before_its_place_is_given
     assert jobs.place(ELASTIC.name) == ("7", ("n0",))
 
 
-def test_of_two_jobs_for_one_member_the_one_that_runs_is_kept() -> None:
-    jobs = members(ELASTIC)
+def test_of_two_jobs_for_one_extra_job_the_one_that_runs_is_kept() -> None:
+    jobs = book_of(ELASTIC)
     actions = jobs.seen([sighting(ELASTIC, "7", "PENDING"), sighting(ELASTIC, "8", "RUNNING")], 0.0)
     assert CancelJob("7") in actions and jobs.jobs() == ["8"]
 
 
 def test_jobs_of_an_earlier_attempt_are_cancelled_once() -> None:
-    jobs = members(ELASTIC)
+    jobs = book_of(ELASTIC)
     old = sighting(ELASTIC, "3", "RUNNING", attempt=0)
     assert without_news(jobs.seen([old], 0.0)) == [CancelJob("3")]
     assert without_news(jobs.seen([old], 1.0)) == []
@@ -94,11 +94,11 @@ def test_jobs_of_an_earlier_attempt_are_cancelled_once() -> None:
 
 
 @pytest.mark.parametrize("word", ["CANCELLED by 0", "TIMEOUT", "FAILED", "NODE_FAIL", "PREEMPTED", "COMPLETED"])
-def test_a_member_whose_job_ended_is_asked_for_again_after_growing_pauses(word: str) -> None:
+def test_an_extra_job_that_ended_is_asked_for_again_after_growing_pauses(word: str) -> None:
     jobs, now = running(), 2.0
     for job_id, pause_s in (("7", 5.0), ("8", 10.0), ("9", 20.0)):
         actions = jobs.seen([sighting(ELASTIC, job_id, word)], now)
-        (gone,) = [action for action in actions if isinstance(action, News) and action.event == "member_gone"]
+        (gone,) = [action for action in actions if isinstance(action, News) and action.event == "extra_job_gone"]
         assert gone.fields["pause_s"] == pause_s
         assert jobs.tick(now + pause_s - 0.1) == []
         now += pause_s
@@ -106,7 +106,7 @@ def test_a_member_whose_job_ended_is_asked_for_again_after_growing_pauses(word: 
         jobs.submitted(ELASTIC.name, str(int(job_id) + 1), now)
 
 
-def test_a_preempted_member_loses_its_place_and_gets_it_back_with_the_same_job() -> None:
+def test_a_preempted_extra_job_loses_its_place_and_gets_it_back_with_the_same_job() -> None:
     jobs = running()
     assert without_news(jobs.seen([sighting(ELASTIC, "7", "COMPLETING")], 2.0)) == [
         TakePlace(ELASTIC.name, "its job is ending")
@@ -140,13 +140,13 @@ def test_a_place_that_holds_is_said_to_hold() -> None:
 
 
 def test_a_job_that_can_never_start_is_reported_once_and_left_alone() -> None:
-    jobs = members(ELASTIC)
+    jobs = book_of(ELASTIC)
     jobs.seen([], 0.0)
     jobs.tick(0.0)
     jobs.submitted(ELASTIC.name, "7", 0.0)
     blocked = sighting(ELASTIC, "7", "PENDING", reason="PartitionNodeLimit")
     (news,) = jobs.seen([blocked], 1.0)
-    assert isinstance(news, News) and news.event == "member_blocked"
+    assert isinstance(news, News) and news.event == "extra_job_blocked"
     assert jobs.seen([blocked], 2.0) == [] and jobs.tick(1000.0) == []
 
 
@@ -155,7 +155,7 @@ def test_a_word_that_nobody_knows_changes_nothing() -> None:
 
 
 def test_a_refused_submission_is_tried_again() -> None:
-    jobs = members(ELASTIC)
+    jobs = book_of(ELASTIC)
     jobs.seen([], 0.0)
     jobs.tick(0.0)
     (news,) = jobs.refused(ELASTIC.name, "sbatch failed with exit 1", 0.0)
@@ -164,7 +164,7 @@ def test_a_refused_submission_is_tried_again() -> None:
 
 
 def test_a_submission_whose_answer_was_lost_is_found_in_the_queue() -> None:
-    jobs = members(ELASTIC)
+    jobs = book_of(ELASTIC)
     jobs.seen([], 0.0)
     jobs.tick(0.0)
     jobs.refused(ELASTIC.name, "sbatch did not answer within 20 s", 0.0)
@@ -181,7 +181,7 @@ def test_a_job_that_lost_a_node_is_given_back_whole() -> None:
     assert actions[0] == CancelJob("7") and isinstance(actions[1], TakePlace) and "1 of 2 nodes" in actions[1].cause
 
 
-def test_a_member_that_was_given_up_is_cancelled_and_never_asked_for_again() -> None:
+def test_an_extra_job_that_was_given_up_is_cancelled_and_never_asked_for_again() -> None:
     jobs = running()
     actions = jobs.release(ELASTIC.name)
     assert actions[0] == CancelJob("7") and isinstance(actions[1], TakePlace)
@@ -189,7 +189,7 @@ def test_a_member_that_was_given_up_is_cancelled_and_never_asked_for_again() -> 
 
 
 def test_a_gang_gets_its_places_together() -> None:
-    jobs = members(TRAINER, SERVERS)
+    jobs = book_of(TRAINER, SERVERS)
     jobs.seen([], 0.0)
     jobs.tick(0.0)
     jobs.submitted(TRAINER.name, "1", 0.0)
@@ -201,7 +201,7 @@ def test_a_gang_gets_its_places_together() -> None:
 
 
 def test_half_a_gang_is_given_back_with_the_reason_and_asked_for_after_a_pause() -> None:
-    jobs = members(TRAINER, SERVERS, ELASTIC, timeout_s=60.0)
+    jobs = book_of(TRAINER, SERVERS, ELASTIC, timeout_s=60.0)
     jobs.seen([], 0.0)
     jobs.tick(0.0)
     for spec, job_id in ((TRAINER, "1"), (SERVERS, "2"), (ELASTIC, "3")):
@@ -229,7 +229,7 @@ def test_slurm_is_asked_often_only_while_that_may_change_something() -> None:
     assert jobs.look_interval_s(100.0) == 10.0
 
 
-def test_the_comment_of_a_members_job_says_which_attempt_asked_for_it() -> None:
+def test_the_comment_of_an_extra_job_says_which_attempt_asked_for_it() -> None:
     options = with_attempt(["--nodes=1", '--comment={"corral":1,"allocation":"a"}'], 3)
     assert options == ["--nodes=1", '--comment={"corral":1,"allocation":"a","attempt":3}']
 
@@ -253,7 +253,7 @@ def test_a_place_holds_only_while_its_job_runs_and_stays(job: dict[str, str] | N
 class Job:
     """A job in a SLURM that does what the test wants."""
 
-    spec: MemberSpec
+    spec: ExtraJobSpec
     word: str = "PENDING"
     start: int = 0
 
@@ -261,14 +261,14 @@ class Job:
 class World:
     """SLURM, and the workers' places as the supervisor would hold them."""
 
-    def __init__(self, *specs: MemberSpec) -> None:
+    def __init__(self, *specs: ExtraJobSpec) -> None:
         self.specs = {spec.name: spec for spec in specs}
-        self.machine = members(*specs, timeout_s=30.0)
+        self.machine = book_of(*specs, timeout_s=30.0)
         self.jobs: dict[str, Job] = {}
         self.places: set[str] = set()
         self.next_id = 1
 
-    def apply(self, actions: list[MemberAction], now: float) -> None:
+    def apply(self, actions: list[ExtraJobAction], now: float) -> None:
         for action in actions:
             match action:
                 case AskForJob(name):
@@ -301,7 +301,7 @@ class World:
         max_size=60,
     )
 )
-def test_whatever_slurm_does_no_member_has_two_jobs_and_no_place_outlives_its_job(
+def test_whatever_slurm_does_no_extra_job_is_there_twice_and_no_place_outlives_its_job(
     events: list[tuple[str, int]],
 ) -> None:
     world, now = World(TRAINER, SERVERS, ELASTIC), 0.0

@@ -234,7 +234,7 @@ def test_the_screen_names_the_layout_its_reason_and_every_node() -> None:
         }
     )
     assert render_layout(layout) == [
-        f"plan       hetjob: 1 job of 2 components, 3 nodes, 1 elastic member ({layout.reason})",
+        f"plan       hetjob: 1 job of 2 components, 3 nodes, 1 elastic worker ({layout.reason})",
         "  head                 2 x 23 CPUs, 1.293 GiB; partition cpu, time (default)",
         "    n0                 master_worker 0   gserver_manager 0   rollout_worker 0",
         "    n1                 rollout_worker 1",

@@ -45,8 +45,8 @@ def test_without_a_comment_id_and_name_decide_together(own: OwnJobs) -> None:
     own.note("9", allocation="rollout_worker/2", attempt=1)
     for seen in (own, again(own)):
         assert seen.identify(job("7")) == JobNote(name="exp.trial", allocation="head", attempt=0)
-        member = seen.identify(job("9", name="exp.trial.rollout_worker-2"))
-        assert member is not None and (member.allocation, member.attempt) == ("rollout_worker/2", 1)
+        extra_job = seen.identify(job("9", name="exp.trial.rollout_worker-2"))
+        assert extra_job is not None and (extra_job.allocation, extra_job.attempt) == ("rollout_worker/2", 1)
         # Job 7 of another cluster that shares the home folder, and a namesake in another folder.
         assert seen.identify(job("7", name="exp.other")) is None
         assert seen.identify(job("8")) is None
@@ -72,7 +72,7 @@ def test_jobs_are_sorted_out_by_comment_and_by_note(own: OwnJobs) -> None:
     ]
     found = find_jobs(JobIndex.of(jobs), own, job_id="7", is_over=True)
     assert found.head is not None and found.head.job_id == "8"
-    assert {name: one.job_id for name, one in found.members.items()} == {"a": "9", "b": "10"}
+    assert {name: one.job_id for name, one in found.extra_jobs.items()} == {"a": "9", "b": "10"}
     assert found.zombies == ()
 
 

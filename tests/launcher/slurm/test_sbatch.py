@@ -18,8 +18,8 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.own_jobs import job_name
 from corral.launcher.slurm.sbatch import (
-    member_options,
-    render_holder,
+    extra_job_options,
+    render_extra_job,
     render_script,
     sbatch_lines,
     sbatch_options,
@@ -91,12 +91,12 @@ def test_the_script_of_a_trial_is_known_to_the_byte(name: str, plan: RunPlan) ->
     ("name", "plan", "allocation"),
     [
         ("jobs-group.options", small_plan(gpu=1, launch=LAUNCH | {"layout": "jobs", "begin": "now+1hour"}), 1),
-        ("elastic-member.options", ELASTIC, 1),
+        ("elastic-worker.options", ELASTIC, 1),
     ],
 )
-def test_the_options_of_a_member_are_known_to_the_byte(name: str, plan: RunPlan, allocation: int) -> None:
+def test_the_options_of_an_extra_job_are_known_to_the_byte(name: str, plan: RunPlan, allocation: int) -> None:
     directory = TrialDirectory(plan.trial.directory)
-    options = member_options(plan, plan_layout(plan), allocation, directory, exclude_nodes=["n3"])
+    options = extra_job_options(plan, plan_layout(plan), allocation, directory, exclude_nodes=["n3"])
     check_golden(name, "\n".join(options) + "\n")
 
 
@@ -134,7 +134,7 @@ def test_a_successor_leaves_out_nodes_that_failed_beside_those_of_the_user() -> 
     assert of(plan, "n2", "n3", "n2") == [after, "--exclude=n[7-8],n2,n3"]
     hetjob = with_group(HETJOB, "model_worker", partition="big", exclude="n9")
     assert of(hetjob, "n2") == [after, "--exclude=n2", ":", after, "--exclude=n9,n2"]
-    assert of(ELASTIC, "n2") == [after, "--exclude=n2"]  # members are asked for by the attempt that follows
+    assert of(ELASTIC, "n2") == [after, "--exclude=n2"]  # extra jobs are asked for by the attempt that follows
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_path_with_control_characters_never_becomes_a_script(path: str) -> Non
     with pytest.raises(ValueError, match="control character"):
         render(path)
     with pytest.raises(ValueError, match="control character"):
-        render_holder(TrialDirectory(Path(path)))
+        render_extra_job(TrialDirectory(Path(path)))
 
 
 def test_a_backslash_that_slurm_would_drop_from_the_log_path_is_refused() -> None:
@@ -209,7 +209,7 @@ PRINTABLE = st.text(
 @settings(max_examples=20, deadline=None)
 @given(PRINTABLE)
 def test_every_printable_path_gives_scripts_that_bash_can_parse(name: str) -> None:
-    for script in (render(f"/scratch/{name}"), render_holder(TrialDirectory(Path(f"/scratch/{name}")))):
+    for script in (render(f"/scratch/{name}"), render_extra_job(TrialDirectory(Path(f"/scratch/{name}")))):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=120, capture_output=True)
 
 
@@ -305,27 +305,27 @@ def test_a_template_that_is_not_there_is_named(tmp_path: Path) -> None:
         render(launch={"sbatch_template": tmp_path / "nowhere.j2"})
 
 
-def quick_holder(directory: TrialDirectory, *, silence_s: float = 1) -> str:
-    script = render_holder(directory)
+def quick_extra_job(directory: TrialDirectory, *, silence_s: float = 1) -> str:
+    script = render_extra_job(directory)
     return script.replace("> 120)", f"> {silence_s})").replace("sleep 5", "sleep 0.1")
 
 
-def test_a_holder_ends_by_itself_once_its_supervisor_is_silent(tmp_path: Path) -> None:
+def test_an_extra_job_ends_by_itself_once_its_supervisor_is_silent(tmp_path: Path) -> None:
     directory = TrialDirectory(tmp_path / "it's a $(trial)")
     directory.control_path.mkdir(parents=True)
-    alive = directory.control_path / "holders-alive"
-    with subprocess.Popen(["bash", "-c", quick_holder(directory)], stdout=subprocess.PIPE, text=True) as holder:
+    alive = directory.control_path / "supervisor-alive"
+    with subprocess.Popen(["bash", "-c", quick_extra_job(directory)], stdout=subprocess.PIPE, text=True) as extra_job:
         for _ in range(25):  # longer than the silence that it allows
             alive.touch()
             time.sleep(0.1)
-        assert holder.poll() is None
-        said, _ = holder.communicate(timeout=120)
-    assert holder.returncode == 0 and str(alive) in said
+        assert extra_job.poll() is None
+        said, _ = extra_job.communicate(timeout=120)
+    assert extra_job.returncode == 0 and str(alive) in said
 
 
-def test_a_holder_gives_its_nodes_back_at_once_when_it_is_cancelled(tmp_path: Path) -> None:
-    script = quick_holder(TrialDirectory(tmp_path), silence_s=600).replace("sleep 0.1", "sleep 600")
-    with subprocess.Popen(["bash", "-c", script], start_new_session=True) as holder:
+def test_an_extra_job_gives_its_nodes_back_at_once_when_it_is_cancelled(tmp_path: Path) -> None:
+    script = quick_extra_job(TrialDirectory(tmp_path), silence_s=600).replace("sleep 0.1", "sleep 600")
+    with subprocess.Popen(["bash", "-c", script], start_new_session=True) as extra_job:
         time.sleep(0.3)
-        holder.terminate()
-        assert holder.wait(timeout=120) == 0
+        extra_job.terminate()
+        assert extra_job.wait(timeout=120) == 0

@@ -17,7 +17,7 @@ from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.slurm.queue import QueueAnswer
-from corral.launcher.status.evidence import Member
+from corral.launcher.status.evidence import ExtraJob
 from corral.launcher.status.explain import explain
 from corral.launcher.status.judge import Evidence, WorkerLife, describe, judge
 from corral.launcher.status.progress import live_line, progress_bar
@@ -286,11 +286,11 @@ def test_a_running_trial_is_seen_through_its_leases_and_after_its_end(
     assert {row.state.split()[0] for row in status.workers} == {"ENDED"}
 
 
-MEMBER_OF = {"rollout_worker/1": "rollout_worker/1"}
+EXTRA_JOB_OF = {"rollout_worker/1": "rollout_worker/1"}
 
 
-def member(state: str, reason: str = "None", *, is_elastic: bool = True) -> Member:
-    return Member(allocation="rollout_worker/1", is_elastic=is_elastic, job=job(state, reason))
+def extra_job(state: str, reason: str = "None", *, is_elastic: bool = True) -> ExtraJob:
+    return ExtraJob(allocation="rollout_worker/1", is_elastic=is_elastic, job=job(state, reason))
 
 
 @pytest.mark.parametrize(
@@ -311,13 +311,13 @@ def member(state: str, reason: str = "None", *, is_elastic: bool = True) -> Memb
          "DEGRADED", "rollout_worker/1 restarting"),
         ({"records": with_record("master_worker/0", record(attempt=7))}, "UNRESPONSIVE", "no record"),
         # An elastic worker holds nobody up; a group's job does.
-        ({"records": with_record("rollout_worker/1", None), "members": (member("PENDING", "Resources"),),
-          "allocation_by_worker": MEMBER_OF}, "RUNNING", ""),
-        ({"records": with_record("rollout_worker/1", None), "allocation_by_worker": MEMBER_OF,
-          "members": (member("PENDING", "Resources", is_elastic=False),)}, "STARTING", "job 7 QUEUED: Resources"),
-        ({"records": with_record("rollout_worker/1", None), "allocation_by_worker": MEMBER_OF,
+        ({"records": with_record("rollout_worker/1", None), "extra_jobs": (extra_job("PENDING", "Resources"),),
+          "allocation_by_worker": EXTRA_JOB_OF}, "RUNNING", ""),
+        ({"records": with_record("rollout_worker/1", None), "allocation_by_worker": EXTRA_JOB_OF,
+          "extra_jobs": (extra_job("PENDING", "Resources", is_elastic=False),)}, "STARTING", "job 7 QUEUED: Resources"),
+        ({"records": with_record("rollout_worker/1", None), "allocation_by_worker": EXTRA_JOB_OF,
           "lives": lives("rollout_worker/1", dataclasses.replace(JUST_STARTED, exit="signal 9", ended_at=NOW - 3)),
-          "members": (member("PENDING", "Resources", is_elastic=False),)}, "DEGRADED", "job 7 QUEUED: Resources"),
+          "extra_jobs": (extra_job("PENDING", "Resources", is_elastic=False),)}, "DEGRADED", "job 7 QUEUED: Resources"),
         ({"records": with_record("rollout_worker/1", None), "held_groups": frozenset({"rollout_worker"})},
          "RUNNING", ""),
         ({"given_up": {"rollout_worker/1": "out of restarts"}}, "DEGRADED", "goes on without rollout_worker/1"),
@@ -376,8 +376,8 @@ def test_groups_say_what_their_jobs_wait_for_and_what_holds_them() -> None:
     waiting = dataclasses.replace(
         HEALTHY,
         records=with_record("rollout_worker/1", None),
-        members=(member("PENDING", "Resources"),),
-        allocation_by_worker=MEMBER_OF,
+        extra_jobs=(extra_job("PENDING", "Resources"),),
+        allocation_by_worker=EXTRA_JOB_OF,
     )
     (group,) = [group for group in describe(waiting).groups if group.group == "rollout_worker"]
     assert (group.ready, group.note) == (1, "1: job 7 QUEUED: Resources: waits for resources")

@@ -245,7 +245,7 @@ def test_jobs_may_share_nodes_but_not_exceed_them() -> None:
         _check(_plan(launch=launch, task={"cpu": 2}, model_workers=3), facts)
 
 
-def test_an_elastic_member_is_checked_alone_and_never_added_up() -> None:
+def test_an_elastic_worker_is_checked_alone_and_never_added_up() -> None:
     facts = _facts("n1|p*|8|8000|(null)|(null)|idle|infinite\n", partitions={"p": {"State": "UP"}})
     server = Scheduling(cpu=1, mem=64)
 

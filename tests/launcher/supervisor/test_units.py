@@ -397,7 +397,7 @@ def test_whatever_happens_units_never_overlap_and_every_stop_ends(events: list[t
         assert "used up" not in world.end.cause
 
 
-MEMBERS = (SERVER, ROAMER, FAR_GANG)
+FAR_UNITS = (SERVER, ROAMER, FAR_GANG)
 PLACE_EVENTS = st.tuples(
     st.sampled_from(["exit", "give", "take", "answer", "tick"]), st.integers(0, 9), st.sampled_from([0, 1, -9, -15])
 )
@@ -408,7 +408,7 @@ PLACE_EVENTS = st.tuples(
 def test_whatever_becomes_of_places_nothing_starts_without_one_and_a_taken_one_costs_nothing(
     events: list[tuple[str, int, int]],
 ) -> None:
-    units = (WAITING_MASTER, *MEMBERS, REDIS)
+    units = (WAITING_MASTER, *FAR_UNITS, REDIS)
     supervision, world, now = Supervision(units, POLICY), World(units), 0.0
     places: set[str] = set()
     crashes = dict.fromkeys([unit.name for unit in units], 0)
@@ -431,7 +431,7 @@ def test_whatever_becomes_of_places_nothing_starts_without_one_and_a_taken_one_c
     apply(supervision.tick(now))
     for kind, number, code in events:
         now += 0.1
-        member = MEMBERS[number % len(MEMBERS)].name
+        far_unit = FAR_UNITS[number % len(FAR_UNITS)].name
         if kind == "exit" and world.running:
             task = sorted(world.running)[number % len(world.running)]
             world.running.discard(task)
@@ -440,18 +440,18 @@ def test_whatever_becomes_of_places_nothing_starts_without_one_and_a_taken_one_c
             elif unit_by_task[task].has_fallback:
                 crashes[unit_by_task[task].name] += 1  # in its fallback it has no place to lose
             apply(supervision.exited(task, code, now))
-        elif kind == "give" and member not in places:
-            places.add(member)
-            apply(supervision.place_given(member, now))
-        elif kind == "take" and member in places:
-            places.discard(member)
-            apply(supervision.place_taken(member, "taken", now))
-            if member in doubted:
-                doubted.discard(member)
-        elif kind == "answer" and member in places and member in doubted:
-            doubted.discard(member)
-            crashes[member] += 1
-            apply(supervision.place_holds(member, now))
+        elif kind == "give" and far_unit not in places:
+            places.add(far_unit)
+            apply(supervision.place_given(far_unit, now))
+        elif kind == "take" and far_unit in places:
+            places.discard(far_unit)
+            apply(supervision.place_taken(far_unit, "taken", now))
+            if far_unit in doubted:
+                doubted.discard(far_unit)
+        elif kind == "answer" and far_unit in places and far_unit in doubted:
+            doubted.discard(far_unit)
+            crashes[far_unit] += 1
+            apply(supervision.place_holds(far_unit, now))
         elif kind == "tick":
             now += number / 3.0  # never as long as a doubt lasts
             apply(supervision.tick(now))
