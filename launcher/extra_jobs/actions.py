@@ -1,4 +1,4 @@
-"""What goes into and comes out of the extra jobs' state machine: jobs as squeue shows them, requests and places."""
+"""What goes into and comes out of the extra jobs' state machine: jobs as squeue shows them in, requests out."""
 
 from dataclasses import dataclass
 
@@ -63,14 +63,14 @@ class ClearJob:
 
 
 @dataclass(frozen=True, slots=True)
-class GivePlace:
+class NodesGranted:
     """The extra job's workers may start."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class TakePlace:
+class NodesLost:
     """The extra job's workers have lost their nodes."""
 
     name: str
@@ -78,7 +78,7 @@ class TakePlace:
 
 
 @dataclass(frozen=True, slots=True)
-class HoldPlace:
+class NodesStay:
     """The extra job's nodes are still there: whatever ended there ended by itself."""
 
     name: str
@@ -92,7 +92,7 @@ class News:
     fields: dict[str, object]
 
 
-PlaceAction = GivePlace | TakePlace | HoldPlace
+NodesEvent = NodesGranted | NodesLost | NodesStay
 """What follows for those who run in an extra job."""
 
-ExtraJobAction = AskForJob | CancelJob | ClearJob | PlaceAction | News
+ExtraJobAction = AskForJob | CancelJob | ClearJob | NodesEvent | News

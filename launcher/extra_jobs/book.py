@@ -7,9 +7,9 @@ One extra job, which is a group of layout `jobs` or an elastic worker:
       |                     | refused         +---- preempted, requeued ---+-----------------+
       +---------------------+-------------------- cancelled, timed out, failed (growing pause)
 
-A place is given to workers while the job is RUNNING; the groups of a gang only get theirs together. What SLURM does not
-answer changes nothing: the last known state stands. A supervisor that was started again adopts the jobs that its
-predecessor asked for; those of an earlier attempt are cancelled.
+Its nodes are granted to workers while the job is RUNNING; the groups of a gang only get theirs together. What SLURM
+does not answer changes nothing: the last known state stands. A supervisor that was started again adopts the jobs that
+its predecessor asked for; those of an earlier attempt are cancelled.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,11 +22,11 @@ from corral.launcher.extra_jobs.actions import (
     ClearJob,
     ExtraJobAction,
     ExtraJobSpec,
-    GivePlace,
-    HoldPlace,
     JobSighting,
     News,
-    TakePlace,
+    NodesGranted,
+    NodesLost,
+    NodesStay,
 )
 from corral.launcher.extra_jobs.gang import GangGuard
 from corral.launcher.slurm.verdict import judge_job
@@ -67,8 +67,8 @@ class _ExtraJob:
     """Job and start of the present run."""
     left_run: tuple[str, str] | None = None
     """A run that is known to end, whatever squeue still says of it."""
-    given: tuple[str, str] | None = None
-    """The run whose place was given to the workers."""
+    granted: tuple[str, str] | None = None
+    """The run whose nodes were granted to the workers."""
     noted_reason: str = ""
 
 
@@ -87,13 +87,13 @@ class ExtraJobBook:
     def __post_init__(self) -> None:
         self._extra_jobs = {spec.name: _ExtraJob(spec) for spec in self.specs}
 
-    def place(self, name: str) -> tuple[str, tuple[str, ...]] | None:
-        """Job id and hosts of a place that was given to its workers."""
+    def nodes_of(self, name: str) -> tuple[str, tuple[str, ...]] | None:
+        """Job id and hosts of the nodes that its workers were granted."""
         extra_job = self._extra_jobs[name]
-        return (extra_job.job_id, extra_job.hosts) if extra_job.given is not None else None
+        return (extra_job.job_id, extra_job.hosts) if extra_job.granted is not None else None
 
     def why_away(self, name: str) -> str:
-        """Why a place is not there, for people."""
+        """Why its nodes are not there, for people."""
         extra_job = self._extra_jobs[name]
         its_job = f"its job {extra_job.job_id}" if extra_job.job_id else "its job"
         said = f"{its_job} is {extra_job.state}"
@@ -105,7 +105,7 @@ class ExtraJobBook:
 
     def look_interval_s(self, now: float) -> float:
         """How long squeue's last answer is good for."""
-        is_open = any(extra_job.given is None for extra_job in self._extra_jobs.values())
+        is_open = any(extra_job.granted is None for extra_job in self._extra_jobs.values())
         return _QUICK_LOOK_S if is_open and now - self._changed_at < _QUICK_FOR_S else _SLOW_LOOK_S
 
     def tick(self, now: float) -> list[ExtraJobAction]:
@@ -160,12 +160,12 @@ class ExtraJobBook:
         return actions + self._guard(now)
 
     def checked(self, name: str, job_id: str, *, is_leaving: bool, cause: str = "") -> list[ExtraJobAction]:
-        """SLURM was asked about a place after something ended there."""
+        """SLURM was asked about the nodes after something ended there."""
         extra_job = self._extra_jobs[name]
-        if extra_job.job_id != job_id or extra_job.given is None:
-            return []  # it was taken in the meantime, and that is known
+        if extra_job.job_id != job_id or extra_job.granted is None:
+            return []  # they were lost in the meantime, and that is known
         if not is_leaving:
-            return [HoldPlace(name)]
+            return [NodesStay(name)]
         extra_job.state, extra_job.reason, extra_job.left_run = ExtraJobState.LEAVING, cause, extra_job.run
         return self._announce()
 
@@ -215,7 +215,7 @@ class ExtraJobBook:
         if run == extra_job.left_run:
             return []
         if job.hosts and len(job.hosts) < extra_job.spec.num_nodes:
-            # With --no-kill a job outlives its nodes, but what was planned for them has no place in it.
+            # With --no-kill a job outlives its nodes, but what was planned for them has no room in it.
             have = f"{len(job.hosts)} of {extra_job.spec.num_nodes} nodes"
             return [*self._cancel(job), *self._gone(extra_job, f"its job has {have} left", now)]
         if run != extra_job.run and job.hosts:
@@ -295,19 +295,19 @@ class ExtraJobBook:
         return actions + self._announce()
 
     def _announce(self) -> list[ExtraJobAction]:
-        """Gives and takes places, as they have changed since the last time."""
+        """Says whose nodes were granted and whose were lost since the last time."""
         actions: list[ExtraJobAction] = []
         for extra_job in self._extra_jobs.values():
             is_there = extra_job.state is ExtraJobState.RUNNING and extra_job.is_clear
             may_start = is_there and (self.gang.is_assembled or not extra_job.spec.is_required)
-            place = extra_job.run if may_start else None
-            if place == extra_job.given:
+            granted = extra_job.run if may_start else None
+            if granted == extra_job.granted:
                 continue
-            if extra_job.given is not None:
-                actions.append(TakePlace(extra_job.spec.name, extra_job.reason or "its job was started anew"))
-            if place is not None:
-                actions.append(GivePlace(extra_job.spec.name))
-            extra_job.given = place
+            if extra_job.granted is not None:
+                actions.append(NodesLost(extra_job.spec.name, extra_job.reason or "its job was started anew"))
+            if granted is not None:
+                actions.append(NodesGranted(extra_job.spec.name))
+            extra_job.granted = granted
         return actions
 
     def _cancel(self, job: JobSighting) -> list[ExtraJobAction]:

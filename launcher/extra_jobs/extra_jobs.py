@@ -3,7 +3,7 @@
     Supervisor --drive()--> ExtraJobBook (pure) --AskForJob, CancelJob, ...--> one thread: sbatch, squeue, scancel
         ^                        |   ^                                           |
         |                        |   +--------------- answers, in order ---------+
-        +-- GivePlace, TakePlace, HoldPlace: what the workers of an allocation may do
+        +-- NodesGranted, NodesLost, NodesStay: what the workers of an allocation may do
 
 While it lives the supervisor touches control/supervisor-alive; the extra jobs end by themselves when it stops.
 """
@@ -23,7 +23,7 @@ from corral.launcher.extra_jobs.actions import (
     ExtraJobAction,
     JobSighting,
     News,
-    PlaceAction,
+    NodesEvent,
 )
 from corral.launcher.extra_jobs.book import ExtraJobBook
 from corral.launcher.extra_jobs.gang import GangGuard
@@ -107,9 +107,9 @@ class ExtraJobs:
         """The trial's allocations."""
         return self._layout
 
-    def drive(self, now: float) -> list[PlaceAction]:
-        """One turn of the loop: takes in what SLURM has answered, asks for more; returns what became of the places."""
-        actions: list[PlaceAction] = []
+    def drive(self, now: float) -> list[NodesEvent]:
+        """One turn of the loop: takes in what SLURM has answered, asks for more; returns what became of the nodes."""
+        actions: list[NodesEvent] = []
         if not self._index_by_name:
             return actions
         self._touch(now)
@@ -121,11 +121,11 @@ class ExtraJobs:
             self._look = self._request(self._ask_queue)
         return actions
 
-    def ask(self, name: str) -> None:
-        """Find out whether the job of an allocation is still there."""
-        place = self._book.place(name)
-        if place is not None:
-            self._request(lambda: self._check(name, place[0]))
+    def check_nodes(self, name: str) -> None:
+        """Find out whether the nodes of an allocation are still there."""
+        nodes = self._book.nodes_of(name)
+        if nodes is not None:
+            self._request(lambda: self._check(name, nodes[0]))
 
     def give_up(self, name: str) -> None:
         """Nothing will be started any more in an allocation: its nodes are not needed."""
@@ -136,9 +136,9 @@ class ExtraJobs:
         """What runs at the moment, as srun names it."""
         running = dict(self._own)
         for name, index in self._index_by_name.items():
-            place = self._book.place(name)
-            if place is not None:
-                running[index] = RunningAllocation(job_id=place[0], het_group=None, hosts=place[1])
+            nodes = self._book.nodes_of(name)
+            if nodes is not None:
+                running[index] = RunningAllocation(job_id=nodes[0], het_group=None, hosts=nodes[1])
         return running
 
     def why_away(self, allocation: int) -> str:
@@ -161,15 +161,15 @@ class ExtraJobs:
         supervisor_alive_path(self._directory).unlink(missing_ok=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _apply(self, wanted: Sequence[ExtraJobAction]) -> list[PlaceAction]:
+    def _apply(self, wanted: Sequence[ExtraJobAction]) -> list[NodesEvent]:
         """Does what is ours to do; the rest is for those who run there."""
-        places: list[PlaceAction] = []
+        events: list[NodesEvent] = []
         for action in wanted:
-            if isinstance(action, PlaceAction):
-                places.append(action)
+            if isinstance(action, NodesEvent):
+                events.append(action)
             else:
                 self._carry_out(action)
-        return places
+        return events
 
     def _carry_out(self, action: ExtraJobAction) -> None:
         match action:

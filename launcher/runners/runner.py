@@ -9,11 +9,11 @@ from corral.launcher.layout.layout import Step
 from corral.launcher.trial.exits import ExitKind
 
 
-class PlaceNotAvailableError(OSError):
+class NodesNotAvailableError(OSError):
     """The nodes that a worker has to run on are not there at the moment: their job waits, or has ended."""
 
 
-class AllocationLostError(PlaceNotAvailableError):
+class AllocationLostError(NodesNotAvailableError):
     """A part of the trial's own job has ended, and nothing gives it back to this attempt."""
 
 
@@ -55,7 +55,7 @@ class TaskRunner(Protocol):
         """Start one task.
 
         Raises:
-            PlaceNotAvailableError: if its nodes are not there at the moment.
+            NodesNotAvailableError: if its nodes are not there at the moment.
             OSError: if the command cannot be started.
         """
 
@@ -66,7 +66,7 @@ class TaskRunner(Protocol):
         """The interface that the worker's servers listen on.
 
         Raises:
-            PlaceNotAvailableError: if its nodes are not there at the moment.
+            NodesNotAvailableError: if its nodes are not there at the moment.
         """
 
     def clean_up(self) -> None:

@@ -18,7 +18,7 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations, Step
 from corral.launcher.runners.containers import contain
-from corral.launcher.runners.runner import AllocationLostError, PlaceNotAvailableError, TaskSpec
+from corral.launcher.runners.runner import AllocationLostError, NodesNotAvailableError, TaskSpec
 from corral.launcher.runners.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
 from corral.launcher.slurm.client import SlurmClient, SlurmError, clean_environment
 from corral.launcher.slurm.patience import patiently
@@ -96,16 +96,16 @@ class SrunRunner:
         """Where a worker would run now.
 
         Raises:
-            PlaceNotAvailableError: if its nodes are not there at the moment.
+            NodesNotAvailableError: if its nodes are not there at the moment.
         """
         step, overlaps = self._moved.get(worker, (self._layout.steps[worker], False))
         allocation = self._layout.allocations[step.allocation]
         running = self._allocations().get(step.allocation)
         if running is None:
             why = self._why_away(step.allocation)
-            raise PlaceNotAvailableError(f"{worker} runs in allocation {allocation.name}, and {why}")
+            raise NodesNotAvailableError(f"{worker} runs in allocation {allocation.name}, and {why}")
         if step.node_index >= len(running.hosts):
-            raise PlaceNotAvailableError(
+            raise NodesNotAvailableError(
                 f"{worker} runs on node {step.node_index} of allocation {allocation.name}, and job {running.job_id} "
                 f"has {len(running.hosts)} nodes"
             )

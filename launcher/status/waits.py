@@ -121,7 +121,7 @@ def _next_rows(row: WorkerRow, row_by_worker: Mapping[str, WorkerRow]) -> list[W
 
 
 def _without_away(rows: Sequence[WorkerRow]) -> list[WorkerRow]:
-    """Nobody waits for those whose place was taken while there are others."""
+    """Nobody waits for those that are away while there are others."""
     return [row for row in rows if not is_away(row)] or list(rows)
 
 

@@ -174,11 +174,11 @@ def _worker_state(
     if memory is not None:
         patience_s = _SILENT_TTLS * evidence.facts.lease_ttl_s if memory.is_setting_up else _SILENT_S
         if last_seen_s is not None and last_seen_s > patience_s:
-            return WorkerState.AWAY if record is None and _is_place_gone(evidence, worker) else WorkerState.SILENT
+            return WorkerState.AWAY if record is None and _are_nodes_gone(evidence, worker) else WorkerState.SILENT
         if memory.is_setting_up or record is None:
             return WorkerState.RESTARTING if life.restarts else WorkerState.STARTING
         return WorkerState.UP
-    if _is_place_gone(evidence, worker):
+    if _are_nodes_gone(evidence, worker):
         return WorkerState.AWAY
     if life.started_at is None:
         return WorkerState.STARTING
@@ -193,8 +193,8 @@ def _is_ending(evidence: Evidence) -> bool:
     return evidence.is_done or evidence.is_stopped or evidence.stop_request is not None
 
 
-def _is_place_gone(evidence: Evidence, worker: str) -> bool:
-    """Whether the worker's place is in a job that does not run now."""
+def _are_nodes_gone(evidence: Evidence, worker: str) -> bool:
+    """Whether the worker's nodes are those of a job that does not run now."""
     allocation = evidence.allocation_by_worker.get(worker)
     if allocation is None:
         return False

@@ -23,12 +23,12 @@ class UnitSpec:
     tasks: tuple[str, ...]
     is_service: bool = False
     """A service (Redis) outlives the workers: it is restarted while they stop, and ends last."""
-    needs_place: bool = False
-    """Its place is a job of its own, which may be away."""
+    needs_nodes: bool = False
+    """Its nodes are those of an extra job, which may be away."""
     has_fallback: bool = False
-    """While its place is away it runs elsewhere."""
+    """While its nodes are away it runs elsewhere."""
     waits_for: tuple[str, ...] = ()
-    """Units without whose places it is not started: its deadlines must not count the time that jobs are queued."""
+    """Units without whose nodes it is not started: its deadlines must not count the time that jobs are queued."""
     is_optional: bool = False
     """The trial can do without it: out of budget, it is given up alone."""
 
@@ -43,8 +43,8 @@ class RestartPolicy:
     max_pause_s: float = 30.0
     terminate_grace_s: float = 10.0
     kill_grace_s: float = 5.0
-    doubt_s: float = 30.0
-    """How long an exit may wait for SLURM's word on its place; after that it counts as a crash."""
+    check_timeout_s: float = 30.0
+    """How long an exit may wait for SLURM's word on its nodes; after that it counts as a crash."""
 
     def pause_before(self, restart: int) -> float:
         """Pause before the `restart`-th restart in a row, counted from 1: doubles each time, up to `max_pause_s`."""
@@ -120,8 +120,8 @@ class RestartUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class AskPlace:
-    """Find out whether the unit's place is still there; `place_holds` or `place_taken` is the answer."""
+class CheckNodes:
+    """Find out whether the unit's nodes are still there; `nodes_stay` or `nodes_lost` is the answer."""
 
     unit: str
 
@@ -157,4 +157,4 @@ class EndTrial:
     cause: str
 
 
-Action = StartUnit | SignalTask | RestartUnit | AskPlace | LeaveUnit | GiveUpUnit | AppendStop | EndTrial
+Action = StartUnit | SignalTask | RestartUnit | CheckNodes | LeaveUnit | GiveUpUnit | AppendStop | EndTrial

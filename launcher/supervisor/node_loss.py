@@ -133,7 +133,7 @@ class NodeLoss:
         self._steps = dict(layout.steps)
         self._lost: set[NodeKey] = set()
         self._given_up: set[str] = set()
-        self._excused: set[str] = set()
+        self._expected_ends: set[str] = set()
 
     def look(self) -> list[str]:
         """Nodes that SLURM has taken out of the job since the last look."""
@@ -166,14 +166,14 @@ class NodeLoss:
         why_over = is_trial_over(self._layout, relocation, self._given_up)
         self._steps |= {**relocation.moves, **relocation.shares}
         self._given_up |= {*relocation.without_room}
-        self._excused |= {*relocation.moves, *relocation.shares, *relocation.without_room}
+        self._expected_ends |= {*relocation.moves, *relocation.shares, *relocation.without_room}
         return replace(relocation, why_over=why_over)
 
-    def excuse(self, worker: str) -> bool:
+    def explains_end(self, worker: str) -> bool:
         """Whether the exit of a worker, told once, is explained by the loss of its node."""
-        is_excused = worker in self._excused
-        self._excused.discard(worker)
-        return is_excused
+        is_expected = worker in self._expected_ends
+        self._expected_ends.discard(worker)
+        return is_expected
 
     def host_of(self, step: Step) -> str:
         """The node of a step."""

@@ -33,7 +33,7 @@ from corral.launcher.runners.runner import TaskRunner
 from corral.launcher.supervisor.actions import (
     Action,
     AppendStop,
-    AskPlace,
+    CheckNodes,
     EndTrial,
     GiveUpUnit,
     LeaveUnit,
@@ -50,7 +50,7 @@ from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.successor import Continuation
 from corral.launcher.supervisor.supervisor_exit import SupervisorExit
 from corral.launcher.supervisor.trial_watch import Seen, TrialWatch
-from corral.launcher.supervisor.unit_places import UnitPlaces
+from corral.launcher.supervisor.unit_nodes import UnitNodes
 from corral.launcher.supervisor.unit_specs import WorkerCommand, units_of_plan, worker_command
 from corral.launcher.supervisor.units import Supervision, TrialPhase
 from corral.launcher.supervisor.wake_up import WakeUp
@@ -104,11 +104,11 @@ class Supervisor:
         self._wake = WakeUp(signals)
         self._extra_jobs = extra_jobs
         units = units_of_plan(plan)
-        self._places = UnitPlaces(extra_jobs.layout) if extra_jobs is not None else None
-        if self._places is not None:
-            units = self._places.with_places(units)
+        self._unit_nodes = UnitNodes(extra_jobs.layout) if extra_jobs is not None else None
+        if self._unit_nodes is not None:
+            units = self._unit_nodes.with_needs(units)
         self._tasks_by_unit = {unit.name: unit.tasks for unit in units}
-        self._tasks_of_own_job = {task for unit in units if not unit.needs_place for task in unit.tasks}
+        self._tasks_of_own_job = {task for unit in units if not unit.needs_nodes for task in unit.tasks}
         self._supervision = Supervision(
             units,
             RestartPolicy(
@@ -181,11 +181,11 @@ class Supervisor:
         self._apply(self._supervision.tick(time.monotonic()))
 
     def _drive_extra_jobs(self) -> None:
-        """Before the exits are judged: those whose nodes were taken are no crashes."""
-        if self._extra_jobs is None or self._places is None:
+        """Before the exits are judged: those whose nodes were lost are no crashes."""
+        if self._extra_jobs is None or self._unit_nodes is None:
             return
         for action in self._extra_jobs.drive(time.monotonic()):
-            self._apply(self._places.apply(action, self._supervision, time.monotonic()))
+            self._apply(self._unit_nodes.apply(action, self._supervision, time.monotonic()))
 
     def _after_node_loss(self, exits: Sequence[Exit]) -> Sequence[Exit]:
         """If the allocation outlives its nodes: moves what ran on a lost one, and says whose exit that explains."""
@@ -194,7 +194,9 @@ class Supervisor:
         for node in self._node_loss.look():
             note_failed_node(self._directory, node, self._record)
             self._relocate(node)
-        return [replace(one, kind=ExitKind.NODE_LOST) if self._node_loss.excuse(one.task) else one for one in exits]
+        return [
+            replace(one, kind=ExitKind.NODE_LOST) if self._node_loss.explains_end(one.task) else one for one in exits
+        ]
 
     def _relocate(self, node: str) -> None:
         assert self._node_loss is not None
@@ -213,7 +215,7 @@ class Supervisor:
             self._record("unit_given_up", unit=worker, cause=f"{cause}, and no other has room for it")
 
     def _find_job_gone(self, exits: Sequence[Exit]) -> None:
-        """Of the trial's own job; whether a job beside it is gone, SLURM is asked for its place."""
+        """Of the trial's own job; whether an extra job is gone, SLURM is asked."""
         for one in exits:
             if one.kind is ExitKind.JOB_GONE and one.task in self._tasks_of_own_job:
                 self._why_abandoned = f"{one.task} could not be started: the job has ended"
@@ -291,12 +293,12 @@ class Supervisor:
                     self._record("unit_restarting", unit=unit, cause=cause, pause_s=pause_s, restarts=restarts)
                 case LeaveUnit(unit, cause):
                     self._record("unit_left", unit=unit, cause=cause)
-                case AskPlace(unit) if self._extra_jobs is not None and self._places is not None:
-                    self._extra_jobs.ask(self._places.allocation_of(unit))
+                case CheckNodes(unit) if self._extra_jobs is not None and self._unit_nodes is not None:
+                    self._extra_jobs.check_nodes(self._unit_nodes.allocation_of(unit))
                 case GiveUpUnit(unit, cause):
                     self._record("unit_given_up", unit=unit, cause=cause)
-                    if self._extra_jobs is not None and self._places is not None:
-                        self._extra_jobs.give_up(self._places.allocation_of(unit))
+                    if self._extra_jobs is not None and self._unit_nodes is not None:
+                        self._extra_jobs.give_up(self._unit_nodes.allocation_of(unit))
                 case AppendStop(reason):
                     self._append_stop(reason)
                 case EndTrial():

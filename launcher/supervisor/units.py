@@ -5,10 +5,10 @@ One unit, while the trial runs:
     WAITING --pause over--> RUNNING --one task ended--> CLEARING --last task gone--> WAITING
        ^                                                    |   |
        |                                                    |   +-- budget spent, or exit 2, 77, 78 --> the trial fails
-       +-- its place was taken, or holds --- DOUBTED <------+ (a unit in a job of its own)
+       +-- its nodes are lost, or stay --- CHECKING <-------+ (a unit in an extra job)
 
-A unit in a job of its own (`needs_place`) starts only while that job runs. Its exit is judged once SLURM has said
-whether the job still runs: a place that was taken is no failure, costs no budget, and is waited for.
+A unit in an extra job (`needs_nodes`) starts only while that job runs. Its exit is judged once SLURM has said
+whether the job still runs: nodes that were lost are no failure, cost no budget, and are waited for.
 
 The trial:
 
@@ -30,7 +30,7 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.launcher.supervisor.actions import (
     Action,
     AppendStop,
-    AskPlace,
+    CheckNodes,
     EndTrial,
     GiveUpUnit,
     LeaveUnit,
@@ -64,8 +64,8 @@ class UnitPhase(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     CLEARING = "clearing"
-    DOUBTED = "doubted"
-    """Nothing of it runs, and whether its place is still there is being asked."""
+    CHECKING = "checking"
+    """Nothing of it runs, and SLURM is asked whether its nodes are still there."""
 
 
 @dataclass(slots=True)
@@ -79,18 +79,18 @@ class _Unit:
     restarts: int = 0
     charged: int = 0
     in_a_row: int = 0
-    has_place: bool = True
+    has_nodes: bool = True
     is_on_fallback: bool = False
     is_held: bool = False
     is_given_up: bool = False
-    excuse: str = ""
+    expected_end: str = ""
     """Why its tasks end, where that is not their fault."""
     deadline: float = float("inf")
-    """Of an answer about its place, or of an excused end."""
+    """Of an answer about its nodes, or of an expected end."""
 
     @property
     def may_start(self) -> bool:
-        is_somewhere = self.has_place or self.spec.has_fallback
+        is_somewhere = self.has_nodes or self.spec.has_fallback
         return self.phase is UnitPhase.WAITING and is_somewhere and not self.is_held and not self.is_given_up
 
 
@@ -100,7 +100,7 @@ class Supervision:
     def __init__(self, units: Sequence[UnitSpec], policy: RestartPolicy) -> None:
         self._policy = policy
         ordered = sorted(units, key=lambda spec: not spec.is_service)  # services first: workers need them at once
-        self._units = {spec.name: _Unit(spec, has_place=not spec.needs_place) for spec in ordered}
+        self._units = {spec.name: _Unit(spec, has_nodes=not spec.needs_nodes) for spec in ordered}
         self._unit_by_task = {task: unit for unit in self._units.values() for task in unit.spec.tasks}
         self._signalled: set[str] = set()
         self._deadline = float("inf")
@@ -135,32 +135,32 @@ class Supervision:
             actions += self._cleared(unit, now)
         return actions
 
-    def place_given(self, name: str, now: float) -> list[Action]:
-        """The unit's place is there; what runs on its fallback moves."""
+    def nodes_granted(self, name: str, now: float) -> list[Action]:
+        """The unit's nodes are there; what runs on its fallback moves."""
         unit = self._units[name]
-        unit.has_place = True
+        unit.has_nodes = True
         if unit.is_on_fallback and self.phase is TrialPhase.RUNNING:
-            return self._excuse(unit, "its own place was given", now, kill=False)
+            return self._expect_end(unit, "its own nodes were granted", now, kill=False)
         return []
 
-    def place_taken(self, name: str, cause: str, now: float) -> list[Action]:
-        """The unit's place is gone, and with it what ran there."""
+    def nodes_lost(self, name: str, cause: str, now: float) -> list[Action]:
+        """The unit's nodes are gone, and with them what ran there."""
         unit = self._units[name]
-        unit.has_place = False
+        unit.has_nodes = False
         if unit.is_on_fallback or self.phase in (TrialPhase.TERMINATING, TrialPhase.KILLING, TrialPhase.ENDED):
             return []
-        is_doubted = unit.phase is UnitPhase.DOUBTED
-        actions = self._leave(unit, cause, now) if is_doubted else self._excuse(unit, cause, now, kill=True)
+        is_checking = unit.phase is UnitPhase.CHECKING
+        actions = self._leave(unit, cause, now) if is_checking else self._expect_end(unit, cause, now, kill=True)
         master = self._units.get(MASTER_UNIT)
         if name == TRAINER_UNIT and master is not None and self.phase is TrialPhase.RUNNING:
             # It would give up on its trainer after a while, and both begin at the last commit anyway.
-            actions += self._excuse(master, f"{name} is away: {cause}", now, kill=False)
+            actions += self._expect_end(master, f"{name} is away: {cause}", now, kill=False)
         return actions
 
-    def place_holds(self, name: str, now: float) -> list[Action]:
-        """The place of a unit that ended is still there: it ended by itself."""
+    def nodes_stay(self, name: str, now: float) -> list[Action]:
+        """The nodes of a unit that ended are still there: it ended by itself."""
         unit = self._units[name]
-        if unit.phase is not UnitPhase.DOUBTED or self.phase is not TrialPhase.RUNNING:
+        if unit.phase is not UnitPhase.CHECKING or self.phase is not TrialPhase.RUNNING:
             return []
         return self._restart_or_give_up(unit, now)
 
@@ -170,7 +170,7 @@ class Supervision:
         was_held, unit.is_held = unit.is_held, is_held
         if not is_held or was_held or self.phase is not TrialPhase.RUNNING:
             return []
-        return self._excuse(unit, "its group is held", now, kill=False)
+        return self._expect_end(unit, "its group is held", now, kill=False)
 
     def give_up(self, name: str) -> None:
         """There is no room for the unit any more: it is not started again, and the trial goes on without it."""
@@ -213,41 +213,41 @@ class Supervision:
             if now >= unit.deadline:
                 actions += self._overdue(unit, now)
             may_start = self.phase is TrialPhase.RUNNING or (self.phase is TrialPhase.STOPPING and unit.spec.is_service)
-            is_accompanied = all(self._units[name].has_place for name in unit.spec.waits_for)
+            is_accompanied = all(self._units[name].has_nodes for name in unit.spec.waits_for)
             if may_start and unit.may_start and is_accompanied and now >= unit.start_at:
                 unit.phase = UnitPhase.RUNNING
                 unit.running = set(unit.spec.tasks)
                 unit.exits.clear()
                 unit.started_at = now
-                unit.is_on_fallback = not unit.has_place
+                unit.is_on_fallback = not unit.has_nodes
                 actions.append(StartUnit(unit.spec.name))
         return actions
 
     def _cleared(self, unit: _Unit, now: float) -> list[Action]:
         """The last task of a unit is gone."""
-        if unit.excuse:
-            return self._leave(unit, unit.excuse, now)
-        if unit.spec.needs_place and not unit.is_on_fallback and self.phase is TrialPhase.RUNNING:
-            unit.phase = UnitPhase.DOUBTED
-            unit.deadline = now + self._policy.doubt_s
-            return [AskPlace(unit.spec.name)]
+        if unit.expected_end:
+            return self._leave(unit, unit.expected_end, now)
+        if unit.spec.needs_nodes and not unit.is_on_fallback and self.phase is TrialPhase.RUNNING:
+            unit.phase = UnitPhase.CHECKING
+            unit.deadline = now + self._policy.check_timeout_s
+            return [CheckNodes(unit.spec.name)]
         return self._restart_or_give_up(unit, now)
 
-    def _excuse(self, unit: _Unit, cause: str, now: float, *, kill: bool) -> list[Action]:
+    def _expect_end(self, unit: _Unit, cause: str, now: float, *, kill: bool) -> list[Action]:
         """Its tasks end now, and it is not their fault."""
         if not unit.running:
             return []
-        unit.excuse = cause
+        unit.expected_end = cause
         unit.deadline = now + (self._policy.kill_grace_s if kill else self._policy.terminate_grace_s)
         return self._signal(unit.running, kill=kill)
 
     def _leave(self, unit: _Unit, cause: str, now: float) -> list[Action]:
-        unit.phase, unit.start_at, unit.deadline, unit.excuse = UnitPhase.WAITING, now, float("inf"), ""
+        unit.phase, unit.start_at, unit.deadline, unit.expected_end = UnitPhase.WAITING, now, float("inf"), ""
         unit.is_on_fallback = False
         return [LeaveUnit(unit.spec.name, cause)]
 
     def _overdue(self, unit: _Unit, now: float) -> list[Action]:
-        if unit.phase is UnitPhase.DOUBTED:
+        if unit.phase is UnitPhase.CHECKING:
             return self._restart_or_give_up(unit, now) if self.phase is TrialPhase.RUNNING else []
         unit.deadline = now + self._policy.kill_grace_s  # again and again: what was asked politely, or did not die
         return self._signal(unit.running, kill=True)

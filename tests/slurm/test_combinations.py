@@ -204,7 +204,7 @@ def test_elastic_rollout_workers_come_and_go_and_no_prompt_is_lost(
         "evaluation.every_steps": 1000,
         "control.commit_every_steps": 3,
         "groups.rollout_worker.elastic.count": 1,
-        # Seven of eight cores, so that a job with seven in the partition that comes first takes its place.
+        # Seven of eight cores, so that a job with seven in the partition that comes first takes its node.
         "groups.rollout_worker.elastic.scheduling": "{partition: spot, cpu: 7, gpu: 0, mem: 1G}",
     }
     trial = submit(

@@ -31,7 +31,7 @@ SETTINGS: dict[str, object] = {
     "rollout.sampling.max_new_tokens": 48,
     "engine.max_running_requests": 1,
     "groups.generation_server.elastic.count": len(ELASTIC),
-    # One to a node of eight, so that a job with seven CPUs in the partition that comes first takes its place.
+    # One to a node of eight, so that a job with seven CPUs in the partition that comes first takes its node.
     "groups.generation_server.elastic.scheduling": "{partition: spot, cpu: 7, gpu: 0, mem: 1G}",
 }
 

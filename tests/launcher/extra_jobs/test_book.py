@@ -1,4 +1,4 @@
-"""The jobs of groups and elastic workers: asked for once, watched, given to workers, asked for again."""
+"""The jobs of groups and elastic workers: asked for once, watched, their nodes granted to workers, asked for again."""
 
 import random
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from corral.launcher.extra_jobs.actions import (
     ClearJob,
     ExtraJobAction,
     ExtraJobSpec,
-    GivePlace,
-    HoldPlace,
     JobSighting,
     News,
-    TakePlace,
+    NodesGranted,
+    NodesLost,
+    NodesStay,
 )
 from corral.launcher.extra_jobs.book import ExtraJobBook
 from corral.launcher.extra_jobs.gang import GangGuard
@@ -43,12 +43,12 @@ def sighting(
 
 
 def running(spec: ExtraJobSpec = ELASTIC, job_id: str = "7") -> ExtraJobBook:
-    """An extra job that runs, with its place given."""
+    """An extra job that runs, with its nodes granted."""
     jobs = book_of(spec)
     jobs.seen([], 0.0)
     assert jobs.tick(0.0) == [AskForJob(spec.name)]
     jobs.submitted(spec.name, job_id, 0.0)
-    assert GivePlace(spec.name) in jobs.seen([sighting(spec, job_id, "RUNNING")], 1.0)
+    assert NodesGranted(spec.name) in jobs.seen([sighting(spec, job_id, "RUNNING")], 1.0)
     return jobs
 
 
@@ -70,13 +70,13 @@ def test_the_largest_is_asked_for_first() -> None:
     assert jobs.tick(0.0) == [AskForJob(spec.name) for spec in (TRAINER, SERVERS, ELASTIC)]
 
 
-def test_a_job_of_a_predecessor_is_adopted_and_cleared_before_its_place_is_given() -> None:
+def test_a_job_of_a_predecessor_is_adopted_and_cleared_before_its_nodes_are_granted() -> None:
     jobs = book_of(ELASTIC)
     actions = without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING")], 0.0))
-    assert actions == [ClearJob(ELASTIC.name, "7")] and jobs.place(ELASTIC.name) is None
+    assert actions == [ClearJob(ELASTIC.name, "7")] and jobs.nodes_of(ELASTIC.name) is None
     assert jobs.tick(1.0) == []
-    assert jobs.cleared(ELASTIC.name, "7", 1.0) == [GivePlace(ELASTIC.name)]
-    assert jobs.place(ELASTIC.name) == ("7", ("n0",))
+    assert jobs.cleared(ELASTIC.name, "7", 1.0) == [NodesGranted(ELASTIC.name)]
+    assert jobs.nodes_of(ELASTIC.name) == ("7", ("n0",))
 
 
 def test_of_two_jobs_for_one_extra_job_the_one_that_runs_is_kept() -> None:
@@ -106,36 +106,38 @@ def test_an_extra_job_that_ended_is_asked_for_again_after_growing_pauses(word: s
         jobs.submitted(ELASTIC.name, str(int(job_id) + 1), now)
 
 
-def test_a_preempted_extra_job_loses_its_place_and_gets_it_back_with_the_same_job() -> None:
+def test_a_preempted_extra_job_loses_its_nodes_and_gets_them_back_with_the_same_job() -> None:
     jobs = running()
     assert without_news(jobs.seen([sighting(ELASTIC, "7", "COMPLETING")], 2.0)) == [
-        TakePlace(ELASTIC.name, "its job is ending")
+        NodesLost(ELASTIC.name, "its job is ending")
     ]
     assert without_news(jobs.seen([sighting(ELASTIC, "7", "PENDING", reason="BeginTime")], 4.0)) == []
     assert "7" in jobs.why_away(ELASTIC.name) and "BeginTime" in jobs.why_away(ELASTIC.name)
-    assert without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING", start="t1")], 10.0)) == [GivePlace(ELASTIC.name)]
+    assert without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING", start="t1")], 10.0)) == [
+        NodesGranted(ELASTIC.name)
+    ]
     assert jobs.tick(100.0) == []  # nothing was asked for twice
 
 
 def test_a_requeue_between_two_looks_is_noticed_by_the_start_of_the_job() -> None:
     jobs = running()
     actions = without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING", start="t1")], 10.0))
-    assert [type(action) for action in actions] == [TakePlace, GivePlace]
+    assert [type(action) for action in actions] == [NodesLost, NodesGranted]
 
 
 def test_a_job_in_its_grace_period_is_left_although_it_still_runs() -> None:
     jobs = running()
     assert jobs.checked(ELASTIC.name, "7", is_leaving=True, cause="its job is being preempted") == [
-        TakePlace(ELASTIC.name, "its job is being preempted")
+        NodesLost(ELASTIC.name, "its job is being preempted")
     ]
     assert without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING")], 2.0)) == []
     assert without_news(jobs.seen([sighting(ELASTIC, "7", "PENDING")], 4.0)) == []
-    assert without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING", start="t1")], 9.0)) == [GivePlace(ELASTIC.name)]
+    assert without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING", start="t1")], 9.0)) == [NodesGranted(ELASTIC.name)]
 
 
-def test_a_place_that_holds_is_said_to_hold() -> None:
+def test_nodes_that_stay_are_said_to_stay() -> None:
     jobs = running()
-    assert jobs.checked(ELASTIC.name, "7", is_leaving=False) == [HoldPlace(ELASTIC.name)]
+    assert jobs.checked(ELASTIC.name, "7", is_leaving=False) == [NodesStay(ELASTIC.name)]
     assert jobs.checked(ELASTIC.name, "6", is_leaving=False) == []
 
 
@@ -178,17 +180,17 @@ def test_a_job_that_lost_a_node_is_given_back_whole() -> None:
         job_id="7", name=SERVERS.name, attempt=1, word="RUNNING", reason="None", start="t0", hosts=("n1",)
     )
     actions = without_news(jobs.seen([left], 5.0))
-    assert actions[0] == CancelJob("7") and isinstance(actions[1], TakePlace) and "1 of 2 nodes" in actions[1].cause
+    assert actions[0] == CancelJob("7") and isinstance(actions[1], NodesLost) and "1 of 2 nodes" in actions[1].cause
 
 
 def test_an_extra_job_that_was_given_up_is_cancelled_and_never_asked_for_again() -> None:
     jobs = running()
     actions = jobs.release(ELASTIC.name)
-    assert actions[0] == CancelJob("7") and isinstance(actions[1], TakePlace)
+    assert actions[0] == CancelJob("7") and isinstance(actions[1], NodesLost)
     assert jobs.seen([sighting(ELASTIC, "7", "COMPLETING")], 1.0) == [] and jobs.tick(1000.0) == []
 
 
-def test_a_gang_gets_its_places_together() -> None:
+def test_a_gang_gets_its_nodes_together() -> None:
     jobs = book_of(TRAINER, SERVERS)
     jobs.seen([], 0.0)
     jobs.tick(0.0)
@@ -197,7 +199,7 @@ def test_a_gang_gets_its_places_together() -> None:
     half = [sighting(TRAINER, "1", "RUNNING"), sighting(SERVERS, "2", "PENDING")]
     assert without_news(jobs.seen(half, 1.0)) == []
     whole = [sighting(TRAINER, "1", "RUNNING"), sighting(SERVERS, "2", "RUNNING")]
-    assert without_news(jobs.seen(whole, 2.0)) == [GivePlace(TRAINER.name), GivePlace(SERVERS.name)]
+    assert without_news(jobs.seen(whole, 2.0)) == [NodesGranted(TRAINER.name), NodesGranted(SERVERS.name)]
 
 
 def test_half_a_gang_is_given_back_with_the_reason_and_asked_for_after_a_pause() -> None:
@@ -211,7 +213,7 @@ def test_half_a_gang_is_given_back_with_the_reason_and_asked_for_after_a_pause()
         sighting(SERVERS, "2", "PENDING", reason="Resources"),
         sighting(ELASTIC, "3", "RUNNING"),
     ]
-    assert without_news(jobs.seen(half, 1.0)) == [GivePlace(ELASTIC.name)]
+    assert without_news(jobs.seen(half, 1.0)) == [NodesGranted(ELASTIC.name)]
     news, *actions = jobs.tick(61.0)
     assert isinstance(news, News) and news.fields["missing"] == {SERVERS.name: "Resources"}
     assert actions == [CancelJob("1"), CancelJob("2")]
@@ -245,7 +247,7 @@ def test_the_comment_of_an_extra_job_says_which_attempt_asked_for_it() -> None:
         ({"JobState": "PENDING"}, "PENDING"),
     ],
 )
-def test_a_place_holds_only_while_its_job_runs_and_stays(job: dict[str, str] | None, words: str) -> None:
+def test_nodes_stay_only_while_their_job_runs_and_stays(job: dict[str, str] | None, words: str) -> None:
     assert words in why_leaving(job) and bool(why_leaving(job)) is bool(words)
 
 
@@ -259,13 +261,13 @@ class Job:
 
 
 class World:
-    """SLURM, and the workers' places as the supervisor would hold them."""
+    """SLURM, and the nodes that the workers have, as the supervisor would know them."""
 
     def __init__(self, *specs: ExtraJobSpec) -> None:
         self.specs = {spec.name: spec for spec in specs}
         self.machine = book_of(*specs, timeout_s=30.0)
         self.jobs: dict[str, Job] = {}
-        self.places: set[str] = set()
+        self.granted: set[str] = set()
         self.next_id = 1
 
     def apply(self, actions: list[ExtraJobAction], now: float) -> None:
@@ -279,19 +281,19 @@ class World:
                     self.apply(self.machine.submitted(name, job_id, now), now)
                 case CancelJob(job_id):
                     self.jobs[job_id].word = "CANCELLED"
-                case GivePlace(name):
-                    assert name not in self.places
-                    self.places.add(name)
-                case TakePlace(name):
-                    self.places.remove(name)
+                case NodesGranted(name):
+                    assert name not in self.granted
+                    self.granted.add(name)
+                case NodesLost(name):
+                    self.granted.remove(name)
 
     def look(self, now: float) -> None:
         seen = [sighting(job.spec, job_id, job.word, start=str(job.start)) for job_id, job in self.jobs.items()]
         self.apply(self.machine.seen(seen, now), now)
-        for name in self.places:
+        for name in self.granted:
             assert any(job.spec.name == name and job.word == "RUNNING" for job in self.jobs.values())
-        given = self.places & {TRAINER.name, SERVERS.name}
-        assert len(given) in (0, 2) or self.machine.gang.is_assembled
+        granted = self.granted & {TRAINER.name, SERVERS.name}
+        assert len(granted) in (0, 2) or self.machine.gang.is_assembled
 
 
 @settings(max_examples=150, deadline=None)
@@ -301,7 +303,7 @@ class World:
         max_size=60,
     )
 )
-def test_whatever_slurm_does_no_extra_job_is_there_twice_and_no_place_outlives_its_job(
+def test_whatever_slurm_does_no_extra_job_is_there_twice_and_no_nodes_outlive_their_job(
     events: list[tuple[str, int]],
 ) -> None:
     world, now = World(TRAINER, SERVERS, ELASTIC), 0.0
@@ -321,11 +323,11 @@ def test_whatever_slurm_does_no_extra_job_is_there_twice_and_no_place_outlives_i
             world.apply(world.machine.tick(now), now)
         elif kind == "pass":
             now += 20.0 * number
-    for _ in range(40):  # SLURM starts whatever is asked for: all are given in the end
+    for _ in range(40):  # SLURM starts whatever is asked for: all are granted in the end
         now += 30.0
         world.apply(world.machine.tick(now), now)
         for job in world.jobs.values():
             if job.word == "PENDING":
                 job.word, job.start = "RUNNING", job.start + 1
         world.look(now)
-    assert world.places == set(world.specs)
+    assert world.granted == set(world.specs)

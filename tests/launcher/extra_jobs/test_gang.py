@@ -22,7 +22,7 @@ def test_steps_wait_until_the_whole_gang_is_there() -> None:
     assert gang.look(set(NAMES), 1.0) is None and gang.is_assembled
 
 
-def test_time_in_the_queue_counts_only_while_nodes_are_held() -> None:
+def test_time_in_the_queue_counts_only_while_nodes_are_there() -> None:
     gang = guard(timeout_s=60.0)
     for now in range(0, 100_000, 1000):
         assert gang.look(set(), float(now)) is None
@@ -58,7 +58,7 @@ def test_pauses_grow_and_are_spread_over_their_bounds(seed: int) -> None:
 @dataclass
 class _Trial:
     gang: GangGuard
-    held: dict[str, int] = field(default_factory=dict)
+    granted: dict[str, int] = field(default_factory=dict)
     ask_at: float = 0.0
     asked: bool = False
     done_at: float | None = None
@@ -82,17 +82,17 @@ def test_two_trials_that_each_need_the_whole_cluster_both_finish_whatever_the_or
                 chance.shuffle(queue)
         while queue and free >= 2:
             trial, name = queue.pop(0)
-            trial.held[name] = 2
+            trial.granted[name] = 2
             free -= 2
         for trial in trials:
             if trial.done_at is not None:
                 continue
-            given_back = trial.gang.look(set(trial.held), now)
+            given_back = trial.gang.look(set(trial.granted), now)
             if trial.gang.is_assembled:
                 trial.done_at = now
             if given_back is not None or trial.done_at is not None:
-                free += sum(trial.held.values())
-                trial.held.clear()
+                free += sum(trial.granted.values())
+                trial.granted.clear()
                 queue = [entry for entry in queue if entry[0] is not trial]
                 trial.asked = False
             if given_back is not None:

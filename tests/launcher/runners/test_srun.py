@@ -15,7 +15,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import RunningAllocation, Step
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.runners.containers import contain
-from corral.launcher.runners.runner import PlaceNotAvailableError, TaskSpec
+from corral.launcher.runners.runner import NodesNotAvailableError, TaskSpec
 from corral.launcher.runners.srun import SrunRunner
 from corral.launcher.runners.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
@@ -207,9 +207,9 @@ def make_runner(tmp_path: Path, allocations: dict[int, RunningAllocation], **lau
 def test_a_worker_whose_nodes_are_away_is_not_started_and_the_error_says_whose_job_is_missing(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, {0: HEAD}, layout="jobs")
     spec = TaskSpec(worker="model_worker/0", command=("x",), environment={}, log_path=tmp_path / "log")
-    with pytest.raises(PlaceNotAvailableError, match=r"model_worker/0 .* its job 41 waits \(Resources\)"):
+    with pytest.raises(NodesNotAvailableError, match=r"model_worker/0 .* its job 41 waits \(Resources\)"):
         runner.start(spec)
-    with pytest.raises(PlaceNotAvailableError):
+    with pytest.raises(NodesNotAvailableError):
         runner.bind_address("model_worker/0")
     assert not (tmp_path / "log").exists()
 
@@ -229,7 +229,7 @@ def test_a_worker_can_be_moved_beside_the_plan_and_back(tmp_path: Path) -> None:
     place = runner.place_of("model_worker/0")
     assert (place.host, place.overlaps, place.step.allocation) == ("n2", True, 0)
     runner.move_back("model_worker/0")
-    with pytest.raises(PlaceNotAvailableError):
+    with pytest.raises(NodesNotAvailableError):
         runner.place_of("model_worker/0")
 
 

@@ -267,7 +267,7 @@ def test_what_slurm_does_not_say_is_no_loss() -> None:
     assert loss.look() == []
 
 
-def test_who_moves_starts_elsewhere_and_one_exit_of_each_is_excused() -> None:
+def test_who_moves_starts_elsewhere_and_one_exit_of_each_is_expected() -> None:
     client = Client("n[1,3]")
     loss, runner = watched(client)
     loss.look()
@@ -275,8 +275,8 @@ def test_who_moves_starts_elsewhere_and_one_exit_of_each_is_excused() -> None:
     assert found.why_over == ""
     assert runner.moved == {"generation_server/0": (2, False), "rollout_worker/0": (0, True)}
     assert loss.host_of(found.moves["generation_server/0"]) == "n3"
-    assert [loss.excuse("generation_server/0") for _ in range(2)] == [True, False]
-    assert not loss.excuse("model_worker/0")
+    assert [loss.explains_end("generation_server/0") for _ in range(2)] == [True, False]
+    assert not loss.explains_end("model_worker/0")
 
 
 def test_a_second_loss_counts_what_the_first_one_moved() -> None:

@@ -10,7 +10,7 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.launcher.supervisor.actions import (
     Action,
     AppendStop,
-    AskPlace,
+    CheckNodes,
     EndTrial,
     GiveUpUnit,
     LeaveUnit,
@@ -206,81 +206,81 @@ def test_redis_is_restarted_even_while_the_trial_stops() -> None:
     assert supervision.tick(3.0) == [StartUnit("redis")]
 
 
-SERVER = UnitSpec(name="generation_server/1", tasks=("generation_server/1",), needs_place=True, is_optional=True)
-ROAMER = UnitSpec(name="rollout_worker/1", tasks=("rollout_worker/1",), needs_place=True, has_fallback=True)
-FAR_GANG = UnitSpec(name="model_worker", tasks=("model_worker/0", "model_worker/1"), needs_place=True)
+SERVER = UnitSpec(name="generation_server/1", tasks=("generation_server/1",), needs_nodes=True, is_optional=True)
+ROAMER = UnitSpec(name="rollout_worker/1", tasks=("rollout_worker/1",), needs_nodes=True, has_fallback=True)
+FAR_GANG = UnitSpec(name="model_worker", tasks=("model_worker/0", "model_worker/1"), needs_nodes=True)
 WAITING_MASTER = UnitSpec(name="master_worker/0", tasks=("master_worker/0",), waits_for=("model_worker",))
 
 
-def placed(*units: UnitSpec) -> Supervision:
-    """All places given, all units running."""
+def with_nodes(*units: UnitSpec) -> Supervision:
+    """All nodes granted, all units running."""
     supervision = Supervision(units, POLICY)
     for unit in units:
-        if unit.needs_place:
-            supervision.place_given(unit.name, 0.0)
+        if unit.needs_nodes:
+            supervision.nodes_granted(unit.name, 0.0)
     supervision.tick(0.0)
     return supervision
 
 
-def test_a_unit_without_its_place_is_not_started_and_holds_nothing_up() -> None:
+def test_a_unit_without_its_nodes_is_not_started_and_holds_nothing_up() -> None:
     supervision = Supervision((MASTER, SERVER), POLICY)
     assert supervision.tick(0.0) == [StartUnit("master_worker/0")]
     assert supervision.tick(10_000.0) == []
-    supervision.place_given("generation_server/1", 10_000.0)
+    supervision.nodes_granted("generation_server/1", 10_000.0)
     assert supervision.tick(10_000.0) == [StartUnit("generation_server/1")]
 
 
-def test_a_unit_whose_place_was_taken_comes_back_with_it_at_no_cost() -> None:
-    supervision, now = placed(MASTER, SERVER), 0.0
+def test_a_unit_whose_nodes_were_lost_comes_back_with_them_at_no_cost() -> None:
+    supervision, now = with_nodes(MASTER, SERVER), 0.0
     for _ in range(10 * POLICY.max_restarts):
         now += 1.0
-        assert supervision.place_taken("generation_server/1", "preempted", now) == [
+        assert supervision.nodes_lost("generation_server/1", "preempted", now) == [
             SignalTask("generation_server/1", kill=True)
         ]
         assert supervision.exited("generation_server/1", -9, now) == [LeaveUnit("generation_server/1", "preempted")]
         assert supervision.tick(now + 100.0) == []
-        supervision.place_given("generation_server/1", now)
+        supervision.nodes_granted("generation_server/1", now)
         assert supervision.tick(now) == [StartUnit("generation_server/1")]
 
 
-def test_an_exit_is_judged_once_slurm_has_said_whether_the_place_holds() -> None:
-    supervision = placed(MASTER, SERVER)
-    assert supervision.exited("generation_server/1", 0, 1.0) == [AskPlace("generation_server/1")]
+def test_an_exit_is_judged_once_slurm_has_said_whether_the_nodes_stay() -> None:
+    supervision = with_nodes(MASTER, SERVER)
+    assert supervision.exited("generation_server/1", 0, 1.0) == [CheckNodes("generation_server/1")]
     assert supervision.tick(2.0) == []
-    assert isinstance(supervision.place_holds("generation_server/1", 2.0)[0], RestartUnit)
+    assert isinstance(supervision.nodes_stay("generation_server/1", 2.0)[0], RestartUnit)
     supervision.tick(4.0)
     supervision.exited("generation_server/1", 0, 5.0)
-    assert supervision.place_taken("generation_server/1", "preempted", 6.0) == [
+    assert supervision.nodes_lost("generation_server/1", "preempted", 6.0) == [
         LeaveUnit("generation_server/1", "preempted")
     ]
 
 
 def test_an_exit_is_a_crash_if_slurm_does_not_answer() -> None:
-    supervision = placed(MASTER, SERVER)
+    supervision = with_nodes(MASTER, SERVER)
     supervision.exited("generation_server/1", 1, 1.0)
-    assert supervision.tick(1.0 + POLICY.doubt_s - 0.1) == []
-    assert isinstance(supervision.tick(1.0 + POLICY.doubt_s)[0], RestartUnit)
+    assert supervision.tick(1.0 + POLICY.check_timeout_s - 0.1) == []
+    assert isinstance(supervision.tick(1.0 + POLICY.check_timeout_s)[0], RestartUnit)
 
 
 def test_an_optional_unit_out_of_budget_is_given_up_alone() -> None:
-    supervision, now = placed(MASTER, SERVER), 0.0
+    supervision, now = with_nodes(MASTER, SERVER), 0.0
     for _ in range(POLICY.max_restarts + 1):
         now += 50.0
         supervision.tick(now)
         supervision.exited("generation_server/1", 3, now)
-        (action,) = supervision.place_holds("generation_server/1", now)
+        (action,) = supervision.nodes_stay("generation_server/1", now)
     assert isinstance(action, GiveUpUnit) and "2 restarts" in action.cause
     assert supervision.phase is TrialPhase.RUNNING and supervision.tick(now + 1000.0) == []
 
 
-def test_a_unit_with_a_fallback_starts_there_and_moves_when_its_place_is_given() -> None:
+def test_a_unit_with_a_fallback_starts_there_and_moves_when_its_nodes_are_granted() -> None:
     supervision = Supervision((MASTER, ROAMER), POLICY)
     assert StartUnit("rollout_worker/1") in supervision.tick(0.0)
-    assert supervision.place_given("rollout_worker/1", 5.0) == [SignalTask("rollout_worker/1", kill=False)]
+    assert supervision.nodes_granted("rollout_worker/1", 5.0) == [SignalTask("rollout_worker/1", kill=False)]
     (left,) = supervision.exited("rollout_worker/1", 0, 6.0)
     assert isinstance(left, LeaveUnit)
     assert supervision.tick(6.0) == [StartUnit("rollout_worker/1")]
-    supervision.place_taken("rollout_worker/1", "preempted", 7.0)
+    supervision.nodes_lost("rollout_worker/1", "preempted", 7.0)
     supervision.exited("rollout_worker/1", 0, 7.0)
     assert supervision.tick(7.0) == [StartUnit("rollout_worker/1")]  # in its fallback again
 
@@ -288,7 +288,7 @@ def test_a_unit_with_a_fallback_starts_there_and_moves_when_its_place_is_given()
 def test_what_does_not_move_when_asked_is_killed() -> None:
     supervision = Supervision((MASTER, ROAMER), POLICY)
     supervision.tick(0.0)
-    supervision.place_given("rollout_worker/1", 5.0)
+    supervision.nodes_granted("rollout_worker/1", 5.0)
     assert supervision.tick(5.0 + POLICY.terminate_grace_s) == [SignalTask("rollout_worker/1", kill=True)]
 
 
@@ -301,27 +301,27 @@ def test_a_crash_in_the_fallback_is_a_crash() -> None:
 def test_the_master_starts_with_its_trainer_and_again_after_it_was_away() -> None:
     supervision = Supervision((WAITING_MASTER, FAR_GANG), POLICY)
     assert supervision.tick(0.0) == []
-    supervision.place_given("model_worker", 50.0)
+    supervision.nodes_granted("model_worker", 50.0)
     assert supervision.tick(50.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
-    taken = supervision.place_taken("model_worker", "node failed", 60.0)
-    assert SignalTask("master_worker/0", kill=False) in taken
+    lost = supervision.nodes_lost("model_worker", "node failed", 60.0)
+    assert SignalTask("master_worker/0", kill=False) in lost
     supervision.exited("master_worker/0", 0, 61.0)
     for rank in FAR_GANG.tasks:
         supervision.exited(rank, -9, 61.0)
     assert supervision.tick(1000.0) == []
-    supervision.place_given("model_worker", 2000.0)
+    supervision.nodes_granted("model_worker", 2000.0)
     assert supervision.tick(2000.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
 
 
-def test_the_master_leaves_with_ranks_that_ended_before_slurm_said_that_their_place_is_gone() -> None:
+def test_the_master_leaves_with_ranks_that_ended_before_slurm_said_that_their_nodes_are_gone() -> None:
     supervision = Supervision((WAITING_MASTER, FAR_GANG), POLICY)
-    supervision.place_given("model_worker", 0.0)
+    supervision.nodes_granted("model_worker", 0.0)
     supervision.tick(0.0)
     for rank in FAR_GANG.tasks:
         asked = supervision.exited(rank, 0, 10.0)
-    assert asked == [AskPlace("model_worker")]
-    taken = supervision.place_taken("model_worker", "requeued", 11.0)
-    assert taken == [LeaveUnit("model_worker", "requeued"), SignalTask("master_worker/0", kill=False)]
+    assert asked == [CheckNodes("model_worker")]
+    lost = supervision.nodes_lost("model_worker", "requeued", 11.0)
+    assert lost == [LeaveUnit("model_worker", "requeued"), SignalTask("master_worker/0", kill=False)]
 
 
 def test_a_held_unit_rests_until_it_is_released() -> None:
@@ -398,21 +398,21 @@ def test_whatever_happens_units_never_overlap_and_every_stop_ends(events: list[t
 
 
 FAR_UNITS = (SERVER, ROAMER, FAR_GANG)
-PLACE_EVENTS = st.tuples(
-    st.sampled_from(["exit", "give", "take", "answer", "tick"]), st.integers(0, 9), st.sampled_from([0, 1, -9, -15])
+NODES_EVENTS = st.tuples(
+    st.sampled_from(["exit", "grant", "lose", "answer", "tick"]), st.integers(0, 9), st.sampled_from([0, 1, -9, -15])
 )
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(PLACE_EVENTS, max_size=60))
-def test_whatever_becomes_of_places_nothing_starts_without_one_and_a_taken_one_costs_nothing(
+@given(st.lists(NODES_EVENTS, max_size=60))
+def test_whatever_becomes_of_nodes_nothing_starts_without_them_and_their_loss_costs_nothing(
     events: list[tuple[str, int, int]],
 ) -> None:
     units = (WAITING_MASTER, *FAR_UNITS, REDIS)
     supervision, world, now = Supervision(units, POLICY), World(units), 0.0
-    places: set[str] = set()
+    granted: set[str] = set()
     crashes = dict.fromkeys([unit.name for unit in units], 0)
-    doubted: set[str] = set()
+    checking: set[str] = set()
     unit_by_task = {task: unit for unit in units for task in unit.tasks}
 
     def apply(actions: list[Action]) -> None:
@@ -421,12 +421,12 @@ def test_whatever_becomes_of_places_nothing_starts_without_one_and_a_taken_one_c
             match action:
                 case StartUnit(name):
                     unit = next(unit for unit in units if unit.name == name)
-                    assert not unit.needs_place or unit.has_fallback or name in places
-                    assert "model_worker" in places or name != "master_worker/0"
-                case AskPlace(name):
-                    doubted.add(name)
+                    assert not unit.needs_nodes or unit.has_fallback or name in granted
+                    assert "model_worker" in granted or name != "master_worker/0"
+                case CheckNodes(name):
+                    checking.add(name)
                 case LeaveUnit(name):
-                    doubted.discard(name)
+                    checking.discard(name)
 
     apply(supervision.tick(now))
     for kind, number, code in events:
@@ -435,25 +435,25 @@ def test_whatever_becomes_of_places_nothing_starts_without_one_and_a_taken_one_c
         if kind == "exit" and world.running:
             task = sorted(world.running)[number % len(world.running)]
             world.running.discard(task)
-            if not unit_by_task[task].needs_place:
+            if not unit_by_task[task].needs_nodes:
                 crashes[unit_by_task[task].name] += 1
             elif unit_by_task[task].has_fallback:
-                crashes[unit_by_task[task].name] += 1  # in its fallback it has no place to lose
+                crashes[unit_by_task[task].name] += 1  # in its fallback it has no nodes to lose
             apply(supervision.exited(task, code, now))
-        elif kind == "give" and far_unit not in places:
-            places.add(far_unit)
-            apply(supervision.place_given(far_unit, now))
-        elif kind == "take" and far_unit in places:
-            places.discard(far_unit)
-            apply(supervision.place_taken(far_unit, "taken", now))
-            if far_unit in doubted:
-                doubted.discard(far_unit)
-        elif kind == "answer" and far_unit in places and far_unit in doubted:
-            doubted.discard(far_unit)
+        elif kind == "grant" and far_unit not in granted:
+            granted.add(far_unit)
+            apply(supervision.nodes_granted(far_unit, now))
+        elif kind == "lose" and far_unit in granted:
+            granted.discard(far_unit)
+            apply(supervision.nodes_lost(far_unit, "lost", now))
+            if far_unit in checking:
+                checking.discard(far_unit)
+        elif kind == "answer" and far_unit in granted and far_unit in checking:
+            checking.discard(far_unit)
             crashes[far_unit] += 1
-            apply(supervision.place_holds(far_unit, now))
+            apply(supervision.nodes_stay(far_unit, now))
         elif kind == "tick":
-            now += number / 3.0  # never as long as a doubt lasts
+            now += number / 3.0  # never as long as SLURM may take to answer
             apply(supervision.tick(now))
         if world.end is not None or supervision.phase is not TrialPhase.RUNNING:
             break

@@ -1,20 +1,20 @@
-"""Which restart units run in the jobs beside the trial's own: places of allocations, told to the unit machine. Pure.
+"""Which restart units run in extra jobs: what became of the nodes of an allocation, told to the unit machine. Pure.
 
-extra jobs --GivePlace(allocation)--> UnitPlaces --unit by unit--> Supervision.place_given --> actions
-unit machine --AskPlace(unit)--> UnitPlaces --allocation--> extra jobs
+extra jobs --NodesGranted(allocation)--> UnitNodes --unit by unit--> Supervision.nodes_granted --> actions
+unit machine --CheckNodes(unit)--> UnitNodes --allocation--> extra jobs
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from corral.launcher.extra_jobs.actions import GivePlace, HoldPlace, PlaceAction, TakePlace
+from corral.launcher.extra_jobs.actions import NodesEvent, NodesGranted, NodesLost, NodesStay
 from corral.launcher.extra_jobs.specs import EXTRA_JOB_ROLES, fallback_steps
 from corral.launcher.layout.layout import Layout
 from corral.launcher.supervisor.actions import Action, UnitSpec
 from corral.launcher.supervisor.units import TRAINER_UNIT, Supervision
 
 
-class UnitPlaces:
+class UnitNodes:
     """The units of each allocation, and the allocation of each unit."""
 
     def __init__(self, layout: Layout) -> None:
@@ -32,13 +32,13 @@ class UnitPlaces:
         """The name of the allocation that a unit runs in."""
         return self._allocation_by_unit[unit]
 
-    def with_places(self, units: Sequence[UnitSpec]) -> list[UnitSpec]:
-        """The restart units, told which of them run in jobs of their own."""
+    def with_needs(self, units: Sequence[UnitSpec]) -> list[UnitSpec]:
+        """The restart units, told which of them run in extra jobs."""
         gang = tuple(unit.name for unit in units if self._role_by_unit.get(unit.name) == "group")
         return [
             replace(
                 unit,
-                needs_place=self._role_by_unit.get(unit.name) in EXTRA_JOB_ROLES,
+                needs_nodes=self._role_by_unit.get(unit.name) in EXTRA_JOB_ROLES,
                 has_fallback=unit.name in self._fallbacks,
                 waits_for=() if unit.is_service or unit.name in gang else gang,
                 is_optional=self._role_by_unit.get(unit.name) == "elastic" and unit.name not in self._fallbacks,
@@ -46,17 +46,17 @@ class UnitPlaces:
             for unit in units
         ]
 
-    def apply(self, action: PlaceAction, supervision: Supervision, now: float) -> list[Action]:
+    def apply(self, action: NodesEvent, supervision: Supervision, now: float) -> list[Action]:
         """What follows for the units of an allocation from what became of its job."""
         actions: list[Action] = []
         for unit in self._units_by_allocation[action.name]:
             match action:
-                case GivePlace():
-                    actions += supervision.place_given(unit, now)
-                case TakePlace(_, cause):
-                    actions += supervision.place_taken(unit, cause, now)
-                case HoldPlace():
-                    actions += supervision.place_holds(unit, now)
+                case NodesGranted():
+                    actions += supervision.nodes_granted(unit, now)
+                case NodesLost(_, cause):
+                    actions += supervision.nodes_lost(unit, cause, now)
+                case NodesStay():
+                    actions += supervision.nodes_stay(unit, now)
         return actions
 
 
