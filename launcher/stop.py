@@ -4,7 +4,7 @@ stop.json --> master: checkpoint, Stop in the trial log --> supervisor: ends the
               no answer within the grace period ---------> supervisor: Stop in the trial log, ends the workers
 --now: Stop in the trial log, ends the workers
 --requeue: the same as without it, and then the next attempt in a new job
---group: control/held-groups/GROUP --> supervisor: ends the group's workers and keeps them down, until --undo
+--group: control/kept-down/GROUP --> supervisor: ends the group's workers and keeps them down, until --undo
 nobody is there any more: Stop in the trial log from here, and scancel of the jobs that wait in the queue
 """
 
@@ -33,8 +33,8 @@ from corral.launcher.trial.find import TrialFacts, read_facts
 SCALABLE_GROUPS = ("generation_server", "rollout_worker")
 _TEARDOWN_S = 40.0  # SIGTERM, SIGKILL, SLURM's own epilogue, the report
 _POLL_INTERVAL_S = 0.2
-_HOLD_TIMEOUT_S = 30.0
-_DOWN = (WorkerState.HELD, WorkerState.AWAY, WorkerState.GIVEN_UP, WorkerState.NOT_STARTED)
+_DOWN_TIMEOUT_S = 30.0
+_DOWN = (WorkerState.KEPT_DOWN, WorkerState.AWAY, WorkerState.GIVEN_UP, WorkerState.NOT_STARTED)
 _WHY_NOT = {
     "master_worker": "the trial is nothing without its master",
     "model_worker": "its ranks hold the model that is trained",
@@ -140,7 +140,7 @@ def requeue_trial(
     return status
 
 
-def hold_group(facts: TrialFacts, group: str, *, undo: bool = False) -> str:
+def keep_group_down(facts: TrialFacts, group: str, *, undo: bool = False) -> str:
     """Asks the supervisor to end a group's workers and to keep them down, or to start them again; what was done.
 
     Raises:
@@ -158,15 +158,15 @@ def hold_group(facts: TrialFacts, group: str, *, undo: bool = False) -> str:
     (status,) = StatusReader().read([facts])
     if status.is_final:
         raise StopRefusedError(f"trial {facts.name} is {status.state}; its groups do not run")
-    PatientFiles().run(lambda: facts.directory.hold_group(group, undo=undo), facts.directory.path)
+    PatientFiles().run(lambda: facts.directory.keep_group_down(group, undo=undo), facts.directory.path)
     if undo:
         return f"{group} of {facts.name} is started again"
     return f"{group} of {facts.name} is ended and kept down; rl-stop {facts.name} --group {group} --undo brings it back"
 
 
-def wait_for_held(facts: TrialFacts, group: str) -> bool:
+def wait_until_down(facts: TrialFacts, group: str) -> bool:
     """Waits until no worker of the group runs; False if some still do after a while."""
-    reader, deadline = StatusReader(), time.monotonic() + _HOLD_TIMEOUT_S
+    reader, deadline = StatusReader(), time.monotonic() + _DOWN_TIMEOUT_S
     while time.monotonic() < deadline:
         (status,) = reader.read([facts])
         if status.is_final or not any(row.kind == group and _may_run(row) for row in status.workers):
@@ -177,7 +177,7 @@ def wait_for_held(facts: TrialFacts, group: str) -> bool:
 
 def _may_run(row: WorkerRow) -> bool:
     """Whether a process of the worker may still be there: its lease goes first, its exit is recorded last."""
-    return row.state not in _DOWN or (row.state is WorkerState.HELD and row.pid is not None)
+    return row.state not in _DOWN or (row.state is WorkerState.KEPT_DOWN and row.pid is not None)
 
 
 def find_orphaned_job(argument: str, client: SlurmClient, *, now: bool, files: Files = DIRECT) -> QueuedJob | None:

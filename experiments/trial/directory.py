@@ -180,8 +180,8 @@ class TrialDirectory:
         return self.control_path / "stop.json"
 
     @property
-    def held_groups_path(self) -> Path:
-        return self.control_path / "held-groups"
+    def kept_down_path(self) -> Path:
+        return self.control_path / "kept-down"
 
     def attempt_logs(self, attempt: int) -> Path:
         return self.logs_path / f"attempt-{attempt}"
@@ -252,19 +252,19 @@ class TrialDirectory:
         self.stop_request_path.unlink(missing_ok=True)
         fsync_directory(self.control_path)
 
-    def hold_group(self, kind: str, *, undo: bool = False) -> None:
+    def keep_group_down(self, kind: str, *, undo: bool = False) -> None:
         """Asks the supervisor to keep the workers of a kind down, or up again. A file each: nobody undoes another's."""
-        self.held_groups_path.mkdir(mode=0o700, exist_ok=True)
+        self.kept_down_path.mkdir(mode=0o700, exist_ok=True)
         if undo:
-            (self.held_groups_path / kind).unlink(missing_ok=True)
+            (self.kept_down_path / kind).unlink(missing_ok=True)
         else:
-            (self.held_groups_path / kind).touch(mode=0o600)
-        fsync_directory(self.held_groups_path)
+            (self.kept_down_path / kind).touch(mode=0o600)
+        fsync_directory(self.kept_down_path)
 
-    def read_held_groups(self) -> frozenset[str]:
+    def read_groups_kept_down(self) -> frozenset[str]:
         """Kinds of worker that `rl-stop --group` keeps down."""
         try:
-            return frozenset(os.listdir(self.held_groups_path))
+            return frozenset(os.listdir(self.kept_down_path))
         except FileNotFoundError:
             return frozenset()
 

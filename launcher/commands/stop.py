@@ -51,7 +51,7 @@ def stop(
         try:
             found = [facts for trial in trials if (facts := _find(trial, fileroot, now=now)) is not None]
             if group is not None:
-                _hold(found, group, undo=undo)
+                _keep_down(found, group, undo=undo)
             else:
                 _stop_all(found, now=now, grace=grace, requeue=requeue)
         except StopRefusedError as error:
@@ -85,13 +85,13 @@ def _find(trial: str, fileroot: Path | None, *, now: bool) -> "TrialFacts | None
         return None
 
 
-def _hold(found: "Sequence[TrialFacts]", group: str, *, undo: bool) -> None:
-    from corral.launcher.stop import hold_group, wait_for_held
+def _keep_down(found: "Sequence[TrialFacts]", group: str, *, undo: bool) -> None:
+    from corral.launcher.stop import keep_group_down, wait_until_down
 
     for facts in found:
-        print(hold_group(facts, group, undo=undo), flush=True)
+        print(keep_group_down(facts, group, undo=undo), flush=True)
     for facts in found if not undo else ():
-        if not wait_for_held(facts, group):
+        if not wait_until_down(facts, group):
             print(f"warning: some of {group} of {facts.name} still run; rl-status {facts.name}", file=sys.stderr)
 
 

@@ -69,7 +69,7 @@ class Evidence:
     extra_jobs: tuple[ExtraJob, ...] = ()
     allocation_by_worker: Mapping[str, str] = field(default_factory=dict)
     """Of the workers that run in an extra job."""
-    held_groups: frozenset[str] = frozenset()
+    groups_kept_down: frozenset[str] = frozenset()
     """Kinds of worker that rl-stop keeps down."""
     given_up: Mapping[str, str] = field(default_factory=dict)
     """Workers that the trial goes on without, and why."""

@@ -138,7 +138,7 @@ class StatusReader:
             jobs_known_at=answer.asked_at,
             extra_jobs=make_extra_jobs(names, jobs),
             allocation_by_worker=allocation_by_worker,
-            held_groups=directory.read_held_groups(),
+            groups_kept_down=directory.read_groups_kept_down(),
             given_up=view.given_up(facts.workers),
             zombies=_zombies(jobs, seen.records, view.attempt),
             failure=_read_failure(directory, view, has_failed=job is not None and job.state == "FAILED"),

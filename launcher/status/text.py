@@ -21,7 +21,7 @@ _COLOUR_BY_STATE: dict[str, str] = {
         (TrialState.STARTING, TrialState.QUEUED, TrialState.REQUEUED, TrialState.STOPPING, WorkerState.AWAY), "cyan"
     ),
     **dict.fromkeys((TrialState.DEGRADED, TrialState.SUSPENDED, TrialState.HELD), "yellow"),
-    **dict.fromkeys((WorkerState.RESTARTING, WorkerState.SILENT), "yellow"),
+    **dict.fromkeys((WorkerState.RESTARTING, WorkerState.SILENT, WorkerState.KEPT_DOWN), "yellow"),
     **dict.fromkeys((TrialState.FAILED, TrialState.OOM, TrialState.LOST, TrialState.UNRESPONSIVE), "red"),
     **dict.fromkeys((TrialState.BLOCKED, WorkerState.MISSING), "red"),
 }

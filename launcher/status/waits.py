@@ -20,7 +20,7 @@ _CULPRIT_ORDER = (
     WorkerState.SILENT,
     WorkerState.MISSING,
     WorkerState.AWAY,
-    WorkerState.HELD,
+    WorkerState.KEPT_DOWN,
     WorkerState.GIVEN_UP,
     WorkerState.RESTARTING,
     WorkerState.STARTING,

@@ -60,7 +60,7 @@ class WorkerState(StrEnum):
     SILENT = "SILENT"
     MISSING = "MISSING"
     AWAY = "AWAY"
-    HELD = "HELD"
+    KEPT_DOWN = "KEPT DOWN"
     GIVEN_UP = "GIVEN UP"
     ENDED = "ENDED"
     NOT_STARTED = "-"
@@ -71,5 +71,5 @@ SPEAKING = (WorkerState.UP, WorkerState.STARTING)
 """What it says of itself holds now."""
 TROUBLED = (WorkerState.SILENT, WorkerState.RESTARTING, WorkerState.MISSING)
 """It should be there and is not; the worst first."""
-ABSENT = (WorkerState.AWAY, WorkerState.HELD, WorkerState.GIVEN_UP)
+ABSENT = (WorkerState.AWAY, WorkerState.KEPT_DOWN, WorkerState.GIVEN_UP)
 """The trial does, or has to do, without it for now."""

@@ -3,7 +3,7 @@
 no lease, no exit, a last record --> SILENT since that record: the process is there and does not speak
 lease, its beat older than three beats --> SILENT
 no lease, an exit or a restart --> RESTARTING       its job is in the queue --> AWAY
-lease, not in setup --> UP                          rl-stop --group --> HELD
+lease, not in setup --> UP                          rl-stop --group --> KEPT DOWN
 """
 
 from collections.abc import Sequence
@@ -169,8 +169,8 @@ def _worker_state(
         return WorkerState.ENDED
     if worker in evidence.given_up:
         return WorkerState.GIVEN_UP
-    if record is None and worker.partition("/")[0] in evidence.held_groups:
-        return WorkerState.HELD
+    if record is None and worker.partition("/")[0] in evidence.groups_kept_down:
+        return WorkerState.KEPT_DOWN
     if memory is not None:
         patience_s = _SILENT_TTLS * evidence.facts.lease_ttl_s if memory.is_setting_up else _SILENT_S
         if last_seen_s is not None and last_seen_s > patience_s:
@@ -225,7 +225,7 @@ def _group_note(evidence: Evidence, kind: str, rows: Sequence[WorkerRow]) -> str
         if state is WorkerState.RESTARTING and (ended := evidence.lives[chosen[0].worker].exit):
             detail = f" after {ended}"
         parts.append(f"{_indices(chosen)}: {state.lower()}{detail}")
-    if kind in evidence.held_groups:
+    if kind in evidence.groups_kept_down:
         parts.append(f"kept down; rl-stop {evidence.facts.name} --group {kind} --undo brings it back")
     if given_up := [row for row in rows if row.state is WorkerState.GIVEN_UP]:
         parts.append(f"{_indices(given_up)}: given up, {evidence.given_up[given_up[0].worker]}")

@@ -138,7 +138,7 @@ class Supervisor:
         self._continuation = continuation
         self._node_loss = node_loss
         self._heeded_requests: set[StopRequest] = set()
-        self._held_groups: frozenset[str] = frozenset()
+        self._groups_kept_down: frozenset[str] = frozenset()
         self._end: EndTrial | None = None
         self._why_abandoned = ""
 
@@ -236,8 +236,8 @@ class Supervisor:
         for slot, entry in seen.entries or ():
             if slot >= self._attempt.start_slot:
                 self._heed_entry(entry)
-        if seen.held_groups is not None:
-            self._hold_groups(seen.held_groups)
+        if seen.groups_kept_down is not None:
+            self._keep_groups_down(seen.groups_kept_down)
         if seen.unreadable_stop_request:
             self._record("stop_request_unreadable", cause=seen.unreadable_stop_request)
         if seen.stop_request is not None:
@@ -250,14 +250,14 @@ class Supervisor:
             reason = f"{entry.reason} (by {entry.by})" if entry.reason else f"stopped by {entry.by}"
             self._apply(self._supervision.log_ended(Outcome.STOPPED, reason, time.monotonic()))
 
-    def _hold_groups(self, held: frozenset[str]) -> None:
-        if held == self._held_groups:
+    def _keep_groups_down(self, down: frozenset[str]) -> None:
+        if down == self._groups_kept_down:
             return
-        self._held_groups = held
-        self._record("groups_held", groups=sorted(held))
+        self._groups_kept_down = down
+        self._record("groups_kept_down", groups=sorted(down))
         for unit in self._tasks_by_unit:
-            is_held = unit.partition("/")[0] in held
-            self._apply(self._supervision.hold(unit, is_held=is_held, now=time.monotonic()))
+            is_kept_down = unit.partition("/")[0] in down
+            self._apply(self._supervision.keep_down(unit, is_kept_down=is_kept_down, now=time.monotonic()))
 
     def _heed_stop_request(self, request: StopRequest) -> None:
         if request in self._heeded_requests:

@@ -29,8 +29,8 @@ class Seen:
     stop_request: StopRequest | None = None
     unreadable_stop_request: str = ""
     """Why control/stop.json is none."""
-    held_groups: frozenset[str] | None = None
-    """Kinds of worker that are to rest; None if that could not be read."""
+    groups_kept_down: frozenset[str] | None = None
+    """Kinds of worker that rl-stop keeps down; None if that could not be read."""
     is_superseded: bool = False
     """Whether a later attempt has begun."""
 
@@ -101,7 +101,7 @@ class TrialWatch:
 
         entries = read(self._log.poll)
         request, why_unreadable = read(self._read_stop_request) or (None, "")
-        held = read(self._directory.read_held_groups)
+        kept_down = read(self._directory.read_groups_kept_down)
         is_superseded = read((self._directory.control_path / f"claim-{self._attempt + 1}.json").exists)
         trouble = str(refused[0]) if refused else ""
         if trouble and trouble != self._trouble:
@@ -111,7 +111,7 @@ class TrialWatch:
             entries=None if entries is None else tuple(entries),
             stop_request=request,
             unreadable_stop_request=why_unreadable,
-            held_groups=held,
+            groups_kept_down=kept_down,
             is_superseded=bool(is_superseded),
         )
 

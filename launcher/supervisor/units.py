@@ -81,7 +81,7 @@ class _Unit:
     in_a_row: int = 0
     has_nodes: bool = True
     is_on_fallback: bool = False
-    is_held: bool = False
+    is_kept_down: bool = False
     is_given_up: bool = False
     expected_end: str = ""
     """Why its tasks end, where that is not their fault."""
@@ -91,7 +91,7 @@ class _Unit:
     @property
     def may_start(self) -> bool:
         is_somewhere = self.has_nodes or self.spec.has_fallback
-        return self.phase is UnitPhase.WAITING and is_somewhere and not self.is_held and not self.is_given_up
+        return self.phase is UnitPhase.WAITING and is_somewhere and not self.is_kept_down and not self.is_given_up
 
 
 class Supervision:
@@ -164,13 +164,13 @@ class Supervision:
             return []
         return self._restart_or_give_up(unit, now)
 
-    def hold(self, name: str, *, is_held: bool, now: float) -> list[Action]:
-        """Someone wants the unit to rest, or to run again."""
+    def keep_down(self, name: str, *, is_kept_down: bool, now: float) -> list[Action]:
+        """Someone wants the unit to be kept down, or to run again."""
         unit = self._units[name]
-        was_held, unit.is_held = unit.is_held, is_held
-        if not is_held or was_held or self.phase is not TrialPhase.RUNNING:
+        was_kept_down, unit.is_kept_down = unit.is_kept_down, is_kept_down
+        if not is_kept_down or was_kept_down or self.phase is not TrialPhase.RUNNING:
             return []
-        return self._expect_end(unit, "its group is held", now, kill=False)
+        return self._expect_end(unit, "its group is kept down", now, kill=False)
 
     def give_up(self, name: str) -> None:
         """There is no room for the unit any more: it is not started again, and the trial goes on without it."""

@@ -88,7 +88,7 @@ def test_the_layout_is_what_users_and_workers_know(tmp_path: Path) -> None:
         trial.trajectories_path: "trajectories.jsonl",
         trial.control_path: "control",
         trial.stop_request_path: "control/stop.json",
-        trial.held_groups_path: "control/held-groups",
+        trial.kept_down_path: "control/kept-down",
     } == {root / name: name for name in (path.relative_to(root).as_posix() for path in _all_paths(trial))}
 
 
@@ -169,16 +169,16 @@ def test_a_stop_request_reaches_the_trial_and_can_be_forgotten(tmp_path: Path) -
     assert trial.read_stop_request() is None
 
 
-def test_groups_are_held_until_they_are_given_back(tmp_path: Path) -> None:
+def test_groups_are_kept_down_until_that_is_undone(tmp_path: Path) -> None:
     trial = TrialDirectory.of(tmp_path, experiment="math", trial="t1")
     trial.create()
-    assert trial.read_held_groups() == frozenset()
+    assert trial.read_groups_kept_down() == frozenset()
     kinds = ("rollout_worker", "generation_server")
     with ThreadPoolExecutor(2) as pool:  # two commands at once: neither undoes what the other asks for
         for _ in range(20):
-            for undo, held in ((False, {*kinds}), (True, frozenset())):
-                list(pool.map(lambda kind, undo=undo: trial.hold_group(kind, undo=undo), kinds))
-                assert trial.read_held_groups() == held
+            for undo, kept_down in ((False, {*kinds}), (True, frozenset())):
+                list(pool.map(lambda kind, undo=undo: trial.keep_group_down(kind, undo=undo), kinds))
+                assert trial.read_groups_kept_down() == kept_down
 
 
 def test_a_hand_written_stop_request_is_refused_by_name(tmp_path: Path) -> None:

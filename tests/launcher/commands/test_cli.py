@@ -208,10 +208,10 @@ def test_rl_stop_of_a_group_keeps_it_down_until_it_is_undone(make_trial: MakeTri
     trial = make_trial({"master_worker/0": ["master"], "generation_server/0": ["linger 1"]})
     trial.start()
     trial.wait_for_workers()
-    held = run("rl-stop", "trial", "--group", "generation_server", fileroot=tmp_path)
-    assert held.returncode == 0 and held.stderr == "", held.stderr
+    stopped = run("rl-stop", "trial", "--group", "generation_server", fileroot=tmp_path)
+    assert stopped.returncode == 0 and stopped.stderr == "", stopped.stderr
     shown = run("rl-status", "trial", "-o", "wide", fileroot=tmp_path).stdout
-    assert any(line.startswith("generation_server/0") and "HELD" in line for line in shown.splitlines()), shown
+    assert any(line.startswith("generation_server/0") and "KEPT DOWN" in line for line in shown.splitlines()), shown
     assert len(trial.starts("generation_server/0")) == 1
     assert len(trial.events("worker_exited")) == 1
     undone = run("rl-stop", "trial", "--group", "generation_server", "--undo", fileroot=tmp_path)

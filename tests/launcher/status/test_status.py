@@ -318,7 +318,7 @@ def extra_job(state: str, reason: str = "None", *, is_elastic: bool = True) -> E
         ({"records": with_record("rollout_worker/1", None), "allocation_by_worker": EXTRA_JOB_OF,
           "lives": lives("rollout_worker/1", dataclasses.replace(JUST_STARTED, exit="signal 9", ended_at=NOW - 3)),
           "extra_jobs": (extra_job("PENDING", "Resources", is_elastic=False),)}, "DEGRADED", "job 7 QUEUED: Resources"),
-        ({"records": with_record("rollout_worker/1", None), "held_groups": frozenset({"rollout_worker"})},
+        ({"records": with_record("rollout_worker/1", None), "groups_kept_down": frozenset({"rollout_worker"})},
          "RUNNING", ""),
         ({"given_up": {"rollout_worker/1": "out of restarts"}}, "DEGRADED", "goes on without rollout_worker/1"),
         # Between two attempts.
@@ -381,8 +381,8 @@ def test_groups_say_what_their_jobs_wait_for_and_what_holds_them() -> None:
     )
     (group,) = [group for group in describe(waiting).groups if group.group == "rollout_worker"]
     assert (group.ready, group.note) == (1, "1: job 7 QUEUED: Resources: waits for resources")
-    held = dataclasses.replace(HEALTHY, records={}, held_groups=frozenset({"rollout_worker"}))
-    (group,) = [group for group in describe(held).groups if group.group == "rollout_worker"]
+    kept_down = dataclasses.replace(HEALTHY, records={}, groups_kept_down=frozenset({"rollout_worker"}))
+    (group,) = [group for group in describe(kept_down).groups if group.group == "rollout_worker"]
     assert "--group rollout_worker --undo" in group.note
 
 

@@ -324,12 +324,14 @@ def test_the_master_leaves_with_ranks_that_ended_before_slurm_said_that_their_no
     assert lost == [LeaveUnit("model_worker", "requeued"), SignalTask("master_worker/0", kill=False)]
 
 
-def test_a_held_unit_rests_until_it_is_released() -> None:
+def test_a_unit_that_is_kept_down_rests_until_that_is_undone() -> None:
     supervision = started()
-    assert supervision.hold("rollout_worker/0", is_held=True, now=1.0) == [SignalTask("rollout_worker/0", kill=False)]
+    assert supervision.keep_down("rollout_worker/0", is_kept_down=True, now=1.0) == [
+        SignalTask("rollout_worker/0", kill=False)
+    ]
     assert isinstance(supervision.exited("rollout_worker/0", 0, 2.0)[0], LeaveUnit)
     assert supervision.tick(1000.0) == []
-    assert supervision.hold("rollout_worker/0", is_held=False, now=1000.0) == []
+    assert supervision.keep_down("rollout_worker/0", is_kept_down=False, now=1000.0) == []
     assert supervision.tick(1000.0) == [StartUnit("rollout_worker/0")]
 
 
