@@ -8,26 +8,20 @@ all samples in one flat array, answer after answer, and `seqlens` says where eac
     data    = {"input_ids": 12 token ids,     "old_logprobs": 9 numbers,       "rewards": 3 numbers}
                `--- 0:a, answer 0 (4) | 0:a, answer 1 (3) | 0:b, answer 0 (5)
 
-Arrays are numpy wherever data is stored or sent, and torch tensors only while an algorithm computes; this module
-imports torch in no process that does not ask for tensors.
+Arrays are numpy: what an algorithm computes with torch on the way comes back as numpy.
 """
-
-from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import torch
-
-    Array: TypeAlias = npt.NDArray[Any] | torch.Tensor
+Array = npt.NDArray[Any]
 
 
 class KeyLayout(Enum):
@@ -98,7 +92,6 @@ class SequenceSample:
     uids: list[str]
     seqlens: dict[str, list[list[int]]]
     data: dict[str, Array] = field(default_factory=dict)
-    metadata: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(set(self.uids)) != len(self.uids):
@@ -109,9 +102,6 @@ class SequenceSample:
                 raise ValueError(f"seqlens of {key!r} cover {len(lengths)} samples, but there are {len(self.uids)}")
         for key, array in self.data.items():
             self._check_array(key, array)
-        for name, values in self.metadata.items():
-            if len(values) != len(self.uids):
-                raise ValueError(f"metadata {name!r} has {len(values)} entries for {len(self.uids)} samples")
 
     def _check_array(self, key: str, array: Array) -> None:
         if key not in self.seqlens:
@@ -123,9 +113,7 @@ class SequenceSample:
     # --- building ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_group(
-        cls, uid: str, answers: Mapping[str, Sequence[npt.ArrayLike]], *, metadata: Mapping[str, Any] | None = None
-    ) -> SequenceSample:
+    def from_group(cls, uid: str, answers: Mapping[str, Sequence[npt.ArrayLike]]) -> "SequenceSample":
         """One sample from per-answer arrays, cast to the declared types.
 
             SequenceSample.from_group("0:a", {"input_ids": [[5, 6, 7], [5, 8]], "rewards": [1.0, 0.0]})
@@ -142,13 +130,13 @@ class SequenceSample:
             arrays = _answer_arrays(uid, key, values, num_tokens)
             seqlens[key] = [[array.shape[0] for array in arrays]]
             data[key] = np.concatenate(arrays) if arrays else np.empty(0, key_spec(key).dtype)
-        return cls([uid], seqlens, data, {name: [value] for name, value in (metadata or {}).items()})
+        return cls([uid], seqlens, data)
 
     @classmethod
-    def gather(cls, samples: Sequence[SequenceSample], *, keys: Iterable[str] | None = None) -> SequenceSample:
+    def gather(cls, samples: "Sequence[SequenceSample]", *, keys: Iterable[str] | None = None) -> "SequenceSample":
         """The samples one after the other; all must hold the same keys, or at least those asked for."""
         if not samples:
-            return cls([], {key: [] for key in keys or ()}, {key: _empty(key) for key in keys or ()}, {})
+            return cls([], {key: [] for key in keys or ()}, {key: _empty(key) for key in keys or ()})
         chosen = list(samples[0].seqlens) if keys is None else list(keys)
         for sample in samples:
             missing = [key for key in chosen if key not in sample.seqlens]
@@ -158,17 +146,15 @@ class SequenceSample:
                     f"{sample.uids[:1]} has {sorted(sample.seqlens)}; name the common keys"
                 )
         stored = [key for key in chosen if all(key in sample.data for sample in samples)]
-        names = [name for name in samples[0].metadata if all(name in sample.metadata for sample in samples)]
         return cls(
             [uid for sample in samples for uid in sample.uids],
             {key: [lengths for sample in samples for lengths in sample.seqlens[key]] for key in chosen},
             {key: _concatenate([sample.data[key] for sample in samples]) for key in stored},
-            {name: [value for sample in samples for value in sample.metadata[name]] for name in names},
         )
 
     # --- cutting ----------------------------------------------------------------------------------------------------
 
-    def unpack(self) -> list[SequenceSample]:
+    def unpack(self) -> "list[SequenceSample]":
         """One sample per uid; their arrays are views of this one's."""
         offsets = {key: _offsets(sum(lengths) for lengths in self.seqlens[key]) for key in self.data}
         return [
@@ -176,12 +162,11 @@ class SequenceSample:
                 [uid],
                 {key: [list(lengths[index])] for key, lengths in self.seqlens.items()},
                 {key: array[offsets[key][index] : offsets[key][index + 1]] for key, array in self.data.items()},
-                {name: [values[index]] for name, values in self.metadata.items()},
             )
             for index, uid in enumerate(self.uids)
         ]
 
-    def select(self, uids: Sequence[str]) -> SequenceSample:
+    def select(self, uids: Sequence[str]) -> "SequenceSample":
         """The samples with these uids, in the order asked for."""
         index_by_uid = {uid: index for index, uid in enumerate(self.uids)}
         missing = [uid for uid in uids if uid not in index_by_uid]
@@ -189,20 +174,20 @@ class SequenceSample:
             raise ValueError(f"cannot select {missing[:3]}: not among the {len(self.uids)} samples held here")
         if not uids:
             nothing: dict[str, Array] = {key: array[:0] for key, array in self.data.items()}
-            return SequenceSample([], {key: [] for key in self.seqlens}, nothing, {name: [] for name in self.metadata})
+            return SequenceSample([], {key: [] for key in self.seqlens}, nothing)
         parts = self.unpack()
         return SequenceSample.gather([parts[index_by_uid[uid]] for uid in uids])
 
-    def select_keys(self, keys: Iterable[str]) -> SequenceSample:
+    def select_keys(self, keys: Iterable[str]) -> "SequenceSample":
         """The same samples with these keys only."""
         chosen = list(keys)
         missing = [key for key in chosen if key not in self.seqlens]
         if missing:
             raise ValueError(f"samples have no keys {missing}; they have {sorted(self.seqlens)}")
         data = {key: self.data[key] for key in chosen if key in self.data}
-        return SequenceSample(self.uids, {key: self.seqlens[key] for key in chosen}, data, self.metadata)
+        return SequenceSample(self.uids, {key: self.seqlens[key] for key in chosen}, data)
 
-    def remap_keys(self, new_name_by_key: Mapping[str, str]) -> SequenceSample:
+    def remap_keys(self, new_name_by_key: Mapping[str, str]) -> "SequenceSample":
         """The same samples with keys renamed; keys that are not named keep theirs."""
         renamed = [new_name_by_key.get(key, key) for key in self.seqlens]
         if len(set(renamed)) != len(renamed):
@@ -211,56 +196,35 @@ class SequenceSample:
             self.uids,
             {new_name_by_key.get(key, key): lengths for key, lengths in self.seqlens.items()},
             {new_name_by_key.get(key, key): array for key, array in self.data.items()},
-            self.metadata,
         )
 
-    def ungroup(self) -> SequenceSample:
+    def ungroup(self) -> "SequenceSample":
         """Every answer as a sample of its own, named `{uid}#{answer}`; the packed arrays stay as they are."""
         counts = self.num_answers_per_sample()
         return SequenceSample(
             [f"{uid}#{answer}" for uid, count in zip(self.uids, counts, strict=True) for answer in range(count)],
             {key: [[length] for group in lengths for length in group] for key, lengths in self.seqlens.items()},
             self.data,
-            {
-                name: [v for v, n in zip(values, counts, strict=True) for _ in range(n)]
-                for name, values in self.metadata.items()
-            },
         )
 
     # --- changing ---------------------------------------------------------------------------------------------------
 
-    def update_(self, other: SequenceSample) -> None:
-        """Take over the keys and metadata of `other`, which must hold the same uids in the same order."""
+    def update_(self, other: "SequenceSample") -> None:
+        """Take over the keys of `other`, which must hold the same uids in the same order."""
         if other.uids != self.uids:
             raise ValueError(f"cannot merge keys of samples {other.uids[:3]}... into those of {self.uids[:3]}...")
         self.seqlens.update(other.seqlens)
         self.data.update(other.data)
-        self.metadata.update(other.metadata)
 
-    def with_key(self, key: str, array: Array) -> SequenceSample:
+    def with_key(self, key: str, array: Array) -> "SequenceSample":
         """The same samples with one declared key added, cut as its layout says."""
         layout = key_spec(key).layout
         lengths = [[layout.length(length) for length in group] for group in self.seqlens["input_ids"]]
-        return SequenceSample(self.uids, self.seqlens | {key: lengths}, self.data | {key: array}, self.metadata)
+        return SequenceSample(self.uids, self.seqlens | {key: lengths}, self.data | {key: array})
 
-    def without_data(self) -> SequenceSample:
-        """Uids, lengths and metadata only: what the master worker sees."""
-        return SequenceSample(self.uids, self.seqlens, {}, self.metadata)
-
-    def to_torch(self, device: torch.device | str = "cpu") -> SequenceSample:
-        """The same samples as torch tensors on `device`; CPU tensors share the arrays' memory."""
-        import torch
-
-        data: dict[str, Array] = {key: torch.as_tensor(array).to(device) for key, array in self.data.items()}
-        return SequenceSample(self.uids, self.seqlens, data, self.metadata)
-
-    def to_numpy(self) -> SequenceSample:
-        """The same samples as numpy arrays."""
-        data: dict[str, Array] = {
-            key: array if isinstance(array, np.ndarray) else array.detach().cpu().numpy()
-            for key, array in self.data.items()
-        }
-        return SequenceSample(self.uids, self.seqlens, data, self.metadata)
+    def without_data(self) -> "SequenceSample":
+        """Uids and lengths only: what the master worker sees."""
+        return SequenceSample(self.uids, self.seqlens)
 
     # --- measuring --------------------------------------------------------------------------------------------------
 
@@ -312,14 +276,8 @@ def _empty(key: str) -> npt.NDArray[Any]:
     return np.empty(0, key_spec(key).dtype)
 
 
-def _concatenate(arrays: Sequence[Any]) -> Any:
-    if len(arrays) == 1:
-        return arrays[0]
-    if isinstance(arrays[0], np.ndarray):
-        return np.concatenate(arrays)
-    import torch
-
-    return torch.cat(list(arrays))
+def _concatenate(arrays: Sequence[Array]) -> Array:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)  # one array stays a view
 
 
 def answer_slices(lengths: Sequence[int]) -> list[slice]:

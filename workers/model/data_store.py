@@ -20,11 +20,10 @@ class DataStore:
         self._lock = threading.RLock()
         self._samples: dict[str, SequenceSample] = {}
         self._size_bytes = 0
-        self._peak_bytes = 0
 
     def put(self, sample: SequenceSample) -> None:
         """Add samples, or keys of samples that are here already; a key that is here already is replaced."""
-        for piece in sample.to_numpy().unpack():
+        for piece in sample.unpack():
             if len(sample) > 1:
                 # A view would keep the whole batch's memory alive until its last sample is dropped.
                 piece.data.update({key: np.array(array) for key, array in piece.data.items()})
@@ -40,7 +39,6 @@ class DataStore:
             self._size_bytes -= held.size_bytes
             held.update_(piece)
             self._size_bytes += held.size_bytes
-        self._peak_bytes = max(self._peak_bytes, self._size_bytes)
 
     def gather(self, uids: Sequence[str], keys: Iterable[str]) -> SequenceSample:
         """These keys of these samples, packed in the order asked for.
@@ -63,11 +61,6 @@ class DataStore:
         sample = self._samples.get(uid)
         return sample is not None and key in sample.data
 
-    def keys_of(self, uid: str) -> frozenset[str]:
-        """Keys whose values are here for this sample; none if the sample is unknown."""
-        sample = self._samples.get(uid)
-        return frozenset(sample.data) if sample is not None else frozenset()
-
     def drop(self, uids: Iterable[str]) -> int:
         """Forget samples; unknown uids are passed over, since a drop may be repeated. Returns how many there were."""
         with self._lock:
@@ -84,11 +77,6 @@ class DataStore:
     def size_bytes(self) -> int:
         """Bytes of the arrays held."""
         return self._size_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """Largest `size_bytes` so far."""
-        return self._peak_bytes
 
     def __len__(self) -> int:
         return len(self._samples)

@@ -58,7 +58,7 @@ class DataManager:
 
         Args:
             transfers: the plan, in the planner's order.
-            metadata: lengths (and the users' metadata) of every sample and key that this rank receives; no data needed.
+            metadata: lengths of every sample and key that this rank receives; no data needed.
 
         Raises:
             TransferError: if a peer does not play its part before the deadline.
@@ -93,7 +93,7 @@ class DataManager:
         """Start this rank's side of one transfer."""
         rank = self._context.rank
         if transfer.source == rank:
-            packed = self._store.gather(transfer.uids, [transfer.key]).to_numpy().data[transfer.key]
+            packed = self._store.gather(transfer.uids, [transfer.key]).data[transfer.key]
             buffer = np.ascontiguousarray(np.asarray(packed, dtype=key_spec(transfer.key).dtype))
             return [self._start(tag, transfer, peer, buffer, is_receive=False) for peer in transfer.destinations]
         if rank in transfer.destinations:
@@ -135,4 +135,4 @@ class DataManager:
     def _keep(self, operation: _Operation, incoming: Mapping[str, SequenceSample]) -> None:
         key = operation.transfer.key
         described = SequenceSample.gather([incoming[uid] for uid in operation.transfer.uids], keys=[key])
-        self._store.put(SequenceSample(described.uids, described.seqlens, {key: operation.buffer}, described.metadata))
+        self._store.put(SequenceSample(described.uids, described.seqlens, {key: operation.buffer}))

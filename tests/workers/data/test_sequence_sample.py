@@ -29,14 +29,13 @@ def make_sample(lengths_by_sample: list[list[int]]) -> SequenceSample:
             "old_logprobs": [-0.5 * x[1:] for x in ids],
             "rewards": [float(x[0]) for x in ids],
         }
-        groups.append(SequenceSample.from_group(f"0:{index}", answers, metadata={"task": f"task-{index}"}))
+        groups.append(SequenceSample.from_group(f"0:{index}", answers))
     return SequenceSample.gather(groups)
 
 
 def assert_same(left: SequenceSample, right: SequenceSample) -> None:
     assert left.uids == right.uids
     assert left.seqlens == right.seqlens
-    assert left.metadata == right.metadata
     assert left.data.keys() == right.data.keys()
     for key in left.data:
         np.testing.assert_array_equal(left.data[key], right.data[key])
@@ -59,7 +58,6 @@ def test_select_returns_the_chosen_samples_in_the_order_asked_for(lengths: list[
     starts = np.cumsum([0, *map(sum, lengths)])
     expected = [token for i in order for token in range(starts[i], starts[i + 1])]
     assert chosen.data["input_ids"].tolist() == expected
-    assert chosen.metadata["task"] == [f"task-{i}" for i in order]
 
 
 def test_keys_have_their_declared_types_and_lengths() -> None:
@@ -84,7 +82,6 @@ def test_an_ungrouped_sample_has_one_answer_per_uid() -> None:
     single = make_sample([[4, 2], [3]]).ungroup()
     assert single.uids == ["0:0#0", "0:0#1", "0:1#0"]
     assert single.seqlens["old_logprobs"] == [[3], [1], [2]]
-    assert single.metadata["task"] == ["task-0", "task-0", "task-1"]
     assert single.select(["0:0#1"]).data["input_ids"].tolist() == [4, 5]
 
 
@@ -114,13 +111,7 @@ def test_a_key_is_added_with_the_layout_that_it_declares() -> None:
         make_sample([[4, 2]]).with_key("advantages", np.zeros(5, np.float32))
 
 
-def test_tensors_and_arrays_convert_without_change() -> None:
-    sample = make_sample([[4, 2], [3]])
-    tensors = sample.to_torch()
-    assert_same(SequenceSample.gather(tensors.unpack()).to_numpy(), sample)
-
-
-def test_a_sample_without_data_keeps_lengths_and_metadata() -> None:
+def test_a_sample_without_data_keeps_its_lengths() -> None:
     bare = make_sample([[4, 2], [3]]).without_data()
     assert bare.data == {}
     assert bare.select(["0:1"]).seqlens["input_ids"] == [[3]]

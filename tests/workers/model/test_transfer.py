@@ -11,7 +11,7 @@ import pytest
 
 from corral.scheduling.redistribution import Transfer, plan_redistribution
 from corral.workers.backends.parallel_context import ParallelContext, connect_store, host_store, init_parallel
-from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.transfer import DataManager, TransferError
 
@@ -39,7 +39,6 @@ def make_sample(uid: str) -> SequenceSample:
             "old_logprobs": [rng.normal(size=n - 1) for n in lengths],
             "rewards": [float(rng.normal()) for _ in lengths],
         },
-        metadata={"task": f"task of {uid}"},
     )
 
 
@@ -86,8 +85,7 @@ def play_rank(rank: int, directory: Path) -> None:
             for uid, key in sorted(WANTED[rank])
             if not store.holds(uid, key) or not same_values(store.gather([uid], [key]), make_sample(uid), key)
         ],
-        "held": {uid: sorted(store.keys_of(uid)) for uid in store.uids},
-        "task": store.gather(["0:a"], ["input_ids"]).metadata.get("task"),
+        "held": {uid: sorted(key for key in KEY_LAYOUTS if store.holds(uid, key)) for uid in store.uids},
     }
     context.barrier()
     if rank == 1:
@@ -146,10 +144,6 @@ def test_every_byte_travels_once_in_its_native_type(ranks: list[dict[str, Any]])
         missing = [item for item in WANTED[rank] if OWNER_BY_UID[item[0]] != rank]
         assert seen["received"] == sum(make_sample(uid).select_keys([key]).size_bytes for uid, key in missing)
     assert sum(seen["sent"] for seen in ranks) == sum(seen["received"] for seen in ranks)
-
-
-def test_metadata_arrives_with_the_values(ranks: list[dict[str, Any]]) -> None:
-    assert [seen["task"] for seen in ranks] == [["task of 0:a"]] * WORLD_SIZE
 
 
 def test_a_peer_that_does_not_send_is_named_after_the_deadline(ranks: list[dict[str, Any]]) -> None:
