@@ -1,12 +1,12 @@
 """Sequence lengths -> micro-batches that fit a token budget, and parts that cost the same.
 
 pack_first_fit_decreasing   memory: no micro-batch holds more than max_tokens
-balanced_partition          time: data-parallel ranks get equal work, counting attention's quadratic share
+balanced_partition          time: data-parallel ranks get equal work; sequence_flops counts attention's quadratic share
 """
 
 import bisect
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import Field
@@ -125,23 +125,16 @@ def sequence_flops(length: int, *, shape: TransformerShape = TYPICAL_SHAPE) -> f
     return float(shape.num_layers * per_layer + 2 * length * hidden * shape.vocab_size)
 
 
-def balanced_partition(
-    lengths: Sequence[int], *, num_parts: int, cost: Callable[[int], float] = sequence_flops
-) -> list[list[int]]:
-    """Split sequences into `num_parts` parts of nearly equal cost; by default attention's quadratic share counts.
+def balanced_partition(costs: Sequence[float], *, num_parts: int) -> list[list[int]]:
+    """Split items, such as groups of sequences, into `num_parts` parts of nearly equal cost.
 
     Example:
-        balanced_partition([8, 7, 6, 5, 4], num_parts=2, cost=float)    # [[2, 3, 4], [0, 1]]
+        balanced_partition([8, 7, 6, 5, 4], num_parts=2)    # [[2, 3, 4], [0, 1]]
 
     Returns:
-        `num_parts` ascending lists of indices into `lengths`, each index exactly once; none is empty if there are at
-        least as many sequences as parts. The same input gives the same parts on every rank.
+        `num_parts` ascending lists of indices into `costs`, each index exactly once; none is empty if there are at
+        least as many items as parts. The same input gives the same parts on every rank.
     """
-    return balanced_partition_by_cost([cost(length) for length in lengths], num_parts=num_parts)
-
-
-def balanced_partition_by_cost(costs: Sequence[float], *, num_parts: int) -> list[list[int]]:
-    """`balanced_partition` for items whose cost is known, such as groups of sequences."""
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, got {num_parts}")
     for index, cost in enumerate(costs):

@@ -11,7 +11,6 @@ from corral.scheduling.packing import (
     MicroBatchSpec,
     TransformerShape,
     balanced_partition,
-    balanced_partition_by_cost,
     pack_first_fit_decreasing,
     sequence_flops,
 )
@@ -78,7 +77,7 @@ def test_nonsense_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="num_parts must be at least 1"):
         balanced_partition([1], num_parts=0)
     with pytest.raises(ValueError, match="item 1 has the cost nan"):
-        balanced_partition_by_cost([1.0, float("nan")], num_parts=1)
+        balanced_partition([1.0, float("nan")], num_parts=1)
     with pytest.raises(ValidationError, match="max_tokens_per_micro_batch"):
         MicroBatchSpec(max_tokens_per_micro_batch=0)
 
@@ -95,7 +94,7 @@ def test_a_partition_loses_nothing_and_leaves_no_part_empty(lengths: list[int], 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=8), st.integers(1, 3))
 def test_a_partition_is_near_the_best_possible(costs: list[int], num_parts: int) -> None:
-    parts = balanced_partition_by_cost(costs, num_parts=num_parts)
+    parts = balanced_partition(costs, num_parts=num_parts)
     heaviest = max(sum(costs[index] for index in part) for part in parts)
     best = min(
         max(sum(cost for cost, place in zip(costs, places, strict=True) if place == part) for part in range(num_parts))
@@ -105,13 +104,13 @@ def test_a_partition_is_near_the_best_possible(costs: list[int], num_parts: int)
 
 
 def test_refinement_finds_what_longest_first_misses() -> None:
-    assert balanced_partition([8, 7, 6, 5, 4], num_parts=2, cost=float) == [[2, 3, 4], [0, 1]]
+    assert balanced_partition([8, 7, 6, 5, 4], num_parts=2) == [[2, 3, 4], [0, 1]]
 
 
 def test_work_is_balanced_by_attention_and_not_by_tokens() -> None:
     lengths = [100_000] + [10_000] * 10
-    by_tokens = balanced_partition(lengths, num_parts=2, cost=float)
-    by_flops = balanced_partition(lengths, num_parts=2)
+    by_tokens = balanced_partition(lengths, num_parts=2)
+    by_flops = balanced_partition([sequence_flops(length) for length in lengths], num_parts=2)
     assert sorted(len(part) for part in by_tokens) == [1, 10]
     work = [sum(sequence_flops(lengths[index]) for index in part) for part in by_flops]
     assert max(work) == sequence_flops(100_000)

@@ -18,7 +18,7 @@ from typing import Self
 
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.dataflow import CallType, DataflowGraph, ModelFunctionCall
-from corral.scheduling.packing import balanced_partition_by_cost, sequence_flops
+from corral.scheduling.packing import balanced_partition, sequence_flops
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.redistribution import Transfer, plan_redistribution
 from corral.workers.data.sequence_sample import key_spec
@@ -235,7 +235,7 @@ class TrainerGang:
         if len(self._workers) == 1:
             return [[sample.uid for sample in samples]]
         costs = [float(sum(sequence_flops(length) for length in sample.num_tokens)) for sample in samples]
-        parts = balanced_partition_by_cost(costs, num_parts=len(self._workers))
+        parts = balanced_partition(costs, num_parts=len(self._workers))
         return [[samples[index].uid for index in part] for part in parts]
 
     def _samples(self, replies: Mapping[str, ReplyPayload]) -> list[BufferedSample]:
