@@ -19,7 +19,7 @@ the rule makes the bound hold always.
 Both are pure: events in, decisions out. Callers number the steps and send the messages.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -163,24 +163,20 @@ class StalenessGate:
         self._version = version
         return True
 
-    def rebuild(self, *, version: int, consumed: int, running: Mapping[str, int], finished: Mapping[str, int]) -> None:
-        """Start from what others know: the manager was started again, or training went back to an earlier commit.
+    def rebuild(self, *, version: int, consumed: int) -> None:
+        """Start anew: the manager was started again, or training went back to an earlier commit; `adopt` does the rest.
 
         Args:
             version: of the commit; may be lower than before.
             consumed: samples that were trained up to that commit.
-            running: order number by uid, from the workers that run them.
-            finished: order number by uid, delivered or spooled and not consumed by that commit.
         """
         if version < 0 or consumed < 0:
             raise ValueError(f"version and consumed must be 0 or more, got version={version}, consumed={consumed}")
         self._version = version
         self._consumed = consumed
-        self._finished = dict(finished)
-        self._running = {uid: order for uid, order in running.items() if uid not in finished}
-        orders = [*running.values(), *finished.values()]
-        # Consumed samples had numbers too, all different.
-        self._next_order = max([consumed + len(self._running) + len(self._finished), *(order + 1 for order in orders)])
+        self._finished.clear()
+        self._running.clear()
+        self._next_order = consumed  # consumed samples had numbers too, all different
 
     def limit(self) -> GateLimit:
         """What keeps the next prompt out."""

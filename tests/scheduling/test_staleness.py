@@ -114,14 +114,16 @@ def test_a_restarted_manager_counts_as_the_old_one_did() -> None:
     old.consume(["p0", "p1"])
     old.set_version(1)
     new = open_gate(batch_size=2, max_staleness=1)
-    new.rebuild(version=1, consumed=2, running={"p3": 3}, finished={"p2": 2})
+    new.rebuild(version=1, consumed=2)
+    new.adopt("p2", order=2, is_finished=True)
+    new.adopt("p3", order=3, is_finished=False)
     assert (new.running, new.accepted, new.capacity) == (old.running, old.accepted, old.capacity)
     assert [new.order_of("p2"), new.order_of("p3"), new.admit("p4")] == [2, 3, old.admit("p4")]
 
 
 def test_order_numbers_go_on_after_those_of_consumed_samples() -> None:
     gate = open_gate()
-    gate.rebuild(version=3, consumed=6, running={}, finished={})
+    gate.rebuild(version=3, consumed=6)
     assert gate.admit("a") == 6
 
 
@@ -139,7 +141,8 @@ def test_a_worker_that_reports_late_is_counted_although_the_gate_is_closed() -> 
 def test_training_from_an_earlier_commit_takes_the_version_back() -> None:
     gate = open_gate()
     gate.set_version(5)
-    gate.rebuild(version=3, consumed=6, running={}, finished={"late": 9})
+    gate.rebuild(version=3, consumed=6)
+    gate.adopt("late", order=9, is_finished=True)
     assert (gate.version, gate.accepted, gate.capacity) == (3, 7, 1)
 
 
@@ -151,7 +154,7 @@ def test_impossible_settings_are_refused_with_the_value() -> None:
     with pytest.raises(ValueError, match="max_concurrent must be at least 1, got 0"):
         open_gate(max_concurrent=0)
     with pytest.raises(ValueError, match="got version=-1"):
-        open_gate().rebuild(version=-1, consumed=0, running={}, finished={})
+        open_gate().rebuild(version=-1, consumed=0)
 
 
 def ready(*samples: tuple[str, int, int]) -> list[ReadySample]:
@@ -326,13 +329,7 @@ class Simulation:
         )
         running = {uid: rollout.order for uid, rollout in self.running.items()}
         finished = {uid: rollout.order for uid, rollout in self.ready.items()}
-        reports_late = choice % 2 == 0
-        self.gate.rebuild(
-            version=self.server_version,
-            consumed=len(self.trained),
-            running={} if reports_late else running,
-            finished={} if reports_late else finished,
-        )
+        self.gate.rebuild(version=self.server_version, consumed=len(self.trained))
         for uid, order in finished.items():
             self.gate.adopt(uid, order=order, is_finished=True)
         for uid, order in running.items():

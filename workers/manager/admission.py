@@ -88,7 +88,7 @@ class Admission:
         if before is not None and version.step >= before.step and not starts_over:
             self._gate.set_version(version.step)
             return
-        self._gate.rebuild(version=version.step, consumed=consumed, running={}, finished={})
+        self._gate.rebuild(version=version.step, consumed=consumed)
         self._holders.clear()
         self._awaited = set(workers)
 
