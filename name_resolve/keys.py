@@ -1,6 +1,5 @@
 """The names of a trial: who registers where.
 
-    ""                               root(): everything of the trial
     workers/{kind}/{index}           one lease per worker          -> its record
     last_seen/{kind}/{index}         the same without a lease      -> the last record of a worker that froze
     streams/master                   the master's request socket   -> address
@@ -10,8 +9,6 @@
     generation/weights_in_use        directories of weights that servers read now
     policy_version                   "{epoch}.{version}" published last
     rendezvous/{incarnation}         where the ranks of one gang meet
-    status                           of the experiment
-    commit                           the last commit, as a hint; the trial log decides
 
 Names are relative: in Redis they live under `prefix`, in a file service in the directory of the trial.
 """
@@ -44,9 +41,6 @@ class TrialKeys:
     def prefix(self) -> str:
         """What Redis keys and channels of this trial begin with; also the limit of its ACL user."""
         return f"corral/{self.trial_uuid}/"
-
-    def root(self) -> str:
-        return ""
 
     def workers_root(self) -> str:
         return WORKERS_ROOT
@@ -83,12 +77,6 @@ class TrialKeys:
 
     def gang_rendezvous(self, incarnation: int | str) -> str:
         return check_name(f"rendezvous/{incarnation}")
-
-    def experiment_status(self) -> str:
-        return "status"
-
-    def commit(self) -> str:
-        return "commit"
 
 
 def last_seen_key(worker_key: str) -> str:

@@ -135,7 +135,6 @@ class Decoder:
         attention = module.model.layers[0].self_attn
         self.head_dim = int(attention.head_dim)
         self.softmax_scale = float(attention.scaling)
-        self.num_heads = int(config.num_attention_heads)
         self.num_kv_heads = int(config.num_key_value_heads)
         self.vocab_size = int(self._embedding.shape[0])
         self.context_length = int(config.max_position_embeddings)

@@ -58,10 +58,6 @@ class BatchScheduler(Generic[RequestT]):
         self._is_draining = False
 
     @property
-    def is_draining(self) -> bool:
-        return self._is_draining
-
-    @property
     def is_drained(self) -> bool:
         """Whether every request that came before `begin_drain` has ended."""
         return self._is_draining and not self.running and not self.waiting

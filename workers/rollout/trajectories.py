@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.partial_rollout import PartialAnswer
@@ -37,11 +36,6 @@ def make_sample(uid: str, group: JudgedGroup) -> SequenceSample:
             "seq_no_eos_mask": [np.asarray([not answer.stopped], dtype=np.bool_) for answer in group.answers],
         },
     )
-
-
-def versions_of(group: JudgedGroup) -> set[PolicyVersion]:
-    """Every version that made one of the group's tokens."""
-    return {PolicyVersion.parse(span.version) for answer in group.answers for span in answer.spans}
 
 
 def _prompt_mask(prompt_length: int, answer: PartialAnswer) -> npt.NDArray[np.bool_]:

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from corral.scheduling.policy_version import PolicyVersion, VersionSpan
+from corral.scheduling.policy_version import VersionSpan
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.partial_rollout import PartialAnswer
-from corral.workers.rollout.trajectories import make_sample, versions_of
+from corral.workers.rollout.trajectories import make_sample
 
 
 def test_values_stand_at_the_position_before_their_token() -> None:
@@ -22,8 +22,3 @@ def test_values_stand_at_the_position_before_their_token() -> None:
     np.testing.assert_array_equal(sample.data["versions"], [-1, 3, 4, 4, -1, 4])
     np.testing.assert_array_equal(sample.data["rewards"], [1, 0])
     np.testing.assert_array_equal(sample.data["seq_no_eos_mask"], [False, True])
-
-
-def test_the_versions_of_a_group_are_those_of_its_tokens() -> None:
-    answer = PartialAnswer(5, [7], [-0.1], [VersionSpan("2.3", 0, 1)])
-    assert versions_of(JudgedGroup(prompt_ids=[1], answers=[answer], rewards=[0.0])) == {PolicyVersion(2, 3)}
