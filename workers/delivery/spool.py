@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -121,10 +121,6 @@ class Spool(Closing):
             for uid in known:
                 self._bury(uid, in_segment=number)
             self._delete_dead_segments()
-
-    def scan(self) -> Mapping[str, list[bytes]]:
-        """All live trajectories, oldest first; each payload is read from disk when it is looked at."""
-        return _SpoolView(self, self.uids())
 
     def payload(self, uid: str) -> list[bytes]:
         """Reads one trajectory back.
@@ -263,23 +259,6 @@ class Spool(Closing):
             # Before the next deletion: tombstones must outlive, on disk, the records that they kill.
             fsync_directory(self._directory)
             del self._segments[number]
-
-
-class _SpoolView(Mapping[str, list[bytes]]):
-    """Uids as they were; payloads read on demand."""
-
-    def __init__(self, spool: Spool, uids: list[str]) -> None:
-        self._spool = spool
-        self._uids = dict.fromkeys(uids)
-
-    def __getitem__(self, uid: str) -> list[bytes]:
-        return self._spool.payload(uid)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._uids)
-
-    def __len__(self) -> int:
-        return len(self._uids)
 
 
 @dataclass(frozen=True, slots=True)
