@@ -3,8 +3,7 @@
 rl-status, rl-stop, master --control_call--> ControlServer thread --callback(command)--> answer
 """
 
-import asyncio
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -13,6 +12,8 @@ from corral.workers.streams.closing import Closing
 from corral.workers.streams.loop_thread import LoopThread
 from corral.workers.streams.rpc import AsyncRequestClient, AsyncRequestServer
 from corral.workers.streams.security import StreamSecurity
+
+_ROLES = frozenset({"launcher", "master_worker"})
 
 
 class ControlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="control"):
@@ -41,7 +42,6 @@ class ControlServer(Closing):
         callback: Callable[[str], Mapping[str, Any]],
         *,
         address: str,
-        roles: Set[str] = frozenset({"launcher", "master_worker"}),
     ) -> None:
         """
         Args:
@@ -54,7 +54,9 @@ class ControlServer(Closing):
             return ControlAnswer(dict(callback(request.command)))
 
         async def start() -> AsyncRequestServer[ControlRequest]:
-            return AsyncRequestServer(security, ControlRequest, handle, address=address, roles=roles, purpose="control")
+            return AsyncRequestServer(
+                security, ControlRequest, handle, address=address, roles=_ROLES, purpose="control"
+            )
 
         self._thread = LoopThread("control")
         try:
@@ -80,20 +82,10 @@ class ControlServer(Closing):
             self._thread.close()
 
 
-async def control_call_async(
+async def control_call(
     endpoint: str, command: str, security: StreamSecurity, *, worker: str, deadline_s: float
 ) -> dict[str, Any]:
-    """As `control_call`, for callers on an asyncio loop."""
-    client: AsyncRequestClient[ControlRequest, ControlAnswer]
-    client = AsyncRequestClient(security, ControlAnswer, lambda: endpoint, server=worker)
-    async with client:
-        return (await client.request(ControlRequest(command), deadline_s=deadline_s)).fields
-
-
-def control_call(
-    endpoint: str, command: str, security: StreamSecurity, *, worker: str, deadline_s: float
-) -> dict[str, Any]:
-    """Ask one worker; not for use on an asyncio loop.
+    """Ask one worker.
 
     Args:
         endpoint: of its ControlServer.
@@ -104,4 +96,7 @@ def control_call(
         WrongTrialKeyError: if it belongs to another trial.
         RemoteError: if its callback raised, such as for an unknown command.
     """
-    return asyncio.run(control_call_async(endpoint, command, security, worker=worker, deadline_s=deadline_s))
+    client: AsyncRequestClient[ControlRequest, ControlAnswer]
+    client = AsyncRequestClient(security, ControlAnswer, lambda: endpoint, server=worker)
+    async with client:
+        return (await client.request(ControlRequest(command), deadline_s=deadline_s)).fields

@@ -3,11 +3,12 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 import pytest
 
-from corral.workers.lifecycle.control import ControlServer, control_call, control_call_async
+from corral.workers.lifecycle.control import ControlServer, control_call
 from corral.workers.streams.errors import RemoteError, StreamClosedError, StreamTimeoutError, WrongTrialKeyError
 from corral.workers.streams.rpc import AsyncRequestClient, AsyncRequestServer
 from corral.workers.streams.security import StreamSecurity
@@ -101,7 +102,7 @@ def test_the_handlers_exception_arrives_with_its_traceback(as_role: AsRole) -> N
 
 def test_a_missed_deadline_names_the_server_and_the_request(as_role: AsRole) -> None:
     async def run(client: Client, server: Server, calculator: Calculator) -> None:
-        await client.wait_connected(10)
+        assert await client.request(Add(1, 1), deadline_s=10) == Sum(2)
         with pytest.raises(StreamTimeoutError, match=r"gserver_manager at tcp://.* did not answer Wait within 0.1 s"):
             await client.request(Wait(), deadline_s=0.1)
 
@@ -180,6 +181,10 @@ def test_closing_the_client_fails_what_waits_on_it(as_role: AsRole) -> None:
     with_calculator(as_role, run)
 
 
+async def ask(server: ControlServer, security: StreamSecurity, command: str) -> dict[str, Any]:
+    return await control_call(server.endpoint, command, security, worker="model_worker/0", deadline_s=10)
+
+
 def test_a_worker_answers_control_while_its_main_thread_computes(as_role: AsRole) -> None:
     main_thread = threading.current_thread()
     answers: dict[str, object] = {}
@@ -191,11 +196,7 @@ def test_a_worker_answers_control_while_its_main_thread_computes(as_role: AsRole
 
     with ControlServer(as_role("model_worker"), callback, address=LOOPBACK) as server:
         security = as_role("launcher")
-
-        def ask() -> None:
-            answers.update(control_call(server.endpoint, "status", security, worker="model_worker/0", deadline_s=10))
-
-        asking = threading.Thread(target=ask)
+        asking = threading.Thread(target=lambda: answers.update(asyncio.run(ask(server, security, "status"))))
         asking.start()
         while asking.is_alive():  # computing
             sum(range(1000))
@@ -208,24 +209,16 @@ def test_an_unknown_command_is_an_error_that_names_the_worker(as_role: AsRole) -
 
     with ControlServer(as_role("model_worker"), callback, address=LOOPBACK) as server:
         with pytest.raises(RemoteError, match="model_worker/0 raised ValueError: unknown command 'dance'"):
-            control_call(server.endpoint, "dance", as_role("launcher"), worker="model_worker/0", deadline_s=10)
+            asyncio.run(ask(server, as_role("launcher"), "dance"))
 
 
 def test_rollout_workers_may_not_control_anybody(as_role: AsRole) -> None:
     with ControlServer(as_role("model_worker"), lambda command: {}, address=LOOPBACK) as server:
         with pytest.raises(WrongTrialKeyError):
-            control_call(server.endpoint, "exit", as_role("rollout_worker"), worker="model_worker/0", deadline_s=3)
-
-
-def test_control_calls_also_work_on_a_loop(as_role: AsRole) -> None:
-    with ControlServer(as_role("model_worker"), lambda command: {"said": command}, address=LOOPBACK) as server:
-        call = control_call_async(
-            server.endpoint, "ping", as_role("master_worker"), worker="model_worker/0", deadline_s=10
-        )
-        assert asyncio.run(call) == {"said": "ping"}
+            asyncio.run(ask(server, as_role("rollout_worker"), "exit"))
 
 
 def test_a_control_answer_that_cannot_travel_is_an_error_and_not_a_hang(as_role: AsRole) -> None:
     with ControlServer(as_role("model_worker"), lambda command: {"x": object()}, address=LOOPBACK) as server:
         with pytest.raises(RemoteError, match="TypeError"):
-            control_call(server.endpoint, "status", as_role("launcher"), worker="model_worker/0", deadline_s=10)
+            asyncio.run(ask(server, as_role("launcher"), "status"))
