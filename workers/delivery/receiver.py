@@ -23,10 +23,9 @@ from corral.workers.delivery.messages import (
 )
 from corral.workers.delivery.receiver_book import Outgoing, ReceiverBook
 from corral.workers.streams.closing import Closing
-from corral.workers.streams.codec import Buffer, Message, MessageCodec, tensors_size_bytes
-from corral.workers.streams.errors import MalformedMessageError, PeerDeadError
+from corral.workers.streams.codec import Message, MessageCodec, tensors_size_bytes
+from corral.workers.streams.errors import PeerDeadError
 from corral.workers.streams.loop_thread import LoopThread
-from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.router import Peer, RouterEndpoint
 from corral.workers.streams.security import StreamSecurity
 
@@ -53,7 +52,6 @@ class TrajectoryReceiver(Closing):
         capacity_records: int,
         capacity_bytes: int,
         session: str | None = None,
-        roles: Set[str] = frozenset({"rollout_worker"}),
     ) -> None:
         """
         Args:
@@ -66,16 +64,16 @@ class TrajectoryReceiver(Closing):
             capacity_records=capacity_records, capacity_bytes=capacity_bytes
         )
         self._codec: MessageCodec[ToReceiver] = MessageCodec(ToReceiver, trial_uuid=security.trial_uuid)
-        self._malformed = Refusals("malformed messages to the trajectories socket")
         self._thread = LoopThread("trajectories")
-        self._router: RouterEndpoint
+        self._router: RouterEndpoint[ToReceiver]
 
         def start() -> None:
             # Set in the loop's thread: a sender that is quick is answered before this thread hears of the socket.
             self._router = RouterEndpoint(
                 security,
+                self._codec,
                 address=address,
-                roles=roles,
+                roles={"rollout_worker"},
                 purpose="trajectories",
                 on_message=self._receive,
                 on_peer_gone=lambda identity: self._send(self._book.disconnected(identity)),
@@ -99,10 +97,6 @@ class TrajectoryReceiver(Closing):
     def num_held(self) -> int:
         """Records that wait for `drain`."""
         return self._book.num_held
-
-    @property
-    def num_refused_handshakes(self) -> int:
-        return self._router.num_refused_handshakes
 
     def start_session(self, session: str) -> None:
         """Forget everything and tell the senders, who then send again what no commit covers.
@@ -136,12 +130,7 @@ class TrajectoryReceiver(Closing):
         finally:
             self._thread.close()
 
-    def _receive(self, peer: Peer, frames: list[Buffer]) -> None:
-        try:
-            message = self._codec.decode(frames)
-        except MalformedMessageError as error:
-            self._malformed.note(f"of a {peer.role}: {error}")
-            return
+    def _receive(self, peer: Peer, message: Message[ToReceiver]) -> None:
         self._send(self._apply(peer.identity, message))
 
     def _apply(self, identity: bytes, message: Message[ToReceiver]) -> Outgoing:

@@ -25,10 +25,8 @@ from corral.workers.delivery.messages import (
 )
 from corral.workers.delivery.sender_book import Action, RecordState, Send, SenderBook
 from corral.workers.streams.closing import AsyncClosing
-from corral.workers.streams.codec import Buffer, MessageCodec, Tensors
-from corral.workers.streams.errors import MalformedMessageError
+from corral.workers.streams.codec import MessageCodec, Tensors
 from corral.workers.streams.link import DealerLink
-from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.security import StreamSecurity
 
 logger = logging.getLogger(__name__)
@@ -66,12 +64,10 @@ class TrajectorySender(AsyncClosing):
         self._codec: MessageCodec[ToSender] = MessageCodec(ToSender, trial_uuid=security.trial_uuid)
         self._book = SenderBook()
         self._payloads: dict[str, _Payload] = {}
-        self._links: dict[int, DealerLink] = {}
+        self._links: dict[int, DealerLink[ToSender]] = {}
         self._addresses: dict[int, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._malformed = Refusals("malformed messages of trajectory receivers")
         self._failure: BaseException | None = None
-        self.num_sent = 0
 
     def offer(self, header: TrajectoryHeader, tensors_provider: Callable[[], Tensors], *, size_bytes: int) -> None:
         """Deliver a record, as often as it takes until `covered`; offering it again changes nothing.
@@ -125,7 +121,7 @@ class TrajectorySender(AsyncClosing):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _link(self, index: int) -> DealerLink:
+    def _link(self, index: int) -> DealerLink[ToSender]:
         def address() -> str:
             if index not in self._addresses:
                 raise LookupError(f"receiver {index} is gone")
@@ -133,9 +129,10 @@ class TrajectorySender(AsyncClosing):
 
         return DealerLink(
             self._security,
+            self._codec,
             address,
             server=f"trajectory receiver {index}",
-            on_message=lambda frames: self._receive(index, frames),
+            on_message=lambda message: self._receive(index, message.body),
             on_up=lambda: self._say_hello(index),
             on_down=lambda reason: self._handle_down(index),
             bulk=True,
@@ -149,13 +146,8 @@ class TrajectorySender(AsyncClosing):
         if index in self._links:
             self._perform(self._book.disconnected(index))
 
-    def _receive(self, index: int, frames: list[Buffer]) -> None:
+    def _receive(self, index: int, body: ToSender) -> None:
         if index not in self._links:
-            return
-        try:
-            body = self._codec.decode(frames).body
-        except MalformedMessageError as error:
-            self._malformed.note(f"of receiver {index}: {error}")
             return
         match body:
             case Session():
@@ -191,7 +183,7 @@ class TrajectorySender(AsyncClosing):
             self._on_verdict(send.uid, "unreadable")
             return
         if index in self._links and self._book.is_expected(index, send.session, send.uid):
-            self.num_sent += self._links[index].send(frames)
+            self._links[index].send(frames)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(coroutine)

@@ -16,13 +16,11 @@ All ranks of the gang run the same requests of the right column in the same orde
 import logging
 import re
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.worker_specs import ModelWorkerSpec
@@ -110,7 +108,7 @@ class ModelWorker(Worker):
 
     # Requests that are answered at once, in the stream's thread
 
-    def _answer_now(self, request: NonBlockingRequest, tensors: Mapping[str, NDArray[Any]]) -> ReplyPayload:
+    def _answer_now(self, request: NonBlockingRequest) -> ReplyPayload:
         match request:
             case Fetch():
                 return MetadataReply(samples=self._samples.fetch(request.max_samples or _FETCH_AT_MOST))

@@ -29,7 +29,7 @@ from corral.workers.requests.messages import (
 )
 from corral.workers.streams.calls import ErrorReply, PendingCalls, RequestId, remote_error
 from corral.workers.streams.closing import Closing
-from corral.workers.streams.codec import Buffer, Message, MessageCodec, Tensors
+from corral.workers.streams.codec import Buffer, Message, MessageCodec
 from corral.workers.streams.errors import (
     MalformedMessageError,
     PeerDeadError,
@@ -37,7 +37,6 @@ from corral.workers.streams.errors import (
     StreamClosedError,
     StreamTimeoutError,
 )
-from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.router import Peer, RouterEndpoint
 from corral.workers.streams.security import StreamSecurity
 
@@ -51,7 +50,7 @@ class _Worker:
     hello: Hello
     identity: bytes | None
     """None while it is not connected."""
-    pending: PendingCalls[RequestId, Message[ReplyPayload]]
+    pending: PendingCalls[RequestId, ReplyPayload]
     is_dead: bool = False
     grace_timer: asyncio.TimerHandle | None = None
     unflushed: list[RequestId] = field(default_factory=list)
@@ -60,10 +59,7 @@ class _Worker:
 class PendingReplies:
     """Replies that are on their way, of one request to some workers."""
 
-    def __init__(
-        self, request_id: RequestId, future_by_worker: Mapping[str, "asyncio.Future[Message[ReplyPayload]]"]
-    ) -> None:
-        self.request_id = request_id
+    def __init__(self, future_by_worker: Mapping[str, "asyncio.Future[ReplyPayload]"]) -> None:
         self._future_by_worker = dict(future_by_worker)
 
     async def results(self) -> dict[str, ReplyPayload]:
@@ -75,10 +71,6 @@ class PendingReplies:
             PeerDeadError: if a worker's process is gone.
             StreamTimeoutError: if a worker did not answer before the deadline.
         """
-        return {worker: message.body for worker, message in (await self.messages()).items()}
-
-    async def messages(self) -> dict[str, Message[ReplyPayload]]:
-        """The same with the replies' tensors."""
         replies = await asyncio.gather(*self._future_by_worker.values())
         return dict(zip(self._future_by_worker, replies, strict=True))
 
@@ -102,7 +94,6 @@ class RequestClient(Closing):
         *,
         address: str,
         epoch: int,
-        roles: Set[str] = frozenset({"model_worker"}),
         workers: Set[str] | None = None,
         reconnect_grace_s: float = 3.0,
         on_worker_dead: Callable[[str], None] | None = None,
@@ -111,7 +102,7 @@ class RequestClient(Closing):
         Args:
             address: IP address of the interface to listen on.
             epoch: trainer epoch; goes into every request.
-            workers: who may say hello; None is anybody with a key of `roles`. A stranger's death would be a death too.
+            workers: who may say hello; None is any model worker. A stranger's death would be a death too.
             reconnect_grace_s: how long a disconnected worker may stay away before it counts as dead.
             on_worker_dead: called once for each worker that died or was replaced by a new process.
         """
@@ -127,12 +118,12 @@ class RequestClient(Closing):
         self._arrival = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
-        self._malformed = Refusals("malformed messages to the master")
         self.num_late = 0
         self._router = RouterEndpoint(
             security,
+            self._codec,
             address=address,
-            roles=roles,
+            roles={"model_worker"},
             purpose="requests",
             on_message=self._receive,
             on_peer_gone=self._handle_peer_gone,
@@ -141,7 +132,7 @@ class RequestClient(Closing):
     @property
     def num_malformed(self) -> int:
         """Messages that were counted and dropped."""
-        return self._malformed.count
+        return self._router.num_malformed
 
     @property
     def endpoint(self) -> str:
@@ -150,6 +141,7 @@ class RequestClient(Closing):
 
     @property
     def num_refused_handshakes(self) -> int:
+        """Connections that were no model worker of this trial."""
         return self._router.num_refused_handshakes
 
     def hello_of(self, worker: str) -> Hello | None:
@@ -186,7 +178,6 @@ class RequestClient(Closing):
         deadline_s: float,
         pre_hooks: Sequence[Hook] = (),
         post_hooks: Sequence[Hook] = (),
-        tensors: Tensors | None = None,
     ) -> PendingReplies:
         """Send one request to some workers now, under one id, and wait for the replies later.
 
@@ -197,14 +188,12 @@ class RequestClient(Closing):
             deadline_s: from now; then the replies that are missing are a `StreamTimeoutError`.
         """
         request_id = RequestId(self._epoch, next(self._sequence))
-        futures: dict[str, asyncio.Future[Message[ReplyPayload]]] = {}
+        futures: dict[str, asyncio.Future[ReplyPayload]] = {}
         for worker, request in requests.items():
             body = WorkerRequest(request=request, pre_hooks=list(pre_hooks), post_hooks=list(post_hooks))
-            frames = self._codec.encode(
-                body, epoch=self._epoch, request_id=str(request_id), deadline_s=deadline_s, tensors=tensors
-            )
+            frames = self._codec.encode(body, epoch=self._epoch, request_id=str(request_id), deadline_s=deadline_s)
             futures[worker] = self._ask(worker, request_id, request, frames, deadline_s=deadline_s)
-        return PendingReplies(request_id, futures)
+        return PendingReplies(futures)
 
     async def call(
         self,
@@ -218,12 +207,6 @@ class RequestClient(Closing):
         """Ask one worker and wait; a blocking request also needs a `flush`. Errors as for `PendingReplies.results`."""
         pending = self.post({worker: request}, deadline_s=deadline_s, pre_hooks=pre_hooks, post_hooks=post_hooks)
         return (await pending.results())[worker]
-
-    async def broadcast(
-        self, workers: Iterable[str], request: Request, *, deadline_s: float
-    ) -> dict[str, ReplyPayload]:
-        """Ask all of them the same and wait for all; a blocking request also needs a `flush`."""
-        return await self.post(dict.fromkeys(workers, request), deadline_s=deadline_s).results()
 
     async def flush(self, *, deadline_s: float) -> None:
         """Let every worker start the blocking requests that were posted to it since the last flush.
@@ -254,7 +237,7 @@ class RequestClient(Closing):
 
     def _ask(
         self, worker_id: str, request_id: RequestId, request: Request, frames: list[Buffer], *, deadline_s: float
-    ) -> "asyncio.Future[Message[ReplyPayload]]":
+    ) -> "asyncio.Future[ReplyPayload]":
         asked = f"{type(request).__name__} {request_id}"
         worker = self._worker_by_id.get(worker_id)
         if worker is None:
@@ -277,17 +260,12 @@ class RequestClient(Closing):
 
     # --- receiving --------------------------------------------------------------------------------------------------
 
-    def _receive(self, peer: Peer, frames: list[Buffer]) -> None:
-        try:
-            message = self._codec.decode(frames)
-            body = message.body
-            if isinstance(body, Hello):
-                self._welcome(peer.identity, body)
-            else:
-                reply = Message(message.epoch, message.request_id, message.deadline_s, body, message.tensors)
-                self._settle(peer.identity, reply)
-        except MalformedMessageError as error:
-            self._malformed.note(f"of a {peer.role}: {error}")
+    def _receive(self, peer: Peer, message: Message[FromWorker]) -> None:
+        body = message.body
+        if isinstance(body, Hello):
+            self._welcome(peer.identity, body)
+        else:
+            self._settle(peer.identity, RequestId.parse(message.request_id), body)
 
     def _welcome(self, identity: bytes, hello: Hello) -> None:
         if self._expected is not None and hello.worker not in self._expected:
@@ -312,17 +290,15 @@ class RequestClient(Closing):
             self._send(worker, frames)
         self._arrival.set()
 
-    def _settle(self, identity: bytes, reply: Message[ReplyPayload]) -> None:
+    def _settle(self, identity: bytes, request_id: RequestId, reply: ReplyPayload) -> None:
         worker_id = self._worker_id_by_identity.get(identity)
         if worker_id is None:
             raise MalformedMessageError("a reply came before a hello")
         pending = self._worker_by_id[worker_id].pending
-        request_id = RequestId.parse(reply.request_id)
-        body = reply.body
-        if isinstance(body, ErrorReply):
-            is_awaited = pending.fail(request_id, lambda asked: remote_error(f"{worker_id} ({asked})", body))
-        elif isinstance(body, StaleReply):
-            stale = StaleEpochError(peer=worker_id, epoch=self._epoch, max_epoch=body.max_epoch)
+        if isinstance(reply, ErrorReply):
+            is_awaited = pending.fail(request_id, lambda asked: remote_error(f"{worker_id} ({asked})", reply))
+        elif isinstance(reply, StaleReply):
+            stale = StaleEpochError(peer=worker_id, epoch=self._epoch, max_epoch=reply.max_epoch)
             is_awaited = pending.fail(request_id, lambda _: stale)
         else:
             is_awaited = pending.settle(request_id, reply)
@@ -361,9 +337,9 @@ def _dead(hello: Hello, asked: str) -> PeerDeadError:
     )
 
 
-def _failed(error: PeerDeadError) -> "asyncio.Future[Message[ReplyPayload]]":
+def _failed(error: PeerDeadError) -> "asyncio.Future[ReplyPayload]":
     """The answer to a request that cannot be sent."""
-    future: asyncio.Future[Message[ReplyPayload]] = asyncio.get_running_loop().create_future()
+    future: asyncio.Future[ReplyPayload] = asyncio.get_running_loop().create_future()
     future.set_exception(error)
     future.exception()  # seen: nobody has to await it
     return future

@@ -17,12 +17,8 @@ import logging
 import os
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
-from numpy.typing import NDArray
 
 from corral.workers.requests.flush_queue import FlushQueue
 from corral.workers.requests.messages import (
@@ -40,18 +36,17 @@ from corral.workers.requests.messages import (
 )
 from corral.workers.streams.calls import ErrorReply, ReplyCache, RequestId, error_reply
 from corral.workers.streams.closing import Closing
-from corral.workers.streams.codec import Buffer, Message, MessageCodec, Tensors
+from corral.workers.streams.codec import Buffer, Message, MessageCodec
 from corral.workers.streams.errors import MalformedMessageError
 from corral.workers.streams.link import DealerLink
 from corral.workers.streams.loop_thread import LoopThread
-from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.security import StreamSecurity
 
 logger = logging.getLogger(__name__)
 
 _NUM_CACHED_REPLIES = 64
 
-NonBlockingHandler = Callable[[NonBlockingRequest, Mapping[str, NDArray[Any]]], ReplyPayload]
+NonBlockingHandler = Callable[[NonBlockingRequest], ReplyPayload]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +57,6 @@ class Envelope:
     request: BlockingRequest
     pre_hooks: list[Hook]
     post_hooks: list[Hook]
-    tensors: dict[str, NDArray[Any]]
-    deadline_s: float
-    """How long the master waits for the reply, counted from `received_s`."""
-    received_s: float
-    """`time.monotonic()` of the arrival."""
 
     @property
     def epoch(self) -> int:
@@ -110,15 +100,14 @@ class WorkerRequestStream(Closing):
         self._waiting: FlushQueue[Envelope] = FlushQueue()
         self._replies = ReplyCache(_NUM_CACHED_REPLIES)
         self._max_epoch = 0
-        self._malformed = Refusals(f"malformed requests to {worker_id}")
-        self.num_stale = 0
         self._thread = LoopThread(f"requests of {worker_id}")
-        self._link: DealerLink
+        self._link: DealerLink[ToWorker]
 
         def connect() -> None:
             # Set in the I/O thread: a master that is quick lets us in before this thread hears of the link.
             self._link = DealerLink(
                 security,
+                self._codec,
                 address_provider,
                 server="master_worker",
                 on_message=self._receive,
@@ -152,9 +141,9 @@ class WorkerRequestStream(Closing):
                 return envelope
         return None
 
-    def reply(self, envelope: Envelope, payload: ReplyPayload, tensors: Tensors | None = None) -> None:
-        """Answer a request. The arrays must not change afterwards."""
-        self._thread.call(lambda: self._finish(envelope.request_id, payload, tensors))
+    def reply(self, envelope: Envelope, payload: ReplyPayload) -> None:
+        """Answer a request."""
+        self._thread.call(lambda: self._finish(envelope.request_id, payload))
 
     def reply_error(self, envelope: Envelope, error: BaseException) -> None:
         """Answer a request with an exception; the master's call raises it as `RemoteError`."""
@@ -176,19 +165,11 @@ class WorkerRequestStream(Closing):
         if self._link.failure is not None:
             self._released.put(None)  # wakes next_blocking
 
-    def _receive(self, frames: list[Buffer]) -> None:
-        try:
-            message = self._codec.decode(frames)
-            request_id = RequestId.parse(message.request_id)
-            if request_id.epoch != message.epoch:
-                raise MalformedMessageError(f"request {request_id} arrived under epoch {message.epoch}")
-            self._dispatch(request_id, message)
-        except MalformedMessageError as error:
-            self._malformed.note(error)
-
-    def _dispatch(self, request_id: RequestId, message: Message[WorkerRequest]) -> None:
+    def _receive(self, message: Message[ToWorker]) -> None:
+        request_id = RequestId.parse(message.request_id)
+        if request_id.epoch != message.epoch:
+            raise MalformedMessageError(f"request {request_id} arrived under epoch {message.epoch}")
         if request_id.epoch < self._max_epoch:
-            self.num_stale += 1
             self._send(request_id, StaleReply(max_epoch=self._max_epoch))
             return
         self._replies.run_once(str(request_id), run=lambda: self._start(request_id, message), repeat=self._link.send)
@@ -201,7 +182,7 @@ class WorkerRequestStream(Closing):
             self._finish(request_id, OkReply())
             self._release()
         elif isinstance(request, NonBlockingRequest):
-            self._answer_now(request_id, request, message.tensors)
+            self._answer_now(request_id, request)
         elif request_id.epoch > self._max_epoch and not isinstance(request, Initialize):
             self._waiting.settle(request_id)
             self._finish(request_id, _not_initialized(request_id, request, self._max_epoch))
@@ -220,22 +201,20 @@ class WorkerRequestStream(Closing):
         for envelope in self._waiting.pop_ready():
             self._released.put(envelope)
 
-    def _answer_now(
-        self, request_id: RequestId, request: NonBlockingRequest, tensors: Mapping[str, NDArray[Any]]
-    ) -> None:
+    def _answer_now(self, request_id: RequestId, request: NonBlockingRequest) -> None:
         try:
-            self._finish(request_id, self._non_blocking(request, tensors))
+            self._finish(request_id, self._non_blocking(request))
         except Exception as error:  # whatever it is, the master asked and must hear it; the I/O thread must live
             logger.exception("%s failed to answer %s", self.worker_id, type(request).__name__)
             self._finish(request_id, error_reply(error))
 
-    def _finish(self, request_id: RequestId, payload: ReplyPayload, tensors: Tensors | None = None) -> None:
+    def _finish(self, request_id: RequestId, payload: ReplyPayload) -> None:
         if request_id.epoch < self._max_epoch:
             return  # whoever asked is no longer our master
-        self._replies.finish(str(request_id), self._send(request_id, payload, tensors))
+        self._replies.finish(str(request_id), self._send(request_id, payload))
 
-    def _send(self, request_id: RequestId, payload: msgspec.Struct, tensors: Tensors | None = None) -> list[Buffer]:
-        frames = self._codec.encode(payload, epoch=request_id.epoch, request_id=str(request_id), tensors=tensors)
+    def _send(self, request_id: RequestId, payload: ReplyPayload) -> list[Buffer]:
+        frames = self._codec.encode(payload, epoch=request_id.epoch, request_id=str(request_id))
         self._link.send(frames)  # if the link is down, the master asks again under the same id
         return frames
 
@@ -246,9 +225,6 @@ def _envelope(request_id: RequestId, request: BlockingRequest, message: Message[
         request=request,
         pre_hooks=message.body.pre_hooks,
         post_hooks=message.body.post_hooks,
-        tensors=message.tensors,
-        deadline_s=message.deadline_s,
-        received_s=time.monotonic(),
     )
 
 

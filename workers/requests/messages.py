@@ -2,7 +2,7 @@
 
     master --WorkerRequest{request, pre_hooks, post_hooks}--> model worker --Reply--> master
 
-Epoch, request id and deadline travel in the header of every message (`codec.Header`), tensors beside it.
+Epoch, request id and deadline travel in the header of every message (`codec.Header`).
 
     non-blocking   Spec ModelConfig Fetch LoadRows Reject ClearDataCache Ping Shutdown
                    answered at once, by the I/O thread
@@ -251,6 +251,4 @@ class Hello(MessageBody, frozen=True, tag="hello"):
 
 
 ToWorker = WorkerRequest
-FromWorker = (
-    Hello | OkReply | SpecReply | ModelConfigReply | MetadataReply | StatsReply | TrainReply | ErrorReply | StaleReply
-)
+FromWorker = Hello | ReplyPayload

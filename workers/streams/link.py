@@ -13,12 +13,20 @@ import asyncio
 import enum
 import logging
 from collections.abc import Callable
+from typing import Generic
 
 import zmq
 
 from corral.name_resolve.errors import NameServiceError
-from corral.workers.streams.codec import Buffer
-from corral.workers.streams.errors import StreamClosedError, StreamError, StreamTimeoutError, WrongTrialKeyError
+from corral.workers.streams.codec import BodyT, Buffer, Message, MessageCodec
+from corral.workers.streams.errors import (
+    MalformedMessageError,
+    StreamClosedError,
+    StreamError,
+    StreamTimeoutError,
+    WrongTrialKeyError,
+)
+from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.router import SocketReader, parse_event
 from corral.workers.streams.security import ClientSocket, StreamSecurity
 
@@ -102,16 +110,17 @@ class _Connection:
             self.end.set_result(_End.UNREACHABLE)
 
 
-class DealerLink:
+class DealerLink(Generic[BodyT]):
     """A connection that is made anew whenever it ends. All methods belong to the loop's thread."""
 
     def __init__(
         self,
         security: StreamSecurity,
+        codec: MessageCodec[BodyT],
         address_provider: Callable[[], str],
         *,
         server: str,
-        on_message: Callable[[list[Buffer]], None],
+        on_message: Callable[[Message[BodyT]], None],
         on_up: Callable[[], None],
         on_down: Callable[[str], None],
         bulk: bool = False,
@@ -119,16 +128,18 @@ class DealerLink:
     ) -> None:
         """
         Args:
+            codec: of what the server says; what else arrives is counted and dropped.
             address_provider: gives "tcp://host:port" of the server as it is known now, or raises a NameServiceError,
                 OSError or LookupError while nobody is registered. It runs in another thread and may block for some
                 seconds.
             server: who is at the other end, for messages: "master_worker".
-            on_message: gets every message but the probes; must not raise.
+            on_message: gets every message; may raise nothing but `MalformedMessageError`, which counts as above.
             on_up: the server let us in; it knows nothing of earlier connections.
             on_down: the connection ended, or the link failed for good (see `failure`), with the reason.
             silence_s: ask for the address again when the server has said nothing for so long.
         """
         self._security = security
+        self._codec = codec
         self._address_provider = address_provider
         self._server = server
         self._on_message = on_message
@@ -136,6 +147,7 @@ class DealerLink:
         self._on_down = on_down
         self._bulk = bulk
         self._silence_s = silence_s
+        self._malformed = Refusals(f"malformed messages of {server}")
         self._loop = asyncio.get_running_loop()
         self._connection: _Connection | None = None
         self._failure: StreamError | None = None
@@ -223,7 +235,7 @@ class DealerLink:
         except ValueError as error:
             self._reason = str(error)
             return _End.UNREACHABLE
-        connection = _Connection(client, on_message=self._on_message, on_up=self._handle_up)
+        connection = _Connection(client, on_message=self._receive, on_up=self._handle_up)
         self._connection = connection
         try:
             end = await self._wait_for_end(connection)
@@ -250,6 +262,12 @@ class DealerLink:
                 endpoint = await self._resolve()
                 if endpoint is not None and endpoint != connection.client.endpoint:
                     return _End.MOVED
+
+    def _receive(self, frames: list[Buffer]) -> None:
+        try:
+            self._on_message(self._codec.decode(frames))
+        except MalformedMessageError as error:
+            self._malformed.note(error)
 
     def _handle_up(self) -> None:
         self._was_up = True

@@ -1,6 +1,6 @@
-"""RouterEndpoint: a bound ROUTER on an asyncio loop; frames with who sent them in, frames to a peer out.
+"""RouterEndpoint: a bound ROUTER on an asyncio loop; messages with who sent them in, frames to a peer out.
 
-    libzmq --frames--> SocketReader --> on_message(Peer, frames)          one call per message, never concurrently
+    libzmq --frames--> SocketReader --> on_message(Peer, Message)         one call per message, never concurrently
            --events--> SocketReader --> probe every known peer --> on_peer_gone(identity)
 
 libzmq tells a ROUTER that *some* connection ended, not whose. So each disconnect makes us send an empty probe to every
@@ -12,11 +12,12 @@ import asyncio
 import struct
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from typing import Generic
 
 import zmq
 
-from corral.workers.streams.codec import Buffer
-from corral.workers.streams.errors import PeerDeadError, StreamClosedError
+from corral.workers.streams.codec import BodyT, Buffer, Message, MessageCodec
+from corral.workers.streams.errors import MalformedMessageError, PeerDeadError, StreamClosedError
 from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.security import StreamSecurity
 
@@ -94,28 +95,31 @@ def parse_event(frames: list[zmq.Frame]) -> tuple[int, int]:
     return event, value
 
 
-class RouterEndpoint:
+class RouterEndpoint(Generic[BodyT]):
     """One bound ROUTER. All methods belong to the loop's thread."""
 
     def __init__(
         self,
         security: StreamSecurity,
+        codec: MessageCodec[BodyT],
         *,
         address: str,
         roles: Set[str],
         purpose: str,
-        on_message: Callable[[Peer, list[Buffer]], None],
+        on_message: Callable[[Peer, Message[BodyT]], None],
         on_peer_gone: Callable[[bytes], None],
         bulk: bool = False,
     ) -> None:
         """
         Args:
+            codec: of what peers say; what else arrives is counted and dropped.
             address: IP address of the interface to listen on; the port is chosen freely, see `endpoint`.
             roles: who may connect.
-            on_message: gets every message but the probes; must not raise.
+            on_message: gets every message; may raise nothing but `MalformedMessageError`, which counts as above.
             on_peer_gone: gets the identity of every peer that had sent something and is no longer connected.
         """
         self._security = security
+        self._codec = codec
         self._purpose = purpose
         self._on_message = on_message
         self._on_peer_gone = on_peer_gone
@@ -125,6 +129,7 @@ class RouterEndpoint:
         self._num_probes = 0
         self._closed = False
         self._refused = Refusals(f"connections to the {purpose} socket")
+        self._malformed = Refusals(f"malformed messages to the {purpose} socket")
         self._server = security.bind_router(address, roles=roles, purpose=purpose, bulk=bulk)
         self._reader = SocketReader(self._server.socket, self._deliver)
         self._monitor_reader = SocketReader(self._server.monitor, self._deliver_event)
@@ -138,6 +143,11 @@ class RouterEndpoint:
     def num_refused_handshakes(self) -> int:
         """Connections that were no client of this trial: unknown keys, no CURVE, garbage."""
         return self._refused.count
+
+    @property
+    def num_malformed(self) -> int:
+        """Messages that were counted and dropped."""
+        return self._malformed.count
 
     def send(self, identity: bytes, frames: list[Buffer]) -> None:
         """Send to a peer that has spoken before; never blocks.
@@ -174,7 +184,10 @@ class RouterEndpoint:
             return
         role = frames[-1].get("User-Id")
         assert isinstance(role, str)
-        self._on_message(Peer(identity, role), [frame.buffer for frame in frames[1:]])
+        try:
+            self._on_message(Peer(identity, role), self._codec.decode([frame.buffer for frame in frames[1:]]))
+        except MalformedMessageError as error:
+            self._malformed.note(f"of a {role}: {error}")
 
     def _deliver_event(self, frames: list[zmq.Frame]) -> None:
         if len(frames) != 2:

@@ -20,9 +20,8 @@ import msgspec
 from corral.workers.streams.calls import ErrorReply, PendingCalls, ReplyCache, error_reply, remote_error
 from corral.workers.streams.closing import AsyncClosing
 from corral.workers.streams.codec import Buffer, Message, MessageCodec
-from corral.workers.streams.errors import MalformedMessageError, PeerDeadError, StreamClosedError
+from corral.workers.streams.errors import PeerDeadError, StreamClosedError
 from corral.workers.streams.link import DealerLink
-from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.router import Peer, RouterEndpoint
 from corral.workers.streams.security import StreamSecurity
 
@@ -64,9 +63,9 @@ class AsyncRequestServer(AsyncClosing, Generic[RequestT]):
         self._replies = ReplyCache(_NUM_CACHED_REPLIES)
         self._identity_by_request_id: dict[str, bytes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._malformed = Refusals(f"malformed messages to the {purpose} socket")
         self._router = RouterEndpoint(
             security,
+            self._codec,
             address=address,
             roles=roles,
             purpose=purpose,
@@ -89,12 +88,7 @@ class AsyncRequestServer(AsyncClosing, Generic[RequestT]):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._router.close()
 
-    def _receive(self, peer: Peer, frames: list[Buffer]) -> None:
-        try:
-            message = self._codec.decode(frames)
-        except MalformedMessageError as error:
-            self._malformed.note(f"of a {peer.role}: {error}")
-            return
+    def _receive(self, peer: Peer, message: Message[RequestT]) -> None:
         request_id = message.request_id
         self._identity_by_request_id[request_id] = peer.identity  # a repeated request comes from where the reply goes
         self._replies.run_once(
@@ -158,19 +152,15 @@ class AsyncRequestClient(AsyncClosing, Generic[RequestT, ReplyT]):
         self._client_id = uuid.uuid4().hex[:16]
         self._sequence = itertools.count(1)
         self._pending: PendingCalls[str, ReplyT] = PendingCalls(lambda: self._link.describe())
-        self._malformed = Refusals(f"malformed messages of {server}")
         self._link = DealerLink(
             security,
+            self._codec,
             address_provider,
             server=server,
             on_message=self._receive,
             on_up=self._send_all,
             on_down=self._handle_down,
         )
-
-    @property
-    def is_connected(self) -> bool:
-        return self._link.is_up
 
     async def request(self, body: RequestT, *, deadline_s: float) -> ReplyT:
         """Ask and wait for the answer, through restarts of the server.
@@ -190,10 +180,6 @@ class AsyncRequestClient(AsyncClosing, Generic[RequestT, ReplyT]):
         finally:
             self._pending.forget(request_id)
 
-    async def wait_connected(self, deadline_s: float) -> None:
-        """Wait for the server; errors as for `request`."""
-        await self._link.wait_up(deadline_s)
-
     async def close(self) -> None:
         await self._link.close()
         self._pending.fail_all(lambda _: StreamClosedError(f"the connection to {self._server} was closed"))
@@ -207,12 +193,7 @@ class AsyncRequestClient(AsyncClosing, Generic[RequestT, ReplyT]):
         if failure is not None:  # else the link comes back by itself, and then everything is sent again
             self._pending.fail_all(lambda _: failure)
 
-    def _receive(self, frames: list[Buffer]) -> None:
-        try:
-            message = self._codec.decode(frames)
-        except MalformedMessageError as error:
-            self._malformed.note(error)
-            return
+    def _receive(self, message: Message[ReplyT | ErrorReply]) -> None:
         body = message.body
         if isinstance(body, ErrorReply):
             self._pending.fail(message.request_id, lambda _: remote_error(self._server, body))

@@ -112,7 +112,7 @@ def test_a_sender_sends_no_more_than_there_is_room_for(as_role: AsRole, receiver
         sender.set_receivers({0: receiver.endpoint})
         await until(lambda: receiver.num_held == 4, waiting_for="a full receiver")
         await asyncio.sleep(0.1)  # it would go on sending now, if it did
-        assert (receiver.num_held, sender.num_sent, len(spool.num_reads)) == (4, 4, 4)
+        assert (receiver.num_held, len(spool.num_reads)) == (4, 4)
         drained: list[str] = []
         while len(drained) < 20:
             drained += await asyncio.to_thread(uids, receiver, 3)

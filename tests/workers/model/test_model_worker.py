@@ -21,11 +21,11 @@ class UnknownRequest(msgspec.Struct):
 def test_only_a_shutdown_shuts_a_model_worker_down(tmp_path: Path) -> None:
     with context_of(*trial_of(tmp_path), "model_worker") as context:
         worker = ModelWorker(context)
-        assert worker._answer_now(Ping(), {}) == OkReply()
+        assert worker._answer_now(Ping()) == OkReply()
         with pytest.raises(ValueError, match="UnknownRequest is not served"):
-            worker._answer_now(cast(Any, UnknownRequest()), {})
+            worker._answer_now(cast(Any, UnknownRequest()))
         assert not context.stopping.is_set()
-        worker._answer_now(Shutdown(reason="test"), {})
+        worker._answer_now(Shutdown(reason="test"))
         assert context.stopping.is_set()
 
 
@@ -96,7 +96,4 @@ def blocking(request: msgspec.Struct) -> Envelope:
         request=cast(Any, request),
         pre_hooks=[],
         post_hooks=[],
-        tensors={},
-        deadline_s=60.0,
-        received_s=0.0,
     )

@@ -29,7 +29,7 @@ def main(secrets: str, endpoint: str, worker_id: str) -> None:
             lambda: endpoint,
             worker_id=worker_id,
             incarnation=f"process of {worker_id}",
-            non_blocking=lambda request, tensors: OkReply(),
+            non_blocking=lambda request: OkReply(),
         ) as stream:
             print("ready", flush=True)
             while True:

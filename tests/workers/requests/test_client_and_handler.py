@@ -10,13 +10,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from corral.scheduling.redistribution import Transfer
 from corral.workers.requests import handler
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.handler import Envelope, WorkerRequestStream
 from corral.workers.requests.messages import (
+    DataTransfer,
     Fetch,
     FromWorker,
     Hello,
@@ -34,7 +35,7 @@ from corral.workers.requests.messages import (
     TrainStep,
     WorkerRequest,
 )
-from corral.workers.streams.codec import MessageCodec, Tensors
+from corral.workers.streams.codec import MessageCodec
 from corral.workers.streams.errors import (
     PeerDeadError,
     RemoteError,
@@ -50,7 +51,7 @@ AsRole = Callable[[str], StreamSecurity]
 INITIALIZE = Initialize(weights_directory="/weights", state_directory=None, step=0, seed=1)
 
 
-def answer(request: NonBlockingRequest, tensors: Tensors) -> ReplyPayload:
+def answer(request: NonBlockingRequest) -> ReplyPayload:
     """The workers of these tests know how large their dataset is, and cannot fetch."""
     if isinstance(request, Spec):
         return SpecReply(num_samples=1000)
@@ -193,19 +194,16 @@ def test_all_workers_get_the_requests_of_a_level_in_the_same_order(as_role: AsRo
     with_master(run, as_role("master_worker"))
 
 
-def test_hooks_deadline_and_tensors_arrive_with_the_request(as_role: AsRole) -> None:
+def test_hooks_arrive_with_the_request(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
-            weights = np.arange(100_000, dtype=np.float32)
-            pending = client.post({stream.worker_id: train()}, deadline_s=12.5, tensors={"weights": weights})
+            transfer = Transfer(key="rewards", source=0, destinations=(1,), uids=("0:a",))
+            hook = DataTransfer(plan=[transfer], seqlens={"0:a": {"rewards": [1]}}, dtypes={"rewards": "float32"})
+            client.post({stream.worker_id: train()}, deadline_s=10, pre_hooks=[hook])
             await client.flush(deadline_s=10)
             envelope = await take(stream)
-            assert (envelope.deadline_s, envelope.epoch, envelope.pre_hooks) == (12.5, 1, [])
-            np.testing.assert_array_equal(envelope.tensors["weights"], weights)
-            await asyncio.to_thread(stream.reply, envelope, OkReply(), {"twice": 2 * weights})
-            received = (await pending.messages())[stream.worker_id]
-            np.testing.assert_array_equal(received.tensors["twice"], 2 * weights)
+            assert (envelope.epoch, envelope.pre_hooks, envelope.post_hooks) == (1, [hook], [])
 
     with_master(run, as_role("master_worker"))
 
@@ -407,7 +405,7 @@ def test_a_repeated_request_gets_the_same_reply_without_being_run_again(as_role:
     async def run() -> None:
         calls: list[NonBlockingRequest] = []
 
-        def count(request: NonBlockingRequest, tensors: Tensors) -> ReplyPayload:
+        def count(request: NonBlockingRequest) -> ReplyPayload:
             calls.append(request)
             return SpecReply(num_samples=len(calls))
 
@@ -452,7 +450,6 @@ def test_a_worker_finds_a_new_master_and_refuses_the_old_one(as_role: AsRole) ->
                 with pytest.raises(StaleEpochError, match="already follows epoch 2") as stale:
                     await old.call(stream.worker_id, Ping(), deadline_s=10)
                 assert stale.value.max_epoch == 2
-                assert stream.num_stale >= 1
 
     asyncio.run(run())
 

@@ -17,6 +17,7 @@ from corral.workers.lifecycle.control import ControlServer, control_call
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.handler import WorkerRequestStream
 from corral.workers.requests.messages import OkReply, Ping
+from corral.workers.streams.codec import MessageCodec
 from corral.workers.streams.errors import StreamTimeoutError, WrongTrialKeyError
 from corral.workers.streams.link import DealerLink
 from corral.workers.streams.router import RouterEndpoint
@@ -24,6 +25,7 @@ from corral.workers.streams.security import CurveKeys, StreamSecurity
 from tests.workers.stream_helpers import LOOPBACK, TRIAL, until
 
 AsRole = Callable[[str], StreamSecurity]
+CODEC: MessageCodec[OkReply] = MessageCodec(OkReply, trial_uuid=TRIAL)
 WORKERS_ROOT = Path(next(iter(corral.workers.__path__)))
 
 
@@ -79,9 +81,10 @@ def test_security_refuses_to_close_under_an_open_stream(as_role: AsRole) -> None
 async def connect(security: StreamSecurity, endpoint: str, *, deadline_s: float) -> None:
     link = DealerLink(
         security,
+        CODEC,
         lambda: endpoint,
         server="master_worker",
-        on_message=lambda frames: None,
+        on_message=lambda message: None,
         on_up=lambda: None,
         on_down=lambda reason: None,
     )
@@ -157,7 +160,7 @@ def test_the_worker_stream_raises_a_wrong_key_in_the_main_thread(as_role: AsRole
             lambda: server.endpoint,
             worker_id="model_worker/0",
             incarnation="a",
-            non_blocking=lambda request, tensors: OkReply(),
+            non_blocking=lambda request: OkReply(),
         ) as stream:
             with pytest.raises(WrongTrialKeyError):
                 stream.next_blocking(timeout_s=2.0)
@@ -167,7 +170,7 @@ def test_nobody_listening_is_a_timeout_that_names_the_server(as_role: AsRole) ->
     with socket.create_server((LOOPBACK, 0)) as taken:
         endpoint = f"tcp://{LOOPBACK}:{taken.getsockname()[1]}"
     with pytest.raises(StreamTimeoutError, match=f"model_worker/3 at {endpoint} .*nobody listens there"):
-        control_call(endpoint, "ping", as_role("launcher"), worker="model_worker/3", deadline_s=0.3)
+        asyncio.run(control_call(endpoint, "ping", as_role("launcher"), worker="model_worker/3", deadline_s=0.3))
 
 
 def test_an_address_provider_that_breaks_is_an_error_and_not_a_hang(as_role: AsRole) -> None:
@@ -177,9 +180,10 @@ def test_an_address_provider_that_breaks_is_an_error_and_not_a_hang(as_role: AsR
 
         link = DealerLink(
             as_role("model_worker"),
+            CODEC,
             broken,
             server="master_worker",
-            on_message=lambda frames: None,
+            on_message=lambda message: None,
             on_up=lambda: None,
             on_down=lambda reason: None,
         )
@@ -212,9 +216,8 @@ def test_servers_survive_a_thousand_connections_of_garbage(as_role: AsRole) -> N
     ):
         for index, endpoint in enumerate([control.endpoint, receiver.endpoint]):
             send_garbage(endpoint, count=1000, seed=index)
-        assert control_call(control.endpoint, "ping", master, worker="model_worker/0", deadline_s=10) == {
-            "said": "ping"
-        }
+        ping = control_call(control.endpoint, "ping", master, worker="model_worker/0", deadline_s=10)
+        assert asyncio.run(ping) == {"said": "ping"}
         assert receiver.drain(1) == []
 
         async def master_goes_on() -> None:
@@ -225,7 +228,7 @@ def test_servers_survive_a_thousand_connections_of_garbage(as_role: AsRole) -> N
                     lambda: client.endpoint,
                     worker_id="model_worker/0",
                     incarnation="a",
-                    non_blocking=lambda request, tensors: OkReply(),
+                    non_blocking=lambda request: OkReply(),
                 ) as stream:
                     await client.wait_for_workers([stream.worker_id], timeout_s=120)
                     assert await client.call(stream.worker_id, Ping(), deadline_s=10) == OkReply()
@@ -256,13 +259,13 @@ def test_malformed_messages_of_a_trial_member_are_counted_and_dropped(
 def test_frames_above_the_limit_end_the_connection_and_nothing_else(as_role: AsRole) -> None:
     async def run() -> None:
         worker = as_role("model_worker")
-        received: list[int] = []
         router = RouterEndpoint(
             as_role("master_worker"),
+            CODEC,
             address=LOOPBACK,
             roles={"model_worker"},
             purpose="requests",
-            on_message=lambda peer, frames: received.append(len(frames[0])),
+            on_message=lambda peer, message: None,
             on_peer_gone=lambda identity: None,
         )
         connection = worker.connect_dealer(router.endpoint)
@@ -272,14 +275,14 @@ def test_frames_above_the_limit_end_the_connection_and_nothing_else(as_role: AsR
         def ended() -> bool:
             while connection.monitor.poll(0):
                 events.append(int.from_bytes(connection.monitor.recv_multipart()[0][:2], "little"))
-            return zmq.EVENT_DISCONNECTED in events or bool(received)
+            return zmq.EVENT_DISCONNECTED in events or router.num_malformed > 0
 
         await until(ended, waiting_for="the large frame to be refused, or taken")
+        assert router.num_malformed == 0
         connection.close(linger_ms=0)
         connection = worker.connect_dealer(router.endpoint)
         await asyncio.to_thread(connection.socket.send, bytes(1000))
-        await until(lambda: bool(received), waiting_for="the small frame")
-        assert received == [1000]
+        await until(lambda: router.num_malformed == 1, waiting_for="the small frame, which is no message")
         connection.close()
         router.close()
 
