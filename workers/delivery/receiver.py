@@ -8,9 +8,6 @@
 
 import logging
 from collections.abc import Set
-from typing import Any
-
-from numpy.typing import NDArray
 
 from corral.workers.delivery.messages import (
     Offer,
@@ -23,7 +20,7 @@ from corral.workers.delivery.messages import (
 )
 from corral.workers.delivery.receiver_book import Outgoing, ReceiverBook
 from corral.workers.streams.closing import Closing
-from corral.workers.streams.codec import Message, MessageCodec, tensors_size_bytes
+from corral.workers.streams.codec import Message, MessageCodec, Tensors, tensors_size_bytes
 from corral.workers.streams.errors import PeerDeadError
 from corral.workers.streams.loop_thread import LoopThread
 from corral.workers.streams.router import Peer, RouterEndpoint
@@ -31,7 +28,7 @@ from corral.workers.streams.security import StreamSecurity
 
 logger = logging.getLogger(__name__)
 
-Trajectory = tuple[TrajectoryHeader, dict[str, NDArray[Any]]]
+Trajectory = tuple[TrajectoryHeader, Tensors]
 
 
 class TrajectoryReceiver(Closing):

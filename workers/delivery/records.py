@@ -9,18 +9,13 @@ it raises (a full or broken disk) ends the worker: what is on disk then decides 
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-import numpy.typing as npt
+from collections.abc import Iterable
 
 from corral.workers.delivery.delivery_id import uid_of_delivery
 from corral.workers.delivery.messages import TrajectoryHeader
 from corral.workers.delivery.sender import TrajectorySender
 from corral.workers.delivery.spool import Spool
-from corral.workers.streams.codec import MessageCodec, tensors_size_bytes
-
-Tensors = Mapping[str, npt.NDArray[Any]]
+from corral.workers.streams.codec import MessageCodec, Tensors, tensors_size_bytes
 
 
 class RecordStore:
@@ -78,5 +73,5 @@ class RecordStore:
     def _offer(self, uid: str, *, size_bytes: int) -> None:
         self._sender.offer(self._header_by_uid[uid], lambda: self._tensors(uid), size_bytes=size_bytes)
 
-    def _tensors(self, uid: str) -> dict[str, npt.NDArray[Any]]:
+    def _tensors(self, uid: str) -> Tensors:
         return self._codec.decode(self._spool.payload(uid)).tensors
