@@ -12,15 +12,14 @@ the lineage knows their versions. The manager's gate is an optimisation that mak
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 from corral.scheduling.policy_version import Lineage
 from corral.scheduling.staleness import ReadySample, select_batch
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
+from corral.workers.requests.messages import Rejection
 
 logger = logging.getLogger(__name__)
-
-Verdict = Literal["stale", "consumed", "duplicate"]
 
 
 class SampleHolders(Protocol):
@@ -35,7 +34,7 @@ class SampleHolders(Protocol):
     async def clear(self, uids: Sequence[str]) -> None:
         """Free the tensors of samples; nobody is told."""
 
-    async def reject(self, uids: Iterable[str], verdict: Verdict) -> None:
+    async def reject(self, uids: Iterable[str], rejection: Rejection) -> None:
         """Throw samples away and tell the rollout workers why: `stale` issues the prompt again, `consumed` does not."""
 
 
@@ -150,9 +149,9 @@ class TrajectorySource:
             logger.warning("%d samples are from weights that a failure took back; they are issued again", len(orphans))
         await self._reject(orphans, "stale")
 
-    async def _reject(self, uids: Sequence[str], verdict: Verdict) -> None:
+    async def _reject(self, uids: Sequence[str], rejection: Rejection) -> None:
         if not uids:
             return
-        if verdict != "duplicate":  # the copy that arrived first stays
+        if rejection != "duplicate":  # the copy that arrived first stays
             self._buffer.release(uids)
-        await self._holders.reject(uids, verdict)
+        await self._holders.reject(uids, rejection)

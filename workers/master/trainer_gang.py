@@ -23,7 +23,6 @@ from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.redistribution import Transfer, plan_redistribution
 from corral.workers.data.sequence_sample import key_spec
 from corral.workers.lifecycle.worker import WorkerContext
-from corral.workers.master.sample_source import Verdict
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
 from corral.workers.requests.client import PendingReplies, RequestClient
 from corral.workers.requests.messages import (
@@ -37,6 +36,7 @@ from corral.workers.requests.messages import (
     LoadRows,
     MetadataReply,
     Reject,
+    Rejection,
     ReplyPayload,
     Request,
     SampleMetadata,
@@ -145,8 +145,8 @@ class TrainerGang:
         )
         return self._samples(replies)
 
-    async def reject(self, uids: Iterable[str], verdict: Verdict) -> None:
-        await self._now(Reject(uids=list(uids), verdict=verdict))
+    async def reject(self, uids: Iterable[str], rejection: Rejection) -> None:
+        await self._now(Reject(uids=list(uids), rejection=rejection))
 
     async def clear(self, uids: Sequence[str]) -> None:
         """Free the tensors of samples that were trained on."""

@@ -115,7 +115,7 @@ class ModelWorker(Worker):
             case LoadRows():
                 return MetadataReply(samples=self._samples.load_rows(request.uids))
             case Reject():
-                self._samples.reject(request.uids, request.verdict)
+                self._samples.reject(request.uids, request.rejection)
                 return OkReply()
             case ClearDataCache():
                 self._samples.clear(request.uids)

@@ -36,6 +36,10 @@ Hook = DataTransfer
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
+Rejection = Literal["stale", "consumed", "duplicate"]
+"""stale: generate it again. consumed: it was trained on. duplicate: an earlier copy is held."""
+
+
 class Spec(MessageBody, frozen=True, tag="spec"):
     """How much data is there? -> SpecReply"""
 
@@ -62,8 +66,7 @@ class Reject(MessageBody, frozen=True, tag="reject"):
     """Throw these samples away and tell who sent them -> OkReply"""
 
     uids: list[str]
-    verdict: Literal["stale", "consumed", "duplicate"]
-    """stale: generate it again. consumed: it was trained on. duplicate: an earlier copy is held."""
+    rejection: Rejection
 
 
 class ClearDataCache(MessageBody, frozen=True, tag="clear_data_cache"):

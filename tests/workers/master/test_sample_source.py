@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.scheduling.policy_version import Lineage, PolicyVersion
-from corral.workers.master.sample_source import DatasetSource, TrajectorySource, Verdict
+from corral.workers.master.sample_source import DatasetSource, TrajectorySource
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
+from corral.workers.requests.messages import Rejection
 
 KEYS = frozenset({"input_ids"})
 
@@ -30,7 +31,7 @@ class Holders:
 
     def __init__(self) -> None:
         self.arrivals: list[BufferedSample] = []
-        self.rejected: list[tuple[str, Verdict]] = []
+        self.rejected: list[tuple[str, Rejection]] = []
         self.cleared: list[str] = []
 
     async def fetch(self) -> list[BufferedSample]:
@@ -43,8 +44,8 @@ class Holders:
     async def clear(self, uids: Sequence[str]) -> None:
         self.cleared += uids
 
-    async def reject(self, uids: Iterable[str], verdict: Verdict) -> None:
-        self.rejected += [(uid, verdict) for uid in uids]
+    async def reject(self, uids: Iterable[str], rejection: Rejection) -> None:
+        self.rejected += [(uid, rejection) for uid in uids]
 
 
 def source_of(

@@ -25,9 +25,8 @@ from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
 from corral.workers.master import master_worker
 from corral.workers.master.master_worker import MasterWorker
-from corral.workers.master.sample_source import Verdict
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
-from corral.workers.requests.messages import TrainReply
+from corral.workers.requests.messages import Rejection, TrainReply
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_SFT, write_inputs
 
 UUID = "ab" * 16
@@ -90,7 +89,7 @@ class Gang:
             for uid in uids
         ]
 
-    async def reject(self, uids: Iterable[str], verdict: Verdict) -> None:
+    async def reject(self, uids: Iterable[str], rejection: Rejection) -> None:
         self.at_call("reject")
 
     async def clear(self, uids: Sequence[str]) -> None:
