@@ -17,16 +17,7 @@ from dataclasses import dataclass, field
 
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import GateLimit, StalenessGate
-
-
-@dataclass(frozen=True)
-class Admitted:
-    """The answer to an allocation: `order` is None if the prompt must ask again, and `reason` says why."""
-
-    order: int | None
-    reason: str = ""
-    waits_for: tuple[str, ...] = ()
-    """The workers that can change that."""
+from corral.workers.requests.manager_messages import Allocation
 
 
 @dataclass
@@ -92,12 +83,12 @@ class Admission:
         self._holders.clear()
         self._awaited = set(workers)
 
-    def allocate(self, worker: str, uid: str) -> Admitted:
+    def allocate(self, worker: str, uid: str) -> Allocation:
         """A rollout worker wants to start a prompt."""
         holder = self._holders.get(worker)
-        if self._version is None or self._awaited or holder is None:
-            if holder is None:
-                return Admitted(None, f"closed: {worker} has not reported yet")
+        if holder is None:
+            return Allocation(reason=f"closed: {worker} has not reported yet", must_report=True)
+        if self._version is None or self._awaited:
             return self._refusal()
         if self._gate.order_of(uid) is not None and uid not in holder.running:
             # It finished by our count; its worker wants it again, so the sample was rejected downstream.
@@ -106,10 +97,10 @@ class Admission:
         if order is None:
             return self._refusal()
         holder.running.add(uid)
-        return Admitted(order)
+        return Allocation(order=order)
 
-    def _refusal(self) -> Admitted:
-        return Admitted(None, self.explain(), self.opened_by())
+    def _refusal(self) -> Allocation:
+        return Allocation(reason=self.explain(), waits_for=list(self.opened_by()))
 
     def finish(self, worker: str, uid: str, *, delivered: bool) -> None:
         """A prompt ended: delivered to the trainer, or dropped (its place is free again)."""
@@ -133,10 +124,6 @@ class Admission:
             for uid, order in running.items():
                 self._gate.adopt(uid, order=order, is_finished=False)
         self._awaited.discard(worker)
-
-    def knows(self, worker: str) -> bool:
-        """Whether this worker has reported what it holds."""
-        return worker in self._holders
 
     def workers(self) -> set[str]:
         """The rollout workers that are known or awaited."""

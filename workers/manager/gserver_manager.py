@@ -35,7 +35,6 @@ from corral.workers.manager.routing import Server, ServerTable
 from corral.workers.requests.manager_messages import (
     Admitted,
     Allocate,
-    Allocation,
     Finish,
     ManagerRequest,
     Ok,
@@ -137,14 +136,7 @@ class GserverManager(Worker):
     async def _answer(self, role: str, request: ManagerRequest) -> msgspec.Struct:
         match request:
             case Allocate():
-                admitted = self._admission.allocate(request.worker, request.uid)
-                return Allocation(
-                    admitted=admitted.order is not None,
-                    order=admitted.order or 0,
-                    reason=admitted.reason,
-                    waits_for=list(admitted.waits_for),
-                    must_report=not self._admission.knows(request.worker),
-                )
+                return self._admission.allocate(request.worker, request.uid)
             case Schedule():
                 return self._route(request)
             case Finish():

@@ -65,9 +65,8 @@ ManagerRequest = Allocate | Schedule | Finish | Report
 class Allocation(MessageBody, frozen=True, tag="allocation"):
     """The gate's answer."""
 
-    admitted: bool
-    order: int = 0
-    """Admission number, if admitted."""
+    order: int | None = None
+    """Admission number; None: the prompt must ask again."""
     reason: str = ""
     """Why not, for `rl-status`."""
     waits_for: list[str] = []

@@ -30,13 +30,6 @@ _BUSY = (429, 503)
 
 
 @dataclass(frozen=True)
-class Route:
-    """Where the next chunk of a group is generated."""
-
-    url: str
-
-
-@dataclass(frozen=True)
 class Setback:
     """Why the last chunk of a group did not come."""
 
@@ -47,8 +40,8 @@ class Setback:
     """How the connection to it ended, if it did."""
 
 
-RouteFunction = Callable[[str, int, Setback | None], Awaitable[Route | None]]
-"""(uid, tokens that may come, what happened to the last chunk) -> a route, or None while no server is ready."""
+RouteFunction = Callable[[str, int, Setback | None], Awaitable[str | None]]
+"""(uid, tokens that may come, what happened to the last chunk) -> a server's URL, or None while none is ready."""
 
 
 class GenerationFailedError(RuntimeError):
@@ -98,14 +91,14 @@ class GenerationClient:
                     f"no generation server took prompt {uid} further for {self._timeout_s:.0f} s "
                     f"(last tried: {last_tried})"
                 )
-            route = await self._route(uid, self._chunk * len(unfinished), setback)
+            url = await self._route(uid, self._chunk * len(unfinished), setback)
             setback = None  # told once: told again, it would bench a server that has come back in the meantime
-            if route is None:
+            if url is None:
                 await asyncio.sleep(_RETRY_PAUSE_S)
                 continue
-            last_tried = route.url
+            last_tried = url
             before = sum(len(answer.output_ids) for answer in unfinished)
-            setback = await self._one_chunk(route, prompt_ids, unfinished)
+            setback = await self._one_chunk(url, prompt_ids, unfinished)
             if setback is not None and setback.is_busy:
                 last_progress = time.monotonic()
                 await asyncio.sleep(_BUSY_PAUSES_S[min(num_busy, len(_BUSY_PAUSES_S) - 1)])
@@ -121,7 +114,7 @@ class GenerationClient:
                 last_progress = time.monotonic()
         return answers
 
-    async def _one_chunk(self, route: Route, prompt_ids: Sequence[int], answers: list[PartialAnswer]) -> Setback | None:
+    async def _one_chunk(self, url: str, prompt_ids: Sequence[int], answers: list[PartialAnswer]) -> Setback | None:
         """Ask one server for the next tokens of `answers`; None if they came."""
         asked = min(self._chunk, min(answer.remaining for answer in answers))
         body: dict[str, Any] = {
@@ -137,34 +130,34 @@ class GenerationClient:
         }
         try:
             async with self._session.post(
-                f"{route.url}/generate", json=body, timeout=aiohttp.ClientTimeout(total=self._timeout_s)
+                f"{url}/generate", json=body, timeout=aiohttp.ClientTimeout(total=self._timeout_s)
             ) as response:
                 if response.status != 200:
-                    return _judge_refusal(route, response.status, (await response.text())[:500])
+                    return _judge_refusal(url, response.status, (await response.text())[:500])
                 chunks = await response.json()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            return Setback(route.url, is_busy=False, lost=str(error) or type(error).__name__)
-        return None if _take_in(chunks, answers, route) else Setback(route.url, is_busy=False)
+            return Setback(url, is_busy=False, lost=str(error) or type(error).__name__)
+        return None if _take_in(chunks, answers, url) else Setback(url, is_busy=False)
 
 
-def _judge_refusal(route: Route, status: int, text: str) -> Setback:
+def _judge_refusal(url: str, status: int, text: str) -> Setback:
     """What a status other than 200 means for the server; RequestRefusedError if it means nothing for it."""
     if status in _REFUSALS:
-        raise RequestRefusedError(f"{route.url}/generate answered {status}: {text}")
+        raise RequestRefusedError(f"{url}/generate answered {status}: {text}")
     is_busy = status in _BUSY
     level = logging.INFO if is_busy else logging.WARNING
-    logger.log(level, "%s/generate answered %d: %s", route.url, status, text)
-    return Setback(route.url, is_busy=is_busy)
+    logger.log(level, "%s/generate answered %d: %s", url, status, text)
+    return Setback(url, is_busy=is_busy)
 
 
-def _take_in(chunks: Any, answers: list[PartialAnswer], route: Route) -> bool:
+def _take_in(chunks: Any, answers: list[PartialAnswer], url: str) -> bool:
     if not isinstance(chunks, list) or len(chunks) != len(answers):
-        logger.warning("%s/generate answered something else than %d replies", route.url, len(answers))
+        logger.warning("%s/generate answered something else than %d replies", url, len(answers))
         return False
     try:
         for answer, chunk in zip(answers, chunks, strict=True):
             answer.extend(chunk)
     except MalformedChunkError as error:
-        logger.warning("%s: %s", route.url, error)
+        logger.warning("%s: %s", url, error)
         return False
     return True

@@ -49,7 +49,6 @@ from corral.workers.requests.manager_messages import (
     Schedule,
 )
 from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError, Setback
-from corral.workers.rollout.generation_client import Route as ServerRoute
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 from corral.workers.rollout.judging import RewardJudge
 from corral.workers.rollout.prompt_queue import PromptQueue
@@ -191,18 +190,18 @@ class RolloutWorker(Worker):
         """Ask the manager to start a prompt; its order number, or None if the gate is closed."""
         try:
             allocation = await self._ask_manager(Allocate(worker=self.context.worker_id, uid=uid))
-            if isinstance(allocation, Allocation) and allocation.must_report:
+            assert isinstance(allocation, Allocation)
+            if allocation.must_report:
                 await self._report()
                 return None
         except StreamTimeoutError as error:
             logger.warning("%s", error)
             return None
-        if isinstance(allocation, Allocation) and allocation.admitted:
+        if allocation.order is not None:
             return allocation.order
-        self._gate_reason = allocation.reason if isinstance(allocation, Allocation) else ""
+        self._gate_reason = allocation.reason
         if not self._running:
-            waits_for = allocation.waits_for if isinstance(allocation, Allocation) else ()
-            self._show("wait for admission", self._gate_reason, waits_for=waits_for)
+            self._show("wait for admission", self._gate_reason, waits_for=allocation.waits_for)
         return None
 
     async def _report(self) -> None:
@@ -268,15 +267,14 @@ class RolloutWorker(Worker):
         except StreamTimeoutError as error:  # the next manager learns it from our report
             logger.warning("%s", error)
 
-    async def _route(self, uid: str, tokens: int, setback: Setback | None) -> ServerRoute | None:
+    async def _route(self, uid: str, tokens: int, setback: Setback | None) -> str | None:
         failed = setback.url if setback and not setback.is_busy else ""
         busy = setback.url if setback and setback.is_busy else ""
         route = await self._ask_manager(Schedule(uid=uid, tokens=tokens, failed_url=failed, busy_url=busy))
-        if isinstance(route, Route) and route.url is not None:
-            return ServerRoute(route.url)
-        if isinstance(route, Route):
+        assert isinstance(route, Route)
+        if route.url is None:
             self._show("generate", route.reason, waits_for=route.waits_for)
-        return None
+        return route.url
 
     # The trainer's side
 

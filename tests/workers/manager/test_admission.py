@@ -33,7 +33,7 @@ def test_nothing_starts_before_every_living_rollout_worker_has_reported() -> Non
     admission = fresh()
     admission.at_version(PolicyVersion(0, 0), consumed=0, workers=[WORKER, "rollout_worker/1"])
     admission.report(WORKER, incarnation="a", running={}, finished={})
-    assert admission.allocate(WORKER, "0:a").waits_for == ("rollout_worker/1",)
+    assert admission.allocate(WORKER, "0:a").waits_for == ["rollout_worker/1"]
     admission.lost("rollout_worker/1")
     assert admission.allocate(WORKER, "0:a").order == 0
 
@@ -42,13 +42,13 @@ def test_a_refusal_names_the_workers_that_can_open_the_gate() -> None:
     stale = opened(batch_size=1, eta=0)
     assert stale.opened_by() == ()
     stale.allocate(WORKER, "0:a")
-    assert stale.allocate(WORKER, "0:b").waits_for == (MASTER,)
+    assert stale.allocate(WORKER, "0:b").waits_for == [MASTER]
     busy = fresh(batch_size=8, max_concurrent=1)
     busy.at_version(PolicyVersion(0, 0), consumed=0, workers=[WORKER, "rollout_worker/1"])
     for worker in (WORKER, "rollout_worker/1"):
         busy.report(worker, incarnation="a", running={}, finished={})
     busy.allocate(WORKER, "0:a")
-    assert busy.allocate("rollout_worker/1", "0:b").waits_for == (WORKER,)
+    assert busy.allocate("rollout_worker/1", "0:b").waits_for == [WORKER]
 
 
 def test_the_places_of_a_dead_rollout_worker_are_free_again() -> None:
@@ -98,7 +98,7 @@ def test_going_back_to_an_earlier_commit_asks_everybody_again() -> None:
     admission.at_version(PolicyVersion(1, 1), consumed=1, workers=[WORKER])
     admission.allocate(WORKER, "0:b")
     admission.at_version(PolicyVersion(2, 0), consumed=0, workers=[WORKER])
-    assert not admission.knows(WORKER)
+    assert admission.allocate(WORKER, "0:c").must_report
     admission.report(WORKER, incarnation="a", running={"0:b": 1}, finished={"0:a": 0})
     assert admission.allocate(WORKER, "0:c").order is None
 

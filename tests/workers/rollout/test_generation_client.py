@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from corral.experiments.config import SamplingConfig
-from corral.workers.rollout.generation_client import GenerationClient, Route, Setback
+from corral.workers.rollout.generation_client import GenerationClient, Setback
 
 DEADLINE_S = 20.0
 
@@ -23,11 +23,11 @@ async def _ask(*, is_ending: bool) -> None:
     async def notice(*event: object) -> None:
         lost.set()
 
-    async def route(uid: str, tokens: int, setback: Setback | None) -> Route | None:
+    async def route(uid: str, tokens: int, setback: Setback | None) -> str | None:
         if setback is not None:
             told.set()
             await asyncio.Event().wait()
-        return Route(url)
+        return url
 
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
     url = "http://{}:{}".format(*server.sockets[0].getsockname())
