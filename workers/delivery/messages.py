@@ -60,19 +60,21 @@ class SenderHello(MessageBody, frozen=True, tag="sender_hello"):
     """ "rollout_worker/0" """
 
 
-class Offer(MessageBody, frozen=True, tag="offer"):
-    """I have this record."""
+class _OfRecord(MessageBody, frozen=True):
+    """What is said of one record, in one session."""
 
     session: str
     uid: str
+
+
+class Offer(_OfRecord, frozen=True, tag="offer"):
+    """I have this record."""
+
     size_bytes: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Withdraw(MessageBody, frozen=True, tag="withdraw"):
+class Withdraw(_OfRecord, frozen=True, tag="withdraw"):
     """Do not wait for this record."""
-
-    session: str
-    uid: str
 
 
 class Record(MessageBody, frozen=True, tag="record"):
@@ -89,25 +91,17 @@ class Session(MessageBody, frozen=True, tag="session"):
     credit: Credit
 
 
-class Grant(MessageBody, frozen=True, tag="grant"):
+class Grant(_OfRecord, frozen=True, tag="grant"):
     """Send it."""
 
-    session: str
-    uid: str
 
-
-class Ack(MessageBody, frozen=True, tag="ack"):
+class Ack(_OfRecord, frozen=True, tag="ack"):
     """It is held."""
 
-    session: str
-    uid: str
 
-
-class Verdict(MessageBody, frozen=True, tag="verdict"):
+class Verdict(_OfRecord, frozen=True, tag="verdict"):
     """It is not needed (any more)."""
 
-    session: str
-    uid: str
     kind: VerdictKind
 
 
