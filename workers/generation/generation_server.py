@@ -52,13 +52,7 @@ class GenerationServer(Worker):
         port = await server.start()
         try:
             record = {"url": f"http://{context.address}:{port}", "incarnation": context.incarnation}
-            with context.names.lease(
-                context.keys.generation_server(spec.index),
-                json.dumps(record),
-                ttl_s=context.plan.supervision.lease_ttl_s,
-                owner=context.incarnation,
-                take_over=True,
-            ):
+            with context.lease(context.keys.generation_server(spec.index), json.dumps(record)):
                 ended = asyncio.ensure_future(server.wait_ended())
                 try:
                     await self._beat_until(ended, server)

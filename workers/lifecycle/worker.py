@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import CorruptLogError
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.name_resolve import NameService, TrialKeys
+from corral.name_resolve import Lease, NameService, NameServiceError, TrialKeys
 from corral.workers.lifecycle.notice import Notice
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.streams.security import StreamSecurity
@@ -107,6 +107,15 @@ class WorkerContext:
             )
         return spec
 
+    def lease(self, key: str, value: str, *, owner: str = "") -> Lease:
+        """Publish something while this process lives; what a predecessor that died left under the key is taken over.
+
+        Args:
+            owner: who publishes, if not this start of the worker.
+        """
+        ttl_s = self.plan.supervision.lease_ttl_s
+        return self.names.lease(key, value, ttl_s=ttl_s, owner=owner or self.incarnation, take_over=True)
+
 
 class Worker(ABC):
     """One kind of worker; `run` returns when its work is done."""
@@ -121,6 +130,15 @@ class Worker(ABC):
     def status(self) -> dict[str, Any]:
         """Details for the control channel, beyond the presence record; called from another thread."""
         return {}
+
+    async def every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:
+        """Look at something again and again until the worker is to leave; outages of the name service are outlasted."""
+        while not self.context.stopping.is_set():
+            try:
+                await action()
+            except NameServiceError as error:
+                logger.warning("name-resolve does not answer: %s", error)
+            await asyncio.sleep(interval_s)
 
 
 def install_signal_handlers(stopping: threading.Event, *, notice: Notice | None = None) -> None:

@@ -14,7 +14,6 @@ can lose: Admission and ServerTable are rebuilt from reports, records and the tr
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import msgspec
 
 from corral.experiments.trial.worker_record import MASTER
 from corral.experiments.worker_specs import GserverManagerSpec
-from corral.name_resolve import Lease, NameNotFoundError, NameServiceError
+from corral.name_resolve import NameNotFoundError, NameServiceError
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
@@ -107,29 +106,17 @@ class GserverManager(Worker):
         ):
             self._client = GenerationServerClient(session, update_timeout_s=self._spec.rollout.request_timeout_s)
             with (
-                self._lease(context.keys.weights_in_use(), NOTHING_IN_USE) as in_use,
-                self._lease(context.keys.manager(), server.endpoint),
+                context.lease(context.keys.weights_in_use(), NOTHING_IN_USE) as in_use,
+                context.lease(context.keys.manager(), server.endpoint),
             ):
                 self._in_use = WeightsInUse(in_use)
                 async with asyncio.TaskGroup() as tasks:
                     self._tasks = tasks
-                    tasks.create_task(self._every(_VERSION_POLL_S, self._watch_weights))
-                    tasks.create_task(self._every(_SERVER_POLL_S, self._watch_servers))
-                    tasks.create_task(self._every(_PROBE_INTERVAL_S, self._probe_servers))
-                    tasks.create_task(self._every(_COMMIT_POLL_S, self._watch_commits))
-                    tasks.create_task(self._every(_WORKER_POLL_S, self._watch_workers))
-
-    def _lease(self, key: str, value: str) -> Lease:
-        ttl_s = self.context.plan.supervision.lease_ttl_s
-        return self.context.names.lease(key, value, ttl_s=ttl_s, owner=self.context.incarnation, take_over=True)
-
-    async def _every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:
-        while not self.context.stopping.is_set():
-            try:
-                await action()
-            except NameServiceError as error:
-                logger.warning("name-resolve does not answer: %s", error)
-            await asyncio.sleep(interval_s)
+                    tasks.create_task(self.every(_VERSION_POLL_S, self._watch_weights))
+                    tasks.create_task(self.every(_SERVER_POLL_S, self._watch_servers))
+                    tasks.create_task(self.every(_PROBE_INTERVAL_S, self._probe_servers))
+                    tasks.create_task(self.every(_COMMIT_POLL_S, self._watch_commits))
+                    tasks.create_task(self.every(_WORKER_POLL_S, self._watch_workers))
 
     # Requests of rollout workers
 

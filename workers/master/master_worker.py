@@ -269,13 +269,7 @@ class MasterWorker(Worker):
         """Say which weights are the present ones; as a lease, the record returns by itself after Redis restarted."""
         text = json.dumps({"version": str(version), "weights": str(weights)})
         if self._published is None:
-            self._published = self.context.names.lease(
-                self.context.keys.policy_version(),
-                text,
-                ttl_s=self.context.plan.supervision.lease_ttl_s,
-                owner=self.context.incarnation,
-                take_over=True,
-            )
+            self._published = self.context.lease(self.context.keys.policy_version(), text)
         else:
             self._published.update(text)
 

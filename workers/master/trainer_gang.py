@@ -83,13 +83,8 @@ class TrainerGang:
             on_worker_dead=self._note_dead,
         )
         try:
-            self._lease = context.names.lease(
-                context.keys.master_stream(),
-                self._client.endpoint,
-                ttl_s=context.plan.supervision.lease_ttl_s,
-                owner=f"epoch {self._epoch} {context.incarnation}",
-                take_over=True,
-            )
+            owner = f"epoch {self._epoch} {context.incarnation}"
+            self._lease = context.lease(context.keys.master_stream(), self._client.endpoint, owner=owner)
         except BaseException:
             self._client.close()
             raise

@@ -83,12 +83,6 @@ def open_inbox(context: WorkerContext, store: DataStore, *, index: int, batch_si
             capacity_records=_BATCHES * batch_size,
             capacity_bytes=_CAPACITY_BYTES,
         ) as receiver,
-        context.names.lease(
-            context.keys.trajectory_receiver(index),
-            receiver.endpoint,
-            ttl_s=context.plan.supervision.lease_ttl_s,
-            owner=context.incarnation,
-            take_over=True,
-        ),
+        context.lease(context.keys.trajectory_receiver(index), receiver.endpoint),
     ):
         yield TrajectoryInbox(receiver, store)

@@ -18,7 +18,7 @@ All of them, each group too, are tasks of one TaskGroup: what none of them answe
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -28,7 +28,6 @@ import aiohttp
 from corral.experiments.tokens import eos_token_ids, load_tokenizer
 from corral.experiments.trial.worker_record import MANAGER, MASTER
 from corral.experiments.worker_specs import RolloutWorkerSpec
-from corral.name_resolve import NameServiceError
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.data.prompts import load_planned_rows, split_uid, uids_of_share
 from corral.workers.delivery.delivery_id import delivery_id, uid_of_delivery
@@ -93,8 +92,8 @@ class RolloutWorker(Worker):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._issue_prompts(tasks))
                 tasks.create_task(self._settle_verdicts(tasks))
-                tasks.create_task(self._every(_RECEIVER_POLL_S, self._watch_receivers))
-                tasks.create_task(self._every(_COMMIT_POLL_S, self._watch_commits))
+                tasks.create_task(self.every(_RECEIVER_POLL_S, self._watch_receivers))
+                tasks.create_task(self.every(_COMMIT_POLL_S, self._watch_commits))
 
     async def _set_up(self, stack: AsyncExitStack) -> None:
         context, spec = self.context, self._spec
@@ -324,14 +323,6 @@ class RolloutWorker(Worker):
         if loop.time() >= slow.when():
             self._show(phase)
         return answer
-
-    async def _every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:
-        while not self.context.stopping.is_set():
-            try:
-                await action()
-            except NameServiceError as error:
-                logger.warning("name-resolve does not answer: %s", error)
-            await asyncio.sleep(interval_s)
 
     def _show(self, phase: str, waiting_for: str = "", *, waits_for: Sequence[str] = ()) -> None:
         self.context.presence.enter(
