@@ -12,9 +12,7 @@ from typing import ClassVar, Literal
 
 from corral.experiments.checks import (
     MODEL_CONTEXT,
-    check_batch,
     check_concurrency,
-    check_evaluation,
     check_imports,
     check_length,
     check_model,
@@ -36,7 +34,6 @@ from corral.experiments.worker_specs import (
     DatasetSpec,
     GenerationServerSpec,
     GserverManagerSpec,
-    MasterWorkerSpec,
     ModelRoleSpec,
     ModelWorkerSpec,
     RewardSpec,
@@ -83,6 +80,10 @@ class AsyncPPOExperiment(Experiment):
         return ("actor",) if self.ref is None else ("actor", "ref")
 
     @property
+    def trained(self) -> TrainedModelConfig:
+        return self.actor
+
+    @property
     def needs_answers(self) -> bool:
         # A reward of one's own may judge without a reference.
         return self.rollout.reward == EXACT_MATCH
@@ -125,7 +126,9 @@ class AsyncPPOExperiment(Experiment):
 
     def initial_setup(self) -> ExperimentConfig:
         dataset = self.read_dataset()
-        workers: list[WorkerSpec] = [self._master(dataset), *self._model_workers(dataset)]
+        calls = self.calls()
+        master = self.master_spec(dataset, calls, max_head_offpolicyness=self.rollout.max_head_offpolicyness)
+        workers: list[WorkerSpec] = [master, *self._model_workers(dataset, calls)]
         workers += [
             GenerationServerSpec(index=index, initial_weights=self.actor.path, engine=self.engine)
             for index in range(self.num_workers("generation_server"))
@@ -138,23 +141,9 @@ class AsyncPPOExperiment(Experiment):
             )
         )
         workers += self._rollout_workers(dataset)
-        return ExperimentConfig.build(calls=self.calls(), dataset_keys=TRAJECTORY_KEYS, workers=workers)
+        return ExperimentConfig.build(calls=calls, dataset_keys=TRAJECTORY_KEYS, workers=workers)
 
-    def _master(self, dataset: DatasetSpec) -> MasterWorkerSpec:
-        return MasterWorkerSpec(
-            calls=self.calls(),
-            train_batch_size=self.train_batch_size,
-            num_prompts=dataset.num_rows,
-            source="trajectories",
-            max_head_offpolicyness=self.rollout.max_head_offpolicyness,
-            control=self.control,
-            eval_every_steps=self.evaluation.every_steps if self.evaluation is not None else None,
-            num_model_workers=self.num_training_ranks,
-            initial_weights=self.actor.path,
-            shuffle=self.dataset.shuffle,
-        )
-
-    def _model_workers(self, dataset: DatasetSpec) -> list[ModelWorkerSpec]:
+    def _model_workers(self, dataset: DatasetSpec, calls: list[ModelFunctionCall]) -> list[ModelWorkerSpec]:
         roles = [
             ModelRoleSpec(
                 role="actor",
@@ -171,7 +160,7 @@ class AsyncPPOExperiment(Experiment):
                 index=rank,
                 world_size=self.num_training_ranks,
                 roles=roles,
-                calls=self.calls(),
+                calls=calls,
                 dataset=None,
                 evaluation=self.evaluation,
                 reward=RewardSpec(
@@ -212,15 +201,7 @@ class AsyncPPOExperiment(Experiment):
         yield from check_concurrency(self.rollout, train_batch_size=self.train_batch_size)
         yield from check_imports(self.rollout)
         yield from self._length_problems(facts)
-        if num_rows is not None:
-            yield from check_batch(
-                num_rows=num_rows,
-                epochs=self.control.total_train_epochs,
-                train_batch_size=self.train_batch_size,
-                training_ranks=self.known_training_ranks(),
-            )
-        if self.evaluation is not None:
-            yield from check_evaluation(self.evaluation, self.actor.path, facts, needs_answer=self.needs_answers)
+        yield from self.check_training(facts, num_rows=num_rows)
 
     def _ref_problems(self, actor: ModelFacts | None) -> Iterator[ConfigProblem]:
         if self.ref is None:

@@ -15,8 +15,10 @@ from pydantic import AfterValidator, Field
 
 from corral.experiments.checks import (
     check_allocation,
+    check_batch,
     check_containers,
     check_dataset,
+    check_evaluation,
     check_groups,
     check_placement,
 )
@@ -30,13 +32,15 @@ from corral.experiments.config import (
     LaunchConfig,
     SupervisionConfig,
     TrainControl,
+    TrainedModelConfig,
 )
 from corral.experiments.config.cluster import DEFAULT_SCHEDULING
 from corral.experiments.dataset_file import DatasetReader
 from corral.experiments.errors import ConfigProblem
+from corral.experiments.model_directory import ModelFacts
 from corral.experiments.tokens import LengthLimits
 from corral.experiments.trial.directory import validate_name
-from corral.experiments.worker_specs import DatasetSpec, ModelWorkerSpec, WorkerSpec
+from corral.experiments.worker_specs import DatasetSpec, MasterWorkerSpec, ModelWorkerSpec, WorkerSpec
 from corral.scheduling.allocation import Allocation, parse_allocation
 from corral.scheduling.dataflow import DataflowGraph, ModelFunctionCall, build_dataflow
 from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, TasksGroup
@@ -134,6 +138,11 @@ class Experiment(FrozenConfig):
     def roles(self) -> tuple[str, ...]:
         """Roles of the models that are held."""
 
+    @property
+    @abstractmethod
+    def trained(self) -> TrainedModelConfig:
+        """The model that is trained."""
+
     @abstractmethod
     def length_limits(self) -> LengthLimits:
         """How long a row of the dataset may be."""
@@ -221,6 +230,34 @@ class Experiment(FrozenConfig):
         """Settings that have no effect as they stand."""
         if self.evaluation is not None and self.evaluation.dataset.path == self.dataset.path:
             yield "evaluation.dataset is the training data: the accuracy says nothing about new problems"
+
+    def check_training(self, facts: ModelFacts | None, *, num_rows: int | None) -> Iterator[ConfigProblem]:
+        """Mistakes in how the trained model, batches, ranks and held-out problems fit together."""
+        if num_rows is not None:
+            yield from check_batch(
+                num_rows=num_rows,
+                epochs=self.control.total_train_epochs,
+                train_batch_size=self.train_batch_size,
+                training_ranks=self.known_training_ranks(),
+            )
+        if self.evaluation is not None:
+            yield from check_evaluation(self.evaluation, self.trained.path, facts, needs_answer=self.needs_answers)
+
+    def master_spec(
+        self, dataset: DatasetSpec, calls: list[ModelFunctionCall], *, max_head_offpolicyness: int
+    ) -> MasterWorkerSpec:
+        return MasterWorkerSpec(
+            calls=calls,
+            train_batch_size=self.train_batch_size,
+            num_prompts=dataset.num_rows,
+            source="trajectories" if self.generates else "dataset",
+            max_head_offpolicyness=max_head_offpolicyness,
+            control=self.control,
+            eval_every_steps=self.evaluation.every_steps if self.evaluation is not None else None,
+            num_model_workers=self.num_training_ranks,
+            initial_weights=self.trained.path,
+            shuffle=self.dataset.shuffle,
+        )
 
     def read_dataset(self) -> DatasetSpec:
         """Facts of the dataset as it is now; ConfigError if it cannot be used."""

@@ -8,12 +8,12 @@ Workers: the master and the model workers; the latter read the rows themselves.
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from corral.experiments.checks import check_batch, check_evaluation, check_model
+from corral.experiments.checks import check_model
 from corral.experiments.config import TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment import Experiment, ExperimentConfig
 from corral.experiments.tokens import LengthLimits
-from corral.experiments.worker_specs import MasterWorkerSpec, ModelRoleSpec, ModelWorkerSpec, RewardSpec
+from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, RewardSpec
 from corral.scheduling.dataflow import (
     CallType,
     DataTransferHook,
@@ -45,6 +45,10 @@ class SFTExperiment(Experiment):
         return ("actor",)
 
     @property
+    def trained(self) -> TrainedModelConfig:
+        return self.model
+
+    @property
     def needs_answers(self) -> bool:
         return True
 
@@ -68,18 +72,7 @@ class SFTExperiment(Experiment):
     def initial_setup(self) -> ExperimentConfig:
         dataset = self.read_dataset()
         calls = self.calls()
-        master = MasterWorkerSpec(
-            calls=calls,
-            train_batch_size=self.train_batch_size,
-            num_prompts=dataset.num_rows,
-            source="dataset",
-            max_head_offpolicyness=0,
-            control=self.control,
-            eval_every_steps=self.evaluation.every_steps if self.evaluation is not None else None,
-            num_model_workers=self.num_training_ranks,
-            initial_weights=self.model.path,
-            shuffle=self.dataset.shuffle,
-        )
+        master = self.master_spec(dataset, calls, max_head_offpolicyness=0)
         role = ModelRoleSpec(
             role="actor", model=self.model.without_optimizer(), interface="sft", optimizer=self.model.optimizer
         )
@@ -108,12 +101,4 @@ class SFTExperiment(Experiment):
     def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
         facts, problems = check_model(self.model, ("model",))
         yield from problems
-        if num_rows is not None:
-            yield from check_batch(
-                num_rows=num_rows,
-                epochs=self.control.total_train_epochs,
-                train_batch_size=self.train_batch_size,
-                training_ranks=self.known_training_ranks(),
-            )
-        if self.evaluation is not None:
-            yield from check_evaluation(self.evaluation, self.model.path, facts, needs_answer=True)
+        yield from self.check_training(facts, num_rows=num_rows)
