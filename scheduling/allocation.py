@@ -47,7 +47,6 @@ class Allocation:
     Example:
         allocation = parse_allocation("sglang:d4t2+fsdp:d8")
         allocation.num_generation_servers       # 4
-        allocation.gpus_per_generation_server   # 2
         allocation.training_of("actor").dims    # ParallelDims(dp=8, tp=1, pp=1)
     """
 
@@ -58,10 +57,6 @@ class Allocation:
     @property
     def num_generation_servers(self) -> int:
         return self.generation.dims.dp if self.generation else 0
-
-    @property
-    def gpus_per_generation_server(self) -> int:
-        return self.generation.dims.tp if self.generation else 0
 
     def training_of(self, role: str) -> EngineAllocation:
         """The layout that trains `role`."""

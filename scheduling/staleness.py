@@ -224,8 +224,6 @@ class BatchDecision:
     """Samples to train on now, oldest first; None if there are too few."""
     stale: tuple[str, ...] = ()
     """Samples to drop and issue again: they are more than eta versions old and only grow older."""
-    ahead: tuple[str, ...] = ()
-    """Samples held back: made by a version after the trainer's, which it will reach or which was rolled back."""
     waiting_for: int = 0
     """Samples that are missing until there is a batch."""
 
@@ -233,7 +231,7 @@ class BatchDecision:
 def select_batch(
     ready: Sequence[ReadySample], *, version: int, eta: int, batch_size: int, remaining: int
 ) -> BatchDecision:
-    """Choose the samples of the next train step.
+    """Choose the samples of the next train step; those of a version that the trainer has not reached are held back.
 
     Args:
         ready: in any order.
@@ -255,8 +253,7 @@ def select_batch(
     oldest_first = sorted(ready, key=lambda sample: (sample.order, sample.uid))
     fresh = [sample.uid for sample in oldest_first if is_trainable(sample.head_version, version, eta)]
     stale = tuple(sample.uid for sample in oldest_first if version - sample.head_version > eta)
-    ahead = tuple(sample.uid for sample in oldest_first if sample.head_version > version)
     needed = min(batch_size, remaining)
     if needed == 0 or len(fresh) < needed:
-        return BatchDecision(batch=None, stale=stale, ahead=ahead, waiting_for=needed - len(fresh))
-    return BatchDecision(batch=tuple(fresh[:needed]), stale=stale, ahead=ahead)
+        return BatchDecision(batch=None, stale=stale, waiting_for=needed - len(fresh))
+    return BatchDecision(batch=tuple(fresh[:needed]), stale=stale)

@@ -190,7 +190,7 @@ def test_too_few_samples_wait_for_the_rest() -> None:
 
 def test_samples_of_a_version_that_the_trainer_has_not_made_are_held_back() -> None:
     decision = select_batch(ready(("a", 0, 4), ("b", 1, 3)), version=3, eta=1, batch_size=2, remaining=10)
-    assert decision == BatchDecision(batch=None, ahead=("a",), waiting_for=1)
+    assert decision == BatchDecision(batch=None, waiting_for=1)
 
 
 def test_the_last_batch_is_smaller_and_waits_for_all_that_remain() -> None:
