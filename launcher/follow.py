@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.cluster.cached_queue import CachedQueue
 from corral.launcher.files.patient_files import DIRECT, Files, PatientFiles
 from corral.launcher.logs.files import LogFile, LogFinder, NoLogsError
 from corral.launcher.logs.lines import EVERY_LINE, LineFilter, text_of
 from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.slurm.queue import CachedQueue
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.trial.find import TrialFacts
 

@@ -18,9 +18,9 @@ from typing import Literal
 from corral.experiments.trial.attempt_ends import read_end
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import DoneError, TrialLog
+from corral.launcher.cluster.own_jobs import HEAD
 from corral.launcher.files.patient_files import DIRECT, Files, PatientFiles
 from corral.launcher.slurm.client import SlurmClient, SlurmError, user_name
-from corral.launcher.slurm.own_jobs import HEAD
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.slurm.words import is_active
 from corral.launcher.status.jobs import own_jobs_of

@@ -22,8 +22,9 @@ RANKS: dict[str, list[set[str]]] = {
     # Each room, or module that has none, by floor, from the ground up: a floor imports floors below it only.
     "launcher": [
         {"files", "layout", "terminal", "trial"},
-        {"slurm"},
         {"runners"},
+        {"cluster"},
+        {"slurm"},
         {"extra_jobs"},
         {"doctor", "evaluation", "logs", "status", "submit", "supervisor"},
         {"follow", "stop"},

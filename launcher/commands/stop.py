@@ -97,8 +97,8 @@ def _keep_down(found: "Sequence[TrialFacts]", group: str, *, undo: bool) -> None
 
 def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, requeue: bool) -> None:
     """All at the same time: each may take its whole grace period."""
+    from corral.launcher.cluster.cached_queue import CachedQueue
     from corral.launcher.slurm.client import SlurmClient
-    from corral.launcher.slurm.queue import CachedQueue
     from corral.launcher.status.reader import StatusReader
     from corral.launcher.status.words import NOT_STARTED
     from corral.launcher.stop import requeue_trial, stop_trial

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
+from corral.launcher.cluster.own_jobs import JobNote, own_jobs_of_plan
 from corral.launcher.extra_jobs.actions import (
     AskForJob,
     CancelJob,
@@ -35,7 +36,6 @@ from corral.launcher.extra_jobs.specs import (
 )
 from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations
 from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.launcher.slurm.own_jobs import JobNote, own_jobs_of_plan
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.slurm.sbatch import extra_job_options, extra_job_path, render_extra_job, supervisor_alive_path
 from corral.scheduling.slurm_formats import expand_host_list

@@ -9,15 +9,25 @@ and data are the user's to mount. Supervisor, Redis and srun stay outside: conta
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from corral.experiments.config import ClusterConfig
 from corral.experiments.errors import ConfigError
-from corral.launcher.slurm.step import ContainedCommand
 from corral.scheduling.scheduling import Scheduling
 
 PROGRAM_RUNTIMES = ("apptainer", "singularity")
 """Runtimes that are a program on the node, called by this name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainedCommand:
+    """A command and its surroundings, as srun has to start it."""
+
+    srun_options: tuple[str, ...] = ()
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    """Variables of srun's own environment."""
 
 
 def contain(

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from corral.launcher.cluster.cached_queue import keeps_accounts
 from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.launcher.slurm.queue import keeps_accounts
 from corral.scheduling.slurm_formats import parse_memory_mb, parse_time_limit
 
 Amounts = Mapping[str, int]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from corral.launcher.layout.layout import RunningAllocation, Step
+from corral.launcher.runners.containers import ContainedCommand
 from corral.scheduling.slurm_formats import expand_host_list
 
 # Cuts a worker's devices out of the list that its step has: the step's GPUs need not start at 0.
@@ -30,16 +31,6 @@ fi
 export CUDA_VISIBLE_DEVICES="$cut"
 exec "$@"
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainedCommand:
-    """A command and its surroundings, as srun has to start it."""
-
-    srun_options: tuple[str, ...] = ()
-    command: tuple[str, ...]
-    environment: Mapping[str, str]
-    """Variables of srun's own environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

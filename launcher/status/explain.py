@@ -4,8 +4,8 @@ import shlex
 import time
 from collections.abc import Iterator
 
+from corral.launcher.cluster.cached_queue import QueueAnswer
 from corral.launcher.slurm.client import queue_command
-from corral.launcher.slurm.queue import QueueAnswer
 from corral.launcher.status.evidence import Evidence
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.terminal import printable

@@ -8,7 +8,7 @@ jobs whose trial directory is gone: nobody's, but still ours
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from corral.launcher.slurm.own_jobs import HEAD, JobIndex, OwnJobs
+from corral.launcher.cluster.own_jobs import HEAD, JobIndex, OwnJobs
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.slurm.words import is_active, is_staying
 from corral.launcher.status.evidence import ExtraJob

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from corral.launcher.cluster.cached_queue import CachedQueue, QueueAnswer
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.slurm.client import SlurmClient, is_installed
 from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.slurm.queue import CachedQueue, QueueAnswer
 from corral.launcher.slurm.verdict import judge_job
 from corral.launcher.status.explain import explain
 from corral.launcher.status.jobs import find_orphans

@@ -10,8 +10,8 @@ from enum import Enum
 from typing import TextIO
 
 from corral.experiments.exit_codes import CommandExit
+from corral.launcher.cluster.cached_queue import CachedQueue
 from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.slurm.queue import CachedQueue
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.words import TrialState
@@ -24,7 +24,7 @@ _EXIT_BY_STATE = {
     TrialState.CANCELLED: CommandExit.STOPPED,
 }
 _LOOK_INTERVAL_S = 0.5
-_SLURM_LOOK_INTERVAL_S = 1.0  # of files and Redis; squeue itself is asked less often, see slurm/queue.py
+_SLURM_LOOK_INTERVAL_S = 1.0  # of files and Redis; squeue itself is asked less often, see cluster/cached_queue.py
 _PLAIN_INTERVAL_S = 5.0
 _BAR_WIDTH = 24
 _MIN_BAR_WIDTH = 8

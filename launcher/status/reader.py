@@ -21,11 +21,11 @@ from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import LogState, TrialLog, TrialLogError
 from corral.experiments.trial.worker_record import WorkerRecord, decode_record
+from corral.launcher.cluster.cached_queue import DirectQueue, Queue, QueueAnswer
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.job_details import JobInquiry
 from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.slurm.queue import DirectQueue, Queue, QueueAnswer
 from corral.launcher.status.evidence import Evidence
 from corral.launcher.status.jobs import TrialJobs, find_jobs, make_extra_jobs, own_jobs_of
 from corral.launcher.status.judge import TrialStatus, describe, unreadable

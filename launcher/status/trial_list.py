@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.cluster.cached_queue import cache_path
 from corral.launcher.files.lookout import Lookout, Unanswered
-from corral.launcher.slurm.queue import cache_path
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import TrialRead
 from corral.launcher.trial.find import PlanDamagedError, TrialFacts, load_facts

@@ -26,10 +26,10 @@ from corral.experiments.trial.directory import (
 )
 from corral.experiments.trial.log import CorruptLogError, TrialLog
 from corral.experiments.trial.log_witnesses import read_whole_log
+from corral.launcher.cluster.own_jobs import OwnJobs, own_jobs_of_plan
 from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import share_gpus, visible_gpus
 from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.launcher.slurm.own_jobs import OwnJobs, own_jobs_of_plan
 from corral.launcher.slurm.words import is_active
 from corral.launcher.submit.preflight import check_on_slurm
 from corral.launcher.trial.find import TrialFacts, default_fileroot

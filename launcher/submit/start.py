@@ -20,12 +20,12 @@ from corral.experiments.trial.attempts import last_attempt, record_attempt
 from corral.experiments.trial.directory import TrialDirectory, TrialExistsError, atomic_write
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.launcher.cluster.own_jobs import own_jobs_of_plan
+from corral.launcher.cluster.submit_once import SubmissionUnknownError, is_head_of, submit_once
 from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import start_detached
 from corral.launcher.slurm.client import SlurmClient, clean_environment
-from corral.launcher.slurm.own_jobs import own_jobs_of_plan
 from corral.launcher.slurm.sbatch import extra_job_path, render_extra_job, render_script
-from corral.launcher.slurm.submit_once import SubmissionUnknownError, is_head_of, submit_once
 from corral.launcher.submit.prepare import NameTakenError, Submission, SubmissionError, refuse_living
 from corral.launcher.trial.lock import SubmissionRunsError, is_locked, submitting
 

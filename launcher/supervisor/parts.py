@@ -19,8 +19,8 @@ from corral.launcher.extra_jobs.specs import FallbackRunner
 from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus
 from corral.launcher.runners.runner import TaskRunner
-from corral.launcher.runners.srun import SrunRunner
 from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.srun import SrunRunner
 from corral.launcher.slurm.step import batch_allocations
 from corral.launcher.supervisor.attempt_start import JobStart
 from corral.launcher.supervisor.node_loss import NodeLoss

@@ -18,13 +18,13 @@ import msgspec
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempt_ends import EndState, failed_nodes
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
+from corral.launcher.cluster.own_jobs import own_jobs_of_plan
+from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.layout.layout import Layout
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.job_end import JobEnd, JobProspect, explain_end, look_ahead
-from corral.launcher.slurm.own_jobs import own_jobs_of_plan
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.slurm.sbatch import successor_options
-from corral.launcher.slurm.submit_once import is_head_of, submit_once
 from corral.launcher.slurm.words import is_staying
 from corral.launcher.supervisor.node_loss import nodes_that_are_down, note_failed_node
 

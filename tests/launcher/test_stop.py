@@ -16,9 +16,9 @@ import pytest
 
 from corral.experiments.trial.log import TrialLog
 from corral.launcher import stop
+from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.commands.stop import in_parallel
 from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.slurm.own_jobs import own_jobs_of_plan
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.stop import StopRefusedError, cancel_orphan, directory_of_job, find_orphaned_job

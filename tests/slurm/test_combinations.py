@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from corral.experiments.trial.log import TrialLog
+from corral.launcher.cluster.own_jobs import own_jobs_of_plan
+from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.slurm.client import SlurmClient, UncertainSubmissionError
-from corral.launcher.slurm.own_jobs import own_jobs_of_plan
 from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.slurm.submit_once import is_head_of, submit_once
 from corral.launcher.stop import stop_trial
 from corral.launcher.submit.prepare import Submission, SubmissionError, prepare_resume
 from corral.launcher.submit.start import start

@@ -14,8 +14,8 @@ import pytest
 
 from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.journal import Journal
+from corral.launcher.cluster.cached_queue import CachedQueue
 from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.slurm.queue import CachedQueue
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.stop import cancel_orphan, find_orphaned_job

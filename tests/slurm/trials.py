@@ -6,10 +6,10 @@ from typing import Any
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.journal import Journal
+from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.layout.layout import Layout
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.slurm.own_jobs import own_jobs_of_plan
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.submit import start

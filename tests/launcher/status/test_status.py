@@ -15,8 +15,8 @@ from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.worker_record import WorkerRecord
+from corral.launcher.cluster.cached_queue import QueueAnswer
 from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.slurm.queue import QueueAnswer
 from corral.launcher.status.evidence import ExtraJob
 from corral.launcher.status.explain import explain
 from corral.launcher.status.judge import Evidence, WorkerLife, describe, judge

@@ -14,8 +14,8 @@ from corral.launcher.files.file_thread import FileThread
 from corral.launcher.layout.layout import RunningAllocation
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.runners.runner import TaskSpec
-from corral.launcher.runners.srun import SrunRunner
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
+from corral.launcher.slurm.srun import SrunRunner
 from corral.launcher.supervisor.actions import RestartPolicy, RestartUnit, StartUnit, UnitSpec
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks, Exit
 from corral.launcher.supervisor.recorder import Recorder

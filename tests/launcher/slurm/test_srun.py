@@ -14,12 +14,12 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import RunningAllocation, Step
 from corral.launcher.layout.planner import plan_layout
-from corral.launcher.runners.containers import contain
+from corral.launcher.runners.containers import ContainedCommand, contain
 from corral.launcher.runners.runner import NodesNotAvailableError, TaskSpec
-from corral.launcher.runners.srun import SrunRunner
-from corral.launcher.runners.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
-from corral.launcher.slurm.step import ContainedCommand, StepPlace, batch_allocations, srun_command
+from corral.launcher.slurm.srun import SrunRunner
+from corral.launcher.slurm.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
+from corral.launcher.slurm.step import StepPlace, batch_allocations, srun_command
 from corral.launcher.trial.exits import ExitKind
 from corral.scheduling.scheduling import Scheduling
 from tests.launcher.trials import make_plan, wait_until

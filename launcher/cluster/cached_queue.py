@@ -25,8 +25,8 @@ from typing import Protocol
 
 import msgspec
 
+from corral.launcher.cluster.own_jobs import JobIndex
 from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.launcher.slurm.own_jobs import JobIndex
 from corral.launcher.slurm.parse import QueuedJob, parse_queue
 from corral.launcher.trial.lock import LockAnswer, try_lock
 

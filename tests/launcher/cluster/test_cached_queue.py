@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corral.launcher.cluster.cached_queue import FRESH_S, CachedQueue, Memory, cache_path, keeps_accounts, pause_after
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
-from corral.launcher.slurm.queue import FRESH_S, CachedQueue, Memory, cache_path, keeps_accounts, pause_after
 
 LINE = "{id}|{id}|RUNNING|None|N/A|N/A|1:00|0:01|1|n1|2026-01-01T10:00:00|debug|name|(null)\n"
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.cluster.own_jobs import OwnJobs
+from corral.launcher.cluster.submit_once import SubmissionUnknownError, is_head_of, submit_once
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError, UncertainSubmissionError
-from corral.launcher.slurm.own_jobs import OwnJobs
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.slurm.patience import patiently
-from corral.launcher.slurm.submit_once import SubmissionUnknownError, is_head_of, submit_once
 from corral.launcher.trial.lock import SubmissionRunsError, submitting
 
 SCRIPT = Path("trial.sbatch")

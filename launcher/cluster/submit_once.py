@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from corral.launcher.cluster.own_jobs import HEAD, OwnJobs
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError, UncertainSubmissionError
-from corral.launcher.slurm.own_jobs import HEAD, OwnJobs
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.slurm.words import is_active
 

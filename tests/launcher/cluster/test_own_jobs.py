@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.slurm.own_jobs import JobIndex, JobNote, OwnJobs
+from corral.launcher.cluster.own_jobs import JobIndex, JobNote, OwnJobs
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.status.jobs import find_jobs
 
