@@ -14,6 +14,7 @@ from pydantic import Field
 
 from corral.experiments.config import ClusterConfig, FrozenConfig, LaunchConfig, SupervisionConfig
 from corral.experiments.experiment import Experiment
+from corral.experiments.trial.mode import Mode
 from corral.experiments.worker_specs import (
     DatasetSpec,
     GenerationServerSpec,
@@ -64,7 +65,7 @@ class RunPlan(FrozenConfig):
 
     schema_version: Literal[1] = PLAN_SCHEMA_VERSION
     trial: TrialIdentity
-    mode: Literal["local", "slurm"]
+    mode: Mode
     """Where the workers run."""
     seed: int
     """Every random choice of the trial follows from it."""
@@ -127,7 +128,7 @@ class RunPlan(FrozenConfig):
         raise ValueError(f"the plan has no worker {kind}/{index}; it has {have}")
 
 
-def make_run_plan(experiment: Experiment, trial_identity: TrialIdentity, mode: Literal["local", "slurm"]) -> RunPlan:
+def make_run_plan(experiment: Experiment, trial_identity: TrialIdentity, mode: Mode) -> RunPlan:
     """Resolve an experiment into the plan of one trial.
 
     The datasets are read here once more, so that the plan holds the digest of what the workers will find.

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.cluster.cached_queue import CachedQueue
 from corral.launcher.files.patient_files import DIRECT, Files, PatientFiles
 from corral.launcher.logs.files import LogFile, LogFinder, NoLogsError
 from corral.launcher.logs.lines import EVERY_LINE, LineFilter, text_of
-from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.status.reader import StatusReader
+from corral.launcher.status.reader import polite_reader
 from corral.launcher.trial.find import TrialFacts
 
 _POLL_INTERVAL_S = 0.3
@@ -102,8 +100,7 @@ def follow_trial(
     Raises:
         TimeoutError: if the file system of the trial does not answer any more.
     """
-    client, files = SlurmClient(), PatientFiles()
-    reader = StatusReader(client, queue=CachedQueue(client))
+    files, reader = PatientFiles(), polite_reader()
     looked_at, is_over = float("-inf"), False
 
     def has_ended() -> bool:

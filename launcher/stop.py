@@ -4,8 +4,8 @@ stop.json --> master: checkpoint, Stop in the trial log --> supervisor: ends the
               no answer within the grace period ---------> supervisor: Stop in the trial log, ends the workers
 --now: Stop in the trial log, ends the workers
 --requeue: the same as without it, and then the next attempt in a new job
---group: control/kept-down/GROUP --> supervisor: ends the group's workers and keeps them down, until --undo
-nobody is there any more: Stop in the trial log from here, and scancel of the jobs that wait in the queue
+--group: control/held-groups/GROUP --> supervisor: ends the group's workers and keeps them down, until --undo
+nobody is there any more: Stop in the trial log from here, and the end of the jobs that wait in the queue
 """
 
 import socket
@@ -18,20 +18,23 @@ from typing import Literal
 from corral.experiments.trial.attempt_ends import read_end
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import DoneError, TrialLog
+from corral.experiments.trial.mode import has_jobs
+from corral.launcher.cluster.errors import ClusterError
+from corral.launcher.cluster.job_queue import JobQueue
+from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_jobs import HEAD
+from corral.launcher.clusters import queue_here
 from corral.launcher.files.patient_files import DIRECT, Files, PatientFiles
-from corral.launcher.slurm.client import SlurmClient, SlurmError, user_name
-from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.slurm.words import is_active
 from corral.launcher.status.jobs import own_jobs_of
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.words import FINAL_STATES, NOT_STARTED, WorkerState
 from corral.launcher.status.workers import WorkerRow
 from corral.launcher.trial.find import TrialFacts, read_facts
+from corral.launcher.trial.processes import user_name
 
 SCALABLE_GROUPS = ("generation_server", "rollout_worker")
-_TEARDOWN_S = 40.0  # SIGTERM, SIGKILL, SLURM's own epilogue, the report
+_TEARDOWN_S = 40.0  # SIGTERM, SIGKILL, the cluster's own epilogue, the report
 _POLL_INTERVAL_S = 0.2
 _DOWN_TIMEOUT_S = 30.0
 _DOWN = (WorkerState.KEPT_DOWN, WorkerState.AWAY, WorkerState.GIVEN_UP, WorkerState.NOT_STARTED)
@@ -57,7 +60,7 @@ def stop_trial(
     *,
     now: bool = False,
     grace_s: float | None = None,
-    client: SlurmClient | None = None,
+    cluster: JobQueue | None = None,
     pause: Callable[[float], None] | None = None,
 ) -> TrialStatus:
     """Stops a trial and waits until it has ended; a trial that has ended already is left as it is.
@@ -66,26 +69,26 @@ def stop_trial(
         facts: the trial.
         now: do not wait for a checkpoint.
         grace_s: how long it may take to checkpoint; None is the trial's own.
-        client: the cluster.
+        cluster: ends its jobs; None is the one that this machine reaches.
         pause: waits between two looks, instead of time.sleep; what it raises ends the waiting, and not the stop.
 
     Raises:
         TimeoutError: if it is still there after the grace period and a bounded teardown, or if its file system does not
             answer.
     """
-    client, files = client or SlurmClient(), PatientFiles()
-    reader = StatusReader(client)
+    cluster, files = cluster or queue_here(), PatientFiles()
+    reader = StatusReader(cluster)
     grace_s = facts.stop_grace_s if grace_s is None else grace_s
     (status,) = reader.read([facts])
     if status.is_final and status.state != "LOST":
-        _cancel_rest(facts, client, files)
+        _cancel_rest(facts, cluster, files)
         return status
     files.run(partial(request_stop, facts, now=now, grace_s=grace_s), facts.directory.path)
     if status.state == "LOST" or status.state in NOT_STARTED:
         files.run(lambda: _append_stop(facts), facts.directory.log_path)
         if status.job_id and status.state in NOT_STARTED:
-            client.cancel(status.job_id)
-        _cancel_rest(facts, client, files)
+            cluster.cancel(status.job_id)
+        _cancel_rest(facts, cluster, files)
         (status,) = reader.read([facts])
         grace_s = 0.0
     deadline = time.monotonic() + (0.0 if now else grace_s) + _TEARDOWN_S
@@ -96,7 +99,7 @@ def stop_trial(
                 f"rl-stop --now {facts.name} does not wait"
                 + (f", scancel {status.job_id} ends its job" * bool(status.job_id))
             )
-        (pause or time.sleep)(_POLL_INTERVAL_S if facts.mode == "local" else 1.0)
+        (pause or time.sleep)(1.0 if has_jobs(facts.mode) else _POLL_INTERVAL_S)
         (status,) = reader.read([facts])
     return status
 
@@ -105,21 +108,21 @@ def requeue_trial(
     facts: TrialFacts,
     *,
     grace_s: float | None = None,
-    client: SlurmClient | None = None,
+    cluster: JobQueue | None = None,
     pause: Callable[[float], None] | None = None,
 ) -> TrialStatus:
     """Lets a trial checkpoint and go on in a new job; returns once the present attempt has ended.
 
     Raises:
-        StopRefusedError: if it is not on SLURM, or does not run.
+        StopRefusedError: if it is on no cluster, or does not run.
         TimeoutError: if the attempt does not end in time, or if its file system does not answer.
     """
-    if facts.mode != "slurm":
+    if not has_jobs(facts.mode):
         raise StopRefusedError(
             f"trial {facts.name} runs on this machine, where there is no queue; "
             f"rl-stop {facts.name} and rl-submit --resume {facts.name} start it again"
         )
-    reader, files = StatusReader(client), PatientFiles()
+    reader, files = StatusReader(cluster), PatientFiles()
     (status,) = reader.read([facts])
     if status.is_final:
         hint = "" if status.state == "COMPLETE" else f"; rl-submit --resume {facts.name} continues it"
@@ -171,7 +174,7 @@ def wait_until_down(facts: TrialFacts, group: str) -> bool:
         (status,) = reader.read([facts])
         if status.is_final or not any(row.kind == group and _may_run(row) for row in status.workers):
             return True
-        time.sleep(_POLL_INTERVAL_S if facts.mode == "local" else 1.0)
+        time.sleep(1.0 if has_jobs(facts.mode) else _POLL_INTERVAL_S)
     return False
 
 
@@ -180,20 +183,20 @@ def _may_run(row: WorkerRow) -> bool:
     return row.state not in _DOWN or (row.state is WorkerState.KEPT_DOWN and row.pid is not None)
 
 
-def find_orphaned_job(argument: str, client: SlurmClient, *, now: bool, files: Files = DIRECT) -> QueuedJob | None:
+def find_orphaned_job(argument: str, cluster: JobQueue, *, now: bool, files: Files = DIRECT) -> Job | None:
     """The living job with this id, if it is one of ours and its trial directory is gone.
 
     Args:
         argument: what the user typed.
-        client: the cluster.
+        cluster: ends its jobs; None is the one that this machine reaches.
         now: whether a trial may be ended without a checkpoint, so that a folder that is only out of sight may be gone.
         files: looks at its directory.
 
     Raises:
         StopRefusedError: if this machine cannot tell whether the directory is gone: it does not see the one above.
     """
-    found = _find_job(argument, client)
-    if found is None or not is_active(found.state) or "directory" not in found.tag:
+    found = _find_job(argument, cluster)
+    if found is None or not found.is_active or "directory" not in found.tag:
         return None
     directory = Path(str(found.tag["directory"]))
     if files.run(directory.is_dir, directory):
@@ -206,18 +209,18 @@ def find_orphaned_job(argument: str, client: SlurmClient, *, now: bool, files: F
     return found
 
 
-def cancel_orphan(job: QueuedJob, client: SlurmClient) -> list[str]:
+def cancel_orphan(job: Job, cluster: JobQueue) -> list[str]:
     """Ends all jobs of a trial whose directory is gone; returns their ids."""
     uuid = job.tag.get("trial_uuid")
-    jobs = [one for one in client.queue() if one.tag.get("trial_uuid") == uuid and is_active(one.state)]
+    jobs = [one for one in cluster.jobs() if one.tag.get("trial_uuid") == uuid and one.is_active]
     for one in jobs:
-        client.cancel(one.job_id)
+        cluster.cancel(one.job_id)
     return [one.job_id for one in jobs]
 
 
-def directory_of_job(argument: str, client: SlurmClient, fileroot: Path, *, files: Files = DIRECT) -> Path | None:
-    """The trial directory that a job id stands for, if SLURM knows the job and it is ours."""
-    found = _find_job(argument, client)
+def directory_of_job(argument: str, cluster: JobQueue, fileroot: Path, *, files: Files = DIRECT) -> Path | None:
+    """The trial directory that a job id stands for, if the cluster knows the job and it is ours."""
+    found = _find_job(argument, cluster)
     if found is None:
         return None
     if "directory" in found.tag:
@@ -225,36 +228,36 @@ def directory_of_job(argument: str, client: SlurmClient, fileroot: Path, *, file
     return files.run(lambda: _directory_that_noted(found, fileroot), fileroot)
 
 
-def _directory_that_noted(job: QueuedJob, fileroot: Path) -> Path | None:
+def _directory_that_noted(job: Job, fileroot: Path) -> Path | None:
     noted = (path.parents[2] for path in fileroot.glob(f"*/*/control/jobs/{job.job_id}.json"))
     facts = (read_facts(TrialDirectory(path)) for path in noted)
     own = (one for one in facts if one is not None and own_jobs_of(one).identify(job) is not None)
     return next((one.directory.path for one in own), None)
 
 
-def _find_job(argument: str, client: SlurmClient) -> QueuedJob | None:
-    """The job with this id; None if SLURM does not know it, or does not answer."""
+def _find_job(argument: str, cluster: JobQueue) -> Job | None:
+    """The job with this id; None if the cluster does not know it, or does not answer."""
     if not argument.isdigit():
         return None
     try:
-        jobs = client.queue()
-    except SlurmError:
+        jobs = cluster.jobs()
+    except ClusterError:
         return None
     return next((job for job in jobs if job.job_id == argument), None)
 
 
-def _cancel_rest(facts: TrialFacts, client: SlurmClient, files: Files) -> None:
+def _cancel_rest(facts: TrialFacts, cluster: JobQueue, files: Files) -> None:
     """Nothing of a trial that has ended may start later, or hold nodes that nobody uses."""
-    if facts.mode != "slurm":
+    if not has_jobs(facts.mode):
         return
     try:
-        jobs = client.queue()
-    except SlurmError:
+        jobs = cluster.jobs()
+    except ClusterError:
         return  # what a controller that is down would start ends by itself: the trial log says Stop
     for job, note in files.run(lambda: own_jobs_of(facts).select(jobs), facts.directory.path):
         is_extra_job = note.allocation != HEAD  # a head that still runs is about to end
-        if job.state == "PENDING" or (is_extra_job and is_active(job.state)):
-            client.cancel(job.job_id)
+        if job.phase is JobPhase.WAITING or (is_extra_job and job.is_active):
+            cluster.cancel(job.job_id)
 
 
 def _because(status: TrialStatus) -> str:

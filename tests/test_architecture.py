@@ -25,6 +25,7 @@ RANKS: dict[str, list[set[str]]] = {
         {"runners"},
         {"cluster"},
         {"slurm"},
+        {"clusters"},
         {"extra_jobs"},
         {"doctor", "evaluation", "logs", "status", "submit", "supervisor"},
         {"follow", "stop"},

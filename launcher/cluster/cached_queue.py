@@ -1,52 +1,55 @@
-"""One polite poller for all trials and all commands of a user: squeue's answer is shared through a file.
+"""One polite poller for all trials and all commands of a user: the cluster's answer is shared through a file.
 
     rl-status, rl-status -w, rl-logs -f, rl-submit --wait of one machine
          |  look(newer_than)
          v
-    CachedQueue --old enough, or older than a submission?--> lock --> squeue --> $XDG_CACHE_HOME/corral/queue-*.json
+    CachedQueue --old enough, or older than a submission?--> lock --> jobs --> $XDG_CACHE_HOME/corral/queue-*.json
          |  no: what the file holds
          v
-    QueueAnswer: jobs, when SLURM said so, and since when it does not answer any more
+    QueueAnswer: jobs, when the cluster said so, and since when it does not answer any more
 
-After a failure the last known jobs stay, and SLURM is asked again after 5, 10, 20, ... 60 seconds: a controller that
+After a failure the last known jobs stay, and it is asked again after 5, 10, 20, ... 60 seconds: a controller that
 is down or overloaded is not helped by being asked more often. The cache is a convenience: where it cannot be written,
-SLURM is asked directly.
+the cluster is asked directly.
 """
 
 import hashlib
 import os
 import secrets as random_tokens
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from corral.launcher.cluster.errors import ClusterError
+from corral.launcher.cluster.job_queue import JobQueue
+from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import JobIndex
-from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.launcher.slurm.parse import QueuedJob, parse_queue
 from corral.launcher.trial.lock import LockAnswer, try_lock
 
 FRESH_S = 5.0
 _MAX_PAUSE_S = 60.0
-_LOCK_PATIENCE_S = 15.0  # whoever holds the lock asks SLURM, which takes ten seconds at most
+_LOCK_PATIENCE_S = 15.0  # whoever has the lock asks the cluster, which takes ten seconds at most
 _LOCK_POLL_S = 0.05
 _ACCOUNTING_FRESH_S = 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueAnswer:
-    """What SLURM said last, and whether it still answers."""
+    """What the cluster said last, and whether it still answers."""
 
-    jobs: tuple[QueuedJob, ...] = ()
+    jobs: tuple[Job, ...] = ()
     asked_at: float | None = None
-    """When SLURM gave these jobs (Unix time); None if it has never answered."""
+    """When it gave these jobs (Unix time); None if it has never answered."""
     unreachable_since: float | None = None
     error: str = ""
-    """Why SLURM did not answer, one line."""
+    """Why it did not answer, one line."""
+    question: str = ""
+    """What people type to see the same."""
     index: JobIndex = field(init=False, repr=False, compare=False)
     """The jobs by trial. Made at once, and not by each of the threads that need it."""
 
@@ -55,49 +58,48 @@ class QueueAnswer:
 
 
 class Queue(Protocol):
-    """Where a status reader has SLURM's jobs from."""
+    """Where a status reader has the jobs from."""
 
     def look(self, *, newer_than: float = 0.0) -> QueueAnswer:
         """The user's jobs; not older than a moment that has passed, such as that of a submission."""
 
     def has_accounting(self) -> bool:
-        """Whether the site keeps accounts, so that sacct knows jobs which SLURM has forgotten."""
+        """Whether the cluster may have jobs on record which it has forgotten."""
 
 
 class DirectQueue:
-    """Asks SLURM each time: for programs that wait for one trial, and for tests."""
+    """Asks each time: for programs that wait for one trial, and for tests."""
 
-    def __init__(self, client: SlurmClient) -> None:
-        self._client = client
+    def __init__(self, cluster: JobQueue) -> None:
+        self._cluster = cluster
 
     def look(self, *, newer_than: float = 0.0) -> QueueAnswer:
-        now = time.time()
+        now, question = time.time(), self._cluster.question
         try:
-            return QueueAnswer(jobs=tuple(self._client.queue()), asked_at=now)
-        except SlurmError as error:
-            return QueueAnswer(unreachable_since=now, error=_one_line(error))
+            return QueueAnswer(jobs=tuple(self._cluster.jobs()), asked_at=now, question=question)
+        except ClusterError as error:
+            return QueueAnswer(unreachable_since=now, error=_one_line(error), question=question)
 
     def has_accounting(self) -> bool:
-        return keeps_accounts(self._client.accounting_storage())
+        return self._cluster.keeps_accounts()
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """What the file holds."""
 
-    text: str = ""
-    """squeue's output."""
+    jobs: tuple[Job, ...] = ()
     asked_at: float | None = None
     tried_at: float = 0.0
     failures: int = 0
     unreachable_since: float | None = None
     error: str = ""
-    accounting: str = ""
+    keeps_accounts: bool = False
     accounting_asked_at: float | None = None
 
-    def answered(self, text: str, now: float) -> "Memory":
-        """After SLURM has answered."""
+    def answered(self, jobs: Sequence[Job], now: float) -> "Memory":
+        """After the cluster has answered."""
         return msgspec.structs.replace(
-            self, text=text, asked_at=now, tried_at=now, failures=0, unreachable_since=None, error=""
+            self, jobs=tuple(jobs), asked_at=now, tried_at=now, failures=0, unreachable_since=None, error=""
         )
 
     def failed(self, error: str, now: float) -> "Memory":
@@ -108,7 +110,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def is_due(self, now: float, newer_than: float) -> bool:
-        """Whether SLURM is to be asked. Pure."""
+        """Whether the cluster is to be asked. Pure."""
         if self.tried_at > now:  # the clock was set back
             return True
         if self.failures:
@@ -120,24 +122,22 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pause_after(failures: int) -> float:
-    """Seconds before SLURM is asked again after so many failures in a row."""
+    """Seconds before it is asked again after so many failures in a row."""
     return min(_MAX_PAUSE_S, FRESH_S * 2.0 ** min(failures - 1, 10))
 
 
 class CachedQueue:
-    """Asks SLURM at most every five seconds, whatever the number of commands that look."""
+    """Asks at most every five seconds, whatever the number of commands that look."""
 
-    def __init__(
-        self, client: SlurmClient, *, path: Path | None = None, clock: Callable[[], float] = time.time
-    ) -> None:
-        self._client = client
-        self._path = path or cache_path()
+    def __init__(self, cluster: JobQueue, *, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._cluster = cluster
+        self._path = path or cache_path(cluster)
         self._clock = clock
 
     def look(self, *, newer_than: float = 0.0) -> QueueAnswer:
         memory = self._read()
         if not memory.is_due(self._clock(), newer_than):
-            return _answer_of(memory)
+            return self._answer_of(memory)
         try:
             with self._lock() as has_lock:
                 memory = self._read()  # whoever had the lock before us has asked, perhaps
@@ -146,26 +146,33 @@ class CachedQueue:
                     self._write(memory)
         except OSError:
             memory = self._ask(memory)
-        return _answer_of(memory)
+        return self._answer_of(memory)
 
     def has_accounting(self) -> bool:
         memory = self._read()
         asked_at = memory.accounting_asked_at
         if asked_at is None or self._clock() - asked_at >= _ACCOUNTING_FRESH_S:
-            now, storage = self._clock(), self._client.accounting_storage()
-            memory = msgspec.structs.replace(self._read(), accounting=storage, accounting_asked_at=now)
-            try:
+            now, is_kept = self._clock(), self._cluster.keeps_accounts()
+            memory = msgspec.structs.replace(self._read(), keeps_accounts=is_kept, accounting_asked_at=now)
+            with suppress(OSError):
                 self._write(memory)
-            except OSError:
-                return keeps_accounts(storage)
-        return keeps_accounts(memory.accounting)
+        return memory.keeps_accounts
+
+    def _answer_of(self, memory: Memory) -> QueueAnswer:
+        return QueueAnswer(
+            jobs=memory.jobs,
+            asked_at=memory.asked_at,
+            unreachable_since=memory.unreachable_since,
+            error=memory.error,
+            question=self._cluster.question,
+        )
 
     def _ask(self, memory: Memory) -> Memory:
         try:
-            text = self._client.queue_text()
-        except SlurmError as error:
+            jobs = self._cluster.jobs()
+        except ClusterError as error:
             return memory.failed(_one_line(error), self._clock())
-        return memory.answered(text, self._clock())
+        return memory.answered(jobs, self._clock())
 
     def _read(self) -> Memory:
         try:
@@ -197,21 +204,21 @@ class CachedQueue:
             os.close(descriptor)
 
 
-def cache_path() -> Path:
+def cache_folder() -> Path:
+    """Where this user's programs leave what they would else ask again."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "corral"
+
+
+def cache_path(cluster: JobQueue) -> Path:
     """The file of this user on this machine, and of the cluster that it asks.
 
     Several clusters may share a home folder, and each numbers its jobs. A machine asks one of them, unless its
     environment names another; and the times in the file are those of one clock.
     """
-    root = os.environ.get("XDG_CACHE_HOME")
-    cluster = [os.uname().nodename, *(os.environ.get(name, "") for name in ("SLURM_CONF", "SLURM_CLUSTERS"))]
-    name = hashlib.sha256("|".join(cluster).encode(errors="surrogateescape")).hexdigest()[:12]
-    return (Path(root) if root else Path.home() / ".cache") / "corral" / f"queue-{name}.json"
-
-
-def keeps_accounts(storage: str) -> bool:
-    """Whether `AccountingStorageType` names a place."""
-    return bool(storage) and not storage.endswith("/none") and storage != "(null)"
+    asked = f"{os.uname().nodename}|{cluster.identity}"
+    name = hashlib.sha256(asked.encode(errors="surrogateescape")).hexdigest()[:12]
+    return cache_folder() / f"queue-{name}.json"
 
 
 def _wait_for_lock(descriptor: int, deadline: float) -> bool:
@@ -221,15 +228,6 @@ def _wait_for_lock(descriptor: int, deadline: float) -> bool:
             return False
         time.sleep(_LOCK_POLL_S)
     return True
-
-
-def _answer_of(memory: Memory) -> QueueAnswer:
-    return QueueAnswer(
-        jobs=tuple(parse_queue(memory.text)),
-        asked_at=memory.asked_at,
-        unreachable_since=memory.unreachable_since,
-        error=memory.error,
-    )
 
 
 def _one_line(error: Exception) -> str:

@@ -1,8 +1,8 @@
 """Which jobs of a user are a trial's, and as what: by the comment, or by id and name where a site rewrites comments.
 
-sbatch --job id--> control/jobs/7.json   {"name": "exp.trial", "allocation": "head", "attempt": 0}
+submission --job id--> control/jobs/7.json   {"name": "exp.trial", "allocation": "head", "attempt": 0}
 
-squeue's line --comment of corral--> the trial of its uuid
+a job of the queue --comment of corral--> the trial of its uuid
              +--none, but a name like ours--> control/jobs/ID.json of the same name --> this trial
              +--else--> somebody else's
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, validate_name
-from corral.launcher.slurm.parse import QueuedJob
+from corral.launcher.cluster.jobs import Job
 
 if TYPE_CHECKING:  # rl-status reads plans without the schema, which takes longer to import than it takes to answer
     from corral.experiments.plan import RunPlan
@@ -40,22 +40,22 @@ class JobNote(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class JobIndex:
-    """The jobs of one answer of squeue; each comment is read once, whatever the number of trials."""
+    """The jobs of one answer; each comment is read once, whatever the number of trials."""
 
-    by_uuid: Mapping[str, Sequence[QueuedJob]]
-    without_tag: Sequence[QueuedJob]
+    by_uuid: Mapping[str, Sequence[Job]]
+    without_tag: Sequence[Job]
     """By name: a user may have thousands of jobs that are no trial's."""
 
     @classmethod
-    def of(cls, jobs: Iterable[QueuedJob]) -> "JobIndex":
-        by_uuid: dict[str, list[QueuedJob]] = {}
-        without_tag: list[QueuedJob] = []
+    def of(cls, jobs: Iterable[Job]) -> "JobIndex":
+        by_uuid: dict[str, list[Job]] = {}
+        without_tag: list[Job] = []
         for job in jobs:
             uuid = job.tag.get("trial_uuid")
             (by_uuid.setdefault(uuid, []) if isinstance(uuid, str) else without_tag).append(job)
         return cls(by_uuid, sorted(without_tag, key=_name))
 
-    def begins_with(self, stem: str) -> Sequence[QueuedJob]:
+    def begins_with(self, stem: str) -> Sequence[Job]:
         """The jobs without a comment of ours whose names begin so."""
         first = bisect_left(self.without_tag, stem, key=_name)
         return self.without_tag[first : bisect_left(self.without_tag, f"{stem}{_LAST}", lo=first, key=_name)]
@@ -80,7 +80,7 @@ class OwnJobs:
     _notes: dict[str, JobNote | None] = field(default_factory=dict)
 
     def note(self, job_id: str, *, allocation: str = HEAD, attempt: int) -> None:
-        """Remembers a job that SLURM has taken.
+        """Remembers a job that the cluster has taken.
 
         Raises:
             OSError: if it cannot be written; the comment still tells, where the site leaves it alone.
@@ -91,7 +91,7 @@ class OwnJobs:
         atomic_write(folder / f"{job_id}.json", msgspec.json.encode(note))
         self._notes[job_id] = note
 
-    def identify(self, job: QueuedJob) -> JobNote | None:
+    def identify(self, job: Job) -> JobNote | None:
         """What a job is to this trial; None if it is somebody else's."""
         tag = job.tag
         if tag:
@@ -106,7 +106,7 @@ class OwnJobs:
         note = self._note_of(job.job_id)
         return note if note is not None and note.name == job.name else None
 
-    def select(self, jobs: Iterable[QueuedJob] | JobIndex) -> list[tuple[QueuedJob, JobNote]]:
+    def select(self, jobs: Iterable[Job] | JobIndex) -> list[tuple[Job, JobNote]]:
         """The trial's own among all, with what they are to it."""
         if isinstance(jobs, JobIndex):
             jobs = [*jobs.by_uuid.get(self.uuid, ()), *jobs.begins_with(self._stem)]
@@ -135,11 +135,11 @@ def own_jobs_of_plan(plan: "RunPlan", directory: TrialDirectory) -> OwnJobs:
 
 
 def job_name(experiment: str, trial: str, allocation: str = "head") -> str:
-    """What squeue shows; identity is the uuid in the comment, or the job id with this."""
+    """What the queue shows; identity is the uuid in the comment, or the job id with this."""
     name = f"{validate_name(experiment, what='experiment name')}.{validate_name(trial, what='trial name')}"
     suffix = "" if allocation == "head" else "." + allocation.replace("/", "-")
     return name[: _MAX_JOB_NAME - len(suffix)] + suffix
 
 
-def _name(job: QueuedJob) -> str:
+def _name(job: Job) -> str:
     return job.name

@@ -80,15 +80,15 @@ def user_errors() -> Iterator[None]:
 
 
 def _exit_code_of(error: Exception) -> CommandExit | None:
-    from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError
+    from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
     from corral.launcher.submit.prepare import SubmissionError
     from corral.launcher.trial.find import PlanDamagedError, TrialNotFoundError
 
     if isinstance(error, TrialNotFoundError):
         return CommandExit.NOT_FOUND
-    if isinstance(error, SlurmUnreachableError):
+    if isinstance(error, ClusterUnreachableError):
         return CommandExit.UNREACHABLE
-    if isinstance(error, SlurmError):
+    if isinstance(error, ClusterError):
         return CommandExit.REFUSED
     if isinstance(error, SubmissionError | PlanDamagedError | TimeoutError):
         return CommandExit.ERROR

@@ -61,8 +61,8 @@ def stop(
 def _find(trial: str, fileroot: Path | None, *, now: bool) -> "TrialFacts | None":
     """The trial that is meant; None if it was a job without a trial directory, which is ended here."""
     from corral.experiments.trial.directory import TrialDirectory
+    from corral.launcher.clusters import queue_here
     from corral.launcher.files.patient_files import PatientFiles
-    from corral.launcher.slurm.client import SlurmClient
     from corral.launcher.stop import cancel_orphan, directory_of_job, find_orphaned_job
     from corral.launcher.trial.find import TrialNotFoundError, default_fileroot, read_facts
 
@@ -70,15 +70,15 @@ def _find(trial: str, fileroot: Path | None, *, now: bool) -> "TrialFacts | None
     try:
         return find_in_time(files, trial, root)
     except TrialNotFoundError:
-        client = SlurmClient()
-        path = directory_of_job(trial, client, root, files=files)
+        cluster = queue_here()
+        path = directory_of_job(trial, cluster, root, files=files)
         facts = files.run(partial(read_facts, TrialDirectory(path)), path) if path is not None else None
         if facts is not None:
             return facts
-        job = find_orphaned_job(trial, client, now=now, files=files)
+        job = find_orphaned_job(trial, cluster, now=now, files=files)
         if job is None:
             raise
-        ended = cancel_orphan(job, client)
+        ended = cancel_orphan(job, cluster)
         print(
             f"{job.name} CANCELLED: its directory {job.tag.get('directory')} is not there; ended job {', '.join(ended)}"
         )
@@ -97,8 +97,9 @@ def _keep_down(found: "Sequence[TrialFacts]", group: str, *, undo: bool) -> None
 
 def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, requeue: bool) -> None:
     """All at the same time: each may take its whole grace period."""
+    from corral.experiments.trial.mode import has_jobs
     from corral.launcher.cluster.cached_queue import CachedQueue
-    from corral.launcher.slurm.client import SlurmClient
+    from corral.launcher.clusters import queue_here
     from corral.launcher.status.reader import StatusReader
     from corral.launcher.status.words import NOT_STARTED
     from corral.launcher.stop import requeue_trial, stop_trial
@@ -114,7 +115,7 @@ def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, 
         if not requeue and before.is_final and before.state != "LOST":
             after, what = stop_trial(facts, now=now, grace_s=grace), "has ended already: "
         elif requeue:
-            if not before.is_final and facts.mode == "slurm":
+            if not before.is_final and has_jobs(facts.mode):
                 print(f"putting back {facts.name} after a last checkpoint", flush=True)
             after, what = requeue_trial(facts, grace_s=grace, pause=pause), ""
         else:
@@ -128,9 +129,9 @@ def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, 
     except KeyboardInterrupt:
         print("\nwhat was asked for goes on without this command; rl-status shows how far it is")
         raise typer.Exit(130) from None
-    if any(facts.mode == "slurm" for facts in found):
-        # Else rl-status would show for some seconds what squeue said before.
-        CachedQueue(SlurmClient()).look(newer_than=time.time())
+    if any(has_jobs(facts.mode) for facts in found):
+        # Else rl-status would show for some seconds what the queue said before.
+        CachedQueue(queue_here()).look(newer_than=time.time())
 
 
 class _LeftError(RuntimeError):

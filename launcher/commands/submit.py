@@ -205,19 +205,20 @@ def _print_script(submission: "Submission") -> None:
 
 def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bool, verbose: bool) -> None:
     from corral.experiments.errors import display_path
+    from corral.experiments.trial.mode import has_jobs
     from corral.launcher.submit.start import start
     from corral.launcher.trial.find import default_fileroot, read_facts
 
     identifier = start(submission, resume=is_resumed)
     plan = submission.plan
-    if plan.mode == "local":
+    if not has_jobs(plan.mode):
         print(f"started    supervisor {identifier} on this machine; it goes on when this terminal closes")
     else:
         print(f"job        {identifier}   {display_path(submission.directory.sbatch_path)}")
     if verbose and submission.layout is not None:
-        from corral.launcher.slurm.sbatch import submission_command
+        from corral.launcher.clusters import cluster_of
 
-        print(f"command    {submission_command(submission.directory)}")
+        print(f"command    {cluster_of(plan.mode).submission_command(submission.directory)}")
     is_default = submission.directory.path.parent.parent == default_fileroot().absolute()
     name = f"{plan.trial.experiment}/{plan.trial.trial}" if is_default else str(submission.directory.path)
     print(f"next       rl-status {name}\n           rl-logs {name} -f\n           rl-stop {name}", flush=True)

@@ -1,8 +1,8 @@
-"""What goes into and comes out of the extra jobs' state machine: jobs as squeue shows them in, requests out."""
+"""What goes into and comes out of the extra jobs' state machine: the queue in, requests and news of nodes out."""
 
 from dataclasses import dataclass
 
-from corral.launcher.slurm.words import state_word
+from corral.launcher.cluster.jobs import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,24 +20,13 @@ class ExtraJobSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSighting:
-    """A job of ours in squeue's answer."""
+    """A job of ours in the queue."""
 
-    job_id: str
     name: str
-    """Allocation, by its comment."""
+    """Of the allocation that it was asked for."""
     attempt: int
-    """The attempt that asked for it, by its comment."""
-    word: str
-    """SLURM's state."""
-    reason: str
-    start: str
-    """Tells the runs of a requeued job apart."""
-    hosts: tuple[str, ...] = ()
-
-    @property
-    def head_word(self) -> str:
-        """The state without what may follow it, as in `CANCELLED by 1000`."""
-        return state_word(self.word)
+    """The attempt that asked for it."""
+    job: Job
 
 
 @dataclass(frozen=True, slots=True)

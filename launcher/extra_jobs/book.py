@@ -1,21 +1,22 @@
-"""The jobs beside a trial's own, as a pure state machine: squeue's answers and the clock go in, requests come out.
+"""The jobs beside a trial's own, as a pure state machine: the queue and the clock go in, requests come out.
 
 One extra job, which is a group of layout `jobs` or an elastic worker:
 
-    WANTED --asked for--> ASKED --sbatch--> QUEUED --SLURM starts it--> RUNNING --ends--> LEAVING
-      ^                     |                 ^                            |                 |
-      |                     | refused         +---- preempted, requeued ---+-----------------+
+    WANTED --asked for--> ASKED --taken--> QUEUED --gets its nodes--> RUNNING --ends--> LEAVING
+      ^                     |                ^                            |                 |
+      |                     | refused        +---- preempted, requeued ---+-----------------+
       +---------------------+-------------------- cancelled, timed out, failed (growing pause)
 
-Its nodes are granted to workers while the job is RUNNING; the groups of a gang only get theirs together. What SLURM
-does not answer changes nothing: the last known state stands. A supervisor that was started again adopts the jobs that
-its predecessor asked for; those of an earlier attempt are cancelled.
+Its nodes are granted to workers while the job is RUNNING; the groups of a gang only get theirs together. What the
+cluster does not answer changes nothing: the last known state stands. A supervisor that was started again adopts the
+jobs that its predecessor asked for; those of an earlier attempt are cancelled.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.extra_jobs.actions import (
     AskForJob,
     CancelJob,
@@ -29,8 +30,6 @@ from corral.launcher.extra_jobs.actions import (
     NodesStay,
 )
 from corral.launcher.extra_jobs.gang import GangGuard
-from corral.launcher.slurm.verdict import judge_job
-from corral.launcher.slurm.words import ENDED_WORDS, LEAVING_WORDS, PENDING_WORDS, RUNNING_WORDS
 
 _FIRST_PAUSE_S = 5.0
 _MAX_PAUSE_S = 600.0
@@ -66,7 +65,7 @@ class _ExtraJob:
     run: tuple[str, str] | None = None
     """Job and start of the present run."""
     left_run: tuple[str, str] | None = None
-    """A run that is known to end, whatever squeue still says of it."""
+    """A run that is known to end, whatever the queue still says of it."""
     granted: tuple[str, str] | None = None
     """The run whose nodes were granted to the workers."""
     noted_reason: str = ""
@@ -104,7 +103,7 @@ class ExtraJobBook:
         return [extra_job.job_id for extra_job in self._extra_jobs.values() if extra_job.job_id]
 
     def look_interval_s(self, now: float) -> float:
-        """How long squeue's last answer is good for."""
+        """How long the last answer is good for."""
         is_open = any(extra_job.granted is None for extra_job in self._extra_jobs.values())
         return _QUICK_LOOK_S if is_open and now - self._changed_at < _QUICK_FOR_S else _SLOW_LOOK_S
 
@@ -120,7 +119,7 @@ class ExtraJobBook:
         return actions
 
     def submitted(self, name: str, job_id: str, now: float) -> list[ExtraJobAction]:
-        """SLURM has taken the job."""
+        """The cluster has taken the job."""
         extra_job = self._extra_jobs[name]
         if extra_job.state is not ExtraJobState.ASKED:
             self._cancelled.add(job_id)
@@ -130,7 +129,7 @@ class ExtraJobBook:
         return [News("extra_job_submitted", {"allocation": name, "job_id": job_id})]
 
     def refused(self, name: str, why: str, now: float) -> list[ExtraJobAction]:
-        """SLURM has not taken the job."""
+        """The cluster has not taken the job."""
         extra_job = self._extra_jobs[name]
         if extra_job.state is not ExtraJobState.ASKED:
             return []
@@ -144,23 +143,23 @@ class ExtraJobBook:
         return self._announce()
 
     def seen(self, sightings: Iterable[JobSighting], now: float) -> list[ExtraJobAction]:
-        """SLURM answered: these are all of the trial's extra jobs that it knows."""
+        """The cluster answered: these are all of the trial's extra jobs that it knows."""
         self._has_looked = True
         actions: list[ExtraJobAction] = []
-        jobs_by_name: dict[str, dict[str, JobSighting]] = {name: {} for name in self._extra_jobs}
-        for job in sightings:
-            if job.name not in self._extra_jobs or job.attempt > self.attempt:
+        jobs_by_name: dict[str, dict[str, Job]] = {name: {} for name in self._extra_jobs}
+        for seen in sightings:
+            if seen.name not in self._extra_jobs or seen.attempt > self.attempt:
                 continue
-            if job.attempt < self.attempt:
-                actions += self._cancel(job)
+            if seen.attempt < self.attempt:
+                actions += self._cancel(seen.job)
             else:
-                jobs_by_name[job.name][job.job_id] = job
+                jobs_by_name[seen.name][seen.job.job_id] = seen.job
         for name, jobs in jobs_by_name.items():
             actions += self._take_in(self._extra_jobs[name], jobs, now)
         return actions + self._guard(now)
 
     def checked(self, name: str, job_id: str, *, is_leaving: bool, cause: str = "") -> list[ExtraJobAction]:
-        """SLURM was asked about the nodes after something ended there."""
+        """The cluster was asked about the nodes after something ended there."""
         extra_job = self._extra_jobs[name]
         if extra_job.job_id != job_id or extra_job.granted is None:
             return []  # they were lost in the meantime, and that is known
@@ -180,11 +179,11 @@ class ExtraJobBook:
         extra_job.job_id = ""
         return actions + self._announce()
 
-    def _take_in(self, extra_job: _ExtraJob, jobs: dict[str, JobSighting], now: float) -> list[ExtraJobAction]:
+    def _take_in(self, extra_job: _ExtraJob, jobs: dict[str, Job], now: float) -> list[ExtraJobAction]:
         actions: list[ExtraJobAction] = []
-        alive = [job for job in jobs.values() if job.head_word not in ENDED_WORDS and job.job_id not in self._cancelled]
+        alive = [job for job in jobs.values() if job.phase is not JobPhase.ENDED and job.job_id not in self._cancelled]
         if extra_job.state is ExtraJobState.WANTED and alive:
-            best = min(alive, key=lambda job: (job.head_word not in RUNNING_WORDS, int(job.job_id)))
+            best = min(alive, key=lambda job: (job.phase is not JobPhase.RUNNING, job.number))
             extra_job.state, extra_job.job_id, extra_job.is_clear = ExtraJobState.QUEUED, best.job_id, False
             actions.append(News("extra_job_adopted", {"allocation": extra_job.spec.name, "job_id": best.job_id}))
             actions.append(ClearJob(extra_job.spec.name, best.job_id))
@@ -195,23 +194,25 @@ class ExtraJobBook:
             actions += self._update(extra_job, jobs.get(extra_job.job_id), now)
         return actions
 
-    def _update(self, extra_job: _ExtraJob, job: JobSighting | None, now: float) -> list[ExtraJobAction]:
+    def _update(self, extra_job: _ExtraJob, job: Job | None, now: float) -> list[ExtraJobAction]:
         if job is None:
-            return self._gone(extra_job, "SLURM does not know its job any more", now)
-        word = job.head_word
-        if word in ENDED_WORDS:
-            return self._gone(extra_job, f"its job ended as {job.word}", now)
-        if word in RUNNING_WORDS:
-            return self._runs(extra_job, job, now)
-        if word in LEAVING_WORDS:
-            if extra_job.state is ExtraJobState.RUNNING:
-                extra_job.state, extra_job.reason = ExtraJobState.LEAVING, "its job is ending"
-        elif word in PENDING_WORDS:
-            return self._waits(extra_job, job, now)
-        return []  # a word that this version does not know changes nothing
+            return self._gone(extra_job, "the cluster does not know its job any more", now)
+        match job.phase:
+            case JobPhase.ENDED:
+                return self._gone(extra_job, f"its job ended as {job.word}", now)
+            case JobPhase.RUNNING:
+                return self._runs(extra_job, job, now)
+            case JobPhase.LEAVING:
+                if extra_job.state is ExtraJobState.RUNNING:
+                    extra_job.state, extra_job.reason = ExtraJobState.LEAVING, "its job is ending"
+                return []
+            case JobPhase.WAITING:
+                return self._waits(extra_job, job, now)
+            case JobPhase.UNKNOWN:
+                return []  # a word that this version does not know changes nothing
 
-    def _runs(self, extra_job: _ExtraJob, job: JobSighting, now: float) -> list[ExtraJobAction]:
-        name, run = extra_job.spec.name, (job.job_id, job.start)
+    def _runs(self, extra_job: _ExtraJob, job: Job, now: float) -> list[ExtraJobAction]:
+        name, run = extra_job.spec.name, (job.job_id, job.run)
         if run == extra_job.left_run:
             return []
         if job.hosts and len(job.hosts) < extra_job.spec.num_nodes:
@@ -230,7 +231,7 @@ class ExtraJobBook:
             return [News("extra_job_running", dict(fields))]
         return []
 
-    def _waits(self, extra_job: _ExtraJob, job: JobSighting, now: float) -> list[ExtraJobAction]:
+    def _waits(self, extra_job: _ExtraJob, job: Job, now: float) -> list[ExtraJobAction]:
         actions: list[ExtraJobAction] = []
         if extra_job.state in (ExtraJobState.RUNNING, ExtraJobState.LEAVING):
             self._changed_at = now
@@ -242,8 +243,7 @@ class ExtraJobBook:
                 )
             )
         extra_job.state, extra_job.reason = ExtraJobState.QUEUED, job.reason
-        is_blocked = judge_job(job.word, job.reason).state == "BLOCKED"
-        if is_blocked and extra_job.noted_reason != job.reason:
+        if job.is_blocked and extra_job.noted_reason != job.reason:
             extra_job.noted_reason = job.reason
             fields = {"allocation": extra_job.spec.name, "job_id": job.job_id, "cause": job.reason}
             actions.append(News("extra_job_blocked", dict(fields)))
@@ -310,8 +310,8 @@ class ExtraJobBook:
             extra_job.granted = granted
         return actions
 
-    def _cancel(self, job: JobSighting) -> list[ExtraJobAction]:
-        if job.head_word in ENDED_WORDS or job.job_id in self._cancelled:
+    def _cancel(self, job: Job) -> list[ExtraJobAction]:
+        if job.phase is JobPhase.ENDED or job.job_id in self._cancelled:
             return []
         self._cancelled.add(job.job_id)
         return [CancelJob(job.job_id)]

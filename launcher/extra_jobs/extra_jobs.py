@@ -16,6 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
+from corral.launcher.cluster.cluster import Cluster, supervisor_alive_path
+from corral.launcher.cluster.errors import ClusterError
+from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import JobNote, own_jobs_of_plan
 from corral.launcher.extra_jobs.actions import (
     AskForJob,
@@ -31,14 +34,8 @@ from corral.launcher.extra_jobs.gang import GangGuard
 from corral.launcher.extra_jobs.specs import (
     EXTRA_JOB_ROLES,
     extra_job_specs,
-    why_leaving,
-    with_attempt,
 )
 from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations
-from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.slurm.sbatch import extra_job_options, extra_job_path, render_extra_job, supervisor_alive_path
-from corral.scheduling.slurm_formats import expand_host_list
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +51,7 @@ class ExtraJobs:
     """The jobs of one attempt's groups and elastic workers.
 
     Args:
-        client: SLURM's commands.
+        cluster: gives the jobs.
         plan: the trial.
         layout: its allocations.
         directory: its folder.
@@ -67,7 +64,7 @@ class ExtraJobs:
     def __init__(
         self,
         *,
-        client: SlurmClient,
+        cluster: Cluster,
         plan: RunPlan,
         layout: Layout,
         directory: TrialDirectory,
@@ -76,7 +73,7 @@ class ExtraJobs:
         record: Callable[..., None],
         exclude_nodes: Sequence[str] = (),
     ) -> None:
-        self._client = client
+        self._cluster = cluster
         self._plan = plan
         self._layout = layout
         self._directory = directory
@@ -108,7 +105,7 @@ class ExtraJobs:
         return self._layout
 
     def drive(self, now: float) -> list[NodesEvent]:
-        """One turn of the loop: takes in what SLURM has answered, asks for more; returns what became of the nodes."""
+        """One turn of the loop: takes in answers, asks for more; returns what became of the nodes."""
         actions: list[NodesEvent] = []
         if not self._index_by_name:
             return actions
@@ -133,7 +130,7 @@ class ExtraJobs:
             self._carry_out(action)
 
     def allocations(self) -> RunningAllocations:
-        """What runs at the moment, as srun names it."""
+        """What runs at the moment."""
         running = dict(self._own)
         for name, index in self._index_by_name.items():
             nodes = self._book.nodes_of(name)
@@ -155,7 +152,7 @@ class ExtraJobs:
         known = set(self._book.jobs())
         last = self._thread.submit(lambda: self._cancel_all(known))
         done, _ = wait([last], timeout=_CLOSE_TIMEOUT_S)
-        left = f"SLURM did not answer within {_CLOSE_TIMEOUT_S:.0f} s" if not done else last.result()
+        left = f"the cluster did not answer within {_CLOSE_TIMEOUT_S:.0f} s" if not done else last.result()
         if left:
             self._record("extra_jobs_left", jobs=sorted(known), cause=left)
         supervisor_alive_path(self._directory).unlink(missing_ok=True)
@@ -200,27 +197,26 @@ class ExtraJobs:
 
     def _ask_queue(self) -> Answer:
         try:
-            sightings = [self._sighting(job, note) for job, note in self._our_jobs()]
-        except SlurmError as error:
+            sightings = [
+                JobSighting(name=note.allocation, attempt=note.attempt, job=job) for job, note in self._our_jobs()
+            ]
+        except ClusterError as error:
             trouble = str(error)
             return lambda now: self._unanswered(trouble)
         return lambda now: self._answered(sightings, now)
 
     def _submit(self, name: str) -> Answer:
         try:
-            options = extra_job_options(
+            job_id = self._cluster.submit_extra_job(
                 self._plan,
                 self._layout,
                 self._index_by_name[name],
                 self._directory,
+                attempt=self._attempt,
                 exclude_nodes=self._exclude_nodes,
             )
-            script = extra_job_path(self._directory)
-            if not script.exists():
-                atomic_write(script, render_extra_job(self._directory).encode())
-            job_id = self._client.submit(with_attempt(options, self._attempt), script)
             self._note(job_id, name)
-        except (SlurmError, OSError, ValueError) as error:
+        except (ClusterError, OSError, ValueError) as error:
             why = str(error)
             return lambda now: self._book.refused(name, why, now)
         return lambda now: self._book.submitted(name, job_id, now)
@@ -233,30 +229,25 @@ class ExtraJobs:
 
     def _cancel(self, job_id: str) -> Answer:
         try:
-            self._client.cancel(job_id)
-        except SlurmError as error:
+            self._cluster.cancel(job_id)
+        except ClusterError as error:
             logger.warning("job %s could not be cancelled: %s", job_id, error)
         return lambda now: []
 
     def _clear(self, name: str, job_id: str) -> Answer:
         """Ends what a predecessor left in an adopted job."""
-        deadline = time.monotonic() + _CLEAR_TIMEOUT_S
         try:
-            while (steps := self._client.steps(job_id)) and time.monotonic() < deadline:
-                for step in [step for ids in steps.values() for step in ids]:
-                    self._client.cancel(step, signal_name="KILL")
-                time.sleep(0.2)
-        except SlurmError as error:
+            self._cluster.end_steps(job_id, timeout_s=_CLEAR_TIMEOUT_S)
+        except ClusterError as error:
             logger.warning("steps of job %s could not be ended: %s", job_id, error)
         return lambda now: self._book.cleared(name, job_id, now)
 
     def _check(self, name: str, job_id: str) -> Answer:
         try:
-            job = self._client.job(job_id)
-        except SlurmError as error:
+            cause = self._cluster.why_leaving(job_id)
+        except ClusterError as error:
             logger.warning("job %s could not be asked for: %s", job_id, error)
             return lambda now: []  # the supervision waits no longer than its own deadline
-        cause = why_leaving(job)
         return lambda now: self._book.checked(name, job_id, is_leaving=bool(cause), cause=cause)
 
     def _cancel_all(self, known: set[str]) -> str:
@@ -264,26 +255,14 @@ class ExtraJobs:
         try:
             alive = {job.job_id for job, _ in self._our_jobs()}
             for job_id in sorted(known | alive):
-                self._client.cancel(job_id)
-        except SlurmError as error:
+                self._cluster.cancel(job_id)
+        except ClusterError as error:
             return str(error)
         return ""
 
-    def _our_jobs(self) -> list[tuple[QueuedJob, JobNote]]:
-        found = self._own_jobs.select(self._client.queue())
+    def _our_jobs(self) -> list[tuple[Job, JobNote]]:
+        found = self._own_jobs.select(self._cluster.jobs())
         return [(job, note) for job, note in found if note.allocation in self._index_by_name]
-
-    def _sighting(self, job: QueuedJob, note: JobNote) -> JobSighting:
-        is_there = job.state.startswith(("RUNNING", "SUSPENDED"))
-        return JobSighting(
-            job_id=job.job_id,
-            name=note.allocation,
-            attempt=note.attempt,
-            word=job.state,
-            reason=job.reason,
-            start=job.start,
-            hosts=tuple(expand_host_list(job.nodes)) if is_there and job.nodes else (),
-        )
 
     # Back in the supervisor's thread.
 

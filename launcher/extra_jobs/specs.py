@@ -1,14 +1,12 @@
 """What runs in the extra jobs: from the layout to the jobs, and where their workers run meanwhile."""
 
-import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 from corral.launcher.extra_jobs.actions import ExtraJobSpec
 from corral.launcher.layout.layout import Layout, RunningAllocations, Step
 from corral.launcher.runners.runner import MovingRunner, Task, TaskSpec
 
 EXTRA_JOB_ROLES = ("group", "elastic")
-_COMMENT = "--comment="
 
 
 class FallbackRunner:
@@ -67,25 +65,3 @@ def fallback_steps(layout: Layout) -> dict[str, Step]:
         for worker, step in layout.steps.items()
         if layout.allocations[step.allocation].role == "elastic" and worker.startswith("rollout_worker/")
     }
-
-
-def with_attempt(options: Sequence[str], attempt: int) -> list[str]:
-    """The options of an extra job; its comment also says which attempt asked for it."""
-
-    def tagged(option: str) -> str:
-        if not option.startswith(_COMMENT):
-            return option
-        tag = json.loads(option.removeprefix(_COMMENT)) | {"attempt": attempt}
-        return _COMMENT + json.dumps(tag, separators=(",", ":"))
-
-    return [tagged(option) for option in options]
-
-
-def why_leaving(job: dict[str, str] | None) -> str:
-    """Why a job that runs, or ran, will not be there much longer; "" if it stays."""
-    if job is None:
-        return "SLURM does not know its job any more"
-    state = job.get("JobState", "")
-    if job.get("PreemptTime", "None") not in ("None", "") and state == "RUNNING":
-        return "its job is being preempted"
-    return "" if state in ("RUNNING", "SUSPENDED") else f"its job is {state}"

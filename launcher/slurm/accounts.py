@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from corral.launcher.cluster.cached_queue import keeps_accounts
 from corral.launcher.slurm.client import SlurmClient, SlurmError
+from corral.launcher.slurm.parse import keeps_accounts
 from corral.scheduling.slurm_formats import parse_memory_mb, parse_time_limit
 
 Amounts = Mapping[str, int]
@@ -128,9 +128,8 @@ def read_accounts(client: SlurmClient, user: str) -> Accounts:
         config = client.settings()
     except SlurmError:
         return Accounts()
-    storage = config.get("AccountingStorageType", "")
-    if not keeps_accounts(storage):
-        return Accounts(is_kept=False if storage else None)
+    if not keeps_accounts(config):
+        return Accounts(is_kept=False if "AccountingStorageType" in config else None)
     cluster = f"cluster={config.get('ClusterName', '')}"
     fields = [name for name in _ASSOCIATION_FIELDS if name not in _OF_QOS_ONLY]
     of_user = _rows(client, ["user", user, "withassoc", cluster], fields)

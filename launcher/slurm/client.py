@@ -6,18 +6,19 @@ sinfo   -> Node            sacct, sacctmgr, where there is accounting -> states 
 """
 
 import os
-import pwd
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError, UncertainSubmissionError
 from corral.launcher.slurm.complaints import Complaint, complaint_of
 from corral.launcher.slurm.parse import (
     NODE_FORMAT,
     QUEUE_FORMAT,
     Node,
     QueuedJob,
+    keeps_accounts,
     parse_key_values,
     parse_nodes,
     parse_queue,
@@ -25,7 +26,7 @@ from corral.launcher.slurm.parse import (
     parse_settings,
     parse_steps,
 )
-from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
+from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, user_name
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 """What trials cannot do without; sacct and sacctmgr are asked only where there is accounting."""
@@ -35,7 +36,7 @@ _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # how the commands find t
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
-class SlurmError(RuntimeError):
+class SlurmError(ClusterError):
     """A SLURM command failed; the text is the command and what it said.
 
     complaint: why, for those who decide.
@@ -51,12 +52,12 @@ class SlurmError(RuntimeError):
 _NO_SLURM_HINT = "run this where the cluster's commands work, or add --local to run on this machine"
 
 
-class SlurmUnreachableError(SlurmError):
-    """The commands are missing, time out, or find no controller: nothing is known about any job."""
+class SlurmUnreachableError(SlurmError, ClusterUnreachableError):
+    """The commands are missing, time out, or find no controller."""
 
 
-class UncertainSubmissionError(SlurmUnreachableError):
-    """sbatch was asked and did not answer as it should: the job may have been taken all the same."""
+class SlurmUncertainError(SlurmUnreachableError, UncertainSubmissionError):
+    """sbatch was asked and did not answer as it should."""
 
 
 def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -73,14 +74,6 @@ def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str,
     }
 
 
-def user_name() -> str:
-    """This user as SLURM knows it: by the process's id, whatever $USER says; by number where it has no name."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
-
-
 class SlurmClient:
     """Runs SLURM's commands, each with a deadline."""
 
@@ -91,14 +84,14 @@ class SlurmClient:
         """Hands a batch script over; returns the job id.
 
         Raises:
-            UncertainSubmissionError: if SLURM may have taken it without saying so.
+            SlurmUncertainError: if SLURM may have taken it without saying so.
             SlurmError: if it has not.
         """
         try:
             answer = self._run(["sbatch", "--parsable", *options, str(script)])
         except SlurmUnreachableError as error:
             if error.complaint is Complaint.NO_ANSWER:
-                raise UncertainSubmissionError(str(error), complaint=error.complaint, said=error.said) from error
+                raise SlurmUncertainError(str(error), complaint=error.complaint, said=error.said) from error
             raise
         return parse_job_id(answer)
 
@@ -112,11 +105,7 @@ class SlurmClient:
 
     def queue(self) -> list[QueuedJob]:
         """Every job of this user that SLURM still knows, finished ones too."""
-        return parse_queue(self.queue_text())
-
-    def queue_text(self) -> str:
-        """What squeue prints about them; `parse_queue` reads it."""
-        return self._run(queue_command())
+        return parse_queue(self._run(queue_command()))
 
     def states(self) -> dict[str, tuple[str, str]]:
         """State and reason of this user's jobs, by the id that squeue shows: `7`, or `7_0` for an array's element."""
@@ -143,9 +132,9 @@ class SlurmClient:
         """The cluster's configuration."""
         return parse_settings(self._run(["scontrol", "show", "config"]))
 
-    def accounting_storage(self) -> str:
-        """Where the site keeps its accounting; `accounting_storage/none` if nowhere, "" if it does not say."""
-        return self.settings().get("AccountingStorageType", "")
+    def keeps_accounts(self) -> bool:
+        """Whether sacct and sacctmgr know anything."""
+        return keeps_accounts(self.settings())
 
     def accounting_rows(self, what: Sequence[str], fields: Sequence[str]) -> str:
         """Lines of accounting's tables, values between bars; `what` is as after `sacctmgr show`."""
@@ -251,9 +240,7 @@ def parse_job_id(answer: str) -> str:
     """`184223` or `184223;cluster` -> `184223`."""
     job_id = answer.strip().partition(";")[0]
     if not job_id.isdigit():
-        raise UncertainSubmissionError(
-            f"sbatch answered {answer!r}, which is no job id; look for the job with squeue --me"
-        )
+        raise SlurmUncertainError(f"sbatch answered {answer!r}, which is no job id; look for the job with squeue --me")
     return job_id
 
 

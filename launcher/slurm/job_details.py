@@ -5,28 +5,17 @@ job --its reason--> nodes:  scontrol show job, sinfo             are all that co
     --FAILED------>         scontrol show job                    its exit code
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import replace
 
+from corral.launcher.cluster.jobs import Job
 from corral.launcher.slurm.accounts import read_accounts
-from corral.launcher.slurm.client import SlurmClient, SlurmError, user_name
+from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.limits import LimitKind, demand_of_job, excesses, limit_of_reason
-from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.slurm.verdict import needs_nodes
+from corral.launcher.slurm.verdict import judge_exit, judge_job, needs_nodes
+from corral.launcher.slurm.words import state_word
+from corral.launcher.trial.processes import user_name
 from corral.scheduling.slurm_formats import expand_host_list
-
-
-class JobDetails(NamedTuple):
-    """What was found out; nothing where SLURM did not answer."""
-
-    nodes_are_down: bool = False
-    """Whether all nodes that could run a pending job are down."""
-    exit_code: str = ""
-    """Of a failed one."""
-    exceeded: str = ""
-    """The limit that a pending job exceeds by itself, in words."""
-
-
-NO_DETAILS = JobDetails()
 
 
 class JobInquiry:
@@ -36,37 +25,58 @@ class JobInquiry:
         self._client = client
         self._exceeded: dict[tuple[str, str], str] = {}
 
-    def ask(self, job: QueuedJob | None) -> JobDetails:
-        """What a job's state and reason leave open."""
-        if job is None:
-            return NO_DETAILS
-        try:
-            if job.state == "FAILED":
-                return JobDetails(exit_code=(self._client.job(job.job_id) or {}).get("ExitCode", ""))
-            if job.state != "PENDING":
-                return NO_DETAILS
-            if needs_nodes(job.reason):
-                return JobDetails(nodes_are_down=self._are_nodes_down(job))
-            if limit_of_reason(job.reason) in (LimitKind.NOTHING, LimitKind.OTHERS):
-                return JobDetails(exceeded=self._ask_exceeded(job))
-        except SlurmError:
-            return NO_DETAILS
-        return NO_DETAILS
+    def look_closer(self, job: Job, *, has_run: bool) -> Job:
+        """The job with what its state and reason leave open; where SLURM does not answer, that stays open.
 
-    def _are_nodes_down(self, job: QueuedJob) -> bool:
-        wanted = (self._client.job(job.job_id) or {}).get("ReqNodeList", "(null)")
+        Args:
+            job: as squeue shows it.
+            has_run: whether it was put back.
+        """
+        word, exit_code, nodes_are_down, exceeded = state_word(job.word), "", False, ""
+        try:
+            if word == "FAILED":
+                exit_code = self._values(job).get("ExitCode", "")
+            elif word == "PENDING" and needs_nodes(job.reason):
+                nodes_are_down = self._are_nodes_down(job)
+            elif word == "PENDING" and limit_of_reason(job.reason) in (LimitKind.NOTHING, LimitKind.OTHERS):
+                exceeded = self._ask_exceeded(job)
+        except SlurmError:
+            pass
+        verdict = judge_job(
+            job.word,
+            job.reason,
+            start=job.run,
+            has_run=has_run,
+            nodes_are_down=nodes_are_down,
+            exceeded=exceeded,
+            job_id=job.job_id,
+        )
+        findings = (
+            *([f"sacctmgr says: {exceeded}"] if exceeded else []),
+            *([f"scontrol says ExitCode={exit_code}"] if exit_code else []),
+            *(["sinfo says that no node that could run it is up"] if nodes_are_down else []),
+        )
+        note = judge_exit(job.word, exit_code) or verdict.note
+        return replace(job, state=verdict.state, note=note, findings=findings)
+
+    def _values(self, job: Job) -> Mapping[str, str]:
+        return self._client.job(job.job_id) or {}
+
+    def _are_nodes_down(self, job: Job) -> bool:
+        values = self._values(job)
+        wanted, partitions = values.get("ReqNodeList", "(null)"), values.get("Partition", "").split(",")
         names = set(expand_host_list(wanted)) if wanted not in ("", "(null)") else None
-        nodes = [node for node in self._client.nodes() if node.partition in job.partition.split(",")]
+        nodes = [node for node in self._client.nodes() if node.partition in partitions]
         able = [node for node in nodes if names is None or node.name in names]
         return bool(able) and not any(node.is_up or node.is_in_maintenance for node in able)
 
-    def _ask_exceeded(self, job: QueuedJob) -> str:
+    def _ask_exceeded(self, job: Job) -> str:
         known = (job.job_id, job.reason)
         if known not in self._exceeded:
-            self._exceeded[known] = self._exceeded_by(self._client.job(job.job_id) or {})
+            self._exceeded[known] = self._exceeded_by(self._values(job))
         return self._exceeded[known]
 
-    def _exceeded_by(self, values: dict[str, str]) -> str:
+    def _exceeded_by(self, values: Mapping[str, str]) -> str:
         partition = values.get("Partition", "")
         ladder = read_accounts(self._client, user_name()).ladder(
             account=values.get("Account") or None,

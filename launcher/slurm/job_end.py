@@ -16,10 +16,11 @@ In the grace period of a preemption the job is RUNNING with a PreemptTime: its s
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from corral.experiments.trial.attempt_ends import EndState
-from corral.launcher.slurm.words import ENDED_WORDS, LEAVING_WORDS, state_word
+from corral.launcher.cluster.jobs import JobPhase
+from corral.launcher.cluster.own_job import JobEnd, JobProspect
+from corral.launcher.slurm.words import phase_of, state_word
 
 _DAEMON_LINE = re.compile(r"\*\*\* JOB (\d+) ON \S+ CANCELLED AT \S+ *(?:DUE TO ([A-Z ]+?))?(?:,[^*]*)? *\*\*\*")
 _STATE_BY_DAEMON_WORD = {
@@ -39,49 +40,7 @@ _STATE_BY_WORD = {
     "CANCELLED": EndState.CANCELLED,
     "REQUEUED": EndState.REQUEUED,
 }
-_CAUSE_BY_STATE = {
-    EndState.CANCELLED: "cancelled outside of corral (scancel)",
-    EndState.TIMED_OUT: "the time limit was reached",
-    EndState.PREEMPTED: "preempted",
-    EndState.NODE_FAILED: "a node failed",
-    EndState.REQUEUED: "requeued (scontrol requeue)",
-    EndState.UNKNOWN: "SLURM ended the job, and could not be asked why",
-    EndState.STOPPED: "SIGTERM to the supervisor",
-}
 _NEVER = ("None", "N/A", "Unknown", "")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobEnd:
-    """What SLURM does with our job."""
-
-    state: EndState
-    """STOPPED if the job itself goes on, so that only this script was asked to end."""
-    is_requeued: bool
-    """Whether SLURM will start the job again by itself."""
-
-    @property
-    def cause(self) -> str:
-        """For people."""
-        return _CAUSE_BY_STATE[self.state]
-
-    @property
-    def needs_successor(self) -> bool:
-        """Whether the trial should go on, and SLURM will not see to it."""
-        is_over = self.state in (EndState.TIMED_OUT, EndState.PREEMPTED, EndState.NODE_FAILED)
-        return is_over and not self.is_requeued
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobProspect:
-    """What SLURM has decided about a job so far, and has not told its script yet."""
-
-    is_preempted: bool
-    """Its nodes are wanted for another one, at once or after a grace period."""
-    is_requeued: bool
-    """It is in the queue again already: SLURM counts the restart before it signals anybody."""
-    is_ending: bool
-    """It gives its nodes back: SLURM signals all of it, its script too."""
 
 
 def look_ahead(job: Mapping[str, str] | None, *, restart_count: int) -> JobProspect:
@@ -92,11 +51,10 @@ def look_ahead(job: Mapping[str, str] | None, *, restart_count: int) -> JobProsp
         restart_count: how often it had been requeued when it started.
     """
     fields = job or {}
-    word = state_word(fields.get("JobState", ""))
     return JobProspect(
         is_preempted=fields.get("PreemptTime", "") not in _NEVER,
         is_requeued=_number(fields.get("Restarts", "")) > restart_count,
-        is_ending=word in LEAVING_WORDS | ENDED_WORDS,
+        is_ending=phase_of(fields.get("JobState", "")) in (JobPhase.LEAVING, JobPhase.ENDED),
     )
 
 
@@ -130,6 +88,16 @@ def explain_end(job: Mapping[str, str] | None, job_output: str, *, job_id: str, 
     else:
         state = _STATE_BY_REASON.get(job.get("Reason", "")) or _STATE_BY_WORD.get(word, EndState.CANCELLED)
     return JobEnd(state=state, is_requeued=False)
+
+
+def why_leaving(job: Mapping[str, str] | None) -> str:
+    """Why a job that runs, or ran, will not be there much longer; "" if it stays."""
+    if job is None:
+        return "SLURM does not know its job any more"
+    word = state_word(job.get("JobState", ""))
+    if word == "RUNNING" and look_ahead(job, restart_count=0).is_preempted:
+        return "its job is being preempted"
+    return "" if word in ("RUNNING", "SUSPENDED") else f"its job is {word}"
 
 
 def _number(text: str) -> int:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 # Name and comment last: they may hold anything, the separator included.
-QUEUE_FORMAT = "%A|%i|%T|%r|%S|%e|%L|%M|%D|%N|%V|%P|%j|%k"
-QUEUE_FIELDS = 14
+QUEUE_FORMAT = "%A|%i|%T|%r|%S|%L|%D|%N|%j|%k"
+QUEUE_FIELDS = 10
 NODE_FORMAT = "%N|%P|%c|%m|%G|%f|%t|%z"
 
 
@@ -25,17 +25,13 @@ class QueuedJob:
     reason: str
     start: str
     """Start, or the estimate for a pending job; N/A if unknown."""
-    end: str
-    elapsed: str
     num_nodes: str
     nodes: str
-    submitted: str
     name: str
     comment: str
     display_id: str = ""
     """The id that squeue shows: `7`, `7+1` of a heterogeneous job, `7_0` of an array."""
     time_left: str = ""
-    partition: str = ""
     line: str = ""
     """The whole line, for those who want to see what SLURM said."""
 
@@ -95,25 +91,19 @@ def parse_queue(text: str) -> list[QueuedJob]:
         fields = line.split("|", QUEUE_FIELDS - 1)
         if len(fields) < QUEUE_FIELDS:
             continue
-        job_id, display_id, state, reason, start, end, left, elapsed, num_nodes, nodes, submitted, partition = fields[
-            :12
-        ]
+        job_id, display_id, state, reason, start, left, num_nodes, nodes, name, comment = fields
         jobs.append(
             QueuedJob(
                 job_id=job_id,
                 state=state,
                 reason=reason,
                 start=start,
-                end=end,
-                elapsed=elapsed,
                 num_nodes=num_nodes,
                 nodes=nodes,
-                submitted=submitted,
-                name=fields[12],
-                comment=fields[13],
+                name=name,
+                comment=comment,
                 display_id=display_id,
                 time_left=left,
-                partition=partition,
                 line=line,
             )
         )
@@ -150,6 +140,12 @@ def parse_settings(text: str) -> dict[str, str]:
     """`scontrol show config`: one `Name = value` a line."""
     pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
     return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def keeps_accounts(settings: Mapping[str, str]) -> bool:
+    """Whether the site keeps accounts; one that does not has several ways to say so."""
+    storage = settings.get("AccountingStorageType", "")
+    return bool(storage) and not storage.endswith("/none") and storage != "(null)"
 
 
 def parse_nodes(text: str) -> list[Node]:

@@ -21,6 +21,7 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.experiments.regular_file import read_regular
 from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.cluster.cluster import supervisor_alive_path
 from corral.launcher.cluster.own_jobs import job_name
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.scheduling.slurm_formats import check_plain_text
@@ -96,11 +97,6 @@ def render_extra_job(directory: TrialDirectory) -> str:
     return _render(_shipped("extra_job.sbatch.j2"), variables)
 
 
-def supervisor_alive_path(directory: TrialDirectory) -> Path:
-    """The file that a supervisor touches as long as it wants its extra jobs."""
-    return directory.control_path / "supervisor-alive"
-
-
 def extra_job_path(directory: TrialDirectory) -> Path:
     """Where the script of the extra jobs lies."""
     return directory.path / "extra_job.sbatch"
@@ -143,10 +139,11 @@ def extra_job_options(
     allocation_index: int,
     directory: TrialDirectory,
     *,
+    attempt: int | None = None,
     exclude_nodes: Sequence[str] = (),
 ) -> list[str]:
-    """Options of the extra job of a group or of an elastic worker."""
-    options = _allocation_options(plan, layout, allocation_index, directory, exclude_nodes)
+    """Options of the extra job of a group or of an elastic worker; its comment names the attempt that asked for it."""
+    options = _allocation_options(plan, layout, allocation_index, directory, exclude_nodes, attempt=attempt)
     options += [*_batch_options(directory), "--requeue", "--export=ALL"]
     if plan.launch.no_kill:
         options.append("--no-kill")
@@ -175,7 +172,13 @@ def _quoted(value: str) -> str:
 
 
 def _allocation_options(
-    plan: RunPlan, layout: Layout, index: int, directory: TrialDirectory, exclude_nodes: Sequence[str] = ()
+    plan: RunPlan,
+    layout: Layout,
+    index: int,
+    directory: TrialDirectory,
+    exclude_nodes: Sequence[str] = (),
+    *,
+    attempt: int | None = None,
 ) -> list[str]:
     """What every allocation asks for, whatever its role."""
     allocation = layout.allocations[index]
@@ -184,6 +187,7 @@ def _allocation_options(
         "trial_uuid": plan.trial.uuid,
         "directory": str(directory.path),
         "allocation": allocation.name,
+        **({} if attempt is None else {"attempt": attempt}),
     }
     memory, amount = plan.cluster.memory_option(mem_mb=allocation.mem_mb_per_node, cpus=allocation.cpus_per_node)
     options = [

@@ -143,7 +143,7 @@ class SrunRunner:
             self._address_by_host[host] = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0].__str__()
         return self._address_by_host[host]
 
-    def wait_for_slurm(self, host: str) -> None:
+    def wait_for_cluster(self, host: str) -> None:
         """Waits until the controller answers, which it need not when a job starts; without it there are no steps.
 
         Raises:

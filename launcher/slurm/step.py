@@ -1,6 +1,6 @@
 """A worker as a step of an allocation: the environment of a batch step in, the command line of srun out. Pure.
 
-SLURM_JOB_ID, SLURM_HET_SIZE, ... --batch_allocations--> RunningAllocation
+SLURM_JOB_ID, SLURM_HET_SIZE, ... --own_job--> OwnJob
 worker, its command, where it runs --srun_command--> srun --jobid=7 --exact ... --job-name=rollout_worker-3 ...
 
 Each step names its CPUs, memory and GPUs: a step that leaves one out takes all of it, and the next step then waits
@@ -10,7 +10,8 @@ silently, which among workers that wait for each other is a deadlock.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from corral.launcher.layout.layout import RunningAllocation, Step
+from corral.launcher.cluster.own_job import OwnJob
+from corral.launcher.layout.layout import RunningAllocation, RunningAllocations, Step
 from corral.launcher.runners.containers import ContainedCommand
 from corral.scheduling.slurm_formats import expand_host_list
 
@@ -51,13 +52,25 @@ class StepPlace:
         return self.running.hosts[self.step.node_index]
 
 
-def batch_allocations(environment: Mapping[str, str]) -> dict[int, RunningAllocation]:
-    """The head, and the components of its heterogeneous job, as the batch step's environment names them."""
-    job_id = environment["SLURM_JOB_ID"]
+def own_job(environment: Mapping[str, str]) -> OwnJob | None:
+    """The job whose batch step has this environment; None where it is no step of a job."""
+    if not environment.get("SLURM_JOB_ID"):
+        return None
+    allocations = _batch_allocations(environment)
+    return OwnJob(
+        job_id=environment["SLURM_JOB_ID"],
+        restart_count=int(environment.get("SLURM_RESTART_COUNT", "0") or 0),
+        host=environment.get("SLURMD_NODENAME") or next(iter(allocations[0].hosts), ""),
+        allocations=allocations,
+    )
+
+
+def _batch_allocations(environment: Mapping[str, str]) -> RunningAllocations:
+    """The head, and the components of its heterogeneous job."""
     size = int(environment.get("SLURM_HET_SIZE", "0"))
     if size == 0:
-        hosts = tuple(expand_host_list(environment["SLURM_JOB_NODELIST"]))
-        return {0: RunningAllocation(job_id=job_id, het_group=None, hosts=hosts)}
+        hosts = tuple(expand_host_list(environment.get("SLURM_JOB_NODELIST", "")))
+        return {0: RunningAllocation(job_id=environment["SLURM_JOB_ID"], het_group=None, hosts=hosts)}
     return {
         group: RunningAllocation(
             job_id=environment["SLURM_JOB_ID_HET_GROUP_0"],

@@ -1,5 +1,6 @@
 """What SLURM's words for a job mean for a trial. Each has an answer: an unknown one becomes UNKNOWN, never an error.
 
+a line of squeue --in_our_words--> Job      `scontrol show job` --job_of_scontrol--> Job
 (state, reason, what else is known) --judge_job (pure)--> state of the trial, and advice
 
 PENDING     QUEUED | REQUEUED (it has run before) | BLOCKED (it will not start by itself) | HELD
@@ -7,11 +8,15 @@ RUNNING     refined by the trial's own records, which see more than SLURM does
 over        FAILED, OOM, TIMED_OUT, NODE_FAILED, PREEMPTED, CANCELLED, unless the trial left its own word
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.slurm.accounts import Holder
 from corral.launcher.slurm.limits import LimitKind, holder_of_reason, limit_of_reason
-from corral.launcher.slurm.words import state_word
+from corral.launcher.slurm.parse import QueuedJob
+from corral.launcher.slurm.words import phase_of, state_word
+from corral.scheduling.slurm_formats import expand_host_list
 
 _STATE_BY_WORD = {
     "CONFIGURING": "STARTING",
@@ -102,6 +107,45 @@ class JobVerdict:
 
     state: str
     note: str = ""
+
+
+def in_our_words(line: QueuedJob) -> Job:
+    """What squeue says of a job."""
+    phase = phase_of(line.state)
+    verdict = judge_job(line.state, line.reason, start=line.start, job_id=line.job_id)
+    return Job(
+        job_id=line.job_id,
+        phase=phase,
+        state=verdict.state,
+        note=verdict.note,
+        word=line.state,
+        reason=line.reason,
+        run=line.start,
+        num_nodes=int(line.num_nodes) if line.num_nodes.isdigit() else None,
+        nodes=line.nodes,
+        hosts=tuple(expand_host_list(line.nodes)) if phase is JobPhase.RUNNING else (),
+        name=line.name,
+        tag=line.tag,
+        part_of=line.display_id.partition("+")[0] if line.het_component else "",
+        time_left=line.time_left,
+        line=line.line,
+    )
+
+
+def job_of_scontrol(values: Mapping[str, str]) -> Job:
+    """What `scontrol show job` says of one."""
+    line = QueuedJob(
+        job_id=values.get("JobId", ""),
+        state=values.get("JobState", ""),
+        reason=values.get("Reason", "").replace("_", " "),
+        start=values.get("StartTime", "N/A"),
+        num_nodes=values.get("NumNodes", ""),
+        nodes=values.get("NodeList", "").replace("(null)", ""),
+        name=values.get("JobName", ""),
+        comment=values.get("Comment", ""),
+    )
+    shown = f"(from scontrol) {line.job_id} {line.state} {line.reason}"
+    return replace(in_our_words(line), hosts=tuple(expand_host_list(line.nodes)), line=shown)
 
 
 def needs_nodes(reason: str) -> bool:

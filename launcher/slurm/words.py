@@ -1,7 +1,9 @@
 """SLURM's words for the state of a job, in four groups: every other module asks here what a word means.
 
-squeue, scontrol, sacct --state_word--> RUNNING --> PENDING_WORDS, RUNNING_WORDS, LEAVING_WORDS (active) or ENDED_WORDS
+squeue, scontrol, sacct --state_word--> `COMPLETING` --phase_of--> JobPhase.LEAVING
 """
+
+from corral.launcher.cluster.jobs import JobPhase
 
 PENDING_WORDS = frozenset(
     {
@@ -35,6 +37,12 @@ ENDED_WORDS = frozenset(
         "TIMEOUT",
     }
 )
+_WORDS_BY_PHASE = {
+    JobPhase.WAITING: PENDING_WORDS,
+    JobPhase.RUNNING: RUNNING_WORDS,
+    JobPhase.LEAVING: LEAVING_WORDS,
+    JobPhase.ENDED: ENDED_WORDS,
+}
 
 
 def state_word(text: str) -> str:
@@ -42,11 +50,7 @@ def state_word(text: str) -> str:
     return text.split()[0].partition("+")[0].upper() if text.strip() else ""
 
 
-def is_active(text: str) -> bool:
-    """Whether a job in this state is in the queue or on nodes."""
-    return state_word(text) in PENDING_WORDS | RUNNING_WORDS | LEAVING_WORDS
-
-
-def is_staying(text: str) -> bool:
-    """Whether it is there and will be until somebody ends it."""
-    return state_word(text) in PENDING_WORDS | RUNNING_WORDS
+def phase_of(text: str) -> JobPhase:
+    """Where a job in this state stands; UNKNOWN for a word of a newer SLURM."""
+    word = state_word(text)
+    return next((phase for phase, words in _WORDS_BY_PHASE.items() if word in words), JobPhase.UNKNOWN)

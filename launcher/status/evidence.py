@@ -7,7 +7,7 @@ from typing import Any
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.worker_record import WorkerRecord
-from corral.launcher.slurm.parse import QueuedJob
+from corral.launcher.cluster.jobs import Job
 from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.history import PastAttempt, WorkerLife
 
@@ -19,7 +19,7 @@ class ExtraJob:
     allocation: str
     """Name in the layout: a kind of worker, or a worker."""
     is_elastic: bool
-    job: QueuedJob | None
+    job: Job | None
     """None while it is in no queue."""
 
 
@@ -39,11 +39,11 @@ class Evidence:
     stop_request: StopRequest | None
     is_supervised: bool | None
     """Whether the supervisor runs; None if that cannot be seen from here."""
-    job: QueuedJob | None
+    job: Job | None
     """The head's job: that of the last attempt, or of the one that is to follow it."""
     job_id: str
-    slurm_error: str
-    """Why SLURM does not answer now."""
+    cluster_error: str
+    """Why the cluster does not answer now."""
     records: Mapping[str, WorkerRecord] | None
     """Worker records by worker; None if Redis cannot be asked."""
 
@@ -54,18 +54,12 @@ class Evidence:
     attempt_ended: Mapping[str, Any] | None = None
     """The last attempt's record of its end, where another one is to follow."""
     has_run: bool = False
-    """Whether the job has run before: SLURM, or the supervisor, has put the trial back into the queue."""
-    nodes_are_down: bool = False
-    """Whether all nodes that could run the job are down."""
-    exceeded_limit: str = ""
-    """The limit of a QOS or account that the pending job exceeds by itself, in words."""
-    exit_code: str = ""
-    """Of a failed job, as scontrol prints it."""
-    accounted_state: str = ""
-    """What sacct says about a job that SLURM has forgotten."""
+    """Whether the job has run before: the cluster, or the supervisor, has put the trial back into the queue."""
+    accounted: Job | None = None
+    """What is on record of a job that the cluster has forgotten."""
     unreachable_since: float | None = None
     jobs_known_at: float | None = None
-    """When SLURM last told about the jobs."""
+    """When the cluster last told about the jobs."""
     extra_jobs: tuple[ExtraJob, ...] = ()
     allocation_by_worker: Mapping[str, str] = field(default_factory=dict)
     """Of the workers that run in an extra job."""

@@ -1,11 +1,10 @@
 """rl-status --explain: the facts behind each word, and the command that shows them. Pure."""
 
-import shlex
 import time
 from collections.abc import Iterator
 
+from corral.experiments.trial.mode import has_jobs
 from corral.launcher.cluster.cached_queue import QueueAnswer
-from corral.launcher.slurm.client import queue_command
 from corral.launcher.status.evidence import Evidence
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.terminal import printable
@@ -14,11 +13,11 @@ _INDENT = "  "
 
 
 def explain(evidence: Evidence, status: TrialStatus, answer: QueueAnswer) -> str:
-    """Several lines: the word, then what the trial recorded, what SLURM said, and what Redis holds."""
+    """Several lines: the word, then what the trial recorded, what the cluster said, and what Redis holds."""
     lines = [f"why {status.state}" + (f": {status.note}" if status.note else "")]
     lines += [f"{_INDENT}{line}" for line in _own_records(evidence)]
-    if evidence.facts.mode == "slurm":
-        lines += [f"{_INDENT}{line}" for line in _slurm(evidence, answer)]
+    if has_jobs(evidence.facts.mode):
+        lines += [f"{_INDENT}{line}" for line in _cluster(evidence, answer)]
     lines += [f"{_INDENT}{line}" for line in _redis(evidence, status)]
     return "\n".join(printable(line) for line in lines)
 
@@ -44,8 +43,8 @@ def _own_records(evidence: Evidence) -> Iterator[str]:
         yield f"the supervisor's lock is {'held: it runs' if evidence.is_supervised else 'free: it does not run'}"
 
 
-def _slurm(evidence: Evidence, answer: QueueAnswer) -> Iterator[str]:
-    yield f"$ {shlex.join(queue_command())}"
+def _cluster(evidence: Evidence, answer: QueueAnswer) -> Iterator[str]:
+    yield f"$ {answer.question}"
     if answer.error:
         yield f"{_INDENT}no answer: {answer.error}"
     if answer.asked_at is not None:
@@ -54,18 +53,12 @@ def _slurm(evidence: Evidence, answer: QueueAnswer) -> Iterator[str]:
         yield f"{_INDENT}not asked: the trial's own record of its end is enough"
     job = evidence.job
     if job is not None:
-        yield f"{_INDENT}{job.line or f'(from scontrol) {job.job_id} {job.state} {job.reason}'}"
-        yield f"{_INDENT}state {job.state}, reason {job.reason}; see: scontrol show job {job.job_id}"
+        yield f"{_INDENT}{job.line}"
+        yield f"{_INDENT}state {job.word}, reason {job.reason}; see: scontrol show job {job.job_id}"
     elif answer.asked_at is not None and evidence.job_id:
-        yield f"{_INDENT}job {evidence.job_id} is not among them, nor known to scontrol"
-    if evidence.exceeded_limit:
-        yield f"{_INDENT}sacctmgr says: {evidence.exceeded_limit}"
-    if evidence.exit_code:
-        yield f"{_INDENT}scontrol says ExitCode={evidence.exit_code}"
-    if evidence.nodes_are_down:
-        yield f"{_INDENT}sinfo says that no node that could run it is up"
-    if evidence.accounted_state:
-        yield f"{_INDENT}sacct says {evidence.accounted_state}"
+        yield f"{_INDENT}job {evidence.job_id} is not among them, nor known any more"
+    for found in (*(job.findings if job else ()), *(evidence.accounted.findings if evidence.accounted else ())):
+        yield f"{_INDENT}{found}"
     for extra_job in evidence.extra_jobs:
         if extra_job.job is not None:
             yield f"{_INDENT}{extra_job.allocation}: {extra_job.job.line}"

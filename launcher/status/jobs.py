@@ -8,9 +8,8 @@ jobs whose trial directory is gone: nobody's, but still ours
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_jobs import HEAD, JobIndex, OwnJobs
-from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.slurm.words import is_active, is_staying
 from corral.launcher.status.evidence import ExtraJob
 from corral.launcher.trial.find import TrialFacts
 
@@ -21,12 +20,12 @@ _HEADS = (None, "", HEAD)
 class TrialJobs:
     """The jobs of one trial."""
 
-    head: QueuedJob | None
+    head: Job | None
     """The job of the last attempt, or of the one that is to follow it."""
-    extra_jobs: Mapping[str, QueuedJob]
+    extra_jobs: Mapping[str, Job]
     """By allocation; the newest."""
-    zombies: tuple[QueuedJob, ...]
-    """Jobs of earlier attempts that SLURM still runs, or is going to."""
+    zombies: tuple[Job, ...]
+    """Jobs of earlier attempts that still run, or are going to."""
 
 
 def find_jobs(jobs: JobIndex, own: OwnJobs, *, job_id: str, is_over: bool) -> TrialJobs:
@@ -38,18 +37,16 @@ def find_jobs(jobs: JobIndex, own: OwnJobs, *, job_id: str, is_over: bool) -> Tr
         job_id: of the last attempt; "" if it is not known.
         is_over: whether that attempt has ended, so that another job may be waiting to go on.
     """
-    ours = [(job, note) for job, note in own.select(jobs) if not job.het_component]  # the first one stands for all
-    heads = sorted((job for job, note in ours if note.allocation == HEAD), key=_number)
+    ours = [(job, note) for job, note in own.select(jobs) if not job.part_of]  # the first one stands for all
+    heads = sorted((job for job, note in ours if note.allocation == HEAD), key=lambda job: job.number)
     head = _choose_head(heads, job_id, is_over=is_over)
-    extra_jobs: dict[str, QueuedJob] = {}
+    extra_jobs: dict[str, Job] = {}
     zombies = [
-        job
-        for job in heads
-        if job is not head and job.job_id != job_id and is_staying(job.state) and _is_older(job, head)
+        job for job in heads if job is not head and job.job_id != job_id and job.is_staying and _is_older(job, head)
     ]
     beside = [(job, note) for job, note in ours if note.allocation != HEAD]
-    for job, note in sorted(beside, key=lambda one: (is_staying(one[0].state), _number(one[0]))):
-        if note.allocation in extra_jobs and is_staying(extra_jobs[note.allocation].state):
+    for job, note in sorted(beside, key=lambda one: (one[0].is_staying, one[0].number)):
+        if note.allocation in extra_jobs and extra_jobs[note.allocation].is_staying:
             zombies.append(extra_jobs[note.allocation])
         extra_jobs[note.allocation] = job
     return TrialJobs(head=head, extra_jobs=extra_jobs, zombies=tuple(zombies))
@@ -72,7 +69,7 @@ def make_extra_jobs(names: Mapping[str, bool], jobs: TrialJobs) -> tuple[ExtraJo
     )
 
 
-def find_orphans(jobs: Iterable[QueuedJob], known: Iterable[str], is_directory: Mapping[str, bool]) -> list[QueuedJob]:
+def find_orphans(jobs: Iterable[Job], known: Iterable[str], is_directory: Mapping[str, bool]) -> list[Job]:
     """Living head jobs whose trial directory is gone.
 
     Args:
@@ -86,26 +83,22 @@ def find_orphans(jobs: Iterable[QueuedJob], known: Iterable[str], is_directory: 
         if job.tag.get("trial_uuid")
         and job.tag["trial_uuid"] not in uuids
         and job.tag.get("allocation") in _HEADS
-        and not job.het_component
-        and is_active(job.state)
+        and not job.part_of
+        and job.is_active
         and not is_directory.get(str(job.tag.get("directory")), True)
     ]
 
 
-def _choose_head(heads: Sequence[QueuedJob], job_id: str, *, is_over: bool) -> QueuedJob | None:
+def _choose_head(heads: Sequence[Job], job_id: str, *, is_over: bool) -> Job | None:
     own = next((job for job in heads if job.job_id == job_id), None)
-    if own is not None and is_active(own.state) and (not is_over or own.state == "PENDING"):
+    if own is not None and own.is_active and (not is_over or own.phase is JobPhase.WAITING):
         return own
-    living = [job for job in heads if is_active(job.state) and job is not own]
-    newer = [job for job in living if own is None or _number(job) > _number(own)]
+    living = [job for job in heads if job.is_active and job is not own]
+    newer = [job for job in living if own is None or job.number > own.number]
     if newer:
         return newer[-1]
     return own if own is not None or job_id else (heads[-1] if heads else None)
 
 
-def _is_older(job: QueuedJob, head: QueuedJob | None) -> bool:
-    return head is None or _number(job) < _number(head) or not is_active(head.state)
-
-
-def _number(job: QueuedJob) -> int:
-    return int(job.job_id) if job.job_id.isdigit() else 0
+def _is_older(job: Job, head: Job | None) -> bool:
+    return head is None or job.number < head.number or not head.is_active

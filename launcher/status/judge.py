@@ -1,16 +1,16 @@
-"""How trials stand: facts from the trial directory, Redis and squeue go in, one word and a row per worker come out.
+"""How trials stand: facts from the trial directory, Redis and the queue go in, a word and a row per worker come out.
 
     journal, trial log, stop request --+
     lock of the supervisor (local) ----+--> Evidence --judge (pure)--> TrialStatus
-    squeue, one call for all (SLURM) --+
+    jobs, one look for all (cluster) --+
     leases in Redis -------------------+
 
-Redis and SLURM may know nothing, now or any more: what they cannot say is left out, never an error. The states:
+Redis and the cluster may know nothing, now or any more: what they cannot say is left out, never an error. The states:
 
-    QUEUED BLOCKED HELD REQUEUED   not started by SLURM, or put back by it
+    QUEUED BLOCKED HELD REQUEUED   not started by the cluster, or put back by it
     STARTING RUNNING DEGRADED UNRESPONSIVE STOPPING SUSPENDED
     COMPLETE STOPPED FAILED        the trial's own record of its end
-    CANCELLED TIMED_OUT NODE_FAILED PREEMPTED OOM     SLURM's word, where the trial could not leave one
+    CANCELLED TIMED_OUT NODE_FAILED PREEMPTED OOM     the cluster's word, where the trial could not leave one
     LOST                           it ended without a word    UNKNOWN   nobody can say
 """
 
@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from corral.experiments.trial.mode import has_jobs
 from corral.experiments.trial.worker_record import MASTER
-from corral.launcher.slurm.verdict import judge_exit, judge_job
+from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.status.evidence import Evidence
 from corral.launcher.status.waits import WaitChain, find_waits
 from corral.launcher.status.words import FINAL_STATES, NOT_STARTED, TROUBLED, TrialState, WorkerState
@@ -69,7 +70,7 @@ class TrialStatus:
     waits: Sequence[WaitChain] = ()
     history: Sequence[PastAttempt] = ()
     node_list: str = ""
-    """The head's nodes, in SLURM's words."""
+    """The head's nodes, as the cluster writes them."""
     time_left: str = ""
     ended_at: float | None = None
 
@@ -116,7 +117,7 @@ def describe(evidence: Evidence) -> TrialStatus:
         step=metrics.get("step"),
         total_steps=facts.total_steps,
         age_s=max(0.0, end - submitted_at) if submitted_at is not None else None,
-        nodes=len(nodes) or (int(job.num_nodes) if job and job.num_nodes.isdigit() else None),
+        nodes=len(nodes) or (job.num_nodes if job else None),
         job_id=evidence.job_id,
         attempt=evidence.attempt.attempt if evidence.attempt else None,
         note=_join(note, *evidence.zombies, *evidence.damage),
@@ -127,7 +128,7 @@ def describe(evidence: Evidence) -> TrialStatus:
         waits=find_waits(rows) if evidence.records is not None else (),
         history=evidence.history,
         node_list=job.nodes if job else "",
-        time_left=job.time_left if job and job.state == "RUNNING" else "",
+        time_left=job.time_left if job and job.phase is JobPhase.RUNNING else "",
         ended_at=float(evidence.ended["time"]) if evidence.ended else None,
     )
 
@@ -139,8 +140,8 @@ def judge(evidence: Evidence, rows: Sequence[WorkerRow] | None = None) -> tuple[
     rows = worker_rows(evidence) if rows is None else rows
     if evidence.ended is not None:
         return _judge_end(evidence, evidence.ended)
-    if evidence.facts.mode == "slurm":
-        return _judge_on_slurm(evidence, rows)
+    if has_jobs(evidence.facts.mode):
+        return _judge_on_cluster(evidence, rows)
     if evidence.is_supervised:
         return _judge_running(evidence, rows)
     if evidence.now - evidence.attempt.submitted_at < _FIRST_START_S and not evidence.redis_started:
@@ -160,16 +161,16 @@ def _judge_end(evidence: Evidence, ended: Mapping[str, Any]) -> tuple[TrialState
     return state, cause
 
 
-def _judge_on_slurm(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[TrialState, str]:
+def _judge_on_cluster(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[TrialState, str]:
     if evidence.job is not None:
         state, note = _judge_by_job(evidence, rows)
-    elif evidence.slurm_error and evidence.jobs_known_at is None:
+    elif evidence.cluster_error and evidence.jobs_known_at is None:
         if not _has_fresh_beat(rows):
-            return TrialState.UNKNOWN, f"SLURM cannot be asked: {evidence.slurm_error}"
+            return TrialState.UNKNOWN, f"the cluster cannot be asked: {evidence.cluster_error}"
         state, note = _judge_running(evidence, rows)
     else:
         state, note = _judge_without_job(evidence, rows)
-    if evidence.slurm_error and evidence.unreachable_since is not None:
+    if evidence.cluster_error and evidence.unreachable_since is not None:
         since = time.strftime("%H:%M:%S", time.localtime(evidence.unreachable_since))
         note = _join(note, f"cluster unreachable since {since}, this is the last that is known")
     return state, note
@@ -178,31 +179,22 @@ def _judge_on_slurm(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[Tria
 def _judge_by_job(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[TrialState, str]:
     job = evidence.job
     assert job is not None and evidence.attempt is not None
-    verdict = judge_job(
-        job.state,
-        job.reason,
-        start=job.start,
-        has_run=evidence.has_run,
-        nodes_are_down=evidence.nodes_are_down,
-        exceeded=evidence.exceeded_limit,
-        job_id=job.job_id,
-    )
-    state = TrialState.of(verdict.state)
+    state = TrialState.of(job.state)
     if state is TrialState.RUNNING:
         if evidence.attempt_ended is not None:
             return TrialState.STARTING, f"attempt {evidence.attempt.attempt + 1} starts in job {job.job_id}"
         return _judge_running(evidence, rows)
     if state in FINAL_STATES:
-        return _judge_ended_job(evidence, state, verdict.note)
+        return _judge_ended_job(evidence, state, job.note)
     if state in NOT_STARTED and (evidence.attempt_ended is not None or evidence.has_run):
         waits = f"attempt {evidence.attempt.attempt + 1} waits in job {job.job_id}"
         before = f"attempt {evidence.attempt.attempt} {_how_attempt_ended(evidence)}"
-        return state, _join(f"{waits}, {verdict.note}" if verdict.note else waits, before)
-    return state, verdict.note
+        return state, _join(f"{waits}, {job.note}" if job.note else waits, before)
+    return state, job.note
 
 
 def _judge_ended_job(evidence: Evidence, state: TrialState, note: str) -> tuple[TrialState, str]:
-    """SLURM says that the job is over, and the supervisor wrote no end."""
+    """The cluster says that the job is over, and the supervisor wrote no end."""
     if evidence.is_done:
         return TrialState.COMPLETE, ""
     request = evidence.stop_request
@@ -211,7 +203,6 @@ def _judge_ended_job(evidence: Evidence, state: TrialState, note: str) -> tuple[
         return TrialState.STOPPED, ""
     job = evidence.job
     if state is TrialState.FAILED:
-        note = judge_exit(job.state if job else "", evidence.exit_code) or note
         if evidence.failure is not None:
             failed = evidence.failure
             where = f" on {failed['node']}" if failed.get("node") else ""
@@ -225,7 +216,7 @@ def _judge_ended_job(evidence: Evidence, state: TrialState, note: str) -> tuple[
 
 
 def _judge_without_job(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[TrialState, str]:
-    """SLURM has forgotten the job: our records, then accounting, then heartbeats."""
+    """The cluster has forgotten the job: our records, then accounting, then heartbeats."""
     attempt_ended = evidence.attempt_ended
     if evidence.is_done or evidence.is_stopped:
         return _judge_without_record(evidence, "")
@@ -233,14 +224,12 @@ def _judge_without_job(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[T
         state = TrialState.of(attempt_ended.get("state"))
         why = f"attempt {attempt_ended.get('attempt')} {_how_attempt_ended(evidence)}, and no job is there to go on"
         return (state if state in FINAL_STATES else TrialState.LOST), f"{why}; continue with rl-submit --resume"
-    if evidence.accounted_state:
-        verdict = judge_job(evidence.accounted_state, "None")
-        if (state := TrialState.of(verdict.state)) in FINAL_STATES:
-            return state, verdict.note
+    if evidence.accounted is not None and (state := TrialState.of(evidence.accounted.state)) in FINAL_STATES:
+        return state, evidence.accounted.note
     if _has_fresh_beat(rows):
         state, note = _judge_running(evidence, rows)
-        return state, _join(note, "SLURM does not know its job any more, but its workers speak")
-    return _judge_without_record(evidence, "SLURM does not know its job any more")
+        return state, _join(note, "the cluster does not know its job any more, but its workers speak")
+    return _judge_without_record(evidence, "the cluster does not know its job any more")
 
 
 def _judge_without_record(evidence: Evidence, why: str) -> tuple[TrialState, str]:

@@ -2,7 +2,7 @@
 
 fileroot --TrialList--> trials that have ended, remembered --------------------------+
                         the others --StatusReader--> what is known of each ----------+--> rows --> page
-squeue --a job of ours whose directory is gone, or does not answer--> a row of its own --+
+queue --a job of ours whose directory is gone, or does not answer--> a row of its own --+
 """
 
 import time
@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from corral.launcher.cluster.cached_queue import CachedQueue, QueueAnswer
+from corral.launcher.cluster.jobs import Job
+from corral.launcher.clusters import queue_here
 from corral.launcher.files.lookout import Lookout, Unanswered
-from corral.launcher.slurm.client import SlurmClient, is_installed
-from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.slurm.verdict import judge_job
 from corral.launcher.status.explain import explain
 from corral.launcher.status.jobs import find_orphans
 from corral.launcher.status.judge import TrialStatus, unreadable
@@ -40,10 +39,10 @@ class StatusPage:
     def __init__(
         self, fileroot: Path, *, output: str, show_all: bool, explain: bool, colour: bool, width: int | None = None
     ) -> None:
-        client = SlurmClient(timeout_s=10.0)
-        self._queue = CachedQueue(client)
+        self._cluster = queue_here(timeout_s=10.0)
+        self._queue = CachedQueue(self._cluster)
         self._lookout: Lookout[Path] = Lookout()
-        self._reader = StatusReader(client, queue=self._queue, lookout=self._lookout)
+        self._reader = StatusReader(self._cluster, queue=self._queue, lookout=self._lookout)
         self._fileroot = fileroot
         self._output = output
         self._show_all = show_all
@@ -92,7 +91,7 @@ class StatusPage:
         memory = read_finished(memory_path) if use_memory else {}
         trials = list_trials(self._fileroot, memory, self._lookout)
         reads, answer = self._reader.read_with_answer(list(trials.to_read.values()))
-        if answer.asked_at is None and not answer.error and is_installed("squeue"):
+        if answer.asked_at is None and not answer.error and self._cluster.is_here():
             answer = self._queue.look()  # for jobs whose trial directory is gone
         if use_memory:
             kept = {str(path): one for path, one in trials.finished.items()} | to_remember(reads)
@@ -115,7 +114,7 @@ class StatusPage:
         found = self._lookout.look({Path(one): Path(one).is_dir for one in named if Path(one) not in trials.unreadable})
         exists = {one: found[Path(one)] is True for one in named if Path(one) in found}
         return [
-            _orphan(job, does_answer=found[Path(str(job.tag.get("directory")))] is False)
+            _orphan(job, self._cluster.mode, does_answer=found[Path(str(job.tag.get("directory")))] is False)
             for job in find_orphans(answer.jobs, known, exists)
         ]
 
@@ -124,9 +123,8 @@ def _is_old(status: TrialStatus) -> bool:
     return status.is_final and status.ended_at is not None and time.time() - status.ended_at > _SHOWN_AFTER_END_S
 
 
-def _orphan(job: QueuedJob, *, does_answer: bool) -> TrialStatus:
+def _orphan(job: Job, mode: str, *, does_answer: bool) -> TrialStatus:
     directory = Path(str(job.tag.get("directory")))
-    verdict = judge_job(job.state, job.reason, start=job.start, job_id=job.job_id)
     if does_answer:
         advice = f"directory missing: {directory}; rl-stop {job.job_id} or scancel {job.job_id} ends it"
     else:
@@ -135,15 +133,15 @@ def _orphan(job: QueuedJob, *, does_answer: bool) -> TrialStatus:
         experiment=directory.parent.name,
         trial=directory.name,
         directory=str(directory),
-        mode="slurm",
-        state=TrialState.of(verdict.state),
+        mode=mode,
+        state=TrialState.of(job.state),
         step=None,
         total_steps=None,
         age_s=None,
-        nodes=int(job.num_nodes) if job.num_nodes.isdigit() else None,
+        nodes=job.num_nodes,
         job_id=job.job_id,
         attempt=None,
-        note=f"{verdict.note}; {advice}" if verdict.note else advice,
+        note=f"{job.note}; {advice}" if job.note else advice,
         time_left=job.time_left,
         node_list=job.nodes,
     )

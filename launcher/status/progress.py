@@ -10,10 +10,9 @@ from enum import Enum
 from typing import TextIO
 
 from corral.experiments.exit_codes import CommandExit
-from corral.launcher.cluster.cached_queue import CachedQueue
-from corral.launcher.slurm.client import SlurmClient
+from corral.experiments.trial.mode import has_jobs
 from corral.launcher.status.judge import TrialStatus
-from corral.launcher.status.reader import StatusReader
+from corral.launcher.status.reader import StatusReader, polite_reader
 from corral.launcher.status.words import TrialState
 from corral.launcher.terminal import format_duration, printable
 from corral.launcher.trial.find import TrialFacts
@@ -24,7 +23,7 @@ _EXIT_BY_STATE = {
     TrialState.CANCELLED: CommandExit.STOPPED,
 }
 _LOOK_INTERVAL_S = 0.5
-_SLURM_LOOK_INTERVAL_S = 1.0  # of files and Redis; squeue itself is asked less often, see cluster/cached_queue.py
+_CLUSTER_LOOK_INTERVAL_S = 1.0  # of files and Redis; the queue itself is asked less often, see cluster/cached_queue.py
 _PLAIN_INTERVAL_S = 5.0
 _BAR_WIDTH = 24
 _MIN_BAR_WIDTH = 8
@@ -73,8 +72,8 @@ def progress_bar(status: TrialStatus, *, room: int) -> str:
 
 def wait_for_end(facts: TrialFacts, *, reader: StatusReader | None = None, out: TextIO | None = None) -> TrialStatus:
     """Shows progress until the trial has ended; returns its last status. Ctrl-C raises KeyboardInterrupt, no more."""
-    reader, out = reader or _make_reader(), out or sys.stdout
-    interval_s = _LOOK_INTERVAL_S if facts.mode == "local" else _SLURM_LOOK_INTERVAL_S
+    reader, out = reader or polite_reader(), out or sys.stdout
+    interval_s = _CLUSTER_LOOK_INTERVAL_S if has_jobs(facts.mode) else _LOOK_INTERVAL_S
     if out.isatty():
         return _wait_on_terminal(facts, reader, interval_s)
     printed_at, printed_step = float("-inf"), None
@@ -87,11 +86,6 @@ def wait_for_end(facts: TrialFacts, *, reader: StatusReader | None = None, out: 
         if status.is_final:
             return status
         time.sleep(interval_s)
-
-
-def _make_reader() -> StatusReader:
-    client = SlurmClient()
-    return StatusReader(client, queue=CachedQueue(client))
 
 
 def _wait_on_terminal(facts: TrialFacts, reader: StatusReader, interval_s: float) -> TrialStatus:

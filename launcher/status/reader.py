@@ -1,9 +1,9 @@
-"""Where the evidence about trials comes from: their directories, one squeue call for all, and Redis of those that run.
+"""Where the evidence about trials comes from: their directories, one look at the queue, and Redis of those that run.
 
-trial directory, squeue, Redis --StatusReader--> Evidence --describe (pure)--> TrialStatus
+trial directory, queue, Redis --StatusReader--> Evidence --describe (pure)--> TrialStatus
 
-A trial that has recorded its end costs a few small files; only those that may run are asked after in SLURM and Redis,
-several at a time. A directory that does not answer costs its own row, and no other.
+A trial that has recorded its end costs a few small files; only those that may run are asked after in the queue and
+Redis, several at a time. A directory that does not answer costs its own row, and no other.
 """
 
 import contextlib
@@ -20,12 +20,14 @@ from corral.experiments.trial.attempts import AttemptRecord, last_attempt, read_
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import LogState, TrialLog, TrialLogError
+from corral.experiments.trial.mode import has_jobs
 from corral.experiments.trial.worker_record import WorkerRecord, decode_record
-from corral.launcher.cluster.cached_queue import DirectQueue, Queue, QueueAnswer
+from corral.launcher.cluster.cached_queue import CachedQueue, DirectQueue, Queue, QueueAnswer
+from corral.launcher.cluster.errors import ClusterError
+from corral.launcher.cluster.job_queue import JobQueue, job_if_known
+from corral.launcher.cluster.jobs import Job, JobPhase
+from corral.launcher.clusters import queue_here
 from corral.launcher.files.lookout import Lookout, Unanswered
-from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.launcher.slurm.job_details import JobInquiry
-from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.status.evidence import Evidence
 from corral.launcher.status.jobs import TrialJobs, find_jobs, make_extra_jobs, own_jobs_of
 from corral.launcher.status.judge import TrialStatus, describe, unreadable
@@ -35,6 +37,7 @@ from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.history import JournalView
 from corral.launcher.trial.lock import is_locked
 
+_CLUSTER_TIMEOUT_S = 10.0
 _READ_TIMEOUT_S = 60.0
 _RECENT_S = 86400.0  # whose end nobody recorded a day ago is not asked after again and again
 
@@ -43,21 +46,21 @@ class StatusReader:
     """Reads the status of trials; one look at the queue serves all trials of one read.
 
     Args:
-        queue: where SLURM's jobs come from; None asks SLURM each time.
+        cluster: is asked about single jobs; None is the one that this machine reaches.
+        queue: where the jobs come from; None asks the cluster each time.
         lookout: looks at directories, which may hang.
     """
 
     def __init__(
         self,
-        client: SlurmClient | None = None,
+        cluster: JobQueue | None = None,
         *,
         queue: Queue | None = None,
         lookout: Lookout[Path] | None = None,
         redis_timeout_s: float = 1.0,
     ) -> None:
-        self._client = client or SlurmClient(timeout_s=10.0)
-        self._queue = queue or DirectQueue(self._client)
-        self._inquiry = JobInquiry(self._client)
+        self._cluster = cluster or queue_here(timeout_s=_CLUSTER_TIMEOUT_S)
+        self._queue = queue or DirectQueue(self._cluster)
         self._lookout: Lookout[Path] = lookout or Lookout()
         self._redis_timeout_s = redis_timeout_s
 
@@ -66,11 +69,11 @@ class StatusReader:
         return [one.status for one in self.read_with_answer(trials)[0]]
 
     def read_with_answer(self, trials: Sequence[TrialFacts]) -> tuple[list["TrialRead"], QueueAnswer]:
-        """What is known of each trial, and what SLURM said; it is not asked if none of them may be in the queue."""
+        """What is known of each trial, and what the cluster said; not asked if none of them may have jobs."""
         opened = self._lookout.look({facts.directory.path: partial(_open, facts) for facts in trials})
         whole = {path: one for path, one in opened.items() if not isinstance(one, Unanswered)}
         answer = self._look([one for one in whole.values() if one.may_have_jobs])
-        # SLURM and Redis have deadlines of their own, which this one leaves room for.
+        # Cluster and Redis have deadlines of their own, which this one leaves room for.
         found = self._lookout.look(
             {path: partial(self._read_one, one, answer) for path, one in whole.items()}, patience_s=_READ_TIMEOUT_S
         )
@@ -93,7 +96,7 @@ class StatusReader:
         facts, attempt, view = trial.facts, trial.attempt, trial.view
         directory, now = facts.directory, time.time()
         own_job_id = _job_id(directory, view)
-        is_on_slurm = facts.mode == "slurm"
+        is_in_jobs = has_jobs(facts.mode)
         jobs = find_jobs(
             answer.index,
             own_jobs_of(facts, claimed_by=own_job_id),
@@ -102,15 +105,17 @@ class StatusReader:
         )
         is_recent = attempt is not None and now - _last_sign(directory, attempt) < _RECENT_S
         job = jobs.head
-        if is_on_slurm and job is None and own_job_id and is_recent and answer.unreachable_since is None:
-            job = self._ask_for(own_job_id)
-        is_supervised = None if is_on_slurm else is_locked(directory)
-        may_run = bool(is_supervised or (is_on_slurm and _may_run(job, answer, is_recent=is_recent)))
+        if is_in_jobs and job is None and own_job_id and is_recent and answer.unreachable_since is None:
+            job = job_if_known(self._cluster, own_job_id)
+        has_run = job is not None and _has_run(view, job, own_job_id)
+        if job is not None:
+            job = self._cluster.look_closer(job, has_run=has_run)
+        is_supervised = None if is_in_jobs else is_locked(directory)
+        may_run = bool(is_supervised or (is_in_jobs and _may_run(job, answer, is_recent=is_recent)))
         seen = self._read_records(facts) if may_run else _UNSEEN
         # After Redis, which is taken down last: if it has just gone, the log already says why.
         log_state, log_damage = _read_log(directory, attempt)
-        details = self._inquiry.ask(job)
-        names, allocation_by_worker = _read_extra_jobs(directory) if is_on_slurm else ({}, {})
+        names, allocation_by_worker = _read_extra_jobs(directory) if is_in_jobs else ({}, {})
         return Evidence(
             facts=facts,
             now=now,
@@ -124,17 +129,14 @@ class StatusReader:
             is_supervised=is_supervised,
             job=job,
             job_id=job.job_id if job else own_job_id,
-            slurm_error=answer.error if is_on_slurm else "",
+            cluster_error=answer.error if is_in_jobs else "",
             records=seen.records,
             last_seen=seen.last_seen,
             redis_now=seen.redis_now,
             attempt_ended=trial.attempt_ended,
-            has_run=job is not None and _has_run(view, job, own_job_id),
-            nodes_are_down=details.nodes_are_down,
-            exit_code=details.exit_code,
-            exceeded_limit=details.exceeded,
-            accounted_state=self._ask_accounting(own_job_id) if is_on_slurm and job is None and is_recent else "",
-            unreachable_since=answer.unreachable_since if is_on_slurm else None,
+            has_run=has_run,
+            accounted=self._ask_accounting(own_job_id) if is_in_jobs and job is None and is_recent else None,
+            unreachable_since=answer.unreachable_since if is_in_jobs else None,
             jobs_known_at=answer.asked_at,
             extra_jobs=make_extra_jobs(names, jobs),
             allocation_by_worker=allocation_by_worker,
@@ -146,19 +148,11 @@ class StatusReader:
             damage=tuple(text for text in (attempt.damage if attempt else "", log_damage) if text),
         )
 
-    def _ask_for(self, job_id: str) -> QueuedJob | None:
-        """What scontrol still knows of a job that squeue does not show."""
+    def _ask_accounting(self, job_id: str) -> Job | None:
         try:
-            values = self._client.job(job_id)
-        except SlurmError:
+            return self._cluster.accounted(job_id) if job_id and self._queue.has_accounting() else None
+        except ClusterError:
             return None
-        return job_of_scontrol(values) if values else None
-
-    def _ask_accounting(self, job_id: str) -> str:
-        try:
-            return self._client.accounted_state(job_id) if job_id and self._queue.has_accounting() else ""
-        except SlurmError:
-            return ""
 
     def _read_records(self, facts: TrialFacts) -> "_Seen":
         # Not at the top: redis takes longer to import than most answers take to give.
@@ -179,6 +173,12 @@ class StatusReader:
             return _UNSEEN
 
 
+def polite_reader() -> StatusReader:
+    """For commands that look again and again: whatever their number, the cluster is asked rarely."""
+    cluster = queue_here(timeout_s=_CLUSTER_TIMEOUT_S)
+    return StatusReader(cluster, queue=CachedQueue(cluster))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRead:
     """What was read of one trial."""
@@ -196,24 +196,6 @@ def _known(facts: TrialFacts, answer: TrialRead | Unanswered) -> TrialRead:
     return TrialRead(facts=facts, status=unreadable(facts.directory.path, note), evidence=None)
 
 
-def job_of_scontrol(values: Mapping[str, str]) -> QueuedJob:
-    """A line of `scontrol show job` as a line of squeue."""
-    return QueuedJob(
-        job_id=values.get("JobId", ""),
-        state=values.get("JobState", ""),
-        reason=values.get("Reason", "").replace("_", " "),
-        start=values.get("StartTime", "N/A"),
-        end=values.get("EndTime", "N/A"),
-        elapsed=values.get("RunTime", ""),
-        num_nodes=values.get("NumNodes", ""),
-        nodes=values.get("NodeList", "").replace("(null)", ""),
-        submitted=values.get("SubmitTime", ""),
-        name=values.get("JobName", ""),
-        comment=values.get("Comment", ""),
-        partition=values.get("Partition", ""),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
     """Leased records and last records by worker, and the clock of Redis; nothing where it does not answer."""
@@ -228,7 +210,7 @@ _UNSEEN = _Seen(records=None, last_seen={}, redis_now=None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OpenTrial:
-    """What is read of a trial before SLURM is asked."""
+    """What is read of a trial before the cluster is asked."""
 
     facts: TrialFacts
     attempt: AttemptRecord | None
@@ -240,8 +222,8 @@ class _OpenTrial:
 
     @property
     def may_have_jobs(self) -> bool:
-        """Whether SLURM may have a job of it: also of one that ended in trouble, which leaves them behind at times."""
-        if self.facts.mode != "slurm":
+        """Whether there may be a job of it: also of one that ended in trouble, which leaves them behind at times."""
+        if not has_jobs(self.facts.mode):
             return False
         if self.ended is None:
             return True
@@ -249,7 +231,7 @@ class _OpenTrial:
 
     @property
     def submitted_at(self) -> float:
-        """When its last job was submitted: what SLURM said before does not count."""
+        """When its last job was submitted: what the cluster said before does not count."""
         submissions = [
             float(event["time"])
             for event in self.view.events
@@ -284,7 +266,7 @@ def _gather_ended(trial: _OpenTrial, answer: QueueAnswer) -> Evidence | None:
     own_job_id = _job_id(directory, view)
     own = own_jobs_of(facts, claimed_by=own_job_id)
     jobs = find_jobs(answer.index, own, job_id=own_job_id, is_over=False)
-    waiting = (jobs.head,) if jobs.head and jobs.head.state == "PENDING" else ()
+    waiting = (jobs.head,) if jobs.head and jobs.head.phase is JobPhase.WAITING else ()
     if waiting and why_not_another(read_attempts(directory), _read_log(directory, attempt)[0]) is None:
         return None
     zombies = (*jobs.zombies, *waiting)
@@ -301,9 +283,9 @@ def _gather_ended(trial: _OpenTrial, answer: QueueAnswer) -> Evidence | None:
         is_supervised=None,
         job=None,
         job_id=own_job_id,
-        slurm_error="",
+        cluster_error="",
         records=None,
-        zombies=tuple(f"job {job.job_id} is still {job.state}; scancel {job.job_id}" for job in zombies),
+        zombies=tuple(f"job {job.job_id} is still {job.word}; scancel {job.job_id}" for job in zombies),
         failure=_read_failure(
             directory, view, has_failed=trial.ended is not None and trial.ended["state"] == TrialState.FAILED
         ),
@@ -323,7 +305,7 @@ def _job_id(directory: TrialDirectory, view: JournalView) -> str:
     return str(submitted.get("job_id", "")) if submitted else ""
 
 
-def _has_run(view: JournalView, job: QueuedJob, own_job_id: str) -> bool:
+def _has_run(view: JournalView, job: Job, own_job_id: str) -> bool:
     """Whether the attempt has started and its job, or the one that follows, waits."""
     return job.job_id != own_job_id or view.last("supervisor_started") is not None
 
@@ -335,10 +317,10 @@ def _last_sign(directory: TrialDirectory, attempt: AttemptRecord) -> float:
         return attempt.submitted_at
 
 
-def _may_run(job: QueuedJob | None, answer: QueueAnswer, *, is_recent: bool) -> bool:
+def _may_run(job: Job | None, answer: QueueAnswer, *, is_recent: bool) -> bool:
     """Whether Redis is worth asking: the job runs, or nobody can say whether it does."""
     if job is not None:
-        return job.state in ("RUNNING", "SUSPENDED")
+        return job.phase is JobPhase.RUNNING
     return is_recent
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from corral.experiments.trial.mode import has_jobs
 from corral.launcher.status.judge import TrialStatus, WorkerRow
 from corral.launcher.status.waits import describe_wait, render_chain
 from corral.launcher.status.words import TrialState, WorkerState
@@ -70,7 +71,7 @@ def render_trials(
             _steps(status),
             format_duration(status.age_s),
             _or_dash(status.nodes),
-            status.job_id or ("local" if status.mode == "local" else "-"),
+            status.job_id or ("" if has_jobs(status.mode) else status.mode) or "-",
             _or_dash(status.attempt),
             status.note or (status.numbers if status.state in _SHOW_NUMBERS else ""),
         )

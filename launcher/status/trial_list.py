@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.cluster.cached_queue import cache_path
+from corral.launcher.cluster.cached_queue import cache_folder
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import TrialRead
@@ -110,7 +110,7 @@ def to_remember(reads: Iterable[TrialRead]) -> dict[str, FinishedTrial]:
 def finished_path(fileroot: Path) -> Path:
     """The file that remembers the trials below a fileroot."""
     name = hashlib.sha256(os.fsencode(fileroot.absolute())).hexdigest()[:12]
-    return cache_path().with_name(f"finished-{name}.json")
+    return cache_folder() / f"finished-{name}.json"
 
 
 def read_finished(path: Path) -> dict[str, FinishedTrial]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from corral.experiments.trial.worker_record import MASTER, WorkerRecord
-from corral.launcher.slurm.verdict import judge_job
+from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.status.evidence import Evidence, ExtraJob
 from corral.launcher.status.words import ABSENT, TROUBLED, WorkerState
 from corral.launcher.terminal import format_duration
@@ -98,10 +98,9 @@ def describe_extra_job(extra_job: ExtraJob) -> str:
     """What an extra job does: `job 12 QUEUED: Resources: ...`."""
     if extra_job.job is None:
         return "its job is to be submitted again"
-    verdict = judge_job(
-        extra_job.job.state, extra_job.job.reason, start=extra_job.job.start, job_id=extra_job.job.job_id
+    return f"job {extra_job.job.job_id} {extra_job.job.state}" + (
+        f": {extra_job.job.note}" if extra_job.job.note else ""
     )
-    return f"job {extra_job.job.job_id} {verdict.state}" + (f": {verdict.note}" if verdict.note else "")
 
 
 def _worker_row(evidence: Evidence, worker: str) -> WorkerRow:
@@ -199,7 +198,7 @@ def _are_nodes_gone(evidence: Evidence, worker: str) -> bool:
     if allocation is None:
         return False
     extra_job = evidence.extra_job_by_allocation.get(allocation)
-    return extra_job is None or extra_job.job is None or extra_job.job.state != "RUNNING"
+    return extra_job is None or extra_job.job is None or extra_job.job.phase is not JobPhase.RUNNING
 
 
 def _group_row(evidence: Evidence, kind: str, rows: Sequence[WorkerRow]) -> GroupRow:
@@ -239,7 +238,7 @@ def _extra_job_notes(evidence: Evidence, kind: str) -> list[str]:
     for extra_job in evidence.extra_jobs:
         name, _, index = extra_job.allocation.partition("/")
         if name == kind:
-            is_running = extra_job.job is not None and extra_job.job.state == "RUNNING"
+            is_running = extra_job.job is not None and extra_job.job.phase is JobPhase.RUNNING
             text = "" if is_running and index else describe_extra_job(extra_job)
             indices_by_text.setdefault(text, []).append(index)
     return [

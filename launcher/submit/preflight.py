@@ -25,7 +25,7 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.layout.planner import plan_layout
-from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError, user_name
+from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.slurm.complaints import Complaint
 from corral.launcher.slurm.refusals import explain_refusal
 from corral.launcher.slurm.sbatch import (
@@ -40,15 +40,17 @@ from corral.launcher.submit.check_asks import check_asks, node_local_warning
 from corral.launcher.submit.check_layout import Capacity, check_layout, describe
 from corral.launcher.submit.check_limits import check_limits
 from corral.launcher.submit.cluster import ClusterFacts, read_cluster
+from corral.launcher.trial.processes import user_name
 
 _FAR_AWAY_S = 366 * 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
-    """A trial that its cluster can run, as far as anybody can tell."""
+    """A trial that can run where it is to run, as far as anybody can tell."""
 
-    layout: Layout
+    layout: Layout | None
+    """None where there are no jobs."""
     checks: tuple[str, ...]
     """What was found, in a few words each."""
     warnings: tuple[str, ...]
@@ -57,7 +59,6 @@ class Preflight:
 def check_on_slurm(
     plan: RunPlan,
     directory: TrialDirectory,
-    client: SlurmClient,
     *,
     source: ConfigSource = NO_SOURCE,
     has_checks: bool = True,
@@ -68,7 +69,6 @@ def check_on_slurm(
     Args:
         plan: the trial.
         directory: its folder; it need not exist.
-        client: the cluster.
         source: where the values came from, for messages.
         has_checks: whether the cluster is compared with the trial; without it is asked only what its nodes are.
         now: the clock; None is the present.
@@ -78,6 +78,7 @@ def check_on_slurm(
         UnsatisfiableError: if this cluster cannot run the trial.
         SlurmUnreachableError: if SLURM does not answer at all.
     """
+    client = SlurmClient()
     try:
         asks = asks_of(plan, source)
         check_values(asks, plan, source, now=now or datetime.now())

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 from uuid import uuid4
 
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, shorten
@@ -26,17 +25,18 @@ from corral.experiments.trial.directory import (
 )
 from corral.experiments.trial.log import CorruptLogError, TrialLog
 from corral.experiments.trial.log_witnesses import read_whole_log
+from corral.experiments.trial.mode import Mode, has_jobs
+from corral.launcher.cluster.cluster import Cluster
+from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.own_jobs import OwnJobs, own_jobs_of_plan
+from corral.launcher.clusters import cluster_of
 from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import share_gpus, visible_gpus
-from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.launcher.slurm.words import is_active
-from corral.launcher.submit.preflight import check_on_slurm
+from corral.launcher.submit.preflight import Preflight, check_on_slurm
 from corral.launcher.trial.find import TrialFacts, default_fileroot
 from corral.launcher.trial.lock import is_locked
 from corral.scheduling.slurm_formats import check_plain_text
 
-Mode = Literal["local", "slurm"]
 _LEAVING_TIMEOUT_S = 10.0  # a supervisor that has recorded the end only has to exit
 _LEAVING_POLL_S = 0.05
 _LOG_PATIENCE_S = 10.0  # listing the folder of the log makes most file systems show what is in it
@@ -78,7 +78,6 @@ def prepare(
     mode: Mode,
     profile: str | None = None,
     sbatch_arguments: Sequence[str] = (),
-    client: SlurmClient | None = None,
     has_checks: bool = True,
 ) -> Submission:
     """Reads and checks everything; writes nothing.
@@ -90,12 +89,11 @@ def prepare(
         mode: where the trial is to run.
         profile: name or path of a profile beneath the file, over those of the site and the user.
         sbatch_arguments: added to `launch.extra_sbatch_arguments`.
-        client: the cluster.
         has_checks: whether the cluster is compared with the trial.
 
     Raises:
         ConfigError: with every mistake that was found.
-        SlurmError: if the cluster cannot be asked.
+        ClusterError: if the cluster cannot be asked.
     """
     loaded = load_with_source(
         experiment_file, overrides, profiles=find_profiles(profile), sbatch_arguments=sbatch_arguments
@@ -118,19 +116,19 @@ def prepare(
     except ConfigError as error:
         raise error.located(loaded.source) from error
     plan = make_run_plan(experiment, _identity(experiment, directory, trial=trial), mode)
-    layout, checks, warnings = _check_resources(plan, directory, client, loaded.source, has_checks=has_checks)
+    found = _CHECK_BY_MODE[mode](plan, directory, source=loaded.source, has_checks=has_checks)
     return Submission(
         plan=plan,
         directory=directory,
-        warnings=(*experiment.find_warnings(), *warnings),
-        checks=checks,
-        layout=layout,
+        warnings=(*experiment.find_warnings(), *found.warnings),
+        checks=found.checks,
+        layout=found.layout,
         has_default_name=chosen is None,
         profiles=loaded.source.profiles,
     )
 
 
-def prepare_resume(facts: TrialFacts, *, client: SlurmClient | None = None, has_checks: bool = True) -> Submission:
+def prepare_resume(facts: TrialFacts, *, has_checks: bool = True) -> Submission:
     """Checks that a trial can go on from its last commit.
 
     Raises:
@@ -143,23 +141,24 @@ def prepare_resume(facts: TrialFacts, *, client: SlurmClient | None = None, has_
         plan = RunPlan.from_json(directory.plan_path.read_bytes())
     except ValueError as error:
         raise SubmissionError(f"trial {facts.name} cannot be resumed: {error}") from error
-    refuse_living(plan, directory, client)
+    refuse_living(plan, directory)
     try:
         log = read_whole_log(directory, TrialLog(directory.log_path), patience_s=_LOG_PATIENCE_S)
     except CorruptLogError as error:
         raise SubmissionError(f"trial {facts.name} cannot be resumed: {error}") from error
     if log.is_done:
         raise AlreadyCompleteError(f"trial {facts.name} is complete; there is nothing to resume")
-    layout, checks, warnings = _check_resources(plan, directory, client, has_checks=has_checks)
-    return Submission(plan=plan, directory=directory, warnings=warnings, checks=checks, layout=layout)
+    found = _CHECK_BY_MODE[plan.mode](plan, directory, has_checks=has_checks)
+    return Submission(plan=plan, directory=directory, warnings=found.warnings, checks=found.checks, layout=found.layout)
 
 
-def refuse_living(plan: RunPlan, directory: TrialDirectory, client: SlurmClient | None) -> None:
+def refuse_living(plan: RunPlan, directory: TrialDirectory) -> None:
+    """SubmissionError if something of the trial still runs, or is going to."""
     name = f"{plan.trial.experiment}/{plan.trial.trial}"
     if _still_runs(directory):
         raise SubmissionError(f"trial {name} still runs; rl-status {name} shows it")
-    if plan.mode == "slurm":
-        _refuse_queued(name, own_jobs_of_plan(plan, directory), client or SlurmClient())
+    if has_jobs(plan.mode):
+        _refuse_queued(name, own_jobs_of_plan(plan, directory), cluster_of(plan.mode))
 
 
 def _still_runs(directory: TrialDirectory) -> bool:
@@ -206,18 +205,10 @@ def _check_fileroot(fileroot: Path, directory: TrialDirectory) -> None:
         )
 
 
-def _check_resources(
-    plan: RunPlan,
-    directory: TrialDirectory,
-    client: SlurmClient | None,
-    source: ConfigSource = NO_SOURCE,
-    *,
-    has_checks: bool,
-) -> tuple[Layout | None, tuple[str, ...], tuple[str, ...]]:
-    """Layout, checks and warnings."""
-    if plan.mode == "slurm":
-        preflight = check_on_slurm(plan, directory, client or SlurmClient(), source=source, has_checks=has_checks)
-        return preflight.layout, preflight.checks, preflight.warnings
+def _check_here(
+    plan: RunPlan, directory: TrialDirectory, *, source: ConfigSource = NO_SOURCE, has_checks: bool = True
+) -> Preflight:
+    """What a trial needs of this machine: its GPUs. There is nothing that could be left unchecked."""
     gpus_wanted: dict[str, int] = {
         kind: sum(group.scheduling_of(index).gpu for index in range(group.total_count))
         for kind, group in plan.scheduling.items()
@@ -229,14 +220,17 @@ def _check_resources(
     gpus = f"GPUs ok ({sum(gpus_wanted.values())} of {len(visible_gpus())})"
     contained = [kind for kind, group in plan.scheduling.items() if group.scheduling.container_image]
     ignored = f"container_image has no effect with --local ({', '.join(contained)}): workers run in this environment"
-    return None, (gpus, "output folder writable"), (ignored,) if contained else ()
+    return Preflight(layout=None, checks=(gpus, "output folder writable"), warnings=(ignored,) if contained else ())
 
 
-def _refuse_queued(name: str, own: OwnJobs, client: SlurmClient) -> None:
+_CHECK_BY_MODE = {"local": _check_here, "slurm": check_on_slurm}
+
+
+def _refuse_queued(name: str, own: OwnJobs, cluster: Cluster) -> None:
     try:
-        jobs = client.queue()
-    except SlurmError as error:
+        jobs = cluster.jobs()
+    except ClusterError as error:
         raise SubmissionError(f"cannot tell whether trial {name} still runs: {error}") from error
     for job, _ in own.select(jobs):
-        if is_active(job.state):
-            raise SubmissionError(f"trial {name} is still job {job.job_id} ({job.state}); rl-stop {name} first")
+        if job.is_active:
+            raise SubmissionError(f"trial {name} is still job {job.job_id} ({job.word}); rl-stop {name} first")

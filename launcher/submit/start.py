@@ -2,7 +2,7 @@
 
     Submission --create--> trial directory: config.yaml, plan.json
                --start, local-->  secrets, control/attempt-0.json, keeper and supervisor, set free from the terminal
-               --start, slurm-->  the same, layout.json, trial.sbatch; sbatch --> job id
+               --start, jobs-->   the same, layout.json, scripts; the cluster --> job id
 
 An error in `create`, and one in the first `start`, remove what was made.
 """
@@ -20,12 +20,14 @@ from corral.experiments.trial.attempts import last_attempt, record_attempt
 from corral.experiments.trial.directory import TrialDirectory, TrialExistsError, atomic_write
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.launcher.cluster.cluster import Cluster
+from corral.launcher.cluster.errors import SubmissionUnknownError
 from corral.launcher.cluster.own_jobs import own_jobs_of_plan
-from corral.launcher.cluster.submit_once import SubmissionUnknownError, is_head_of, submit_once
+from corral.launcher.cluster.submit_once import is_head_of, submit_once
+from corral.launcher.clusters import cluster_of
 from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import start_detached
-from corral.launcher.slurm.client import SlurmClient, clean_environment
-from corral.launcher.slurm.sbatch import extra_job_path, render_extra_job, render_script
+from corral.launcher.slurm.client import clean_environment
 from corral.launcher.submit.prepare import NameTakenError, Submission, SubmissionError, refuse_living
 from corral.launcher.trial.lock import SubmissionRunsError, is_locked, submitting
 
@@ -61,28 +63,26 @@ def start(
     submission: Submission,
     *,
     resume: bool = False,
-    client: SlurmClient | None = None,
+    cluster: Cluster | None = None,
     supervisor_command: Sequence[str] = SUPERVISOR_COMMAND,
 ) -> str:
-    """Starts the next attempt; returns the SLURM job id, or the supervisor's process id as text.
+    """Starts the next attempt; returns the id of its job, or the supervisor's process id as text.
 
     Raises:
-        SubmissionError, SlurmError: if it does not start. A first attempt then leaves no trial directory.
+        SubmissionError, ClusterError: if it does not start. A first attempt then leaves no trial directory.
     """
     if not resume:  # of two that make the same directory, one is through
-        return _start(submission, client, supervisor_command, resume=False)
+        return _start(submission, cluster, supervisor_command, resume=False)
     try:
         with submitting(submission.directory):
             # It was looked at before, but of two who look at the same time both see that nobody is there.
-            refuse_living(submission.plan, submission.directory, client)
-            return _start(submission, client, supervisor_command, resume=True)
+            refuse_living(submission.plan, submission.directory)
+            return _start(submission, cluster, supervisor_command, resume=True)
     except SubmissionRunsError as error:
         raise SubmissionError(str(error)) from error
 
 
-def _start(
-    submission: Submission, client: SlurmClient | None, supervisor_command: Sequence[str], *, resume: bool
-) -> str:
+def _start(submission: Submission, cluster: Cluster | None, supervisor_command: Sequence[str], *, resume: bool) -> str:
     directory, plan = submission.directory, submission.plan
     previous = last_attempt(directory)
     attempt = previous.attempt + 1 if previous else 0
@@ -94,12 +94,12 @@ def _start(
         record_attempt(directory, attempt=attempt, resume=resume, mode=plan.mode)
         if submission.layout is None:
             return _start_local(directory, attempt, supervisor_command)
-        return _start_on_slurm(submission, submission.layout, attempt, client or SlurmClient())
+        return _start_on_cluster(submission, submission.layout, attempt, cluster or cluster_of(plan.mode))
     except SubmissionUnknownError as error:
         # The job, if there is one, needs its directory.
         name = f"{plan.trial.experiment}/{plan.trial.trial}"
         raise SubmissionUnknownError(
-            f"{error}\n  hint: once SLURM answers, rl-status {name} shows the job, or rl-submit --resume {name} "
+            f"{error}\n  hint: once the cluster answers, rl-status {name} shows the job, or rl-submit --resume {name} "
             "submits it"
         ) from error
     except BaseException:
@@ -127,11 +127,12 @@ def _start_local(directory: TrialDirectory, attempt: int, supervisor_command: Se
     return str(pid)
 
 
-def _start_on_slurm(submission: Submission, layout: Layout, attempt: int, client: SlurmClient) -> str:
+def _start_on_cluster(submission: Submission, layout: Layout, attempt: int, cluster: Cluster) -> str:
     directory = submission.directory
-    write_launch_files(submission.plan, layout, directory)
+    atomic_write(directory.layout_path, layout.to_json())
+    cluster.write_scripts(submission.plan, layout, directory)
     own = own_jobs_of_plan(submission.plan, directory)
-    job_id = submit_once(client, [], directory.sbatch_path, is_it=is_head_of(own))
+    job_id = submit_once(cluster, lambda: cluster.submit_trial(directory), is_it=is_head_of(own))
     with contextlib.suppress(OSError):  # the job has been taken; its comment names it, and so will its claim
         own.note(job_id, attempt=attempt)
     _note(directory, attempt=attempt, job_id=job_id)
@@ -147,18 +148,11 @@ def _note(directory: TrialDirectory, **fields: object) -> None:
 
 
 def script_of(submission: Submission) -> bytes | None:
-    """What this submission would hand to sbatch; None for a local trial."""
+    """What this submission would hand to the cluster; None for a local trial."""
     if submission.layout is None:
         return None
-    return os.fsencode(render_script(submission.plan, submission.layout, submission.directory))
-
-
-def write_launch_files(plan: RunPlan, layout: Layout, directory: TrialDirectory) -> None:
-    """What the job and its supervisor read: layout.json, trial.sbatch, extra_job.sbatch."""
-    script = render_script(plan, layout, directory)
-    atomic_write(directory.layout_path, layout.to_json())
-    atomic_write(directory.sbatch_path, os.fsencode(script), mode=0o700)
-    atomic_write(extra_job_path(directory), os.fsencode(render_extra_job(directory)), mode=0o700)
+    cluster = cluster_of(submission.plan.mode)
+    return cluster.script(submission.plan, submission.layout, submission.directory)
 
 
 def _config_text(plan: RunPlan) -> bytes:

@@ -22,7 +22,7 @@ from typing import Literal
 
 from corral.experiments.trial.attempt_ends import EndState, Follows
 from corral.experiments.trial.attempts import Refusal
-from corral.launcher.slurm.job_end import JobEnd
+from corral.launcher.cluster.own_job import JobEnd
 from corral.launcher.supervisor.actions import EndTrial, Outcome
 from corral.launcher.supervisor.end_actions import (
     AskForSuccessor,

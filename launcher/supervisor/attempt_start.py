@@ -3,17 +3,17 @@
 keeper --open_attempt--> begin_attempt --record--> secrets, log folder --> supervisor
                              +--refused--> control/end-N.json, journal: trial_ended; the job ends at once
 
-How the attempt before ended is read from control/, and asked of SLURM; the journal is only told. What the files refuse
-for a moment is tried again step by step: a second look from the beginning would find our own claim, and no predecessor.
+How the attempt before ended is read from control/, and asked of the cluster; the journal is only told. What the files
+refuse for a moment is tried again step by step: a second look from the beginning would find our own claim, and no
+predecessor.
 """
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial.attempt_ends import AttemptEndRecord, read_end, write_end
+from corral.experiments.trial.attempt_ends import AttemptEndRecord, EndState, read_end, write_end
 from corral.experiments.trial.attempts import (
     AttemptClaim,
     AttemptRecord,
@@ -26,40 +26,17 @@ from corral.experiments.trial.attempts import (
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import StoppedError, TrialLog
+from corral.experiments.trial.mode import has_jobs
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.launcher.cluster.cluster import Cluster
+from corral.launcher.cluster.job_queue import job_if_known
+from corral.launcher.cluster.own_job import OwnJob
+from corral.launcher.clusters import cluster_of
 from corral.launcher.files.patience import FilePatience
-from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.launcher.supervisor.node_loss import nodes_that_are_down, note_failed_node
+from corral.launcher.supervisor.node_loss import note_failed_node
 from corral.launcher.trial.processes import describe_this_process
-from corral.scheduling.slurm_formats import expand_host_list
 
 _ASK_TIMEOUT_S = 5.0
-_NODE_LISTS = ("SLURM_JOB_NODELIST", "SLURM_JOB_NODELIST_HET_GROUP_")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobStart:
-    """One start of a job: what an attempt is claimed by."""
-
-    job_id: str
-    restart_count: int
-    nodes: tuple[str, ...] = ()
-    """In SLURM's words, one text per component."""
-
-    @classmethod
-    def of_environment(cls, environment: Mapping[str, str]) -> "JobStart":
-        """Of the batch step that this process runs in; where there is no job, the process itself stands for it."""
-        job_id = environment.get("SLURM_JOB_ID", "")
-        if not job_id:
-            own = describe_this_process()
-            return cls(job_id=f"{own['host']}:{own['pid']}:{own['start_ticks']}", restart_count=0)
-        whole, component = _NODE_LISTS
-        components = sorted(name for name in environment if name.startswith(component)) or [whole]
-        return cls(
-            job_id=job_id,
-            restart_count=int(environment.get("SLURM_RESTART_COUNT", "0") or 0),
-            nodes=tuple(environment[name] for name in components if environment.get(name)),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +47,34 @@ class _Predecessor:
     claim: AttemptClaim
 
 
+def _start_of(cluster: Cluster | None) -> OwnJob:
+    """The start of a job that this process is; where there is no job, the process itself stands for it."""
+    own = cluster.own_job(os.environ) if cluster is not None else None
+    if own is not None:
+        return own
+    this = describe_this_process()
+    return OwnJob(
+        job_id=f"{this['host']}:{this['pid']}:{this['start_ticks']}", restart_count=0, host="", allocations={}
+    )
+
+
 def claim_decides(directory: TrialDirectory) -> bool:
     """Whether this is a start of a job that has no attempt yet: it gets one, whoever seems to run the last."""
     previous = last_attempt(directory)
-    if previous is None or previous.mode != "slurm":
+    if previous is None or not has_jobs(previous.mode):
         return False
-    start, claim = JobStart.of_environment(os.environ), read_claim(directory, previous.attempt)
+    start, claim = _start_of(cluster_of(previous.mode)), read_claim(directory, previous.attempt)
     return claim is None or not claim.is_of(start.job_id, start.restart_count)
 
 
 def open_attempt(
-    directory: TrialDirectory, *, client: SlurmClient | None = None, patience: FilePatience | None = None
+    directory: TrialDirectory, *, cluster: Cluster | None = None, patience: FilePatience | None = None
 ) -> AttemptRecord | None:
     """The attempt that this process is to supervise, with its files; None if the trial is over, which is recorded.
 
     Args:
         directory: the trial's.
-        client: SLURM's commands, to be asked how the attempt before ended.
+        cluster: is asked how the attempt before ended; None is the one of the trial.
         patience: with files that fail for a moment.
 
     Raises:
@@ -95,11 +83,13 @@ def open_attempt(
     """
     patience = patience or FilePatience()
     plan = patience.insist(lambda: RunPlan.from_json(directory.plan_path.read_bytes()), "read the plan")
-    start = JobStart.of_environment(os.environ if plan.mode == "slurm" else {})
+    if cluster is None and has_jobs(plan.mode):
+        cluster = cluster_of(plan.mode, timeout_s=_ASK_TIMEOUT_S)
+    start = _start_of(cluster)
     predecessor = patience.insist(lambda: _predecessor_of(directory, start), "read the last attempt")
     end = None
     if predecessor is not None:
-        look_back = partial(_end_of_predecessor, directory, plan, predecessor, start, client)
+        look_back = partial(_end_of_predecessor, directory, predecessor, start, cluster)
         end = patience.insist(look_back, "record how the attempt before ended")
     begin = partial(
         begin_attempt,
@@ -107,7 +97,7 @@ def open_attempt(
         job_id=start.job_id,
         restart_count=start.restart_count,
         mode=plan.mode,
-        nodes=start.nodes,
+        nodes=start.hosts,
     )
     try:
         record = patience.insist(begin, "claim an attempt")
@@ -125,7 +115,7 @@ def open_attempt(
     return record
 
 
-def _predecessor_of(directory: TrialDirectory, start: JobStart) -> _Predecessor | None:
+def _predecessor_of(directory: TrialDirectory, start: OwnJob) -> _Predecessor | None:
     """The last attempt, if another start of a job has claimed it."""
     last = last_attempt(directory)
     claim = read_claim(directory, last.attempt) if last is not None else None
@@ -142,21 +132,20 @@ def _renew(directory: TrialDirectory) -> None:
 
 
 def _end_of_predecessor(
-    directory: TrialDirectory, plan: RunPlan, predecessor: _Predecessor, start: JobStart, client: SlurmClient | None
+    directory: TrialDirectory, predecessor: _Predecessor, start: OwnJob, cluster: Cluster | None
 ) -> AttemptEndRecord:
     """How the attempt before ended; whoever wanted the trial to end there is heeded, by a stop in the trial log."""
     attempt, claim = predecessor.attempt, predecessor.claim
     by = _final_request(directory)
     if by:
         _append_stop(directory, by=by, reason="asked for between two attempts")
-    client = client or SlurmClient(timeout_s=_ASK_TIMEOUT_S)
     recorded = read_end(directory, attempt)
-    if plan.mode == "slurm" and claim.job_id not in ("", start.job_id) and _was_cancelled(client, claim.job_id):
+    if cluster is not None and claim.job_id not in ("", start.job_id) and _was_cancelled(cluster, claim.job_id):
         _append_stop(directory, by="scancel", reason=f"job {claim.job_id} was cancelled")
         return AttemptEndRecord(attempt=attempt, state="CANCELLED", cause="", then="requeue")
     if recorded is not None:
         return recorded
-    failed = _failed_nodes_of(claim, client) if plan.mode == "slurm" else []
+    failed = cluster.failed_nodes(claim.nodes) if cluster is not None else []
     journal = Journal(directory.journal_path)
     for node in failed:
         note_failed_node(directory, node, lambda event, **fields: journal.append(event, attempt=attempt, **fields))
@@ -171,10 +160,6 @@ def _end_of_predecessor(
     return end
 
 
-def _failed_nodes_of(claim: AttemptClaim, client: SlurmClient) -> list[str]:
-    return nodes_that_are_down(client, [host for nodes in claim.nodes for host in expand_host_list(nodes)])
-
-
 def _final_request(directory: TrialDirectory) -> str:
     """Who asked for the end of the trial between two attempts, or ""."""
     try:
@@ -184,12 +169,9 @@ def _final_request(directory: TrialDirectory) -> str:
     return request.by if request is not None and not request.then else ""
 
 
-def _was_cancelled(client: SlurmClient, job_id: str) -> bool:
-    try:
-        job = client.job(job_id)
-    except SlurmError:
-        return False
-    return job is not None and job.get("JobState", "").startswith("CANCELLED")
+def _was_cancelled(cluster: Cluster, job_id: str) -> bool:
+    job = job_if_known(cluster, job_id)
+    return job is not None and job.state == EndState.CANCELLED
 
 
 def _append_stop(directory: TrialDirectory, *, by: str, reason: str) -> None:
@@ -200,7 +182,7 @@ def _append_stop(directory: TrialDirectory, *, by: str, reason: str) -> None:
 
 
 def _record_refusal(
-    directory: TrialDirectory, previous: AttemptEndRecord, start: JobStart, refused: AttemptRefusedError
+    directory: TrialDirectory, previous: AttemptEndRecord, start: OwnJob, refused: AttemptRefusedError
 ) -> None:
     """The start of this job was for nothing; the end of the trial is written down if nobody did."""
     journal, attempt, state, cause = Journal(directory.journal_path), previous.attempt, previous.state, str(refused)

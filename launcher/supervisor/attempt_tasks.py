@@ -16,9 +16,9 @@ from typing import Protocol
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
+from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
 from corral.launcher.files.file_thread import FileThread, is_momentary
 from corral.launcher.runners.runner import AllocationLostError, Task, TaskRunner, TaskSpec
-from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.unit_specs import REDIS_UNIT, WorkerCommand
 from corral.launcher.trial.exits import ExitKind, ExitRecorder
@@ -172,7 +172,7 @@ class AttemptTasks:
                 log_path=log_path,
             )
             task = self._runner.start(spec)
-        except (OSError, SlurmError) as error:
+        except (OSError, ClusterError) as error:
             self._not_started("worker_not_started", worker, error)
             if isinstance(error, AllocationLostError):
                 self.lost_allocation = str(error)
@@ -216,7 +216,7 @@ class AttemptTasks:
 
     def _not_started(self, event: str, task: str, error: Exception) -> None:
         kind = ExitKind.OWN
-        if isinstance(error, SlurmUnreachableError):
+        if isinstance(error, ClusterUnreachableError):
             kind = ExitKind.SLURM_AWAY
         elif isinstance(error, OSError) and is_momentary(error):
             kind = ExitKind.FILES_AWAY

@@ -4,17 +4,16 @@ Layout.steps, lost nodes --relocate (pure)--> moves: worker -> Step on a node th
                                          +--> without_room: workers that fit nowhere
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from corral.experiments.trial.attempt_ends import add_failed_node
 from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.cluster.job_queue import JobQueue, job_if_known
 from corral.launcher.layout.layout import Allocation, Layout, RunningAllocation, Step
 from corral.launcher.runners.runner import MovingRunner
-from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.scheduling.slurm_formats import expand_host_list
 
 NodeKey = tuple[int, int]
 """Allocation and node index."""
@@ -119,14 +118,14 @@ class NodeLoss:
     """Keeps book of the lost nodes of an allocation that outlives them, and moves what ran there.
 
     Args:
-        client: SLURM's commands.
+        cluster: knows which nodes are left.
         layout: the trial's.
         head: the supervisor's own job.
         runner: what starts steps.
     """
 
-    def __init__(self, *, client: SlurmClient, layout: Layout, head: RunningAllocation, runner: MovingRunner) -> None:
-        self._client = client
+    def __init__(self, *, cluster: JobQueue, layout: Layout, head: RunningAllocation, runner: MovingRunner) -> None:
+        self._cluster = cluster
         self._layout = layout
         self._head = head
         self._runner = runner
@@ -136,18 +135,14 @@ class NodeLoss:
         self._expected_ends: set[str] = set()
 
     def look(self) -> list[str]:
-        """Nodes that SLURM has taken out of the job since the last look."""
-        try:
-            job = self._client.job(self._head.job_id)
-        except SlurmError:
+        """Nodes that the cluster has taken out of the job since the last look."""
+        job = job_if_known(self._cluster, self._head.job_id)
+        if job is None or not job.hosts:
             return []  # the next exit asks again
-        left = expand_host_list(job.get("NodeList", "")) if job is not None else []
-        if not left:
-            return []
         gone = [
             (index, host)
             for index, host in enumerate(self._head.hosts)
-            if host not in left and (0, index) not in self._lost
+            if host not in job.hosts and (0, index) not in self._lost
         ]
         self._lost |= {(0, index) for index, _ in gone}
         return [host for _, host in gone]
@@ -187,12 +182,3 @@ def note_failed_node(directory: TrialDirectory, node: str, record: Callable[...,
     except OSError as error:
         record("failed_node_not_noted", node=node, cause=str(error))
     record("node_failed", node=node)
-
-
-def nodes_that_are_down(client: SlurmClient, hosts: Sequence[str]) -> list[str]:
-    """Those of some nodes that SLURM takes for failed; none if it cannot be asked."""
-    try:
-        states = {node.name: node.state for node in client.nodes()}
-    except SlurmError:
-        return []
-    return [host for host in hosts if states.get(host, "").startswith(("down", "fail"))]

@@ -1,4 +1,4 @@
-"""What an attempt is made of, here or on SLURM: from the files of rl-submit to a Supervisor.
+"""What an attempt is made of, here or on a cluster: from the files of rl-submit to a Supervisor.
 
 plan.json, secrets/, attempt-N.json --make_supervisor--> Supervisor
 plan.json, layout.json, the job's environment --make_runner--> runner, extra_jobs, successor, node loss
@@ -13,16 +13,14 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempt_ends import failed_nodes
 from corral.experiments.trial.attempts import read_attempt
 from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.mode import has_jobs
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.launcher.clusters import cluster_of
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.extra_jobs.specs import FallbackRunner
 from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus
 from corral.launcher.runners.runner import TaskRunner
-from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.slurm.srun import SrunRunner
-from corral.launcher.slurm.step import batch_allocations
-from corral.launcher.supervisor.attempt_start import JobStart
 from corral.launcher.supervisor.node_loss import NodeLoss
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.redis import TrialRedis
@@ -30,7 +28,7 @@ from corral.launcher.supervisor.successor import Continuation
 from corral.launcher.supervisor.supervisor import Supervisor
 from corral.launcher.supervisor.unit_specs import WorkerCommand
 
-_CONTINUATION_TIMEOUT_S = 5.0  # it is asked while SLURM is about to kill us
+_CONTINUATION_TIMEOUT_S = 5.0  # it is asked while the cluster is about to kill us
 
 
 def make_supervisor(
@@ -66,7 +64,7 @@ def make_supervisor(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerParts:
-    """What an attempt runs with, here or on SLURM."""
+    """What an attempt runs with, here or on a cluster."""
 
     runner: TaskRunner
     redis_host: str
@@ -79,55 +77,51 @@ class RunnerParts:
 
 
 def make_runner(plan: RunPlan, directory: TrialDirectory, attempt: int, *, record: Callable[..., None]) -> RunnerParts:
-    """What starts the workers, and what of SLURM the attempt deals with."""
-    if plan.mode == "local":
-        gpus_wanted = {
-            f"{worker.kind}/{worker.index}": plan.scheduling[worker.kind].scheduling_of(worker.index).gpu
-            for worker in plan.workers
-        }
-        local = LocalRunner(
-            bind_address=plan.cluster.bind_address, gpus_by_worker=share_gpus(gpus_wanted, visible_gpus())
-        )
-        return RunnerParts(runner=local, redis_host=local.bind_address(""))
-    client = SlurmClient()
+    """What starts the workers, and what of the cluster the attempt deals with."""
+    if not has_jobs(plan.mode):
+        return _on_this_machine(plan)
+    cluster = cluster_of(plan.mode)
+    own = cluster.own_job(os.environ)
+    if own is None:
+        raise ValueError(f"trial {directory.path} runs in jobs, and this supervisor in none; submit it with rl-submit")
     layout = Layout.from_json(directory.layout_path.read_bytes())
-    own = batch_allocations(os.environ)
     extra_jobs = ExtraJobs(
-        client=client,
+        cluster=cluster,
         plan=plan,
         layout=layout,
         directory=directory,
         attempt=attempt,
-        own=own,
+        own=own.allocations,
         record=record,
         exclude_nodes=failed_nodes(directory) if plan.launch.exclude_failed_nodes else (),
     )
-    steps = SrunRunner(
-        client=client,
-        plan=plan,
-        layout=layout,
-        directory=directory,
-        allocations=extra_jobs.allocations,
-        why_away=extra_jobs.why_away,
+    runner = cluster.make_runner(
+        plan, layout, directory, allocations=extra_jobs.allocations, why_away=extra_jobs.why_away
     )
-    own_host = os.environ.get("SLURMD_NODENAME", own[0].hosts[0])
-    steps.wait_for_slurm(own_host)
-    own_address = steps.address_of(own_host)
-    address = own_address if plan.cluster.bind_address == "auto" else plan.cluster.bind_address
-    start = JobStart.of_environment(os.environ)
+    runner.wait_for_cluster(own.host)
+    own_address = runner.address_of(own.host)
     return RunnerParts(
-        runner=FallbackRunner(steps, layout, extra_jobs.allocations),
-        redis_host=address,
+        runner=FallbackRunner(runner, layout, extra_jobs.allocations),
+        redis_host=own_address if plan.cluster.bind_address == "auto" else plan.cluster.bind_address,
         extra_jobs=extra_jobs,
         continuation=Continuation(
-            client=SlurmClient(timeout_s=_CONTINUATION_TIMEOUT_S),
+            cluster=cluster_of(plan.mode, timeout_s=_CONTINUATION_TIMEOUT_S),
             plan=plan,
             layout=layout,
             directory=directory,
-            job_id=start.job_id,
-            restart_count=start.restart_count,
-            hosts=[host for allocation in own.values() for host in allocation.hosts],
+            own=own,
             record=record,
         ),
-        node_loss=NodeLoss(client=client, layout=layout, head=own[0], runner=steps) if plan.launch.no_kill else None,
+        node_loss=NodeLoss(cluster=cluster, layout=layout, head=own.allocations[0], runner=runner)
+        if plan.launch.no_kill
+        else None,
     )
+
+
+def _on_this_machine(plan: RunPlan) -> RunnerParts:
+    gpus_wanted = {
+        f"{worker.kind}/{worker.index}": plan.scheduling[worker.kind].scheduling_of(worker.index).gpu
+        for worker in plan.workers
+    }
+    local = LocalRunner(bind_address=plan.cluster.bind_address, gpus_by_worker=share_gpus(gpus_wanted, visible_gpus()))
+    return RunnerParts(runner=local, redis_host=local.bind_address(""))

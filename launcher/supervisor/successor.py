@@ -1,16 +1,18 @@
-"""What follows an attempt: SLURM starts its job again, or a successor that waits for its end, or a human.
+"""What follows an attempt: the cluster starts its job again, or a successor that waits for its end, or a human.
 
     time limit near (USR2), rl-stop --requeue --arrange--> successor in the queue --> checkpoint --> the job ends --> it
-    SIGTERM --explain--> preempted, node lost, time limit: SLURM requeues the job, else --arrange--> successor
-                    +--> scancel: --revoke--> nothing follows
-    sbatch does not work --requeue--> SLURM starts our own job again
+    SIGTERM --explain--> preempted, node lost, time limit: the cluster requeues the job, else --arrange--> successor
+                    +--> cancelled: --revoke--> nothing follows
+    submissions do not work --requeue--> the cluster starts our own job again
 
-A successor is `sbatch --dependency=afterany:SELF` of the same script, so it waits however long the checkpoint takes,
-and also if SLURM starts our job again by itself. Whether it may go on is decided when it starts, by the trial log.
+A successor is the same script again, submitted to begin after the end of this job: it waits however long the checkpoint
+takes, and also if the cluster starts our job again by itself. Whether it may go on is decided when it starts, by
+`why_not_another` in experiments/trial/attempts.py.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,82 +20,65 @@ import msgspec
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempt_ends import EndState, failed_nodes
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
+from corral.launcher.cluster.cluster import Cluster
+from corral.launcher.cluster.errors import ClusterError
+from corral.launcher.cluster.jobs import Job, JobPhase
+from corral.launcher.cluster.own_job import JobEnd, JobProspect, OwnJob
 from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.layout.layout import Layout
-from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.launcher.slurm.job_end import JobEnd, JobProspect, explain_end, look_ahead
-from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.slurm.sbatch import successor_options
-from corral.launcher.slurm.words import is_staying
-from corral.launcher.supervisor.node_loss import nodes_that_are_down, note_failed_node
+from corral.launcher.supervisor.node_loss import note_failed_node
 
-_OUTPUT_TAIL_BYTES = 65536
 _SWEEP_TIMEOUT_S = 15.0
 _SWEEP_INTERVAL_S = 0.5
 
 
 class Continuation:
-    """SLURM's part in what follows one attempt.
+    """The cluster's part in what follows one attempt.
 
     Args:
-        client: SLURM's commands; a short timeout, as SLURM may be about to kill us.
+        cluster: with a short timeout, as it may be about to kill us.
         plan: the trial.
         layout: its allocations.
         directory: its folder.
-        job_id: the job that the attempt runs in.
-        restart_count: how often SLURM had requeued that job before.
-        hosts: the nodes of the job.
+        own: the job that the attempt runs in.
         record: adds a line to the journal.
     """
 
     def __init__(
         self,
         *,
-        client: SlurmClient,
+        cluster: Cluster,
         plan: RunPlan,
         layout: Layout,
         directory: TrialDirectory,
-        job_id: str,
-        restart_count: int,
-        hosts: Sequence[str],
+        own: OwnJob,
         record: Callable[..., None],
     ) -> None:
-        self._client = client
+        self._cluster = cluster
         self._plan = plan
         self._layout = layout
         self._directory = directory
-        self._job_id = job_id
-        self._restart_count = restart_count
-        self._hosts = tuple(hosts)
+        self._own = own
         self._record = record
         self._own_jobs = own_jobs_of_plan(plan, directory)
-        self.successor = read_successor(directory, after=job_id)
+        self.successor = read_successor(directory, after=own.job_id)
         """Job id of the successor; "" if there is none."""
 
     def look_ahead(self) -> JobProspect:
-        """What SLURM has in mind for our job, while we may use its nodes for a while yet."""
-        try:
-            job = self._client.job(self._job_id)
-        except SlurmError:
-            job = None
-        return look_ahead(job, restart_count=self._restart_count)
+        """What the cluster has in mind for our job, while we may use its nodes for a while yet."""
+        return self._cluster.prospect(self._own)
 
     def explain(self) -> JobEnd:
-        """Why SLURM sends SIGTERM; records the nodes that failed, if it is that."""
-        try:
-            job = self._client.job(self._job_id)
-        except SlurmError:
-            job = None
-        output = _tail(self._directory.logs_path / f"slurm-{self._job_id}.log")
-        end = explain_end(job, output, job_id=self._job_id, restart_count=self._restart_count)
+        """Why the cluster sends SIGTERM; records the nodes that failed, if it is that."""
+        end = self._cluster.why_ending(self._own, self._directory)
         if end.state is EndState.NODE_FAILED:
             self.record_failed_nodes()
         return end
 
     def record_failed_nodes(self) -> None:
         """Writes down which of our nodes are down; later attempts avoid them."""
-        for node in nodes_that_are_down(self._client, self._hosts):
+        for node in self._cluster.failed_nodes(self._own.hosts):
             note_failed_node(self._directory, node, self._record)
 
     def arrange(self) -> str:
@@ -101,20 +86,21 @@ class Continuation:
         if self.successor:
             return ""
         excluded = failed_nodes(self._directory) if self._plan.launch.exclude_failed_nodes else []
-        options = successor_options(self._layout, after=self._job_id, exclude_nodes=excluded)
+        submit = partial(
+            self._cluster.submit_successor,
+            self._layout,
+            self._directory,
+            after=self._own.job_id,
+            exclude_nodes=excluded,
+        )
         try:
-            self.successor = submit_once(
-                self._client,
-                options,
-                self._directory.sbatch_path,
-                is_it=self._is_successor,
-                looks=1,  # SLURM may be about to kill us
-            )
-        except SlurmError as error:
+            # One look: the cluster may be about to kill us.
+            self.successor = submit_once(self._cluster, submit, is_it=self._is_successor, looks=1)
+        except ClusterError as error:
             self._record("successor_refused", cause=str(error))
             return str(error)
         self._remember(self.successor)
-        self._record("successor_submitted", job_id=self.successor, after=self._job_id, excluded=excluded)
+        self._record("successor_submitted", job_id=self.successor, after=self._own.job_id, excluded=excluded)
         return ""
 
     def revoke(self) -> bool:
@@ -122,8 +108,8 @@ class Continuation:
         if not self.successor:
             return True
         try:
-            self._client.cancel(self.successor)
-        except SlurmError as error:
+            self._cluster.cancel(self.successor)
+        except ClusterError as error:
             # It will find in the trial log that nothing is to follow, and end.
             self._record("successor_not_cancelled", job_id=self.successor, cause=str(error))
             return False
@@ -133,12 +119,12 @@ class Continuation:
         return True
 
     def requeue(self) -> str:
-        """Lets SLURM start our own job again, which ends it now; returns why not, or ""."""
+        """Lets the cluster start our own job again, which ends it now; returns why not, or ""."""
         try:
-            self._client.requeue(self._job_id)
-        except SlurmError as error:
+            self._cluster.requeue(self._own.job_id)
+        except ClusterError as error:
             return str(error)
-        self._record("requeued", job_id=self._job_id)
+        self._record("requeued", job_id=self._own.job_id)
         return ""
 
     def sweep(self) -> None:
@@ -146,12 +132,12 @@ class Continuation:
         deadline = time.monotonic() + _SWEEP_TIMEOUT_S
         while True:
             try:
-                for job, _ in self._own_jobs.select(self._client.queue()):
-                    is_other = job.job_id != self._job_id and is_staying(job.state)
-                    if is_other and not self._is_component(job.job_id):
-                        self._client.cancel(job.job_id)
+                for job, _ in self._own_jobs.select(self._cluster.jobs()):
+                    is_ours = self._own.job_id in (job.job_id, job.part_of)  # a component ends with us
+                    if job.is_staying and not is_ours:
+                        self._cluster.cancel(job.job_id)
                 return
-            except SlurmError as error:
+            except ClusterError as error:
                 if time.monotonic() >= deadline:
                     self._record("jobs_left", cause=str(error))
                     return
@@ -159,19 +145,15 @@ class Continuation:
 
     def _remember(self, successor: str) -> None:
         try:
-            write_successor(self._directory, successor, after=self._job_id)
+            write_successor(self._directory, successor, after=self._own.job_id)
             if successor:
                 self._own_jobs.note(successor, attempt=-1)  # which attempt it makes is known when it starts
         except OSError as error:
             self._record("successor_not_written", job_id=successor, cause=str(error))
 
-    def _is_successor(self, job: QueuedJob) -> bool:
-        return is_head_of(self._own_jobs)(job) and job.job_id != self._job_id and job.state == "PENDING"
-
-    def _is_component(self, job_id: str) -> bool:
-        """Whether it is a part of our own heterogeneous job, which ends with us."""
-        job = self._client.job(job_id)
-        return job is not None and job.get("HetJobId") == self._job_id
+    def _is_successor(self, job: Job) -> bool:
+        is_waiting = job.phase is JobPhase.WAITING and job.job_id != self._own.job_id
+        return is_waiting and is_head_of(self._own_jobs)(job)
 
 
 def write_successor(directory: TrialDirectory, job_id: str, *, after: str) -> None:
@@ -190,12 +172,3 @@ def read_successor(directory: TrialDirectory, *, after: str) -> str:
 
 def _successor_path(directory: TrialDirectory) -> Path:
     return directory.control_path / "successor.json"
-
-
-def _tail(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _OUTPUT_TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""  # the user's own template may write elsewhere; then scontrol alone has to tell

@@ -5,6 +5,7 @@ left behind is found: by ownership, never by name.
 """
 
 import os
+import pwd
 import signal
 import socket
 import time
@@ -97,3 +98,11 @@ def _carries(trial_uuid: str, pid: int) -> bool:
     except OSError:  # another user's process, or it has just ended
         return False
     return f"{TRIAL_UUID_VARIABLE}={trial_uuid}".encode() in environment.split(b"\0")
+
+
+def user_name() -> str:
+    """This user as the system knows it: by the process's id, whatever $USER says; by number where it has no name."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())

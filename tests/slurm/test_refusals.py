@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.errors import ConfigError
-from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError, user_name
+from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.launcher.submit import prepare
+from corral.launcher.trial.processes import user_name
 from tests.experiments.broken_yaml import write_inputs
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, slurm_version

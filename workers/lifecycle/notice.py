@@ -1,4 +1,4 @@
-"""SIGTERM in a step of SLURM: notice that the job is about to end, and no order to leave.
+"""SIGTERM in a step of a job: notice that the job is about to end, and no order to leave.
 
 preemption --SIGTERM, GraceTime before the end--> all steps, and not the supervisor
     master --control/stop.json: checkpoint, then the next attempt--> supervisor, which asks SLURM why
@@ -13,6 +13,7 @@ from types import FrameType
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
+from corral.experiments.trial.mode import has_jobs
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Notice:
 
 def notice_of(plan: RunPlan, trial: TrialDirectory, kind: str) -> Notice | None:
     """What SIGTERM is to a worker; None where it is an order, because nobody but the supervisor sends it."""
-    if plan.mode != "slurm":
+    if not has_jobs(plan.mode):
         return None
     return Notice(lambda: request_last_commit(plan, trial)) if kind == "master_worker" else Notice()
 

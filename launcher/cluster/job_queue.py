@@ -1,0 +1,55 @@
+"""What every command asks of a cluster: this user's jobs. It needs no schema, so that rl-status starts fast."""
+
+from typing import Protocol
+
+from corral.launcher.cluster.errors import ClusterError
+from corral.launcher.cluster.jobs import Job
+
+
+class JobQueue(Protocol):
+    """The part of a cluster that knows and ends this user's jobs."""
+
+    @property
+    def mode(self) -> str:
+        """What trials say in their plan that run here."""
+
+    @property
+    def identity(self) -> str:
+        """Which cluster this machine asks, of several that share a home folder."""
+
+    @property
+    def question(self) -> str:
+        """What people type to see what `jobs` saw."""
+
+    def is_here(self) -> bool:
+        """Whether its commands are on this machine."""
+
+    def jobs(self) -> list[Job]:
+        """Every job of this user that the cluster still knows, those that have ended too.
+
+        Raises:
+            ClusterError: if it does not say; so does every method that asks, unless it says otherwise.
+        """
+
+    def job(self, job_id: str) -> Job | None:
+        """One job at this moment, though `jobs` show it no more; None once the cluster has forgotten it."""
+
+    def look_closer(self, job: Job, *, has_run: bool) -> Job:
+        """The job with what its state and reason leave open, as far as the cluster says; `has_run`: it was put back."""
+
+    def keeps_accounts(self) -> bool:
+        """Whether `accounted` may know jobs that are forgotten."""
+
+    def accounted(self, job_id: str) -> Job | None:
+        """The last that is on record of a forgotten job."""
+
+    def cancel(self, job_id: str) -> None:
+        """Ends a job; one that has ended already is no error."""
+
+
+def job_if_known(cluster: JobQueue, job_id: str) -> Job | None:
+    """The job, where the cluster knows it and answers."""
+    try:
+        return cluster.job(job_id)
+    except ClusterError:
+        return None

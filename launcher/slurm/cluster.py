@@ -1,0 +1,134 @@
+"""SLURM as corral's cluster: each question becomes calls of `client`, each answer words of our own.
+
+RunPlan, Layout --sbatch--> options, scripts            environment of the batch step --step--> OwnJob
+squeue, scontrol, sacct --job_queue--> Job              scontrol, slurmd's line in the log --job_end--> JobEnd
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial.directory import TrialDirectory, atomic_write
+from corral.launcher.cluster.cluster import AllocationRunner
+from corral.launcher.cluster.own_job import JobEnd, JobProspect, OwnJob
+from corral.launcher.layout.layout import Layout, RunningAllocations
+from corral.launcher.slurm.client import SlurmError
+from corral.launcher.slurm.job_end import explain_end, look_ahead, why_leaving
+from corral.launcher.slurm.job_queue import SlurmQueue
+from corral.launcher.slurm.sbatch import (
+    extra_job_options,
+    extra_job_path,
+    render_extra_job,
+    render_script,
+    submission_command,
+    successor_options,
+)
+from corral.launcher.slurm.srun import SrunRunner
+from corral.launcher.slurm.step import own_job
+
+_OUTPUT_TAIL_BYTES = 65536
+_END_STEPS_PAUSE_S = 0.2
+
+
+class SlurmCluster(SlurmQueue):
+    """A cluster that SLURM runs."""
+
+    def script(self, plan: RunPlan, layout: Layout, directory: TrialDirectory) -> bytes:
+        return os.fsencode(render_script(plan, layout, directory))
+
+    def write_scripts(self, plan: RunPlan, layout: Layout, directory: TrialDirectory) -> None:
+        script = self.script(plan, layout, directory)
+        atomic_write(directory.sbatch_path, script, mode=0o700)
+        atomic_write(extra_job_path(directory), os.fsencode(render_extra_job(directory)), mode=0o700)
+
+    def submission_command(self, directory: TrialDirectory) -> str:
+        return submission_command(directory)
+
+    def submit_trial(self, directory: TrialDirectory) -> str:
+        return self._client.submit([], directory.sbatch_path)
+
+    def submit_successor(
+        self, layout: Layout, directory: TrialDirectory, *, after: str, exclude_nodes: Sequence[str]
+    ) -> str:
+        options = successor_options(layout, after=after, exclude_nodes=exclude_nodes)
+        return self._client.submit(options, directory.sbatch_path)
+
+    def submit_extra_job(
+        self,
+        plan: RunPlan,
+        layout: Layout,
+        allocation: int,
+        directory: TrialDirectory,
+        *,
+        attempt: int,
+        exclude_nodes: Sequence[str],
+    ) -> str:
+        options = extra_job_options(plan, layout, allocation, directory, attempt=attempt, exclude_nodes=exclude_nodes)
+        script = extra_job_path(directory)
+        if not script.exists():
+            atomic_write(script, os.fsencode(render_extra_job(directory)), mode=0o700)
+        return self._client.submit(options, script)
+
+    def why_leaving(self, job_id: str) -> str:
+        return why_leaving(self._client.job(job_id))
+
+    def end_steps(self, job_id: str, *, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while (steps := self._client.steps(job_id)) and time.monotonic() < deadline:
+            self._client.cancel_steps([step for ids in steps.values() for step in ids], signal_name="KILL")
+            time.sleep(_END_STEPS_PAUSE_S)
+
+    def own_job(self, environment: Mapping[str, str]) -> OwnJob | None:
+        return own_job(environment)
+
+    def prospect(self, own: OwnJob) -> JobProspect:
+        return look_ahead(self._fields_of(own), restart_count=own.restart_count)
+
+    def why_ending(self, own: OwnJob, directory: TrialDirectory) -> JobEnd:
+        fields, said = self._fields_of(own), _tail(directory.logs_path / f"slurm-{own.job_id}.log")
+        return explain_end(fields, said, job_id=own.job_id, restart_count=own.restart_count)
+
+    def requeue(self, job_id: str) -> None:
+        self._client.requeue(job_id)
+
+    def failed_nodes(self, hosts: Sequence[str]) -> list[str]:
+        try:
+            states = {node.name: node.state for node in self._client.nodes()}
+        except SlurmError:
+            return []
+        return [host for host in hosts if states.get(host, "").startswith(("down", "fail"))]
+
+    def make_runner(
+        self,
+        plan: RunPlan,
+        layout: Layout,
+        directory: TrialDirectory,
+        *,
+        allocations: Callable[[], RunningAllocations],
+        why_away: Callable[[int], str],
+    ) -> AllocationRunner:
+        return SrunRunner(
+            client=self._client,
+            plan=plan,
+            layout=layout,
+            directory=directory,
+            allocations=allocations,
+            why_away=why_away,
+        )
+
+    def _fields_of(self, own: OwnJob) -> Mapping[str, str] | None:
+        with contextlib.suppress(SlurmError):
+            return self._client.job(own.job_id)
+        return None
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _OUTPUT_TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""  # the user's own template may write elsewhere; then scontrol alone has to tell
