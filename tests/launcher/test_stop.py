@@ -19,11 +19,13 @@ from corral.launcher import stop
 from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.commands.stop import in_parallel
 from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.stop import StopRefusedError, cancel_orphan, directory_of_job, find_orphaned_job
 from corral.launcher.trial.find import read_facts
 from tests.launcher.conftest import MakeTrial
+from tests.launcher.jobs import queued
 from tests.launcher.trials import StubTrial
 
 
@@ -72,13 +74,11 @@ def stop_seeing(
 
     monkeypatch.setattr(stop, "StatusReader", Reader)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    return stop.stop_trial(facts, client=client)
+    return stop.stop_trial(facts, cluster=SlurmQueue(client))
 
 
 def job(job_id: str, state: str, allocation: str, *, uuid: str) -> QueuedJob:
-    values = dict.fromkeys(("reason", "start", "end", "elapsed", "num_nodes", "nodes", "submitted", "name"), "")
-    tag = {"corral": 1, "trial_uuid": uuid, "allocation": allocation}
-    return QueuedJob(job_id=job_id, state=state, comment=json.dumps(tag), **values)
+    return queued(job_id, state, tag={"corral": 1, "trial_uuid": uuid, "allocation": allocation})
 
 
 def test_a_stop_between_two_attempts_waits_until_nothing_is_left(
@@ -117,24 +117,24 @@ def tagged(job_id: str, directory: Path) -> QueuedJob:
 def test_a_trial_whose_folder_is_out_of_sight_is_not_taken_for_gone(tmp_path: Path) -> None:
     client = FakeSlurm(tagged("7", tmp_path / "not-mounted" / "exp" / "trial"))
     with pytest.raises(StopRefusedError, match=r"this machine has no .*not-mounted/exp; .* rl-stop --now 7 to end"):
-        find_orphaned_job("7", client, now=False)
+        find_orphaned_job("7", SlurmQueue(client), now=False)
     assert client.cancelled == ()
-    assert find_orphaned_job("7", client, now=True) is not None
+    assert find_orphaned_job("7", SlurmQueue(client), now=True) is not None
 
 
 def test_a_trial_whose_folder_is_gone_from_where_others_are_is_gone(tmp_path: Path) -> None:
     client = FakeSlurm(tagged("7", tmp_path / "trial"))
-    orphan = find_orphaned_job("7", client, now=False)
-    assert orphan is not None and cancel_orphan(orphan, client) == ["7"] == [*client.cancelled]
+    orphan = find_orphaned_job("7", SlurmQueue(client), now=False)
+    assert orphan is not None and cancel_orphan(orphan, SlurmQueue(client)) == ["7"] == [*client.cancelled]
 
 
 def test_a_job_without_our_comment_is_found_by_id_and_name(trial: StubTrial, tmp_path: Path) -> None:
     own_jobs_of_plan(trial.plan, trial.directory).note("7", attempt=0)
     rewritten = dataclasses.replace(job("7", "RUNNING", "head", uuid=""), comment="site: ok", name="exp.trial")
-    assert directory_of_job("7", FakeSlurm(rewritten), tmp_path) == trial.directory.path
+    assert directory_of_job("7", SlurmQueue(FakeSlurm(rewritten)), tmp_path) == trial.directory.path
     other = dataclasses.replace(rewritten, name="exp.other")  # job 7 of another cluster with the same home folder
-    assert directory_of_job("7", FakeSlurm(other), tmp_path) is None
-    assert find_orphaned_job("7", FakeSlurm(rewritten), now=True) is None
+    assert directory_of_job("7", SlurmQueue(FakeSlurm(other)), tmp_path) is None
+    assert find_orphaned_job("7", SlurmQueue(FakeSlurm(rewritten)), now=True) is None
 
 
 @pytest.fixture

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from corral.experiments.trial.log import TrialLog
+from corral.launcher.cluster.errors import UncertainSubmissionError
 from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.cluster.submit_once import is_head_of, submit_once
-from corral.launcher.slurm.client import SlurmClient, UncertainSubmissionError
+from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.stop import stop_trial
 from corral.launcher.submit.prepare import Submission, SubmissionError, prepare_resume
@@ -163,12 +165,13 @@ def test_a_job_that_sbatch_was_kept_from_naming_is_found(
     slow.chmod(0o700)
     monkeypatch.setenv("PATH", f"{slow.parent}:{os.environ['PATH']}")
     is_it = is_head_of(own_jobs_of_plan(trial.plan, trial.directory))
-    trial.job_id = submit_once(SlurmClient(timeout_s=2.0), [], script, is_it=is_it)
+    client = SlurmClient(timeout_s=2.0)
+    trial.job_id = submit_once(SlurmQueue(client), lambda: client.submit([], script), is_it=is_it)
     assert [job.job_id for job in alive(trial)] == [trial.job_id]
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     cluster.run("scancel", trial.job_id)
     with pytest.raises(UncertainSubmissionError, match="did not answer within 2 s"):
-        submit_once(SlurmClient(timeout_s=2.0), [], script, is_it=is_it)
+        submit_once(SlurmQueue(client), lambda: client.submit([], script), is_it=is_it)
 
 
 def test_a_users_shell_decides_nothing(make_slurm_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from corral.experiments.errors import UnsatisfiableError
-from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.submit import prepare, start
@@ -113,7 +112,7 @@ def queue_one(experiment: Path, accounting_cluster: Cluster) -> Any:
         jobs.append(start.start(submission))
         facts = read_facts(submission.directory)
         assert facts is not None
-        reader = StatusReader(SlurmClient())
+        reader = StatusReader()
         return wait_until(
             lambda: status if until(status := reader.read([facts])[0]) else None, f"{trial} to wait for its limit"
         )

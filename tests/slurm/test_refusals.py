@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.errors import ConfigError
-from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
+from corral.launcher.slurm.client import SlurmUnreachableError
 from corral.launcher.submit import prepare
 from corral.launcher.trial.processes import user_name
 from tests.experiments.broken_yaml import write_inputs
@@ -33,9 +33,9 @@ pytestmark = pytest.mark.slurm
 RL_SUBMIT = Path(sys.executable).parent / "rl-submit"
 
 
-def _prepare(file: Path, *overrides: str, client: SlurmClient | None = None) -> prepare.Submission:
+def _prepare(file: Path, *overrides: str) -> prepare.Submission:
     where = f"cluster.fileroot={file.parent / 'trials'}"
-    return prepare.prepare(file, [*overrides, where], trial_name="t", mode="slurm", client=client)
+    return prepare.prepare(file, [*overrides, where], trial_name="t", mode="slurm")
 
 
 def _run(file: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":

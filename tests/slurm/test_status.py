@@ -16,6 +16,7 @@ from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.journal import Journal
 from corral.launcher.cluster.cached_queue import CachedQueue
 from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.stop import cancel_orphan, find_orphaned_job
@@ -138,7 +139,7 @@ def test_a_trial_whose_directory_is_gone_is_listed_from_its_jobs_comment_and_can
     ended = run("rl-stop", job_id, tmp_path=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert f"ended job {job_id}" in ended.stdout
-    wait_until(lambda: find_orphaned_job(job_id, SlurmClient(), now=False) is None, "the end of the job")
+    wait_until(lambda: find_orphaned_job(job_id, SlurmQueue(), now=False) is None, "the end of the job")
     trial.directory.path.mkdir(parents=True)  # what clears up after the test looks at it
 
 
@@ -146,9 +147,9 @@ def test_all_jobs_of_a_lost_trial_are_ended_together(make_slurm_trial: Any) -> N
     trial = make_slurm_trial({})
     jobs = [submit_stand_in(trial, "--hold"), submit_stand_in(trial, "--hold", attempt=1)]
     shutil.rmtree(trial.directory.path)
-    orphan = find_orphaned_job(jobs[1], SlurmClient(), now=False)
+    orphan = find_orphaned_job(jobs[1], SlurmQueue(), now=False)
     assert orphan is not None
-    assert sorted(cancel_orphan(orphan, SlurmClient())) == sorted(jobs)
+    assert sorted(cancel_orphan(orphan, SlurmQueue())) == sorted(jobs)
     trial.directory.path.mkdir(parents=True)
 
 
@@ -190,21 +191,21 @@ def test_a_forgotten_job_is_told_by_our_records_else_lost_and_a_controller_that_
     before = silent.wait_for_state("FAILED")
     assert "without finishing" in before.note
 
-    client = SlurmClient()
+    cluster = SlurmQueue()
     ids = (finished.job_id, silent.job_id)
-    wait_until(lambda: all(client.job(one) is None for one in ids), "SLURM to forget", timeout_s=PURGE_TIMEOUT_S)
+    wait_until(lambda: all(cluster.job(one) is None for one in ids), "SLURM to forget", timeout_s=PURGE_TIMEOUT_S)
     assert finished.status().state == "COMPLETE"
     lost = silent.status()
     assert lost.state == "LOST" and "--resume" in lost.note
 
-    queue = CachedQueue(client, path=tmp_path / "queue.json")
-    assert StatusReader(client, queue=queue).read([waiting.facts])[0].state == "HELD"
+    queue = CachedQueue(cluster, path=tmp_path / "queue.json")
+    assert StatusReader(cluster, queue=queue).read([waiting.facts])[0].state == "HELD"
     own_cluster.stop_controller()
     wait_until(lambda: queue.look().unreachable_since, "the cache to be old")
-    (unreachable,) = StatusReader(client, queue=queue).read([waiting.facts])
+    (unreachable,) = StatusReader(cluster, queue=queue).read([waiting.facts])
     assert unreachable.state == "HELD" and "cluster unreachable since" in unreachable.note
     started = time.monotonic()
-    StatusReader(client, queue=queue).read([waiting.facts])
+    StatusReader(cluster, queue=queue).read([waiting.facts])
     print(f"while the controller is down, a second look takes {time.monotonic() - started:.3f} s")
     assert finished.status().state == "COMPLETE"
 

@@ -5,14 +5,15 @@ from functools import cached_property
 from typing import Any
 
 from corral.experiments.plan import RunPlan
+from corral.experiments.trial.directory import atomic_write
 from corral.experiments.trial.journal import Journal
 from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.layout.layout import Layout
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
-from corral.launcher.submit import start
 from corral.launcher.trial.find import TrialFacts, read_facts
 from tests.integration.trial_helpers import Trial
 from tests.launcher.stub_supervisor import COMMAND
@@ -52,7 +53,8 @@ class SlurmTrial(StubTrial):
     def prepare_files(self, *, attempt: int = 0, resume: bool = False) -> None:
         """Everything but sbatch."""
         self.prepare(attempt=attempt, resume=resume)
-        start.write_launch_files(self.plan, self.layout, self.directory)
+        atomic_write(self.directory.layout_path, self.layout.to_json())
+        SlurmCluster().write_scripts(self.plan, self.layout, self.directory)
         script = self.directory.sbatch_path
         product = script.read_text()
         assert "-m corral.launcher.supervisor" in product

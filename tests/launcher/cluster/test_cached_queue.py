@@ -10,32 +10,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.launcher.cluster.cached_queue import FRESH_S, CachedQueue, Memory, cache_path, keeps_accounts, pause_after
-from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
+from corral.launcher.cluster.cached_queue import FRESH_S, CachedQueue, Memory, cache_path, pause_after
+from corral.launcher.cluster.jobs import Job
+from corral.launcher.slurm.client import SlurmUnreachableError
+from corral.launcher.slurm.job_queue import SlurmQueue
+from tests.launcher.jobs import job_of
 
-LINE = "{id}|{id}|RUNNING|None|N/A|N/A|1:00|0:01|1|n1|2026-01-01T10:00:00|debug|name|(null)\n"
 
-
-class Controller(SlurmClient):
+class Controller(SlurmQueue):
     """A controller that answers with as many jobs as it was asked times, or not at all."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
         self.is_down = False
-        self.storage = "accounting_storage/none"
+        self.is_keeping_accounts = False
         self.pause_s = 0.0
 
-    def queue_text(self) -> str:
+    def jobs(self) -> list[Job]:
         self.calls += 1
         time.sleep(self.pause_s)
         if self.is_down:
             raise SlurmUnreachableError("squeue failed with exit 1: connect failure\n  hint: log in elsewhere")
-        return LINE.format(id=self.calls)
+        return [job_of(str(self.calls), "RUNNING", nodes="n1", tag={"corral": 1})]
 
-    def accounting_storage(self) -> str:
+    def keeps_accounts(self) -> bool:
         self.calls += 1
-        return self.storage
+        return self.is_keeping_accounts
 
 
 class Clock:
@@ -152,7 +153,7 @@ def test_whether_there_is_accounting_is_asked_once_a_day(
 ) -> None:
     assert not queue.has_accounting() and not queue.has_accounting()
     assert controller.calls == 1
-    controller.storage = "accounting_storage/slurmdbd"
+    controller.is_keeping_accounts = True
     clock.now += 90_000.0
     assert queue.has_accounting()
 
@@ -163,18 +164,13 @@ def test_each_cluster_has_its_own_answer_also_where_two_share_a_home_folder(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("SLURM_CONF", raising=False)
     monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
-    here, own = os.uname(), cache_path()
+    here, own, cluster = os.uname(), cache_path(SlurmQueue()), SlurmQueue()
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename=f"login.of-another-than-{here.nodename}"))
-    paths = {own, cache_path()}  # both clusters have their configuration where SLURM looks for it by default
+    paths = {own, cache_path(cluster)}  # both clusters have their configuration where SLURM looks for it by default
     for configuration in ("/a/slurm.conf", "/b/slurm.conf"):
         monkeypatch.setenv("SLURM_CONF", configuration)
-        paths.add(cache_path())
+        paths.add(cache_path(cluster))
     assert len(paths) == 4 and {path.parent for path in paths} == {tmp_path / "corral"}
-
-
-def test_only_a_named_storage_keeps_accounts() -> None:
-    kept = [keeps_accounts(text) for text in ("accounting_storage/slurmdbd", "accounting_storage/none", "", "(null)")]
-    assert kept == [True, False, False, False]
 
 
 @given(st.integers(1, 10_000))
@@ -192,5 +188,5 @@ def test_slurm_is_never_asked_twice_within_five_seconds_but_for_a_submission(
         if memory.is_due(now, newer_than):
             was_submitted = memory.asked_at is not None and memory.asked_at < newer_than <= now
             assert last_ask is None or now - last_ask >= FRESH_S or was_submitted
-            memory = memory.answered("", now) if is_up else memory.failed("down", now)
+            memory = memory.answered([], now) if is_up else memory.failed("down", now)
             last_ask = now

@@ -1,23 +1,23 @@
 """Which jobs are a trial's: by the comment of corral, or by id and name where a site has rewritten it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import JobIndex, JobNote, OwnJobs
-from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.status.jobs import find_jobs
+from tests.launcher.jobs import job_of
 
 UUID = "0123456789abcdef"
 
 
-def job(job_id: str, *, name: str = "exp.trial", state: str = "RUNNING", **tag: Any) -> QueuedJob:
-    values = dict.fromkeys(("reason", "start", "end", "elapsed", "num_nodes", "nodes", "submitted"), "")
-    comment = json.dumps({"corral": 1} | tag) if tag else "billed to project 7"
-    return QueuedJob(job_id=job_id, state=state, name=name, comment=comment, **values)
+def job(job_id: str, *, name: str = "exp.trial", state: str = "RUNNING", **tag: Any) -> Job:
+    if tag:
+        return job_of(job_id, state, name=name, tag={"corral": 1} | tag)
+    return job_of(job_id, state, name=name, comment="billed to project 7")
 
 
 @pytest.fixture
@@ -74,13 +74,3 @@ def test_jobs_are_sorted_out_by_comment_and_by_note(own: OwnJobs) -> None:
     assert found.head is not None and found.head.job_id == "8"
     assert {name: one.job_id for name, one in found.extra_jobs.items()} == {"a": "9", "b": "10"}
     assert found.zombies == ()
-
-
-def test_each_comment_is_read_once_for_all_trials(own: OwnJobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = [job(str(number), trial_uuid=f"trial-{number}") for number in range(100)]
-    index = JobIndex.of(jobs)
-    read: list[str] = []
-    monkeypatch.setattr(json, "loads", lambda text: read.append(text) or {})
-    for _ in range(100):
-        find_jobs(index, own, job_id="", is_over=False)
-    assert read == []

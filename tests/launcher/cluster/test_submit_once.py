@@ -1,6 +1,5 @@
 """One submission, one job: whatever sbatch says, does not say, or is kept from saying."""
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,12 +8,15 @@ from typing import Any
 import pytest
 
 from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.cluster.errors import SubmissionUnknownError
 from corral.launcher.cluster.own_jobs import OwnJobs
-from corral.launcher.cluster.submit_once import SubmissionUnknownError, is_head_of, submit_once
-from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError, UncertainSubmissionError
+from corral.launcher.cluster.submit_once import is_head_of, submit_once
+from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUncertainError, SlurmUnreachableError
+from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.slurm.patience import patiently
 from corral.launcher.trial.lock import SubmissionRunsError, submitting
+from tests.launcher.jobs import queued
 
 SCRIPT = Path("trial.sbatch")
 
@@ -22,9 +24,8 @@ SCRIPT = Path("trial.sbatch")
 def job(
     job_id: str, *, state: str = "PENDING", uuid: str = "u", allocation: str = "head", display_id: str = ""
 ) -> QueuedJob:
-    values = dict.fromkeys(("reason", "start", "end", "elapsed", "num_nodes", "nodes", "submitted", "name"), "")
     tag = {"corral": 1, "trial_uuid": uuid, "directory": "/t", "allocation": allocation}
-    return QueuedJob(job_id=job_id, state=state, comment=json.dumps(tag), display_id=display_id, **values)
+    return queued(job_id, state, tag=tag, display_id=display_id)
 
 
 class FakeSlurm(SlurmClient):
@@ -56,9 +57,10 @@ def failing(error: BaseException) -> Callable[[], str]:
 
 
 def submit(client: SlurmClient) -> str:
-    return submit_once(
-        client, [], SCRIPT, is_it=is_head_of(OwnJobs(TrialDirectory(Path("/nowhere")), "exp", "trial", "u"))
-    )
+    directory = TrialDirectory(Path("/nowhere"))
+    cluster = SlurmCluster(client)
+    is_it = is_head_of(OwnJobs(directory, "exp", "trial", "u"))
+    return submit_once(cluster, lambda: cluster.submit_trial(directory), is_it=is_it)
 
 
 @pytest.fixture(autouse=True)
@@ -69,12 +71,12 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_job_that_was_taken_without_an_answer_is_found_and_not_asked_for_again() -> None:
     others = [job("5", uuid="v"), job("6", state="CANCELLED"), job("7", allocation="model_worker")]
     others += [job("8", display_id="8+0"), job("9", display_id="8+1")]
-    assert submit(FakeSlurm(failing(UncertainSubmissionError("timed out")), others)) == "8"
+    assert submit(FakeSlurm(failing(SlurmUncertainError("timed out")), others)) == "8"
 
 
 def test_a_job_that_was_not_taken_leaves_the_error_of_sbatch() -> None:
-    with pytest.raises(UncertainSubmissionError, match="timed out"):
-        submit(FakeSlurm(failing(UncertainSubmissionError("timed out"))))
+    with pytest.raises(SlurmUncertainError, match="timed out"):
+        submit(FakeSlurm(failing(SlurmUncertainError("timed out"))))
 
 
 def test_what_a_refusal_says_is_believed() -> None:
@@ -84,7 +86,7 @@ def test_what_a_refusal_says_is_believed() -> None:
 
 def test_a_controller_that_says_nothing_at_all_leaves_the_question_open() -> None:
     with pytest.raises(SubmissionUnknownError, match="nobody can say .* timed out; then away"):
-        submit(FakeSlurm(failing(UncertainSubmissionError("timed out")), SlurmUnreachableError("away")))
+        submit(FakeSlurm(failing(SlurmUncertainError("timed out")), SlurmUnreachableError("away")))
 
 
 def test_an_interrupted_submission_takes_back_what_was_taken() -> None:
@@ -97,9 +99,9 @@ def test_an_interrupted_submission_takes_back_what_was_taken() -> None:
 @pytest.mark.parametrize(
     ("script", "error"),
     [
-        ("sleep 9", UncertainSubmissionError),
-        ("echo 'Socket timed out on send/recv operation' >&2; exit 1", UncertainSubmissionError),
-        ("echo Welcome to our site", UncertainSubmissionError),
+        ("sleep 9", SlurmUncertainError),
+        ("echo 'Socket timed out on send/recv operation' >&2; exit 1", SlurmUncertainError),
+        ("echo Welcome to our site", SlurmUncertainError),
         ("echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1", SlurmUnreachableError),
         ("echo 'Invalid account' >&2; exit 1", SlurmError),
     ],

@@ -17,6 +17,7 @@ from corral.launcher.commands.submit import create_under_a_free_name
 from corral.launcher.commands.submit import main as submit_main
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.status.text import fold
 from corral.launcher.submit import prepare, start
 from corral.launcher.trial.find import read_facts
@@ -336,10 +337,11 @@ def test_a_job_that_was_taken_keeps_its_folder_though_the_journal_cannot_be_writ
             return "7"
 
     prepared = prepare.prepare(experiment, _small(tmp_path), trial_name="q", mode="local")
-    submission = replace(prepared, layout=plan_layout(prepared.plan))
+    plan = prepared.plan.model_copy(update={"mode": "slurm"})
+    submission = replace(prepared, plan=plan, layout=plan_layout(plan))
     start.create(submission)
     submission.directory.journal_path.mkdir()
-    assert start.start(submission, client=Taken()) == "7"
+    assert start.start(submission, cluster=SlurmCluster(Taken())) == "7"
     assert submission.directory.plan_path.exists() and "could not be written" in caplog.text
     submission.directory.journal_path.rmdir()
 

@@ -21,7 +21,8 @@ from corral.launcher.extra_jobs.actions import (
 )
 from corral.launcher.extra_jobs.book import ExtraJobBook
 from corral.launcher.extra_jobs.gang import GangGuard
-from corral.launcher.extra_jobs.specs import why_leaving, with_attempt
+from corral.launcher.slurm.job_end import why_leaving
+from tests.launcher.jobs import job_of
 
 ELASTIC = ExtraJobSpec(name="generation_server/1", num_nodes=1, size=8, is_required=False)
 TRAINER = ExtraJobSpec(name="model_worker", num_nodes=2, size=32, is_required=True)
@@ -36,10 +37,9 @@ def book_of(*specs: ExtraJobSpec, timeout_s: float = 60.0) -> ExtraJobBook:
 def sighting(
     spec: ExtraJobSpec, job_id: str, word: str, *, start: str = "t0", attempt: int = 1, reason: str = "None"
 ) -> JobSighting:
-    hosts = tuple(f"n{index}" for index in range(spec.num_nodes)) if word == "RUNNING" else ()
-    return JobSighting(
-        job_id=job_id, name=spec.name, attempt=attempt, word=word, reason=reason, start=start, hosts=hosts
-    )
+    nodes = ",".join(f"n{index}" for index in range(spec.num_nodes))
+    job = job_of(job_id, word, reason=reason, start=start, nodes=nodes)
+    return JobSighting(name=spec.name, attempt=attempt, job=job)
 
 
 def running(spec: ExtraJobSpec = ELASTIC, job_id: str = "7") -> ExtraJobBook:
@@ -176,9 +176,7 @@ def test_a_submission_whose_answer_was_lost_is_found_in_the_queue() -> None:
 
 def test_a_job_that_lost_a_node_is_given_back_whole() -> None:
     jobs = running(SERVERS)
-    left = JobSighting(
-        job_id="7", name=SERVERS.name, attempt=1, word="RUNNING", reason="None", start="t0", hosts=("n1",)
-    )
+    left = JobSighting(name=SERVERS.name, attempt=1, job=job_of("7", "RUNNING", start="t0", nodes="n1"))
     actions = without_news(jobs.seen([left], 5.0))
     assert actions[0] == CancelJob("7") and isinstance(actions[1], NodesLost) and "1 of 2 nodes" in actions[1].cause
 
@@ -229,11 +227,6 @@ def test_slurm_is_asked_often_only_while_that_may_change_something() -> None:
     jobs.seen([sighting(ELASTIC, "7", "PENDING")], 2.0)
     assert jobs.look_interval_s(3.0) == 2.0
     assert jobs.look_interval_s(100.0) == 10.0
-
-
-def test_the_comment_of_an_extra_job_says_which_attempt_asked_for_it() -> None:
-    options = with_attempt(["--nodes=1", '--comment={"corral":1,"allocation":"a"}'], 3)
-    assert options == ["--nodes=1", '--comment={"corral":1,"allocation":"a","attempt":3}']
 
 
 @pytest.mark.parametrize(

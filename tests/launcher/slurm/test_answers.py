@@ -28,10 +28,10 @@ from corral.launcher.slurm.verdict import judge_exit, judge_job
 from corral.scheduling.slurm_formats import expand_host_list
 
 QUEUE = (
-    "12|12|RUNNING|None|2026-01-01T10:00:00|2026-01-01T11:00:00|54:59|5:01|2|n[1-2]|2026-01-01T09:59:00|debug|exp.t|"
+    "12|12|RUNNING|None|2026-01-01T10:00:00|54:59|2|n[1-2]|exp.t|"
     '{"corral":1,"trial_uuid":"u","attempt":0}\n'
-    "13|7+1|PENDING|Resources|N/A|N/A|1:00:00|0:00|4||2026-01-01T10:00:00|debug|other|(null)\n"
-    "14|14|CANCELLED|None|N/A|N/A|1:00|0:03|1|n1|2026-01-01T10:00:00|debug|pipe|a|b|c\n"
+    "13|7+1|PENDING|Resources|N/A|1:00:00|4||other|(null)\n"
+    "14|14|CANCELLED|None|N/A|1:00|1|n1|pipe|a|b|c\n"
     "broken line\n"
 )
 
@@ -43,7 +43,7 @@ def test_squeue_lines_become_jobs_and_comments_identify_ours() -> None:
     assert jobs[1].tag == jobs[2].tag == {}
     assert jobs[2].comment == "a|b|c"
     assert [job.het_component for job in jobs] == [None, 1, None]
-    assert (jobs[0].time_left, jobs[0].partition, jobs[0].line) == ("54:59", "debug", QUEUE.splitlines()[0])
+    assert (jobs[0].time_left, jobs[0].line) == ("54:59", QUEUE.splitlines()[0])
 
 
 def test_job_ids_with_and_without_a_cluster() -> None:

@@ -19,7 +19,7 @@ from corral.launcher.runners.runner import NodesNotAvailableError, TaskSpec
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.launcher.slurm.srun import SrunRunner
 from corral.launcher.slurm.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
-from corral.launcher.slurm.step import StepPlace, batch_allocations, srun_command
+from corral.launcher.slurm.step import StepPlace, own_job, srun_command
 from corral.launcher.trial.exits import ExitKind
 from corral.scheduling.scheduling import Scheduling
 from tests.launcher.trials import make_plan, wait_until
@@ -174,7 +174,9 @@ class FakeClient(SlurmClient):
 
 def test_a_batch_step_knows_its_allocation() -> None:
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
-    assert batch_allocations(environment) == {0: HEAD}
+    own = own_job(environment)
+    assert own is not None and (own.allocations, own.job_id, own.restart_count) == ({0: HEAD}, "7", 0)
+    assert (own.host, own.hosts) == ("n1", ("n1", "n2")) and own_job({}) is None
 
 
 def test_a_batch_step_of_a_heterogeneous_job_knows_all_components() -> None:
@@ -186,7 +188,9 @@ def test_a_batch_step_of_a_heterogeneous_job_knows_all_components() -> None:
         "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]",
         "SLURM_JOB_NODELIST_HET_GROUP_1": "n3",
     }
-    allocations = batch_allocations(environment)
+    own = own_job(environment | {"SLURM_RESTART_COUNT": "2", "SLURMD_NODENAME": "n2"})
+    assert own is not None and (own.host, own.restart_count, own.hosts) == ("n2", 2, ("n1", "n2", "n3"))
+    allocations = own.allocations
     assert allocations[1] == COMPONENT
     assert (allocations[0].het_group, allocations[0].hosts) == (0, ("n1", "n2"))
     assert [allocations[group].steps_job_id for group in (0, 1)] == ["7", "8"]

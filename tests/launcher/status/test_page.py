@@ -19,9 +19,10 @@ from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.cluster.cached_queue import QueueAnswer
+from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import JobNote, OwnJobs
 from corral.launcher.files import lookout
-from corral.launcher.slurm.parse import QueuedJob
+from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status import page as page_module
 from corral.launcher.status import reader
 from corral.launcher.status.judge import TrialStatus
@@ -29,6 +30,7 @@ from corral.launcher.status.page import StatusPage
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.trial_list import finished_path, read_finished
 from corral.launcher.trial.find import PlanDamagedError, TrialFacts, find_trial, read_facts
+from tests.launcher.jobs import job_of
 from tests.launcher.supervisor.broken_files import hanging
 from tests.launcher.trials import make_plan
 
@@ -36,7 +38,7 @@ from tests.launcher.trials import make_plan
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(page_module, "is_installed", lambda *commands: False)  # no SLURM here
+    monkeypatch.setattr(SlurmQueue, "is_here", lambda queue: False)
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ def test_what_has_ended_is_remembered_as_it_was_shown(fileroot: Path, monkeypatc
 class Jobs:
     """A queue that holds these."""
 
-    def __init__(self, jobs: tuple[QueuedJob, ...]) -> None:
+    def __init__(self, jobs: tuple[Job, ...]) -> None:
         self.jobs = jobs
 
     def look(self, *, newer_than: float = 0.0) -> QueueAnswer:
@@ -121,25 +123,15 @@ class Jobs:
         return False
 
 
-def pending_job(facts: TrialFacts, job_id: str) -> QueuedJob:
+def pending_job(facts: TrialFacts, job_id: str) -> Job:
     return queued_job(job_id, "exp.t", trial_uuid=facts.uuid, directory=str(facts.directory.path))
 
 
-def queued_job(job_id: str, name: str, **tag: str) -> QueuedJob:
+def queued_job(job_id: str, name: str, **tag: str) -> Job:
     """Pending; without a tag somebody else's."""
-    return QueuedJob(
-        job_id=job_id,
-        state="PENDING",
-        reason="BeginTime",
-        start="N/A",
-        end="N/A",
-        elapsed="0:00",
-        num_nodes="1",
-        nodes="",
-        submitted="",
-        name=name,
-        comment=json.dumps({"corral": 1, "allocation": "head"} | tag) if tag else "billed to project 7",
-    )
+    if tag:
+        return job_of(job_id, reason="BeginTime", name=name, tag={"corral": 1, "allocation": "head"} | tag)
+    return job_of(job_id, reason="BeginTime", name=name, comment="billed to project 7")
 
 
 def status_of(directory: TrialDirectory) -> TrialStatus:
@@ -191,7 +183,7 @@ def test_the_work_for_a_job_does_not_grow_with_the_number_of_trials(
 ) -> None:
     num_trials = 40
     trials = [make_trial(fileroot, f"t-{number:02}", mode="slurm", state="FAILED") for number in range(num_trials)]
-    jobs: list[QueuedJob] = []
+    jobs: list[Job] = []
     for number, directory in enumerate(trials):
         facts = read_facts(directory)
         assert facts is not None
@@ -201,27 +193,18 @@ def test_the_work_for_a_job_does_not_grow_with_the_number_of_trials(
             queued_job(str(2000 + number), f"exp.gone-{number}", **gone),
             queued_job(str(3000 + number), f"somebody-{number}"),
         ]
-    read, asked = Counter[str](), Counter[str]()
-    read_tag, identify = QueuedJob.tag.fget, OwnJobs.identify
-    assert read_tag is not None
+    asked, identify = Counter[str](), OwnJobs.identify
 
-    def count_reading(job: QueuedJob) -> dict[str, Any]:
-        read[job.job_id] += 1
-        return read_tag(job)
-
-    def count_asking(own: OwnJobs, job: QueuedJob) -> JobNote | None:
+    def count_asking(own: OwnJobs, job: Job) -> JobNote | None:
         asked[job.job_id] += 1
         return identify(own, job)
 
-    monkeypatch.setattr(QueuedJob, "tag", property(count_reading))
     monkeypatch.setattr(OwnJobs, "identify", count_asking)
     monkeypatch.setattr(page_module, "CachedQueue", lambda client: Jobs(tuple(jobs)))
     found = rows(page(fileroot).all_trials())
     assert set(found) == {
         f"{kind}-{number:{width}}" for kind, width in (("t", "02"), ("gone", "")) for number in range(40)
     }
-    assert set(read) == {job.job_id for job in jobs}, "the seam is there"
-    assert max(read.values()) <= num_trials // 4, read.most_common(3)
     assert set(asked) == {str(1000 + number) for number in range(num_trials)}, (
         "a trial is asked about its own jobs only"
     )

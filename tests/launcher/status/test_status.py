@@ -16,7 +16,9 @@ from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.launcher.cluster.cached_queue import QueueAnswer
-from corral.launcher.slurm.parse import QueuedJob
+from corral.launcher.cluster.jobs import Job
+from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.evidence import ExtraJob
 from corral.launcher.status.explain import explain
 from corral.launcher.status.judge import Evidence, WorkerLife, describe, judge
@@ -28,6 +30,7 @@ from corral.launcher.trial.history import PastAttempt
 from corral.launcher.trial.rendezvous import connect_name_service
 from corral.workers.lifecycle.presence import Presence
 from tests.launcher.conftest import MakeTrial
+from tests.launcher.jobs import job_of
 from tests.launcher.trials import wait_until
 
 NOW = 10_000.0
@@ -68,7 +71,7 @@ HEALTHY = Evidence(
     is_supervised=True,
     job=None,
     job_id="",
-    slurm_error="",
+    cluster_error="",
     records={worker: record() for worker in WORKERS},
 )
 
@@ -89,23 +92,17 @@ TOLD = msgspec.structs.replace(ASKED, by="SLURM (cancelled)", state="CANCELLED")
 ON_SLURM = dataclasses.replace(FACTS, mode="slurm")
 
 
-def job(state: str, reason: str = "None") -> QueuedJob:
-    return QueuedJob(
-        job_id="7",
-        state=state,
-        reason=reason,
-        start="N/A",
-        end="N/A",
-        elapsed="0:00",
-        num_nodes="1",
-        nodes="",
-        submitted="",
-        name="exp.t",
-        comment="",
-    )
+def job(state: str, reason: str = "None", *, has_run: bool = False, exit_code: str = "") -> Job:
+    """What squeue shows, and what a closer look finds."""
+
+    class Slurm(SlurmClient):
+        def job(self, job_id: str) -> dict[str, str] | None:
+            return {"ExitCode": exit_code}
+
+    return SlurmQueue(Slurm()).look_closer(job_of("7", state, reason=reason), has_run=has_run)
 
 
-DOWN: dict[str, Any] = {"slurm_error": "squeue timed out", "unreachable_since": NOW - 30.0}
+DOWN: dict[str, Any] = {"cluster_error": "squeue timed out", "unreachable_since": NOW - 30.0}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +137,7 @@ DOWN: dict[str, Any] = {"slurm_error": "squeue timed out", "unreachable_since": 
         ({"facts": ON_SLURM, "records": None, **DOWN}, "UNKNOWN", "squeue timed out"),
         ({"facts": ON_SLURM, **DOWN}, "RUNNING", "unreachable since"),
         ({"facts": ON_SLURM, "job": job("PENDING", "Priority"), "jobs_known_at": NOW, **DOWN}, "QUEUED", "unreach"),
-        ({"facts": ON_SLURM, "job": None, "records": None, "jobs_known_at": NOW}, "LOST", "SLURM does not know"),
+        ({"facts": ON_SLURM, "job": None, "records": None, "jobs_known_at": NOW}, "LOST", "the cluster does not know"),
         ({"facts": ON_SLURM, "job": None, "jobs_known_at": NOW}, "RUNNING", "its workers speak"),
         ({"facts": ON_SLURM, "job": job("RUNNING")}, "RUNNING", ""),
         ({"facts": ON_SLURM, "job": job("PENDING", "Priority")}, "QUEUED", "Priority"),
@@ -322,10 +319,11 @@ def extra_job(state: str, reason: str = "None", *, is_elastic: bool = True) -> E
          "RUNNING", ""),
         ({"given_up": {"rollout_worker/1": "out of restarts"}}, "DEGRADED", "goes on without rollout_worker/1"),
         # Between two attempts.
-        ({"facts": ON_SLURM, "job": job("PENDING", "Dependency"), "has_run": True,
+        ({"facts": ON_SLURM, "job": job("PENDING", "Dependency", has_run=True), "has_run": True,
           "attempt_ended": {"attempt": 0, "state": "CONTINUES", "cause": "time limit"}},
          "REQUEUED", "attempt 1 waits in job 7"),
-        ({"facts": ON_SLURM, "job": job("PENDING", "BeginTime"), "has_run": True}, "REQUEUED", "without a word"),
+        ({"facts": ON_SLURM, "job": job("PENDING", "BeginTime", has_run=True), "has_run": True},
+         "REQUEUED", "without a word"),
         ({"facts": ON_SLURM, "job": job("RUNNING"), "attempt_ended": {"attempt": 0, "state": "PREEMPTED"}},
          "STARTING", "attempt 1 starts in job 7"),
         ({"facts": ON_SLURM, "job": None, "records": None, "jobs_known_at": NOW,
@@ -334,13 +332,13 @@ def extra_job(state: str, reason: str = "None", *, is_elastic: bool = True) -> E
         ({"facts": ON_SLURM, "job": None, "records": None, "jobs_known_at": NOW,
           "attempt_ended": {"attempt": 0, "state": "CONTINUES"}}, "LOST", "no job is there to go on"),
         # What only SLURM knows.
-        ({"facts": ON_SLURM, "job": job("FAILED", "JobLaunchFailure"), "exit_code": "0:53"}, "FAILED", "folder"),
+        ({"facts": ON_SLURM, "job": job("FAILED", "JobLaunchFailure", exit_code="0:53")}, "FAILED", "folder"),
         ({"facts": ON_SLURM, "job": job("FAILED", "NonZeroExitCode"),
           "failure": {"worker": "rollout_worker/1", "returncode": 3, "node": "n4"}},
          "FAILED", "rollout_worker/1 exit 3 on n4"),
         ({"facts": ON_SLURM, "job": dataclasses.replace(job("NODE_FAIL", "NodeDown"), nodes="n[3-4]")},
          "NODE_FAILED", "n[3-4]: a node failed"),
-        ({"facts": ON_SLURM, "job": None, "records": None, "jobs_known_at": NOW, "accounted_state": "TIMEOUT"},
+        ({"facts": ON_SLURM, "job": None, "records": None, "jobs_known_at": NOW, "accounted": job("TIMEOUT")},
          "TIMED_OUT", "time limit"),
         ({"facts": ON_SLURM, "job": job("CANCELLED"), "is_stopped": True, "stop_request": ASKED},
          "STOPPED", ""),
@@ -397,6 +395,6 @@ def test_attempts_before_this_one_are_told_with_their_nodes() -> None:
 
 def test_the_facts_behind_a_word_are_shown_with_the_command() -> None:
     evidence = dataclasses.replace(HEALTHY, facts=ON_SLURM, job=dataclasses.replace(job("RUNNING"), line="7|RUNNING"))
-    text = explain(evidence, describe(evidence), QueueAnswer(asked_at=NOW, jobs=()))
+    text = explain(evidence, describe(evidence), QueueAnswer(asked_at=NOW, jobs=(), question=SlurmQueue().question))
     assert text.startswith("why RUNNING") and "$ squeue -h -t all" in text and "7|RUNNING" in text
     assert "3 of 3 workers hold a lease" in text

@@ -12,14 +12,17 @@ from corral.experiments.trial.attempts import begin_attempt, record_attempt
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
+from corral.launcher.cluster.own_job import OwnJob
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
+from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.supervisor import successor
 from corral.launcher.supervisor.actions import EndTrial, Outcome
 from corral.launcher.supervisor.attempt_ending import AttemptEnding
 from corral.launcher.supervisor.end_actions import Verdict
 from corral.launcher.supervisor.successor import Continuation
+from tests.launcher.jobs import queued
 from tests.launcher.trials import StubTrial
 
 OWN = "7"
@@ -39,6 +42,7 @@ class Slurm(SlurmClient):
     """A queue in memory: what is alive in it, and which commands are refused."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.alive: set[str] = set()
         self.answer: dict[str, str] | None = KILLED
         self.refused: set[str] = set()
@@ -68,10 +72,7 @@ class Slurm(SlurmClient):
         self.requeues += 1
 
     def queue(self) -> list[QueuedJob]:
-        fields = dict.fromkeys(["reason", "start", "end", "elapsed", "num_nodes", "nodes", "submitted", "name"], "")
-        comment = f'{{"corral": 1, "trial_uuid": "{self.uuid}"}}'
-        ids = [OWN, *sorted(self.alive)]
-        return [QueuedJob(job_id=job_id, state="PENDING", comment=comment, **fields) for job_id in ids]
+        return [queued(job_id, tag={"corral": 1, "trial_uuid": self.uuid}) for job_id in (OWN, *sorted(self.alive))]
 
     def nodes(self) -> list[Any]:
         return []
@@ -104,13 +105,11 @@ class Attempt:
             journal.append(event, attempt=0, **fields)
 
         slurm = Continuation(
-            client=self.slurm,
+            cluster=SlurmCluster(self.slurm),
             plan=self.trial.plan,
             layout=plan_layout(self.trial.plan),
             directory=self.directory,
-            job_id=OWN,
-            restart_count=0,
-            hosts=(),
+            own=OwnJob(job_id=OWN, restart_count=0, host="n1", allocations={}),
             record=record,
         )
         self.end = AttemptEnding(

@@ -13,12 +13,12 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import Allocation, Layout, RunningAllocation, Step
 from corral.launcher.runners.runner import Task, TaskSpec
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
+from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.slurm.parse import Node
 from corral.launcher.supervisor.node_loss import (
     NodeLoss,
     Relocation,
     is_trial_over,
-    nodes_that_are_down,
     note_failed_node,
     relocate,
 )
@@ -198,7 +198,7 @@ class Client(SlurmClient):
     def job(self, job_id: str) -> dict[str, str] | None:
         if not self.is_reachable:
             raise SlurmUnreachableError("scontrol did not answer within 20 s")
-        return None if self.left is None else {"JobId": job_id, "NodeList": self.left}
+        return None if self.left is None else {"JobId": job_id, "JobState": "RUNNING", "NodeList": self.left}
 
     def nodes(self) -> list[Node]:
         if self.states is None:
@@ -243,7 +243,7 @@ class Runner:
 def watched(client: Client) -> tuple[NodeLoss, Runner]:
     runner = Runner()
     running = RunningAllocation(job_id="7", het_group=None, hosts=("n1", "n2", "n3"))
-    return NodeLoss(client=client, layout=THREE_NODES, head=running, runner=runner), runner
+    return NodeLoss(cluster=SlurmCluster(client), layout=THREE_NODES, head=running, runner=runner), runner
 
 
 def test_a_node_that_slurm_took_out_of_the_job_is_told_once() -> None:
@@ -293,8 +293,8 @@ def test_a_second_loss_counts_what_the_first_one_moved() -> None:
 
 def test_nodes_are_down_if_slurm_says_so() -> None:
     client = Client(states={"n1": "alloc", "n2": "down*", "n3": "fail", "n4": "down"})
-    assert nodes_that_are_down(client, ["n1", "n2", "n3", "n9"]) == ["n2", "n3"]
-    assert nodes_that_are_down(Client(states=None), ["n2"]) == []
+    assert SlurmCluster(client).failed_nodes(["n1", "n2", "n3", "n9"]) == ["n2", "n3"]
+    assert SlurmCluster(Client(states=None)).failed_nodes(["n2"]) == []
 
 
 def test_a_failed_node_that_cannot_be_noted_is_told(tmp_path: Path) -> None:

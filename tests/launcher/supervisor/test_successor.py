@@ -10,8 +10,10 @@ import pytest
 from corral.experiments.trial.attempt_ends import add_failed_node, failed_nodes
 from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.journal import Journal
+from corral.launcher.cluster.own_job import OwnJob
+from corral.launcher.layout.layout import RunningAllocation
 from corral.launcher.layout.planner import plan_layout
-from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.slurm.job_end import JobEnd
 from corral.launcher.supervisor import successor
 from corral.launcher.supervisor.successor import Continuation
@@ -74,21 +76,20 @@ class Attempt:
     def again(self, *, job_id: str = OWN, attempt: int = 0, restart_count: int = 0) -> Continuation:
         """As the supervisor of an attempt makes it."""
         journal = Journal(self.directory.journal_path)
+        running = RunningAllocation(job_id=job_id, het_group=None, hosts=("n1", "n2"))
         return Continuation(
-            client=SlurmClient(timeout_s=5.0),
+            cluster=SlurmCluster(timeout_s=5.0),
             plan=self.trial.plan,
             layout=plan_layout(self.trial.plan),
             directory=self.directory,
-            job_id=job_id,
-            restart_count=restart_count,
-            hosts=("n1", "n2"),
+            own=OwnJob(job_id=job_id, restart_count=restart_count, host="n1", allocations={0: running}),
             record=lambda event, **fields: journal.append(event, attempt=attempt, **fields),
         )
 
     def queue(self, *jobs: tuple[str, str], uuid: str = "") -> None:
         """Lets squeue show jobs of this trial, or of another: id and state."""
         comment = f'{{"corral":1,"allocation":"head","trial_uuid":"{uuid or self.trial.plan.trial.uuid}"}}'
-        lines = [f"{job}|{job}|{state}|None|N/A|N/A|0:0|0:0|1|n1|N/A|debug|name|{comment}" for job, state in jobs]
+        lines = [f"{job.removeprefix('7+')}|{job}|{state}|None|N/A|0:0|1|n1|name|{comment}" for job, state in jobs]
         said = self.slurm.folder / "says" / "squeue"
         before = said.read_text().splitlines() if said.exists() else []
         self.slurm.says("squeue", "\n".join([*before, *lines]))
@@ -221,8 +222,7 @@ def test_at_the_end_every_other_job_of_the_trial_is_cancelled_and_nobody_elses(a
 
 
 def test_the_components_of_our_own_job_end_with_it(attempt: Attempt) -> None:
-    attempt.queue((OWN, "RUNNING"), ("8", "RUNNING"))
-    attempt.slurm.says("scontrol", "JobId=8 HetJobId=7 HetJobOffset=1 JobState=RUNNING")
+    attempt.queue((OWN, "RUNNING"), (f"{OWN}+8", "RUNNING"))
     attempt.continuation.sweep()
     assert attempt.slurm.calls("scancel") == []
 
