@@ -350,7 +350,7 @@ def _read_extra_jobs(directory: TrialDirectory) -> tuple[dict[str, bool], dict[s
 
 def _zombies(jobs: TrialJobs, records: Mapping[str, WorkerRecord] | None, attempt: int) -> tuple[str, ...]:
     notes = [
-        f"job {job.job_id} of an earlier attempt is still {job.state}; scancel {job.job_id}" for job in jobs.zombies
+        f"job {job.job_id} of an earlier attempt is still {job.word}; scancel {job.job_id}" for job in jobs.zombies
     ]
     for worker, record in (records or {}).items():
         if record.attempt != attempt:
