@@ -44,7 +44,8 @@ def _own_records(evidence: Evidence) -> Iterator[str]:
 
 
 def _cluster(evidence: Evidence, answer: QueueAnswer) -> Iterator[str]:
-    yield f"$ {answer.question}"
+    if answer.question:
+        yield f"$ {answer.question}"
     if answer.error:
         yield f"{_INDENT}no answer: {answer.error}"
     if answer.asked_at is not None:
