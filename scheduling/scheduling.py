@@ -8,20 +8,17 @@ ExperimentScheduling
   rollout_worker     TasksGroup(count=16, Scheduling(cpu=4, mem=20 GiB))
 """
 
-import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from corral.scheduling.frozen import FrozenModel
+from corral.scheduling.job_options import JobOptions, word
 from corral.scheduling.slurm_formats import (
     check_environment_name,
     check_plain_text,
-    check_point_in_time,
-    check_sbatch_arguments,
     parse_memory_mb,
-    parse_time_limit,
 )
 from corral.scheduling.worker_information import WORKER_KINDS, WorkerKind
 
@@ -32,93 +29,31 @@ def _memory_mb(value: Any) -> Any:
     return parse_memory_mb(value) if isinstance(value, str) else value
 
 
-def _quoted_time(value: Any) -> Any:
-    # YAML 1.1 reads an unquoted 24:00:00 as 86400, which SLURM would take for 60 days of minutes.
-    if isinstance(value, int | float):
-        raise ValueError(f"must be quoted, got the number {value}; write '60' for minutes or '1:00:00' for an hour")
-    return value
-
-
 ELASTIC_KINDS = ("generation_server", "rollout_worker")
 
 MemoryMb = Annotated[int, BeforeValidator(_memory_mb)]
 OptionalMemoryMb = Annotated[int | None, BeforeValidator(_memory_mb)]
-SlurmTime = Annotated[str, BeforeValidator(_quoted_time)]
-
-_WORD_RULES = {
-    "gpu_type": re.compile(r"[A-Za-z0-9._-]+"),
-    "nodelist": re.compile(r"[A-Za-z0-9._,\[\]-]+"),
-    "exclude": re.compile(r"[A-Za-z0-9._,\[\]-]+"),
-    "partition": re.compile(r"[A-Za-z0-9._,-]+"),
-    "account": re.compile(r"[A-Za-z0-9._@-]+"),
-    "qos": re.compile(r"[A-Za-z0-9._-]+"),
-    "constraint": re.compile(r"[A-Za-z0-9._&|*()\[\],:=-]+"),
-    "reservation": re.compile(r"[A-Za-z0-9._,-]+"),
-}
 
 
-class AllocationNeeds(NamedTuple):
-    """What decides whether two groups can share one SLURM allocation: only groups with equal needs can."""
-
-    partition: str | None
-    account: str | None
-    qos: str | None
-    constraint: str | None
-    reservation: str | None
-    nodelist: str | None
-    exclude: str | None
-
-
-class Scheduling(FrozenModel):
+class Scheduling(JobOptions):
     """What one task of a worker group asks of the cluster."""
 
     cpu: int = Field(ge=1)
     """CPUs per task, as SLURM counts them. Where it counts threads, a task gets the whole cores that they are of."""
     gpu: int = Field(default=0, ge=0)
     """GPUs per task."""
-    gpu_type: str | None = None
+    gpu_type: Annotated[str | None, word(r"[A-Za-z0-9._-]+")] = None
     """GRES type of the GPUs ("a100"); None takes any."""
     gpu_binding: Literal["per_task", "slice", "none"] = "per_task"
     """`per_task`: SLURM shows a task its own GPUs only. `slice`: the tasks of a node share one device cgroup, and each is told its part in CUDA_VISIBLE_DEVICES (ranks that talk over CUDA IPC). `none`: all GPUs of the step."""  # noqa: E501
     mem: MemoryMb = Field(ge=1)
     """Memory per task in MB; a string may carry a unit ("20G")."""
-    nodelist: str | None = None
-    """Nodes to use, as a SLURM host list ("n[1-4]"); None lets SLURM choose."""
-    exclude: str | None = None
-    """Nodes not to use, as a SLURM host list."""
-    partition: str | None = None
-    """SLURM partition; None is the cluster's default."""
-    account: str | None = None
-    """Account to charge; None is the user's default."""
-    qos: str | None = None
-    """Quality of service; None is the account's default."""
-    constraint: str | None = None
-    """Node features that are needed ("h100&ib")."""
-    reservation: str | None = None
-    """Reservation to run in."""
     container_image: str | None = None
     """Image that the task runs in; None runs on the host."""
     container_mounts: tuple[str, ...] = ()
     """Bind mounts of the container, each "/host/path:/container/path[:options]"."""
     env_vars: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the task, beside the inherited ones."""
-    time_limit: SlurmTime | None = None
-    """Longest run in a SLURM form ("12:00:00", "2-0"); None is the partition's default."""
-    begin: SlurmTime | None = None
-    """Earliest start ("now+2hours", "2026-01-31T08:00"); None is at once."""
-    deadline: SlurmTime | None = None
-    """Time by which the job must be able to end, or SLURM removes it; None is never."""
-    extra_sbatch_arguments: tuple[str, ...] = ()
-    """More sbatch options ("--licenses=matlab:1"), except those that corral sets itself."""
-
-    @field_validator(*_WORD_RULES)
-    @classmethod
-    def _words_hold_only_what_slurm_allows(cls, value: str | None, info: Any) -> str | None:
-        if value is not None:
-            check_plain_text(value, what=info.field_name)
-            if not _WORD_RULES[info.field_name].fullmatch(value):
-                raise ValueError(f"{info.field_name} {value!r} must match {_WORD_RULES[info.field_name].pattern}")
-        return value
 
     @field_validator("container_image")
     @classmethod
@@ -155,26 +90,6 @@ class Scheduling(FrozenModel):
         for name, text in value.items():
             check_environment_name(name)
             check_plain_text(text, what=f"environment variable {name}")
-        return value
-
-    @field_validator("time_limit")
-    @classmethod
-    def _time_limit_is_one_of_slurms_forms(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_time_limit(value)
-        return value
-
-    @field_validator("begin", "deadline")
-    @classmethod
-    def _points_in_time_exist(cls, value: str | None) -> str | None:
-        return None if value is None else check_point_in_time(value)
-
-    @field_validator("extra_sbatch_arguments")
-    @classmethod
-    def _extra_arguments_are_not_owned(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for argument in value:
-            check_plain_text(argument, what="extra sbatch argument")
-        check_sbatch_arguments(value)
         return value
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ A value that SLURM would reject, or read as something else, is refused here with
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time, timedelta
 from typing import NamedTuple
 
@@ -235,17 +235,7 @@ _PROTECTED_OPTIONS: dict[str, _Owned] = {
     "gpus-per-socket": _Owned("use the fields gpu and gpu_type"),
     "gpu-bind": _Owned(),
     "tres-per-task": _Owned("use the fields cpu, gpu and gpu_type"),
-    "nodelist": _Owned("use the field nodelist"),
     "nodefile": _Owned("use the field nodelist"),
-    "exclude": _Owned("use the field exclude"),
-    "partition": _Owned("use the field partition"),
-    "account": _Owned("use the field account"),
-    "qos": _Owned("use the field qos"),
-    "constraint": _Owned("use the field constraint"),
-    "reservation": _Owned("use the field reservation"),
-    "time": _Owned("use the field time_limit"),
-    "begin": _Owned("use the field begin"),
-    "deadline": _Owned("use the field deadline"),
     "container-image": _Owned("use the field container_image"),
     "container-mounts": _Owned("use the field container_mounts"),
     "parsable": _ANSWER,
@@ -260,8 +250,14 @@ _PROTECTED_OPTIONS: dict[str, _Owned] = {
 _OPTION = re.compile(r"--(?P<name>[A-Za-z][A-Za-z0-9-]*)(?:=(?P<value>.*))?")
 
 
-def check_sbatch_arguments(arguments: Sequence[str]) -> None:
-    """Refuse extra sbatch options that corral owns; each argument is one "--option" or "--option=value"."""
+def check_sbatch_arguments(arguments: Sequence[str], *, field_by_option: Mapping[str, str]) -> None:
+    """Refuse further options of sbatch that corral owns.
+
+    Args:
+        arguments: each one "--option" or "--option=value".
+        field_by_option: options that a field of the configuration stands for.
+    """
+    owned_options = _PROTECTED_OPTIONS | {name: _Owned(f"use the field {it}") for name, it in field_by_option.items()}
     for argument in arguments:
         match = _OPTION.fullmatch(argument)
         if match is None:
@@ -270,15 +266,12 @@ def check_sbatch_arguments(arguments: Sequence[str]) -> None:
             )
         name = match["name"].lower()
         # getopt accepts any unambiguous beginning: --job-n is --job-name too.
-        owned = name if name in _PROTECTED_OPTIONS else _first_with_beginning(name)
-        if owned is not None:
-            why, instead = _PROTECTED_OPTIONS[owned].why, _PROTECTED_OPTIONS[owned].instead
+        beginnings = [name] if name in owned_options else [owned for owned in owned_options if owned.startswith(name)]
+        if beginnings:
+            owned = min(beginnings)
+            why, instead = owned_options[owned].why, owned_options[owned].instead
             remedy = f"leave it out: {instead}" if instead else "leave it out"
             raise ValueError(f"extra sbatch argument {argument!r} may not be given (--{owned}), {why}; {remedy}")
-
-
-def _first_with_beginning(name: str) -> str | None:
-    return next((owned for owned in sorted(_PROTECTED_OPTIONS) if owned.startswith(name)), None)
 
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field
 
 from corral.experiments.config.base import FrozenConfig
+from corral.scheduling.job_options import JobOptions
 from corral.scheduling.placement import NodeShape
-from corral.scheduling.scheduling import OptionalMemoryMb, Scheduling, SlurmTime
+from corral.scheduling.scheduling import OptionalMemoryMb, Scheduling
 from corral.scheduling.worker_information import WorkerKind
 
 ASSUMED_NODE = NodeShape(cpus=64, gpus=8, mem_mb=480 * 1024)
@@ -58,33 +59,11 @@ class ClusterConfig(FrozenConfig):
         return "mem", f"{mem_mb}M"
 
 
-class LaunchConfig(FrozenConfig):
+class LaunchConfig(JobOptions, FrozenConfig):
     """How the trial is submitted to SLURM."""
 
     layout: Literal["auto", "packed", "hetjob", "jobs"] = "auto"
     """`packed` is one allocation for all groups, `hetjob` one component per kind of node, `jobs` one job per group; `auto` takes `packed` where all groups may share an allocation, else `hetjob`."""  # noqa: E501
-    partition: str | None = None
-    """SLURM partition; None is the cluster's default."""
-    account: str | None = None
-    """SLURM account."""
-    qos: str | None = None
-    """SLURM quality of service."""
-    constraint: str | None = None
-    """Node features that the allocation needs."""
-    reservation: str | None = None
-    """SLURM reservation."""
-    nodelist: str | None = None
-    """Nodes that the allocation must contain."""
-    exclude: str | None = None
-    """Nodes that the allocation must not contain."""
-    time_limit: SlurmTime | None = None
-    """SLURM time, such as 30, 1:30:00 or 2-12; None is the partition's default."""
-    begin: SlurmTime | None = None
-    """Earliest start, as sbatch --begin takes it."""
-    deadline: SlurmTime | None = None
-    """Latest end, as sbatch --deadline takes it."""
-    extra_sbatch_arguments: list[str] = []
-    """Further arguments of sbatch, each as one string; those that corral sets itself are refused."""
     signal_before_end_s: int = Field(default=180, ge=5)
     """Seconds before the time limit at which the trial checkpoints and hands over to its next attempt; SLURM may be up to a minute early."""  # noqa: E501
     no_kill: bool = False
@@ -95,20 +74,6 @@ class LaunchConfig(FrozenConfig):
     """Layout `jobs`: seconds from the first running job to the last; after it all are given back and asked for again."""  # noqa: E501
     sbatch_template: Path | None = None
     """A Jinja template to use instead of the shipped trial.sbatch.j2."""
-
-    @field_validator(
-        "partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude",
-        "time_limit", "begin", "deadline", "extra_sbatch_arguments",
-    )  # fmt: skip
-    @classmethod
-    def _is_what_a_group_may_ask_for(cls, value: Any, info: ValidationInfo) -> Any:
-        # One set of rules for the job and for its groups.
-        try:
-            Scheduling.model_validate({"cpu": 1, "mem": 1, info.field_name or "": value})
-        except ValidationError as error:
-            details = error.errors(include_url=False)[0]
-            raise ValueError(str(details.get("ctx", {}).get("error", details["msg"]))) from error
-        return value
 
 
 class SupervisionConfig(FrozenConfig):

@@ -146,12 +146,13 @@ def _quoted(text: str) -> str:
 
 def _checked_arguments(arguments: Sequence[str]) -> Sequence[str]:
     from corral.experiments.errors import ConfigError, shorten, split_remedy
-    from corral.scheduling.slurm_formats import check_plain_text, check_sbatch_arguments
+    from corral.scheduling.job_options import check_extra_arguments
+    from corral.scheduling.slurm_formats import check_plain_text
 
     for argument in arguments:
         try:
             check_plain_text(argument, what="--sbatch-arg")
-            check_sbatch_arguments([argument])
+            check_extra_arguments([argument])
         except ValueError as error:
             rule, remedy = split_remedy(str(error))
             place = f"--sbatch-arg={shorten(argument)}"

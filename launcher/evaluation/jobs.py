@@ -33,11 +33,13 @@ from corral.launcher.evaluation.status import EvaluationStatus, JobRecord, cause
 from corral.launcher.runners.containers import contain
 from corral.launcher.runners.local import visible_gpus
 from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError, clean_environment, is_installed
+from corral.scheduling.job_options import AllocationNeeds, option_name
 from corral.scheduling.scheduling import Scheduling
 
 _MAX_CONTINUATIONS = 10
 _MAX_PARALLEL = 16
 _SIGNAL_BEFORE_END_S = 60
+_PARAMETERS = ("partition", "account", "qos", "constraint", "nodelist", "exclude")  # that SlurmExecutor has
 
 
 class EvaluationFailedError(RuntimeError):
@@ -93,16 +95,15 @@ class EvaluationResources:
     ) -> "EvaluationResources":
         """As much as one training rank gets, on one GPU, where the trial runs."""
         gpus = min(scheduling.gpu, 1)
-        fields = ("partition", "account", "qos", "constraint", "exclude", "nodelist")
-        slurm: dict[str, Any] = {field: getattr(scheduling, field) or getattr(launch, field) for field in fields}
-        slurm["partition"] = partition or slurm["partition"]
+        needs = {name: getattr(scheduling, name) or getattr(launch, name) for name in AllocationNeeds.model_fields}
+        needs["partition"] = partition or needs["partition"]
+        slurm: dict[str, Any] = {name: value for name, value in needs.items() if name in _PARAMETERS}
         if gpus:
             slurm |= _gpu_parameters(cluster.gpu_request, scheduling.gpu_type)
         extra = [*launch.extra_sbatch_arguments, *scheduling.extra_sbatch_arguments]
         pairs = {name: value for name, _, value in (argument.lstrip("-").partition("=") for argument in extra)}
         further: dict[str, Any] = {"requeue": True} | {name: value or True for name, value in pairs.items()}
-        if reservation := scheduling.reservation or launch.reservation:
-            further["reservation"] = reservation
+        further |= {option_name(name): value for name, value in needs.items() if value and name not in _PARAMETERS}
         slurm["additional_parameters"] = further
         return cls(
             job_name=f"eval.{trial}",

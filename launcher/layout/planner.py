@@ -18,14 +18,10 @@ import msgspec
 from corral.experiments.errors import ConfigError, KeyPath, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Allocation, AllocationRole, Layout, LayoutKind, Step
+from corral.scheduling.job_options import NEEDS, TIMES, AllocationNeeds
 from corral.scheduling.placement import SLACK_CPUS, SLACK_MEM_MB, NodeShape, Placement, PlacementError, place
-from corral.scheduling.scheduling import AllocationNeeds, Scheduling, TasksGroup
+from corral.scheduling.scheduling import Scheduling, TasksGroup
 from corral.scheduling.worker_information import WorkerKind, parse_worker_id, worker_id
-
-NEEDS = AllocationNeeds._fields
-TIMES = ("time_limit", "begin", "deadline")
-ALLOCATION_FIELDS = (*NEEDS, *TIMES)
-"""Scheduling fields that are set for a whole allocation: in `launch`, or in the groups' scheduling."""
 
 SUPERVISED: tuple[WorkerKind, ...] = ("master_worker", "gserver_manager")
 """What runs beside the supervisor, on the first node of the head."""
@@ -95,7 +91,7 @@ def _asked(plan: RunPlan, scheduling: Scheduling, name: str) -> Any:
 
 
 def _needs(plan: RunPlan, scheduling: Scheduling) -> AllocationNeeds:
-    return AllocationNeeds(*(_asked(plan, scheduling, name) for name in NEEDS))
+    return AllocationNeeds(**{name: _asked(plan, scheduling, name) for name in NEEDS})
 
 
 def _pools(plan: RunPlan) -> list[_Pool]:
@@ -192,7 +188,7 @@ def _with_company_for_the_head(plan: RunPlan, pools: Sequence[_Pool], shapes: No
     Components of a heterogeneous job never share a node: alone, one CPU of a master would take a whole one.
     """
     head, *others = pools
-    if any(head.needs) or not others or any(kind not in SUPERVISED for kind in head.groups):
+    if head.needs != AllocationNeeds() or not others or any(kind not in SUPERVISED for kind in head.groups):
         return list(pools)
     if any(group.scheduling.gpu_type for group in head.groups.values()):
         return list(pools)
@@ -345,7 +341,7 @@ def _elastic_allocation(plan: RunPlan, worker: str, task: Scheduling, shape: Nod
 
 
 def _options(needs: AllocationNeeds, times: Mapping[str, str | None]) -> dict[str, str]:
-    asked = {**needs._asdict(), **times}
+    asked = {**needs.model_dump(), **times}
     return {name: value for name, value in asked.items() if value is not None}
 
 

@@ -24,12 +24,12 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.cluster import supervisor_alive_path
 from corral.launcher.cluster.own_jobs import job_name
 from corral.launcher.layout.layout import Allocation, Layout
+from corral.scheduling.job_options import option_name
 from corral.scheduling.slurm_formats import check_plain_text
 
 COMPONENT_SEPARATOR = ":"
 SUPERVISOR_SILENCE_S = 120
 _LOOK_INTERVAL_S = 5
-_OPTION_BY_FIELD = {"time_limit": "time"}  # the others have the name of their option
 _NOT_SHOWN = ("--job-name=", "--comment=", "--output=", "--open-mode=", "--export=", "--signal=", "--requeue")
 _BASH_TIMEOUT_S = 10.0
 _PLAIN_VALUE = re.compile(r"[A-Za-z0-9_.,:=@+/%\[\]-]+")
@@ -202,7 +202,7 @@ def _allocation_options(
     values = dict(allocation.options)
     if excluded := _excluded(allocation, exclude_nodes):
         values["exclude"] = excluded
-    options += [f"--{_OPTION_BY_FIELD.get(field, field)}={value}" for field, value in values.items()]
+    options += [f"--{option_name(field)}={value}" for field, value in values.items()]
     return [*options, *allocation.extra_arguments]
 
 

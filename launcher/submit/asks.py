@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 
 from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, KeyPath
 from corral.experiments.plan import RunPlan
-from corral.launcher.layout.planner import ALLOCATION_FIELDS, SUPERVISED
+from corral.launcher.layout.planner import SUPERVISED
 from corral.launcher.slurm.parse import Node
 from corral.launcher.submit.cluster import (
     ClusterFacts,
@@ -19,6 +19,7 @@ from corral.launcher.submit.cluster import (
     node_shapes,
     plain_features,
 )
+from corral.scheduling.job_options import ALLOCATION_FIELDS
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import Scheduling
 from corral.scheduling.slurm_formats import expand_host_list, format_time_limit, parse_point_in_time, parse_time_limit

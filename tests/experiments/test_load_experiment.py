@@ -54,7 +54,7 @@ def test_override_can_create_and_remove_a_section(folder: Path) -> None:
 
 def test_override_takes_lists_and_text_with_equal_signs(folder: Path) -> None:
     experiment = _ppo(folder, "launch.extra_sbatch_arguments=[--licenses=a:1, --mail-type=END]")
-    assert experiment.launch.extra_sbatch_arguments == ["--licenses=a:1", "--mail-type=END"]
+    assert experiment.launch.extra_sbatch_arguments == ("--licenses=a:1", "--mail-type=END")
 
 
 @pytest.mark.parametrize(("typed", "value"), [("30", "30"), ("2-12", "2-12"), ('"45"', "45")])

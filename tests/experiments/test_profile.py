@@ -36,7 +36,7 @@ def test_what_is_stronger_wins_and_what_it_leaves_open_comes_from_beneath(experi
 def test_a_list_is_replaced_as_a_whole(experiment: Path, tmp_path: Path) -> None:
     weak = _profile(tmp_path, "launch: {extra_sbatch_arguments: [--licenses=a, --nice]}\n", "weak.yaml")
     strong = _profile(tmp_path, "launch: {extra_sbatch_arguments: [--licenses=b]}\n", "strong.yaml")
-    assert load_experiment(experiment, profiles=[weak, strong]).launch.extra_sbatch_arguments == ["--licenses=b"]
+    assert load_experiment(experiment, profiles=[weak, strong]).launch.extra_sbatch_arguments == ("--licenses=b",)
 
 
 def test_resources_of_a_group_merge_key_by_key(experiment: Path, tmp_path: Path) -> None:

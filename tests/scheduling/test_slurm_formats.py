@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corral.scheduling.job_options import check_extra_arguments
 from corral.scheduling.slurm_formats import (
     check_environment_name,
     check_plain_text,
     check_point_in_time,
-    check_sbatch_arguments,
     format_time_limit,
     parse_memory_mb,
     parse_point_in_time,
@@ -137,13 +137,13 @@ def test_points_in_time_that_do_not_exist_are_refused(text: str) -> None:
 )
 def test_sbatch_arguments_that_corral_owns_are_refused_with_the_field_to_use(argument: str, remedy: str) -> None:
     with pytest.raises(ValueError) as refusal:
-        check_sbatch_arguments(["--exclusive", argument])
+        check_extra_arguments(["--exclusive", argument])
     assert remedy in str(refusal.value)
     assert repr(argument) in str(refusal.value)
 
 
 def test_other_sbatch_arguments_pass() -> None:
-    check_sbatch_arguments(["--exclusive", "--licenses=matlab:1", "--mail-type=END,FAIL", "--time-min=10", "--nice=5"])
+    check_extra_arguments(["--exclusive", "--licenses=matlab:1", "--mail-type=END,FAIL", "--time-min=10", "--nice=5"])
 
 
 @given(st.text())
