@@ -8,6 +8,7 @@ from pydantic import Field
 
 from corral.experiments.config.base import FrozenConfig
 from corral.scheduling.job_options import JobOptions
+from corral.scheduling.layout_kind import AskedLayout
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import OptionalMemoryMb, Scheduling
 from corral.scheduling.worker_information import WorkerKind
@@ -62,7 +63,7 @@ class ClusterConfig(FrozenConfig):
 class LaunchConfig(JobOptions, FrozenConfig):
     """How the trial is submitted to SLURM."""
 
-    layout: Literal["auto", "packed", "hetjob", "jobs"] = "auto"
+    layout: AskedLayout = "auto"
     """`packed` is one allocation for all groups, `hetjob` one component per kind of node, `jobs` one job per group; `auto` takes `packed` where all groups may share an allocation, else `hetjob`."""  # noqa: E501
     signal_before_end_s: int = Field(default=180, ge=5)
     """Seconds before the time limit at which the trial checkpoints and hands over to its next attempt; SLURM may be up to a minute early."""  # noqa: E501

@@ -11,6 +11,7 @@ import typer
 
 from corral.experiments.exit_codes import CommandExit
 from corral.launcher.commands.common import Fileroot, fail, run, terminal_width, user_errors, wait_for_trial
+from corral.scheduling.layout_kind import AskedLayout
 
 if TYPE_CHECKING:
     from corral.launcher.submit.prepare import Submission
@@ -27,15 +28,6 @@ class DryRun(StrEnum):
     SCRIPT = "script"
 
 
-class LayoutName(StrEnum):
-    """As `launch.layout`."""
-
-    AUTO = "auto"
-    PACKED = "packed"
-    HETJOB = "hetjob"
-    JOBS = "jobs"
-
-
 def submit(
     experiment: Annotated[Path | None, typer.Argument(metavar="EXPERIMENT", help="The experiment file (YAML).")] = None,
     trial: Annotated[
@@ -48,7 +40,7 @@ def submit(
         str | None,
         typer.Option("--profile", metavar="PROFILE", help="Name or path of a profile beneath the experiment file."),
     ] = None,
-    layout: Annotated[LayoutName | None, typer.Option("--layout", help="As launch.layout.")] = None,
+    layout: Annotated[AskedLayout | None, typer.Option("--layout", help="As launch.layout.")] = None,
     sbatch_arg: Annotated[
         list[str] | None,
         typer.Option("--sbatch-arg", metavar="OPTION", help="Further option of sbatch, as --licenses=a:1; repeatable."),
@@ -122,7 +114,7 @@ def create_under_a_free_name(submission: "Submission", prepare: "Callable[[], Su
     return submission
 
 
-def _changes(overrides: Sequence[str] | None, *, fileroot: Path | None, layout: LayoutName | None) -> list[str]:
+def _changes(overrides: Sequence[str] | None, *, fileroot: Path | None, layout: AskedLayout | None) -> list[str]:
     """Options that stand for a key of the experiment file, after the overrides."""
     from corral.experiments.errors import ConfigError
     from corral.scheduling.slurm_formats import check_plain_text

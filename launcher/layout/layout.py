@@ -1,11 +1,8 @@
 """Layout: which allocations a trial asks SLURM for, and in which of them, on which node, each worker's step runs.
 
     groups + node shapes --plan_layout (pure, at submission)--> Layout --layout.json--> supervisor
-                                                                 |
-      packed   [head]                                            +--> options of sbatch
-      hetjob   [head] [component] ...      one sbatch            +--> options of srun, per worker
-      jobs     [head] [group] [group] ...  a job each
-      any      + [elastic] [elastic] ...   a job each
+                                                                 +--> options of sbatch
+                                                                 +--> options of srun, per worker
 
 The head allocation holds the batch step, and in it the supervisor, Redis, the master and the manager. `rl-submit` asks
 for the head (with its components); the supervisor asks for the extra jobs, of groups and elastic workers, so that none
@@ -17,7 +14,8 @@ from typing import Literal
 
 import msgspec
 
-LayoutKind = Literal["packed", "hetjob", "jobs"]
+from corral.scheduling.layout_kind import LayoutKind
+
 AllocationRole = Literal["head", "component", "group", "elastic"]
 GpuBinding = Literal["per_task", "slice", "none"]
 
@@ -66,6 +64,16 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """The head first."""
     steps: dict[str, Step]
     """By worker, `kind/index`."""
+
+    @property
+    def fixed(self) -> list[int]:
+        """Indices of the allocations that the trial cannot do without: all but those of elastic workers."""
+        return [index for index, allocation in enumerate(self.allocations) if allocation.role != "elastic"]
+
+    @property
+    def components(self) -> list[int]:
+        """Indices of the allocations of the job that a submission asks for: the head, and what starts with it."""
+        return [index for index, one in enumerate(self.allocations) if one.role in ("head", "component")]
 
     @property
     def head(self) -> Allocation:

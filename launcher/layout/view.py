@@ -12,17 +12,18 @@ from corral.launcher.layout.layout import Allocation, Layout
 from corral.scheduling.worker_information import parse_worker_id
 
 _MAX_NODES_SHOWN = 8
-_PARTS = {"packed": "1 job", "hetjob": "1 job of {} components", "jobs": "{} jobs"}
 
 
 def render_layout(layout: Layout) -> list[str]:
     """The lines that rl-submit prints for people."""
-    fixed = [allocation for allocation in layout.allocations if allocation.role != "elastic"]
-    nodes = sum(allocation.num_nodes for allocation in fixed)
-    elastic = len(layout.allocations) - len(fixed)
+    nodes = sum(layout.allocations[index].num_nodes for index in layout.fixed)
+    elastic = len(layout.allocations) - len(layout.fixed)
+    components = len(layout.components)
+    jobs = 1 + len(layout.fixed) - components
+    parts = _count(jobs, "job") + (f" of {components} components" if components > 1 else "")
     # Jobs that leave room on a node may share it.
-    at_most = "up to " if layout.kind == "jobs" else ""
-    heading = f"{layout.kind}: {_PARTS[layout.kind].format(len(fixed))}, {at_most}{_count(nodes, 'node')}"
+    at_most = "up to " if jobs > 1 else ""
+    heading = f"{layout.kind}: {parts}, {at_most}{_count(nodes, 'node')}"
     heading += f", {_count(elastic, 'elastic worker')}" if elastic else ""
     lines = [f"plan       {heading} ({layout.reason})"]
     for index, allocation in enumerate(layout.allocations):

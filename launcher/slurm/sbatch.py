@@ -113,9 +113,8 @@ def sbatch_options(plan: RunPlan, layout: Layout, directory: TrialDirectory) -> 
     ]
     if plan.launch.no_kill:
         options.append("--no-kill")
-    for index, allocation in enumerate(layout.allocations):
-        if allocation.role == "component":
-            options += [COMPONENT_SEPARATOR, *_allocation_options(plan, layout, index, directory)]
+    for index in layout.components[1:]:
+        options += [COMPONENT_SEPARATOR, *_allocation_options(plan, layout, index, directory)]
     return _checked(options)
 
 
@@ -125,11 +124,10 @@ def successor_options(layout: Layout, *, after: str, exclude_nodes: Sequence[str
     Without a ":" sbatch takes options for all components, and an --exclude would replace the component's own.
     """
     options: list[str] = []
-    for allocation in layout.allocations:
-        if allocation.role in ("head", "component"):
-            excluded = _excluded(allocation, exclude_nodes) if exclude_nodes else ""
-            options += [COMPONENT_SEPARATOR] if options else []
-            options += [f"--dependency=afterany:{after}", *([f"--exclude={excluded}"] if excluded else [])]
+    for index in layout.components:
+        excluded = _excluded(layout.allocations[index], exclude_nodes) if exclude_nodes else ""
+        options += [COMPONENT_SEPARATOR] if options else []
+        options += [f"--dependency=afterany:{after}", *([f"--exclude={excluded}"] if excluded else [])]
     return options
 
 

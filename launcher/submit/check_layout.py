@@ -291,11 +291,10 @@ class _Checks:
     def of_all_together(self, nodes: Sequence[Node]) -> Iterator[ConfigProblem]:
         """Allocations that only start together, on nodes that each of them could have alone."""
         names = {node.name for node in nodes}
-        indices = [index for index, one in enumerate(self.layout.allocations) if one.role != "elastic"]
-        usable = {index: self._usable(index, names) for index in indices}
-        if self.layout.kind == "hetjob":
+        usable = {index: self._usable(index, names) for index in self.layout.fixed}
+        if len(self.layout.components) > 1:
             yield from self._components_together(usable)
-        elif self.layout.kind == "jobs":
+        elif len(usable) > 1:
             yield from self._jobs_together(usable)
 
     def _usable(self, index: int, names: Set[str]) -> dict[str, Node]:
@@ -330,8 +329,8 @@ class _Checks:
             "lower the groups' counts, or let them share nodes: the same partition and constraint make one allocation"
         )
         return ConfigProblem(
-            message=f"trial can never start: hetjob {'+'.join(map(str, counts))} nodes of {available}: components "
-            f"never share a node ({names})",
+            message=f"trial can never start: {self.layout.kind} {'+'.join(map(str, counts))} nodes of {available}: "
+            f"components never share a node ({names})",
             hint=(f"count {fits} of {kind} fits; or " if fits and path[-1] == "count" else "") + hint,
             path=path,
             shown=self._count_text(blamed),
@@ -364,7 +363,7 @@ class _Checks:
 
     def _who(self, index: int) -> str:
         """The trial, where it is one allocation; else the groups of this one."""
-        if self.layout.kind == "packed" and self.layout.allocations[index].role == "head":
+        if self.layout.fixed == [index]:
             return "it"
         kinds = dict.fromkeys(parse_worker_id(worker)[0] for worker in self.layout.workers_of(index))
         return " and ".join(kinds) or self.layout.allocations[index].name

@@ -151,9 +151,9 @@ def _ask_slurm(
     with tempfile.TemporaryDirectory(prefix="corral-check-") as folder:
         script, extra_script = Path(folder) / "trial.sbatch", Path(folder) / "extra_job.sbatch"
         script.write_bytes(os.fsencode(render_script(plan, layout, directory)))
-        start_with = [one for one in layout.allocations if one.role in ("head", "component")]
+        start_with = [layout.allocations[index] for index in layout.components]
         answers = [ask(script, [], sbatch_options(plan, layout, directory), start_with)]
-        extra_jobs = [index for index, one in enumerate(layout.allocations) if one.role in ("group", "elastic")]
+        extra_jobs = [index for index in range(len(layout.allocations)) if index not in layout.components]
         if extra_jobs:
             extra_script.write_bytes(os.fsencode(render_extra_job(directory)))
         asked: set[str] = set()
