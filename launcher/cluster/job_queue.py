@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from corral.experiments.trial.mode import Mode
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.jobs import Job
 
@@ -10,7 +11,7 @@ class JobQueue(Protocol):
     """The part of a cluster that knows and ends this user's jobs."""
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> Mode:
         """What trials say in their plan that run here."""
 
     @property

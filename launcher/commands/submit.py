@@ -75,6 +75,7 @@ def submit(
         elif experiment is None:
             raise typer.BadParameter("name an experiment file, or a trial to --resume")
         else:
+            from corral.launcher.clusters import queue_here
             from corral.launcher.submit.prepare import prepare as prepare_trial
 
             prepare = partial(
@@ -82,7 +83,7 @@ def submit(
                 experiment,
                 _changes(override, fileroot=fileroot, layout=layout),
                 trial_name=trial,
-                mode="local" if local else "slurm",
+                mode="local" if local else queue_here().mode,
                 profile=profile,
                 sbatch_arguments=_checked_arguments(sbatch_arg or []),
             )

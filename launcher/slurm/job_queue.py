@@ -7,6 +7,7 @@ import os
 import shlex
 from dataclasses import replace
 
+from corral.experiments.trial.mode import Mode
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.slurm.client import SlurmClient, is_installed, queue_command
 from corral.launcher.slurm.job_details import JobInquiry
@@ -26,7 +27,7 @@ class SlurmQueue:
         self._inquiry = JobInquiry(self._client)
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> Mode:
         return "slurm"
 
     @property
