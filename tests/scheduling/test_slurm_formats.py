@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.job_options import check_extra_arguments
+from corral.scheduling.job_options import ALLOCATION_FIELDS, check_extra_arguments, option_name
 from corral.scheduling.slurm_formats import (
     check_environment_name,
     check_plain_text,
@@ -140,6 +140,12 @@ def test_sbatch_arguments_that_corral_owns_are_refused_with_the_field_to_use(arg
         check_extra_arguments(["--exclusive", argument])
     assert remedy in str(refusal.value)
     assert repr(argument) in str(refusal.value)
+
+
+@pytest.mark.parametrize("field", ALLOCATION_FIELDS)
+def test_an_option_that_has_a_field_is_refused_as_a_further_argument(field: str) -> None:
+    with pytest.raises(ValueError, match=f"use the field {field}"):
+        check_extra_arguments([f"--{option_name(field)}=x"])
 
 
 def test_other_sbatch_arguments_pass() -> None:
