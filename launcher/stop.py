@@ -17,7 +17,8 @@ from typing import Literal
 
 from corral.experiments.trial.attempt_ends import read_end
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
-from corral.experiments.trial.log import DoneError, TrialLog
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.log_state import DoneError
 from corral.experiments.trial.mode import has_jobs
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.job_queue import JobQueue

@@ -23,7 +23,8 @@ from pathlib import Path
 import msgspec
 
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, fsync_directory, write_new_file
-from corral.experiments.trial.log import LogState, Stop, TrialLog
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.log_state import LogState, Stop
 
 _FILE_NAME = re.compile(r"(?:attempt|claim)-(\d+)\.json")
 _RECORD_NAME = re.compile(r"attempt-(\d+)\.json")

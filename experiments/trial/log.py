@@ -45,27 +45,6 @@ from corral.experiments.trial.log_state import (
     UncertainAppendError,
 )
 
-__all__ = [
-    "Claim",
-    "Commit",
-    "CorruptLogError",
-    "DirectoryStorage",
-    "Done",
-    "DoneError",
-    "Entry",
-    "FallBack",
-    "LogState",
-    "LogWriter",
-    "LoggedCommit",
-    "SlotStorage",
-    "Stop",
-    "StoppedError",
-    "SupersededError",
-    "TrialLog",
-    "TrialLogError",
-    "UncertainAppendError",
-]
-
 MAX_ENTRY_BYTES: Final = 4096
 _DECODER: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(Claim | Commit | FallBack | Stop | Done)
 _MAX_REASON_CHARACTERS: Final = 500  # at most 2000 bytes of an entry

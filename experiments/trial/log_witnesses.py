@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.log import CorruptLogError, LogState, TrialLog
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.log_state import CorruptLogError, LogState
 
 _EPOCH_OF_DIRECTORY: Final = re.compile(r"(?:step-|v)\d{8,}-e(?P<epoch>\d+)(?:-[0-9a-f]{8})?", re.ASCII)
 _EPOCH_OF_DELTA: Final = re.compile(r"(?P<epoch>\d+)-\d+-[0-9a-f]{8}\.json", re.ASCII)

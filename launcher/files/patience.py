@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from corral.experiments.trial.log import UncertainAppendError
+from corral.experiments.trial.log_state import UncertainAppendError
 from corral.launcher.files.file_thread import is_momentary
 
 logger = logging.getLogger(__name__)

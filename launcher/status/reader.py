@@ -19,7 +19,8 @@ from corral.experiments.trial.attempt_ends import read_end
 from corral.experiments.trial.attempts import AttemptRecord, last_attempt, read_attempts, read_claim, why_not_another
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import read_journal
-from corral.experiments.trial.log import LogState, TrialLog, TrialLogError
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.log_state import LogState, TrialLogError
 from corral.experiments.trial.mode import has_jobs
 from corral.experiments.trial.worker_record import WorkerRecord, decode_record
 from corral.launcher.cluster.cached_queue import CachedQueue, DirectQueue, Queue, QueueAnswer

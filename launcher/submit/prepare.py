@@ -23,7 +23,8 @@ from corral.experiments.trial.directory import (
     next_trial_name,
     validate_name,
 )
-from corral.experiments.trial.log import CorruptLogError, TrialLog
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.log_witnesses import read_whole_log
 from corral.experiments.trial.mode import Mode, has_jobs
 from corral.launcher.cluster.cluster import Cluster

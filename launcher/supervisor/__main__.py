@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
-from corral.experiments.trial.log import CorruptLogError
+from corral.experiments.trial.log_state import CorruptLogError
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.supervisor.keeper import keep, record_failure
 from corral.launcher.supervisor.parts import make_supervisor

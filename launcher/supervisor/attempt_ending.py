@@ -17,7 +17,8 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempt_ends import AttemptEndRecord, EndState, Follows, write_end
 from corral.experiments.trial.attempts import read_attempts, why_not_another
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
-from corral.experiments.trial.log import LogState, StoppedError, TrialLog, TrialLogError
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.log_state import LogState, StoppedError, TrialLogError
 from corral.launcher.supervisor.actions import EndTrial
 from corral.launcher.supervisor.attempt_end import ADVICE, AttemptEnd
 from corral.launcher.supervisor.end_actions import (

@@ -25,7 +25,8 @@ from corral.experiments.trial.attempts import (
 )
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
-from corral.experiments.trial.log import StoppedError, TrialLog
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.log_state import StoppedError
 from corral.experiments.trial.mode import has_jobs
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.cluster.cluster import Cluster

@@ -25,7 +25,8 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempt_ends import EndState
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
-from corral.experiments.trial.log import Done, Entry, Stop, StoppedError, TrialLog, TrialLogError
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.log_state import Done, Entry, Stop, StoppedError, TrialLogError
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
-from corral.experiments.trial.log import Entry, TrialLog
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.log_state import Entry
 from corral.launcher.files.file_thread import FileThread, Job
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ import pytest
 from corral.experiments.trial.attempt_ends import failed_nodes
 from corral.experiments.trial.attempts import read_attempts
 from corral.experiments.trial.directory import StopRequest
-from corral.experiments.trial.log import Stop, TrialLog
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.log_state import Stop
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.trial.lock import lock_path, read_lock
 from tests.launcher.trials import wait_until

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.log import Commit, LoggedCommit, TrialLog
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.log_state import Commit, LoggedCommit
 from corral.workers.checkpoint.checkpoint import CorruptCheckpointError, committed_ledger
 from corral.workers.checkpoint.ledger import CorruptLedgerError, Ledger, read_delta
 

@@ -29,7 +29,7 @@ from pydantic import BaseModel
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.log import CorruptLogError
+from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.name_resolve import Lease, NameService, NameServiceError, TrialKeys
 from corral.workers.lifecycle.notice import Notice

@@ -80,13 +80,8 @@ from typing import Any
 
 from corral.experiments.trial.attempts import may_resume
 from corral.experiments.trial.journal import Journal
-from corral.experiments.trial.log import (
-    DoneError,
-    LogWriter,
-    StoppedError,
-    SupersededError,
-    TrialLog,
-)
+from corral.experiments.trial.log import LogWriter, TrialLog
+from corral.experiments.trial.log_state import DoneError, StoppedError, SupersededError
 from corral.experiments.trial.log_witnesses import read_whole_log
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec
 from corral.name_resolve import Lease

@@ -26,7 +26,8 @@ from corral.experiments.trial.attempts import (
     why_not_another,
 )
 from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.log import Commit, Done, LoggedCommit, LogState, Stop, TrialLog
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.log_state import Commit, Done, LoggedCommit, LogState, Stop
 
 
 @pytest.fixture

@@ -16,15 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.trial.log import (
+from corral.experiments.trial.log import LogWriter, TrialLog
+from corral.experiments.trial.log_state import (
     Commit,
     CorruptLogError,
     DoneError,
     LoggedCommit,
-    LogWriter,
     StoppedError,
     SupersededError,
-    TrialLog,
     UncertainAppendError,
 )
 

@@ -10,20 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from corral.experiments.trial.log import (
+from corral.experiments.trial.log import DirectoryStorage, LogWriter, TrialLog
+from corral.experiments.trial.log_state import (
     Claim,
     Commit,
     CorruptLogError,
-    DirectoryStorage,
     Done,
     DoneError,
     FallBack,
     LoggedCommit,
-    LogWriter,
     Stop,
     StoppedError,
     SupersededError,
-    TrialLog,
     TrialLogError,
     UncertainAppendError,
 )

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.log import Commit, LoggedCommit, LogWriter, TrialLog
+from corral.experiments.trial.log import LogWriter, TrialLog
+from corral.experiments.trial.log_state import Commit, LoggedCommit
 from corral.workers.checkpoint import checkpoint
 from corral.workers.checkpoint.checkpoint import (
     CheckpointWriter,

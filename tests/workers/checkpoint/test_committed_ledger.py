@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.log import LoggedCommit, LogWriter, TrialLog
+from corral.experiments.trial.log import LogWriter, TrialLog
+from corral.experiments.trial.log_state import LoggedCommit
 from corral.workers.checkpoint.checkpoint import CheckpointWriter
 from corral.workers.checkpoint.committed_ledger import CommittedLedger, LedgerNews
 from corral.workers.checkpoint.ledger import Ledger, write_delta, write_whole

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.log import Commit
+from corral.experiments.trial.log_state import Commit
 from corral.workers.checkpoint.ledger import (
     CorruptLedgerError,
     Ledger,

@@ -14,7 +14,8 @@ import pytest
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
-from corral.experiments.trial.log import CorruptLogError, TrialLog
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.log_state import CorruptLogError
 from corral.workers.checkpoint import checkpoint
 from corral.workers.checkpoint.checkpoint import NoValidCheckpointError, RecoveryPoint
 from corral.workers.checkpoint.ledger import LEDGER_NAME
