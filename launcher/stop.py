@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from corral.experiments.trial.attempt_ends import read_end
+from corral.experiments.trial.attempt_end_record import read_end
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import DoneError

@@ -17,7 +17,7 @@ In the grace period of a preemption the job is RUNNING with a PreemptTime: its s
 import re
 from collections.abc import Mapping
 
-from corral.experiments.trial.attempt_ends import EndState
+from corral.experiments.trial.attempt_end_record import EndState
 from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.cluster.own_job import JobEnd, JobProspect
 from corral.launcher.slurm.words import phase_of, state_word

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.trial.attempt_ends import read_end
+from corral.experiments.trial.attempt_end_record import read_end
 from corral.experiments.trial.attempts import AttemptRecord, last_attempt, read_attempts, read_claim, why_not_another
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import read_journal

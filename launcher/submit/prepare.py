@@ -16,7 +16,7 @@ from corral.experiments.experiment import Experiment
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.profile import find_profiles
 from corral.experiments.registry import load_with_source
-from corral.experiments.trial.attempt_ends import read_end
+from corral.experiments.trial.attempt_end_record import read_end
 from corral.experiments.trial.attempts import last_attempt
 from corral.experiments.trial.directory import (
     TrialDirectory,

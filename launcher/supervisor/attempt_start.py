@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial.attempt_ends import AttemptEndRecord, EndState, read_end, write_end
+from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, read_end, write_end
 from corral.experiments.trial.attempts import (
     AttemptClaim,
     AttemptRecord,

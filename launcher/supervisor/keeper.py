@@ -22,7 +22,7 @@ from functools import partial
 from types import FrameType
 
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial.attempt_ends import AttemptEndRecord, read_end, write_end
+from corral.experiments.trial.attempt_end_record import AttemptEndRecord, read_end, write_end
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from corral.experiments.trial.attempt_ends import add_failed_node
+from corral.experiments.trial.attempt_end_record import add_failed_node
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.job_queue import JobQueue, job_if_known
 from corral.launcher.layout.layout import Allocation, Layout, RunningAllocation, Step

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial.attempt_ends import failed_nodes
+from corral.experiments.trial.attempt_end_record import failed_nodes
 from corral.experiments.trial.attempts import read_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.mode import has_jobs
@@ -21,10 +21,10 @@ from corral.launcher.extra_jobs.specs import FallbackRunner
 from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus
 from corral.launcher.runners.runner import TaskRunner
+from corral.launcher.supervisor.end.continuation import Continuation
 from corral.launcher.supervisor.node_loss import NodeLoss
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.redis import TrialRedis
-from corral.launcher.supervisor.successor import Continuation
 from corral.launcher.supervisor.supervisor import Supervisor
 from corral.launcher.supervisor.unit_specs import WorkerCommand
 

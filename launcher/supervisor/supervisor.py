@@ -22,7 +22,7 @@ from functools import partial
 from signal import Signals
 
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial.attempt_ends import EndState
+from corral.experiments.trial.attempt_end_record import EndState
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
@@ -44,11 +44,11 @@ from corral.launcher.supervisor.actions import (
     SignalTask,
     StartUnit,
 )
-from corral.launcher.supervisor.attempt_ending import AttemptEnding
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks, Exit, NameServer
+from corral.launcher.supervisor.end.continuation import Continuation
+from corral.launcher.supervisor.end.shell import AttemptEnding
 from corral.launcher.supervisor.node_loss import NodeLoss, note_failed_node
 from corral.launcher.supervisor.recorder import Recorder
-from corral.launcher.supervisor.successor import Continuation
 from corral.launcher.supervisor.supervisor_exit import SupervisorExit
 from corral.launcher.supervisor.trial_watch import Seen, TrialWatch
 from corral.launcher.supervisor.unit_nodes import UnitNodes

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial.attempt_ends import failed_nodes
+from corral.experiments.trial.attempt_end_record import failed_nodes
 from corral.experiments.trial.attempts import read_attempts
 from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.log import TrialLog

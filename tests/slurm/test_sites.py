@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial.attempt_ends import read_end
+from corral.experiments.trial.attempt_end_record import read_end
 from corral.experiments.trial.attempts import read_attempts
 from corral.experiments.trial.directory import StopRequest
 from corral.launcher.slurm.client import SlurmClient

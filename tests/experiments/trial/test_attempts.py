@@ -9,7 +9,13 @@ from threading import Barrier, Lock
 
 import pytest
 
-from corral.experiments.trial.attempt_ends import AttemptEndRecord, add_failed_node, failed_nodes, read_end, write_end
+from corral.experiments.trial.attempt_end_record import (
+    AttemptEndRecord,
+    add_failed_node,
+    failed_nodes,
+    read_end,
+    write_end,
+)
 from corral.experiments.trial.attempts import (
     AttemptClaim,
     AttemptRecord,

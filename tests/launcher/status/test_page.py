@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial.attempt_ends import AttemptEndRecord, write_end
+from corral.experiments.trial.attempt_end_record import AttemptEndRecord, write_end
 from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal

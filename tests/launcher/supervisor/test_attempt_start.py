@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial.attempt_ends import AttemptEndRecord, read_end
+from corral.experiments.trial.attempt_end_record import AttemptEndRecord, read_end
 from corral.experiments.trial.attempts import AttemptRecord, begin_attempt, last_attempt, read_claim
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.trial.attempt_ends import AttemptEndRecord, Follows, read_end
+from corral.experiments.trial.attempt_end_record import AttemptEndRecord, Follows, read_end
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.files import patience
 from corral.launcher.supervisor import keeper
@@ -16,7 +16,7 @@ from tests.launcher.trials import StubTrial
 SUPERVISOR = """
 import os, signal, sys
 from pathlib import Path
-from corral.experiments.trial.attempt_ends import AttemptEndRecord, write_end
+from corral.experiments.trial.attempt_end_record import AttemptEndRecord, write_end
 from corral.experiments.trial.directory import TrialDirectory
 
 directory, then = TrialDirectory(Path(sys.argv[1])), sys.argv[2]

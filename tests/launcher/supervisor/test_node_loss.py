@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.experiments.trial.attempt_ends import failed_nodes
+from corral.experiments.trial.attempt_end_record import failed_nodes
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import Allocation, Layout, RunningAllocation, Step
 from corral.launcher.runners.runner import Task, TaskSpec

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.experiments.trial.attempt_ends import EndState
+from corral.experiments.trial.attempt_end_record import EndState
 from corral.experiments.trial.attempts import Refusal, WhyNot
 from corral.launcher.slurm.job_end import JobEnd
 from corral.launcher.supervisor.actions import EndTrial, Outcome
-from corral.launcher.supervisor.attempt_end import AttemptEnd, EndPhase
-from corral.launcher.supervisor.end_actions import (
+from corral.launcher.supervisor.end.actions import (
     AskForSuccessor,
     EndAction,
     RecordAttemptEnd,
@@ -23,6 +22,7 @@ from corral.launcher.supervisor.end_actions import (
     SweepQueue,
     Verdict,
 )
+from corral.launcher.supervisor.end.machine import AttemptEnd, EndPhase
 
 STOPPED = EndTrial(Outcome.STOPPED, "the grace period ended")
 FAILED = EndTrial(Outcome.FAILED, "model_worker used up its restarts")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from corral.experiments.trial.attempt_ends import EndState, Follows
+from corral.experiments.trial.attempt_end_record import EndState, Follows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial.attempt_ends import AttemptEndRecord, EndState, read_end
+from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, read_end
 from corral.experiments.trial.attempts import begin_attempt, record_attempt
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import Journal
@@ -17,11 +17,11 @@ from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.supervisor import successor
 from corral.launcher.supervisor.actions import EndTrial, Outcome
-from corral.launcher.supervisor.attempt_ending import AttemptEnding
-from corral.launcher.supervisor.end_actions import Verdict
-from corral.launcher.supervisor.successor import Continuation
+from corral.launcher.supervisor.end import continuation
+from corral.launcher.supervisor.end.actions import Verdict
+from corral.launcher.supervisor.end.continuation import Continuation
+from corral.launcher.supervisor.end.shell import AttemptEnding
 from tests.launcher.jobs import queued
 from tests.launcher.trials import StubTrial
 
@@ -153,7 +153,7 @@ def attempt(tmp_path: Path) -> Attempt:
 def no_patience() -> Iterator[None]:
     """What scancel refuses is not tried for long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(successor, "_SWEEP_TIMEOUT_S", 0.0)
+        patch.setattr(continuation, "_SWEEP_TIMEOUT_S", 0.0)
         yield
 
 

@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial.attempt_ends import AttemptEndRecord, EndState, Follows, write_end
+from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, Follows, write_end
 from corral.experiments.trial.attempts import read_attempts, why_not_another
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState, StoppedError, TrialLogError
 from corral.launcher.supervisor.actions import EndTrial
-from corral.launcher.supervisor.attempt_end import ADVICE, AttemptEnd
-from corral.launcher.supervisor.end_actions import (
+from corral.launcher.supervisor.end.actions import (
     AskForSuccessor,
     EndAction,
     RecordAttemptEnd,
@@ -32,7 +31,8 @@ from corral.launcher.supervisor.end_actions import (
     SweepQueue,
     Verdict,
 )
-from corral.launcher.supervisor.successor import Continuation
+from corral.launcher.supervisor.end.continuation import Continuation
+from corral.launcher.supervisor.end.machine import ADVICE, AttemptEnd
 
 _CAUSE_BY_STATE = {
     EndState.TIMED_OUT: "the time limit is near",

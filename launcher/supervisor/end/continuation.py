@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial.attempt_ends import EndState, failed_nodes
+from corral.experiments.trial.attempt_end_record import EndState, failed_nodes
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.launcher.cluster.cluster import Cluster
 from corral.launcher.cluster.errors import ClusterError

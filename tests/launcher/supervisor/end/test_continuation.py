@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial.attempt_ends import add_failed_node, failed_nodes
+from corral.experiments.trial.attempt_end_record import add_failed_node, failed_nodes
 from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.journal import Journal
 from corral.launcher.cluster.own_job import OwnJob
@@ -15,8 +15,8 @@ from corral.launcher.layout.layout import RunningAllocation
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.slurm.job_end import JobEnd
-from corral.launcher.supervisor import successor
-from corral.launcher.supervisor.successor import Continuation
+from corral.launcher.supervisor.end import continuation
+from corral.launcher.supervisor.end.continuation import Continuation
 from tests.launcher.trials import StubTrial
 
 OWN = "7"
@@ -230,8 +230,8 @@ def test_the_components_of_our_own_job_end_with_it(attempt: Attempt) -> None:
 def test_a_controller_that_is_away_at_the_end_is_waited_for_but_not_for_ever(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(successor, "_SWEEP_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(successor, "_SWEEP_INTERVAL_S", 0.05)
+    monkeypatch.setattr(continuation, "_SWEEP_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(continuation, "_SWEEP_INTERVAL_S", 0.05)
     attempt.slurm.refuses("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
     attempt.continuation.sweep()
     assert len(attempt.slurm.calls("squeue")) > 1

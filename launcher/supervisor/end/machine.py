@@ -20,11 +20,11 @@ The shell is `attempt_ending`; nothing here does I/O. Each method returns what t
 from enum import StrEnum
 from typing import Literal
 
-from corral.experiments.trial.attempt_ends import EndState, Follows
+from corral.experiments.trial.attempt_end_record import EndState, Follows
 from corral.experiments.trial.attempts import Refusal
 from corral.launcher.cluster.own_job import JobEnd
 from corral.launcher.supervisor.actions import EndTrial, Outcome
-from corral.launcher.supervisor.end_actions import (
+from corral.launcher.supervisor.end.actions import (
     AskForSuccessor,
     EndAction,
     RecordAttemptEnd,
