@@ -20,7 +20,7 @@ from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
 from corral.launcher.files.file_thread import FileThread, is_momentary
 from corral.launcher.runners.runner import AllocationLostError, Task, TaskRunner, TaskSpec
 from corral.launcher.supervisor.recorder import Recorder
-from corral.launcher.supervisor.unit_specs import REDIS_UNIT, WorkerCommand
+from corral.launcher.supervisor.units.specs import REDIS_UNIT, WorkerCommand
 from corral.launcher.trial.exits import ExitKind, ExitRecorder
 from corral.scheduling.worker_information import parse_worker_id
 

@@ -29,10 +29,10 @@ from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.files.patience import FilePatience
-from corral.launcher.supervisor.actions import Outcome, RestartPolicy
 from corral.launcher.supervisor.attempt_start import claim_decides, open_attempt
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.supervisor_exit import SupervisorExit
+from corral.launcher.supervisor.units.actions import Outcome, RestartPolicy
 from corral.launcher.trial.lock import SupervisorLock
 from corral.launcher.trial.processes import kill_trial_processes
 from corral.launcher.trial.tether import die_with_parent

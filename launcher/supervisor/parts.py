@@ -26,7 +26,7 @@ from corral.launcher.supervisor.node_loss import NodeLoss
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.redis import TrialRedis
 from corral.launcher.supervisor.supervisor import Supervisor
-from corral.launcher.supervisor.unit_specs import WorkerCommand
+from corral.launcher.supervisor.units.specs import WorkerCommand
 
 _CONTINUATION_TIMEOUT_S = 5.0  # it is asked while the cluster is about to kill us
 

@@ -31,7 +31,14 @@ from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
 from corral.launcher.runners.runner import TaskRunner
-from corral.launcher.supervisor.actions import (
+from corral.launcher.supervisor.attempt_tasks import AttemptTasks, Exit, NameServer
+from corral.launcher.supervisor.end.continuation import Continuation
+from corral.launcher.supervisor.end.shell import AttemptEnding
+from corral.launcher.supervisor.node_loss import NodeLoss, note_failed_node
+from corral.launcher.supervisor.recorder import Recorder
+from corral.launcher.supervisor.supervisor_exit import SupervisorExit
+from corral.launcher.supervisor.trial_watch import Seen, TrialWatch
+from corral.launcher.supervisor.units.actions import (
     Action,
     AppendStop,
     CheckNodes,
@@ -44,16 +51,9 @@ from corral.launcher.supervisor.actions import (
     SignalTask,
     StartUnit,
 )
-from corral.launcher.supervisor.attempt_tasks import AttemptTasks, Exit, NameServer
-from corral.launcher.supervisor.end.continuation import Continuation
-from corral.launcher.supervisor.end.shell import AttemptEnding
-from corral.launcher.supervisor.node_loss import NodeLoss, note_failed_node
-from corral.launcher.supervisor.recorder import Recorder
-from corral.launcher.supervisor.supervisor_exit import SupervisorExit
-from corral.launcher.supervisor.trial_watch import Seen, TrialWatch
-from corral.launcher.supervisor.unit_nodes import UnitNodes
-from corral.launcher.supervisor.unit_specs import WorkerCommand, units_of_plan, worker_command
-from corral.launcher.supervisor.units import Supervision, TrialPhase
+from corral.launcher.supervisor.units.machine import Supervision, TrialPhase
+from corral.launcher.supervisor.units.nodes import UnitNodes
+from corral.launcher.supervisor.units.specs import WorkerCommand, units_of_plan, worker_command
 from corral.launcher.supervisor.wake_up import WakeUp
 from corral.launcher.trial.exits import ExitKind
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes

@@ -23,7 +23,6 @@ from typing import Literal
 from corral.experiments.trial.attempt_end_record import EndState, Follows
 from corral.experiments.trial.attempts import Refusal
 from corral.launcher.cluster.own_job import JobEnd
-from corral.launcher.supervisor.actions import EndTrial, Outcome
 from corral.launcher.supervisor.end.actions import (
     AskForSuccessor,
     EndAction,
@@ -35,6 +34,7 @@ from corral.launcher.supervisor.end.actions import (
     SweepQueue,
     Verdict,
 )
+from corral.launcher.supervisor.units.actions import EndTrial, Outcome
 
 ADVICE = "continue with rl-submit --resume"
 _REFUSED = "no further job could be submitted"

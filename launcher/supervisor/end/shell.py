@@ -19,7 +19,6 @@ from corral.experiments.trial.attempts import read_attempts, why_not_another
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState, StoppedError, TrialLogError
-from corral.launcher.supervisor.actions import EndTrial
 from corral.launcher.supervisor.end.actions import (
     AskForSuccessor,
     EndAction,
@@ -33,6 +32,7 @@ from corral.launcher.supervisor.end.actions import (
 )
 from corral.launcher.supervisor.end.continuation import Continuation
 from corral.launcher.supervisor.end.machine import ADVICE, AttemptEnd
+from corral.launcher.supervisor.units.actions import EndTrial
 
 _CAUSE_BY_STATE = {
     EndState.TIMED_OUT: "the time limit is near",

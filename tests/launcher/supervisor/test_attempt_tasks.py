@@ -16,12 +16,12 @@ from corral.launcher.layout.planner import plan_layout
 from corral.launcher.runners.runner import TaskSpec
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.launcher.slurm.srun import SrunRunner
-from corral.launcher.supervisor.actions import RestartPolicy, RestartUnit, StartUnit, UnitSpec
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks, Exit
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.supervisor import Supervisor
 from corral.launcher.supervisor.supervisor_exit import SupervisorExit
-from corral.launcher.supervisor.units import Supervision
+from corral.launcher.supervisor.units.actions import RestartPolicy, RestartUnit, StartUnit, UnitSpec
+from corral.launcher.supervisor.units.machine import Supervision
 from corral.launcher.trial.exits import ExitKind
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from tests.launcher.trials import StubTrial, make_plan, wait_until

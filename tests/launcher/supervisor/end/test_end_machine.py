@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from corral.experiments.trial.attempt_end_record import EndState
 from corral.experiments.trial.attempts import Refusal, WhyNot
 from corral.launcher.slurm.job_end import JobEnd
-from corral.launcher.supervisor.actions import EndTrial, Outcome
 from corral.launcher.supervisor.end.actions import (
     AskForSuccessor,
     EndAction,
@@ -23,6 +22,7 @@ from corral.launcher.supervisor.end.actions import (
     Verdict,
 )
 from corral.launcher.supervisor.end.machine import AttemptEnd, EndPhase
+from corral.launcher.supervisor.units.actions import EndTrial, Outcome
 
 STOPPED = EndTrial(Outcome.STOPPED, "the grace period ended")
 FAILED = EndTrial(Outcome.FAILED, "model_worker used up its restarts")

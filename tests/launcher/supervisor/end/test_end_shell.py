@@ -17,11 +17,11 @@ from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.supervisor.actions import EndTrial, Outcome
 from corral.launcher.supervisor.end import continuation
 from corral.launcher.supervisor.end.actions import Verdict
 from corral.launcher.supervisor.end.continuation import Continuation
 from corral.launcher.supervisor.end.shell import AttemptEnding
+from corral.launcher.supervisor.units.actions import EndTrial, Outcome
 from tests.launcher.jobs import queued
 from tests.launcher.trials import StubTrial
 

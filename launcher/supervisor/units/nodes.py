@@ -10,8 +10,8 @@ from dataclasses import replace
 from corral.launcher.extra_jobs.actions import NodesEvent, NodesGranted, NodesLost, NodesStay
 from corral.launcher.extra_jobs.specs import EXTRA_JOB_ROLES, fallback_steps
 from corral.launcher.layout.layout import Layout
-from corral.launcher.supervisor.actions import Action, UnitSpec
-from corral.launcher.supervisor.units import TRAINER_UNIT, Supervision
+from corral.launcher.supervisor.units.actions import Action, UnitSpec
+from corral.launcher.supervisor.units.machine import TRAINER_UNIT, Supervision
 
 
 class UnitNodes:

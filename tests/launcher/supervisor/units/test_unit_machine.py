@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.launcher.supervisor.actions import (
+from corral.launcher.supervisor.units.actions import (
     Action,
     AppendStop,
     CheckNodes,
@@ -21,7 +21,7 @@ from corral.launcher.supervisor.actions import (
     StartUnit,
     UnitSpec,
 )
-from corral.launcher.supervisor.units import Supervision, TrialPhase
+from corral.launcher.supervisor.units.machine import Supervision, TrialPhase
 from corral.launcher.trial.exits import ExitKind
 
 REDIS = UnitSpec(name="redis", tasks=("redis",), is_service=True)

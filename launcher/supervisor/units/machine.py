@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.launcher.supervisor.actions import (
+from corral.launcher.supervisor.units.actions import (
     Action,
     AppendStop,
     CheckNodes,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.supervisor.actions import UnitSpec
-from corral.launcher.supervisor.units import TRAINER_UNIT
+from corral.launcher.supervisor.units.actions import UnitSpec
+from corral.launcher.supervisor.units.machine import TRAINER_UNIT
 
 REDIS_UNIT = "redis"
 
