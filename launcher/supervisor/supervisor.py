@@ -1,6 +1,6 @@
 """The supervisor of one attempt: starts every worker, watches, restarts, stops, and leaves nothing running.
 
-    plan.json --units--> Supervision (pure) <--exits, trial log, stop request, signals, clock-- this loop
+    plan.json --units--> UnitMachine (pure) <--exits, trial log, stop request, signals, clock-- this loop
                               |
                               +--StartUnit, SignalTask, AppendStop, EndTrial--> TaskRunner, Redis, trial log, journal
 
@@ -33,7 +33,7 @@ from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
 from corral.launcher.runners.runner import TaskRunner
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks, Exit, NameServer
 from corral.launcher.supervisor.end.continuation import Continuation
-from corral.launcher.supervisor.end.shell import AttemptEnding
+from corral.launcher.supervisor.end.shell import EndShell
 from corral.launcher.supervisor.node_loss import NodeLoss, note_failed_node
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.supervisor_exit import SupervisorExit
@@ -51,7 +51,7 @@ from corral.launcher.supervisor.units.actions import (
     SignalTask,
     StartUnit,
 )
-from corral.launcher.supervisor.units.machine import Supervision, TrialPhase
+from corral.launcher.supervisor.units.machine import TrialPhase, UnitMachine
 from corral.launcher.supervisor.units.nodes import UnitNodes
 from corral.launcher.supervisor.units.specs import WorkerCommand, units_of_plan, worker_command
 from corral.launcher.supervisor.wake_up import WakeUp
@@ -110,7 +110,7 @@ class Supervisor:
             units = self._unit_nodes.with_needs(units)
         self._tasks_by_unit = {unit.name: unit.tasks for unit in units}
         self._tasks_of_own_job = {task for unit in units if not unit.needs_nodes for task in unit.tasks}
-        self._supervision = Supervision(
+        self._unit_machine = UnitMachine(
             units,
             RestartPolicy(
                 max_restarts=plan.supervision.max_restarts,
@@ -129,7 +129,7 @@ class Supervisor:
             worker_command=worker_command,
         )
         self._news: deque[_News] = deque()
-        self._ends = AttemptEnding(
+        self._ends = EndShell(
             directory=directory,
             attempt=attempt.attempt,
             plan=plan,
@@ -178,15 +178,15 @@ class Supervisor:
             for number in news.signals:
                 self._request_stop_for(number)
             for one in news.exits:
-                self._apply(self._supervision.exited(one.task, one.returncode, time.monotonic(), kind=one.kind))
-        self._apply(self._supervision.tick(time.monotonic()))
+                self._apply(self._unit_machine.exited(one.task, one.returncode, time.monotonic(), kind=one.kind))
+        self._apply(self._unit_machine.tick(time.monotonic()))
 
     def _drive_extra_jobs(self) -> None:
         """Before the exits are judged: those whose nodes were lost are no crashes."""
         if self._extra_jobs is None or self._unit_nodes is None:
             return
         for action in self._extra_jobs.drive(time.monotonic()):
-            self._apply(self._unit_nodes.apply(action, self._supervision, time.monotonic()))
+            self._apply(self._unit_nodes.apply(action, self._unit_machine, time.monotonic()))
 
     def _after_node_loss(self, exits: Sequence[Exit]) -> Sequence[Exit]:
         """If the allocation outlives its nodes: moves what ran on a lost one, and says whose exit that explains."""
@@ -208,11 +208,11 @@ class Supervisor:
         if relocation.why_over:
             self._ends.nodes_lost(f"{cause}, and {relocation.why_over}")
             self._apply(
-                self._supervision.stop_requested(reason=cause, grace_s=0.0, immediately=True, now=time.monotonic())
+                self._unit_machine.stop_requested(reason=cause, grace_s=0.0, immediately=True, now=time.monotonic())
             )
             return
         for worker in relocation.without_room:
-            self._supervision.give_up(worker)
+            self._unit_machine.give_up(worker)
             self._record("unit_given_up", unit=worker, cause=f"{cause}, and no other has room for it")
 
     def _find_job_gone(self, exits: Sequence[Exit]) -> None:
@@ -224,10 +224,10 @@ class Supervisor:
     def _leave_lost_allocation(self) -> None:
         """The next attempt gets all of its nodes again."""
         cause, self._tasks.lost_allocation = self._tasks.lost_allocation, ""
-        if cause and self._continuation is not None and self._supervision.phase is TrialPhase.RUNNING:
+        if cause and self._continuation is not None and self._unit_machine.phase is TrialPhase.RUNNING:
             self._ends.nodes_lost(cause)
             self._apply(
-                self._supervision.stop_requested(reason=cause, grace_s=0.0, immediately=True, now=time.monotonic())
+                self._unit_machine.stop_requested(reason=cause, grace_s=0.0, immediately=True, now=time.monotonic())
             )
 
     def _heed(self, seen: Seen) -> None:
@@ -246,10 +246,10 @@ class Supervisor:
 
     def _heed_entry(self, entry: Entry) -> None:
         if isinstance(entry, Done):
-            self._apply(self._supervision.log_ended(Outcome.COMPLETE, "", time.monotonic()))
+            self._apply(self._unit_machine.log_ended(Outcome.COMPLETE, "", time.monotonic()))
         elif isinstance(entry, Stop):
             reason = f"{entry.reason} (by {entry.by})" if entry.reason else f"stopped by {entry.by}"
-            self._apply(self._supervision.log_ended(Outcome.STOPPED, reason, time.monotonic()))
+            self._apply(self._unit_machine.log_ended(Outcome.STOPPED, reason, time.monotonic()))
 
     def _keep_groups_down(self, down: frozenset[str]) -> None:
         if down == self._groups_kept_down:
@@ -258,7 +258,7 @@ class Supervisor:
         self._record("groups_kept_down", groups=sorted(down))
         for unit in self._tasks_by_unit:
             is_kept_down = unit.partition("/")[0] in down
-            self._apply(self._supervision.keep_down(unit, is_kept_down=is_kept_down, now=time.monotonic()))
+            self._apply(self._unit_machine.keep_down(unit, is_kept_down=is_kept_down, now=time.monotonic()))
 
     def _heed_stop_request(self, request: StopRequest) -> None:
         if request in self._heeded_requests:
@@ -267,7 +267,7 @@ class Supervisor:
         self._ends.requested(request)
         self._record("stop_requested", by=request.by, now=request.now, grace_s=request.grace_s, then=request.then)
         self._apply(
-            self._supervision.stop_requested(
+            self._unit_machine.stop_requested(
                 reason=f"stopped by {request.by}",
                 grace_s=request.grace_s,
                 immediately=request.now,
@@ -276,7 +276,7 @@ class Supervisor:
         )
 
     def _request_stop_for(self, number: Signals) -> None:
-        request = self._ends.signalled(number, was_asked=self._supervision.phase is not TrialPhase.RUNNING)
+        request = self._ends.signalled(number, was_asked=self._unit_machine.phase is not TrialPhase.RUNNING)
         if request is not None:
             # A file like rl-stop's, because the master has to see it too.
             self._recorder.keep(partial(self._directory.write_stop_request, request))

@@ -14,7 +14,9 @@ FINAL is somebody's word that the trial ends here: nothing that comes later take
 gives state and cause. attempt_ended is recorded for every attempt, once; trial_ended only when nothing follows. While
 SLURM ends our job both are recorded as soon as they are known, because it may kill us before the workers have ended.
 
-The shell is `attempt_ending`; nothing here does I/O. Each method returns what to do now, in order.
+Whether an attempt may follow is decided by `why_not_another` in experiments/trial/attempts.py: end/shell.py, the shell,
+hands its answer to `judge`, and the start of the next job asks it again. Nothing here does I/O. Each method returns
+what to do now, in order.
 """
 
 from enum import StrEnum
@@ -50,7 +52,7 @@ class EndPhase(StrEnum):
     CLOSED = "closed"
 
 
-class AttemptEnd:
+class EndMachine:
     """The decisions about the end of one attempt.
 
     Args:

@@ -1,9 +1,10 @@
-"""The hands of an attempt's end: signals and requests become events of AttemptEnd, its actions calls and records.
+"""The hands of an attempt's end: signals and requests become events of EndMachine, its actions calls and records.
 
-    SIGUSR2, SIGTERM, SIGINT --+                                        +--> sbatch, scancel, scontrol requeue
-    control/stop.json ---------+--> AttemptEnd (pure) --EndAction--> ---+--> control/end-N.json, then the journal
-    lost nodes, last exit -----+           ^                            +--> Stop in the trial log
-                                           +---- SLURM's answer --------+
+    supervisor.py tells                                                  +--> continuation.py: successor, requeue
+    SIGUSR2, SIGTERM, SIGINT --+                                         +--> control/end-N.json, then the journal
+    control/stop.json ---------+--> machine.py (pure) --EndAction--> ----+--> Stop in the trial log
+    lost nodes, last exit -----+           ^                             |
+                                           +---- the cluster's answer ---+
 
 A signal becomes a stop request in control/, because the master has to see it too, and a supervisor that takes over.
 """
@@ -31,7 +32,7 @@ from corral.launcher.supervisor.end.actions import (
     Verdict,
 )
 from corral.launcher.supervisor.end.continuation import Continuation
-from corral.launcher.supervisor.end.machine import ADVICE, AttemptEnd
+from corral.launcher.supervisor.end.machine import ADVICE, EndMachine
 from corral.launcher.supervisor.units.actions import EndTrial
 
 _CAUSE_BY_STATE = {
@@ -47,8 +48,8 @@ _LOCAL_MEANING = {
 _ENDING_GRACE_S = 1.0
 
 
-class AttemptEnding:
-    """Sees the end of one attempt through; `continuation` is None where there is no SLURM."""
+class EndShell:
+    """Sees the end of one attempt through; `continuation` is None where there are no jobs."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class AttemptEnding:
         self._continuation = continuation
         self._record = record
         successor = continuation.successor if continuation is not None else ""
-        self._end = AttemptEnd(has_queue=continuation is not None, successor=successor)
+        self._end = EndMachine(has_queue=continuation is not None, successor=successor)
         self._own_request: StopRequest | None = None
 
     @property
@@ -170,10 +171,10 @@ class AttemptEnding:
             case SealLog() if log is not None:
                 self._seal(log)
             case _ if self._continuation is not None:
-                return self._ask_slurm(action, self._continuation)
+                return self._ask_cluster(action, self._continuation)
         return []
 
-    def _ask_slurm(self, action: EndAction, continuation: Continuation) -> list[EndAction]:
+    def _ask_cluster(self, action: EndAction, continuation: Continuation) -> list[EndAction]:
         match action:
             case AskForSuccessor():
                 why_not = continuation.arrange()

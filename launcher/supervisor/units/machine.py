@@ -18,7 +18,7 @@ The trial:
                                                                                               v
                               ENDED <--all gone-- KILLING <--grace over, or everything but services gone
 
-The shell (`corral.launcher.supervisor`) owns processes, files and clocks; nothing here does I/O.
+The shell (../supervisor.py) owns processes, files and clocks; nothing here does I/O.
 A task is one worker process. The tasks of one unit share collectives: one dies, all start again.
 """
 
@@ -94,7 +94,7 @@ class _Unit:
         return self.phase is UnitPhase.WAITING and is_somewhere and not self.is_kept_down and not self.is_given_up
 
 
-class Supervision:
+class UnitMachine:
     """The decisions of one attempt. Every method takes the time (monotonic seconds) and returns what to do now."""
 
     def __init__(self, units: Sequence[UnitSpec], policy: RestartPolicy) -> None:

@@ -1,6 +1,6 @@
 """Which restart units run in extra jobs: what became of the nodes of an allocation, told to the unit machine. Pure.
 
-extra jobs --NodesGranted(allocation)--> UnitNodes --unit by unit--> Supervision.nodes_granted --> actions
+extra jobs --NodesGranted(allocation)--> UnitNodes --unit by unit--> UnitMachine.nodes_granted --> actions
 unit machine --CheckNodes(unit)--> UnitNodes --allocation--> extra jobs
 """
 
@@ -11,7 +11,7 @@ from corral.launcher.extra_jobs.actions import NodesEvent, NodesGranted, NodesLo
 from corral.launcher.extra_jobs.specs import EXTRA_JOB_ROLES, fallback_steps
 from corral.launcher.layout.layout import Layout
 from corral.launcher.supervisor.units.actions import Action, UnitSpec
-from corral.launcher.supervisor.units.machine import TRAINER_UNIT, Supervision
+from corral.launcher.supervisor.units.machine import TRAINER_UNIT, UnitMachine
 
 
 class UnitNodes:
@@ -46,17 +46,17 @@ class UnitNodes:
             for unit in units
         ]
 
-    def apply(self, action: NodesEvent, supervision: Supervision, now: float) -> list[Action]:
+    def apply(self, action: NodesEvent, machine: UnitMachine, now: float) -> list[Action]:
         """What follows for the units of an allocation from what became of its job."""
         actions: list[Action] = []
         for unit in self._units_by_allocation[action.name]:
             match action:
                 case NodesGranted():
-                    actions += supervision.nodes_granted(unit, now)
+                    actions += machine.nodes_granted(unit, now)
                 case NodesLost(_, cause):
-                    actions += supervision.nodes_lost(unit, cause, now)
+                    actions += machine.nodes_lost(unit, cause, now)
                 case NodesStay():
-                    actions += supervision.nodes_stay(unit, now)
+                    actions += machine.nodes_stay(unit, now)
         return actions
 
 

@@ -21,7 +21,7 @@ from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.supervisor import Supervisor
 from corral.launcher.supervisor.supervisor_exit import SupervisorExit
 from corral.launcher.supervisor.units.actions import RestartPolicy, RestartUnit, StartUnit, UnitSpec
-from corral.launcher.supervisor.units.machine import Supervision
+from corral.launcher.supervisor.units.machine import UnitMachine
 from corral.launcher.trial.exits import ExitKind
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from tests.launcher.trials import StubTrial, make_plan, wait_until
@@ -80,21 +80,21 @@ def test_a_controller_that_is_away_for_long_uses_up_no_restarts(
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     tasks = make_tasks(tmp_path, bind_address="127.0.0.1" if who_asks == "srun" else "auto")
     policy = RestartPolicy(max_restarts=1, pause_s=1.0, healthy_after_s=1e9)
-    supervision, now = Supervision([UnitSpec(name=WORKER, tasks=(WORKER,))], policy), 0.0
+    machine, now = UnitMachine([UnitSpec(name=WORKER, tasks=(WORKER,))], policy), 0.0
     for _ in range(5):
         now += policy.max_pause_s
-        assert supervision.tick(now) == [StartUnit(WORKER)]
+        assert machine.tick(now) == [StartUnit(WORKER)]
         tasks.start([WORKER])
         (ended,) = wait_until(tasks.collect, f"the end of {WORKER}")
         assert ended.kind is ExitKind.SLURM_AWAY
-        assert isinstance(decide(supervision, ended, now), RestartUnit)
+        assert isinstance(decide(machine, ended, now), RestartUnit)
     now += policy.max_pause_s
-    supervision.tick(now)
-    assert isinstance(decide(supervision, Exit(WORKER, 1), now), RestartUnit)  # the one crash that may be
+    machine.tick(now)
+    assert isinstance(decide(machine, Exit(WORKER, 1), now), RestartUnit)  # the one crash that may be
 
 
-def decide(supervision: Supervision, ended: Exit, now: float) -> object:
-    (action,) = supervision.exited(ended.task, ended.returncode, now, kind=ended.kind)
+def decide(machine: UnitMachine, ended: Exit, now: float) -> object:
+    (action,) = machine.exited(ended.task, ended.returncode, now, kind=ended.kind)
     return action
 
 

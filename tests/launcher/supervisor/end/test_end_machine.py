@@ -21,7 +21,7 @@ from corral.launcher.supervisor.end.actions import (
     SweepQueue,
     Verdict,
 )
-from corral.launcher.supervisor.end.machine import AttemptEnd, EndPhase
+from corral.launcher.supervisor.end.machine import EndMachine, EndPhase
 from corral.launcher.supervisor.units.actions import EndTrial, Outcome
 
 STOPPED = EndTrial(Outcome.STOPPED, "the grace period ended")
@@ -43,7 +43,7 @@ JOB_ENDS = [
 class Slurm:
     """A queue that takes and gives up jobs, or does not."""
 
-    end: AttemptEnd
+    end: EndMachine
     alive: set[str] = field(default_factory=set)
     takes_jobs: bool = True
     cancels: bool = True
@@ -86,7 +86,7 @@ class Slurm:
 
 @pytest.fixture
 def slurm() -> Slurm:
-    return Slurm(AttemptEnd(has_queue=True))
+    return Slurm(EndMachine(has_queue=True))
 
 
 def test_a_hand_over_asks_for_one_successor_and_goes_on(slurm: Slurm) -> None:
@@ -154,7 +154,7 @@ def test_of_two_final_words_the_first_one_counts(slurm: Slurm) -> None:
     slurm.do(slurm.end.stop())
     slurm.do(slurm.end.job_ends(SCANCEL))
     assert slurm.finish().state is EndState.STOPPED
-    other = Slurm(AttemptEnd(has_queue=True))
+    other = Slurm(EndMachine(has_queue=True))
     other.do(other.end.job_ends(SCANCEL))
     other.do(other.end.stop())
     assert other.finish().state is EndState.CANCELLED
@@ -164,7 +164,7 @@ def test_a_failure_is_final_unless_slurm_ends_the_job(slurm: Slurm) -> None:
     slurm.do(slurm.end.hand_over(EndState.TIMED_OUT, "soon"))
     assert slurm.finish(FAILED) == Verdict(state=EndState.FAILED, cause=FAILED.cause, goes_on=False)
     assert slurm.alive == set()
-    other = Slurm(AttemptEnd(has_queue=True))
+    other = Slurm(EndMachine(has_queue=True))
     other.do(other.end.job_ends(REQUEUED))
     assert other.finish(FAILED).goes_on
 
@@ -177,7 +177,7 @@ def test_without_progress_nothing_follows(slurm: Slurm) -> None:
 
 
 def test_without_a_queue_nothing_is_handed_over() -> None:
-    here = Slurm(AttemptEnd(has_queue=False))
+    here = Slurm(EndMachine(has_queue=False))
     here.do(here.end.hand_over(EndState.REQUEUED, "asked for"))
     assert here.end.phase is EndPhase.OPEN and here.actions == []
     assert here.finish() == Verdict(state=EndState.STOPPED, cause=STOPPED.cause, goes_on=False)
@@ -185,7 +185,7 @@ def test_without_a_queue_nothing_is_handed_over() -> None:
 
 
 def test_a_successor_of_an_earlier_supervisor_is_not_asked_for_again() -> None:
-    slurm = Slurm(AttemptEnd(has_queue=True, successor="101"), alive={"101"})
+    slurm = Slurm(EndMachine(has_queue=True, successor="101"), alive={"101"})
     slurm.do(slurm.end.hand_over(EndState.TIMED_OUT, "soon"))
     assert slurm.finish().goes_on and slurm.all(AskForSuccessor) == []
 
@@ -209,7 +209,7 @@ EVENTS = st.one_of(
 def test_whatever_comes_in_whatever_order_one_job_at_most_goes_on_and_none_after_a_final_word(
     has_queue: bool, events: list[Any], ends_in: EndTrial, refusal: Refusal | None
 ) -> None:
-    slurm = Slurm(AttemptEnd(has_queue=has_queue))
+    slurm = Slurm(EndMachine(has_queue=has_queue))
     end, final, job_end = slurm.end, None, None
     for event in events:
         match event:

@@ -20,7 +20,7 @@ from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.supervisor.end import continuation
 from corral.launcher.supervisor.end.actions import Verdict
 from corral.launcher.supervisor.end.continuation import Continuation
-from corral.launcher.supervisor.end.shell import AttemptEnding
+from corral.launcher.supervisor.end.shell import EndShell
 from corral.launcher.supervisor.units.actions import EndTrial, Outcome
 from tests.launcher.jobs import queued
 from tests.launcher.trials import StubTrial
@@ -112,7 +112,7 @@ class Attempt:
             own=OwnJob(job_id=OWN, restart_count=0, host="n1", allocations={}),
             record=record,
         )
-        self.end = AttemptEnding(
+        self.end = EndShell(
             directory=self.directory,
             attempt=0,
             plan=self.trial.plan,

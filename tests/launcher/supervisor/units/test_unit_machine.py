@@ -21,7 +21,7 @@ from corral.launcher.supervisor.units.actions import (
     StartUnit,
     UnitSpec,
 )
-from corral.launcher.supervisor.units.machine import Supervision, TrialPhase
+from corral.launcher.supervisor.units.machine import TrialPhase, UnitMachine
 from corral.launcher.trial.exits import ExitKind
 
 REDIS = UnitSpec(name="redis", tasks=("redis",), is_service=True)
@@ -32,101 +32,99 @@ UNITS = (MASTER, GANG, ROLLOUT, REDIS)
 POLICY = RestartPolicy(max_restarts=2, pause_s=1.0, healthy_after_s=100.0, terminate_grace_s=10.0, kill_grace_s=5.0)
 
 
-def started(policy: RestartPolicy = POLICY) -> Supervision:
-    supervision = Supervision(UNITS, policy)
-    supervision.tick(0.0)
-    return supervision
+def started(policy: RestartPolicy = POLICY) -> UnitMachine:
+    machine = UnitMachine(UNITS, policy)
+    machine.tick(0.0)
+    return machine
 
 
 def test_services_start_before_workers() -> None:
-    actions = Supervision(UNITS, POLICY).tick(0.0)
+    actions = UnitMachine(UNITS, POLICY).tick(0.0)
     assert actions[0] == StartUnit("redis")
     assert {action.unit for action in actions if isinstance(action, StartUnit)} == {unit.name for unit in UNITS}
 
 
 def test_a_dead_rollout_worker_is_restarted_alone_after_a_pause() -> None:
-    supervision = started()
-    assert supervision.exited("rollout_worker/0", -9, 10.0) == [
+    machine = started()
+    assert machine.exited("rollout_worker/0", -9, 10.0) == [
         RestartUnit("rollout_worker/0", "rollout_worker/0 signal 9", 1.0, 1)
     ]
-    assert supervision.tick(10.5) == []
-    assert supervision.tick(11.0) == [StartUnit("rollout_worker/0")]
+    assert machine.tick(10.5) == []
+    assert machine.tick(11.0) == [StartUnit("rollout_worker/0")]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ExitKind if kind is not ExitKind.OWN])
 def test_what_could_not_be_started_is_tried_again_at_growing_pauses_and_at_no_cost(kind: ExitKind) -> None:
-    supervision, now, pauses = started(), 0.0, []
+    machine, now, pauses = started(), 0.0, []
     for _ in range(10 * POLICY.max_restarts):
-        (restart,) = supervision.exited("rollout_worker/0", 127, now, kind=kind)
+        (restart,) = machine.exited("rollout_worker/0", 127, now, kind=kind)
         assert isinstance(restart, RestartUnit)
         pauses.append(restart.pause_s)
         now += restart.pause_s
-        assert supervision.tick(now) == [StartUnit("rollout_worker/0")]
+        assert machine.tick(now) == [StartUnit("rollout_worker/0")]
     assert pauses == sorted(pauses) and pauses[-1] == POLICY.max_pause_s
 
 
 def test_a_gang_that_slurms_notice_reached_before_it_could_listen_starts_again_at_no_cost() -> None:
-    supervision, now = started(), 0.0
+    machine, now = started(), 0.0
     for _ in range(POLICY.max_restarts + 1):
-        supervision.exited("model_worker/0", -15, now, kind=ExitKind.NOTICED)
-        (restart,) = supervision.exited("model_worker/1", -15, now, kind=ExitKind.NOTICED)
+        machine.exited("model_worker/0", -15, now, kind=ExitKind.NOTICED)
+        (restart,) = machine.exited("model_worker/1", -15, now, kind=ExitKind.NOTICED)
         assert isinstance(restart, RestartUnit) and "SLURM's notice" in restart.cause
         now += restart.pause_s
-        assert supervision.tick(now) == [StartUnit("model_worker")]
+        assert machine.tick(now) == [StartUnit("model_worker")]
 
 
 def test_one_dead_rank_takes_its_gang_along_and_all_start_together() -> None:
-    supervision = started()
-    assert supervision.exited("model_worker/1", 1, 10.0) == [SignalTask("model_worker/0", kill=True)]
-    assert supervision.tick(20.0) == []  # not before the old gang is gone
-    assert supervision.exited("model_worker/0", -9, 20.0) == [
-        RestartUnit("model_worker", "model_worker/1 exit 1", 1.0, 1)
-    ]
-    assert supervision.tick(21.0) == [StartUnit("model_worker")]
+    machine = started()
+    assert machine.exited("model_worker/1", 1, 10.0) == [SignalTask("model_worker/0", kill=True)]
+    assert machine.tick(20.0) == []  # not before the old gang is gone
+    assert machine.exited("model_worker/0", -9, 20.0) == [RestartUnit("model_worker", "model_worker/1 exit 1", 1.0, 1)]
+    assert machine.tick(21.0) == [StartUnit("model_worker")]
 
 
 def test_the_cause_is_the_rank_that_died_not_the_peer_that_noticed_first() -> None:
-    supervision = started()
-    supervision.exited("model_worker/0", WorkerExit.GANG_BROKEN, 10.0)
-    supervision_actions = [action for action in supervision.exited("model_worker/1", -9, 10.0)]
+    machine = started()
+    machine.exited("model_worker/0", WorkerExit.GANG_BROKEN, 10.0)
+    supervision_actions = [action for action in machine.exited("model_worker/1", -9, 10.0)]
     # model_worker/1 had been sent SIGKILL by then, so the two cannot be told apart: the first exit stands.
     assert [type(action) for action in supervision_actions] == [RestartUnit]
 
 
 def test_a_unit_out_of_budget_fails_the_trial_with_the_cause() -> None:
-    supervision = started()
+    machine = started()
     now = 0.0
     for _ in range(2):
-        supervision.exited("rollout_worker/0", 3, now)
+        machine.exited("rollout_worker/0", 3, now)
         now += 40.0
-        supervision.tick(now)
-    supervision.exited("rollout_worker/0", 3, now)
-    ended = _drain(supervision, now)
+        machine.tick(now)
+    machine.exited("rollout_worker/0", 3, now)
+    ended = _drain(machine, now)
     assert ended.outcome is Outcome.FAILED
     assert "rollout_worker/0 exit 3" in ended.cause and "2 restarts" in ended.cause
 
 
 def test_pauses_double_and_a_healthy_run_gives_the_budget_back() -> None:
-    supervision = started()
+    machine = started()
     pauses = []
     now = 0.0
     for run_s in (5.0, 5.0, 500.0, 5.0):
         now += run_s
-        (restart,) = supervision.exited("rollout_worker/0", 1, now)
+        (restart,) = machine.exited("rollout_worker/0", 1, now)
         assert isinstance(restart, RestartUnit)
         pauses.append(restart.pause_s)
         now += restart.pause_s
-        supervision.tick(now)
+        machine.tick(now)
     assert pauses == [1.0, 2.0, 1.0, 2.0]
 
 
 def test_a_superseded_worker_is_restarted_without_spending_the_budget() -> None:
-    supervision = started()
+    machine = started()
     now = 0.0
     for _ in range(10):
-        assert isinstance(supervision.exited("master_worker/0", WorkerExit.SUPERSEDED, now)[0], RestartUnit)
+        assert isinstance(machine.exited("master_worker/0", WorkerExit.SUPERSEDED, now)[0], RestartUnit)
         now += 40.0
-        assert supervision.tick(now) == [StartUnit("master_worker/0")]
+        assert machine.tick(now) == [StartUnit("master_worker/0")]
 
 
 @pytest.mark.parametrize(
@@ -138,43 +136,43 @@ def test_a_superseded_worker_is_restarted_without_spending_the_budget() -> None:
     ],
 )
 def test_what_another_try_cannot_change_ends_the_trial_at_once(worker: str, returncode: int, words: str) -> None:
-    supervision = started()
-    supervision.exited(worker, returncode, 1.0)
-    end = _drain(supervision, 1.0)
+    machine = started()
+    machine.exited(worker, returncode, 1.0)
+    end = _drain(machine, 1.0)
     assert end.outcome is Outcome.FAILED and words in end.cause
 
 
 def test_done_in_the_log_ends_the_others_politely_and_redis_last() -> None:
-    supervision = started()
-    asked = supervision.log_ended(Outcome.COMPLETE, "", 5.0)
+    machine = started()
+    asked = machine.log_ended(Outcome.COMPLETE, "", 5.0)
     workers = ["master_worker/0", "model_worker/0", "model_worker/1", "rollout_worker/0"]
     assert asked == [SignalTask(worker, kill=False) for worker in workers]
     for worker in workers[:-1]:
-        assert supervision.exited(worker, 0, 6.0) == []
-    assert supervision.exited("rollout_worker/0", 0, 6.0) == [SignalTask("redis", kill=True)]
-    assert supervision.exited("redis", -9, 6.1) == [EndTrial(Outcome.COMPLETE, "")]
+        assert machine.exited(worker, 0, 6.0) == []
+    assert machine.exited("rollout_worker/0", 0, 6.0) == [SignalTask("redis", kill=True)]
+    assert machine.exited("redis", -9, 6.1) == [EndTrial(Outcome.COMPLETE, "")]
 
 
 def test_a_worker_that_ignores_the_request_to_end_is_killed_after_its_grace() -> None:
-    supervision = started()
-    supervision.log_ended(Outcome.COMPLETE, "", 5.0)
-    assert supervision.tick(14.9) == []
-    assert SignalTask("rollout_worker/0", kill=True) in supervision.tick(15.0)
+    machine = started()
+    machine.log_ended(Outcome.COMPLETE, "", 5.0)
+    assert machine.tick(14.9) == []
+    assert SignalTask("rollout_worker/0", kill=True) in machine.tick(15.0)
 
 
 def test_an_unkillable_worker_is_named_and_does_not_hold_the_end_up() -> None:
-    supervision = started()
-    supervision.log_ended(Outcome.COMPLETE, "", 5.0)
-    supervision.tick(15.0)
-    (end,) = supervision.tick(20.0)
+    machine = started()
+    machine.log_ended(Outcome.COMPLETE, "", 5.0)
+    machine.tick(15.0)
+    (end,) = machine.tick(20.0)
     assert isinstance(end, EndTrial) and "rollout_worker/0" in end.cause
 
 
 def test_stop_waits_for_the_master_within_the_grace_period() -> None:
-    supervision = started()
-    assert supervision.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.0) == []
-    assert supervision.tick(60.9) == []
-    actions = supervision.tick(61.0)
+    machine = started()
+    assert machine.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.0) == []
+    assert machine.tick(60.9) == []
+    actions = machine.tick(61.0)
     assert isinstance(actions[0], AppendStop) and "grace period" in actions[0].reason
 
 
@@ -185,25 +183,25 @@ def test_stop_now_fences_before_it_kills() -> None:
 
 
 def test_a_master_that_dies_while_it_should_checkpoint_ends_the_stop_at_once() -> None:
-    supervision = started()
-    supervision.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.0)
-    assert isinstance(supervision.exited("master_worker/0", -9, 2.0)[0], AppendStop)
-    assert supervision.phase is TrialPhase.TERMINATING
+    machine = started()
+    machine.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.0)
+    assert isinstance(machine.exited("master_worker/0", -9, 2.0)[0], AppendStop)
+    assert machine.phase is TrialPhase.TERMINATING
 
 
 def test_nobody_waits_for_a_checkpoint_of_a_trainer_that_is_down() -> None:
-    supervision = started()
-    supervision.exited("master_worker/0", -9, 1.0)
+    machine = started()
+    machine.exited("master_worker/0", -9, 1.0)
     assert isinstance(
-        supervision.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.1)[0], AppendStop
+        machine.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.1)[0], AppendStop
     )
 
 
 def test_redis_is_restarted_even_while_the_trial_stops() -> None:
-    supervision = started()
-    supervision.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.0)
-    supervision.exited("redis", -9, 2.0)
-    assert supervision.tick(3.0) == [StartUnit("redis")]
+    machine = started()
+    machine.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.0)
+    machine.exited("redis", -9, 2.0)
+    assert machine.tick(3.0) == [StartUnit("redis")]
 
 
 SERVER = UnitSpec(name="generation_server/1", tasks=("generation_server/1",), needs_nodes=True, is_optional=True)
@@ -212,127 +210,127 @@ FAR_GANG = UnitSpec(name="model_worker", tasks=("model_worker/0", "model_worker/
 WAITING_MASTER = UnitSpec(name="master_worker/0", tasks=("master_worker/0",), waits_for=("model_worker",))
 
 
-def with_nodes(*units: UnitSpec) -> Supervision:
+def with_nodes(*units: UnitSpec) -> UnitMachine:
     """All nodes granted, all units running."""
-    supervision = Supervision(units, POLICY)
+    machine = UnitMachine(units, POLICY)
     for unit in units:
         if unit.needs_nodes:
-            supervision.nodes_granted(unit.name, 0.0)
-    supervision.tick(0.0)
-    return supervision
+            machine.nodes_granted(unit.name, 0.0)
+    machine.tick(0.0)
+    return machine
 
 
 def test_a_unit_without_its_nodes_is_not_started_and_holds_nothing_up() -> None:
-    supervision = Supervision((MASTER, SERVER), POLICY)
-    assert supervision.tick(0.0) == [StartUnit("master_worker/0")]
-    assert supervision.tick(10_000.0) == []
-    supervision.nodes_granted("generation_server/1", 10_000.0)
-    assert supervision.tick(10_000.0) == [StartUnit("generation_server/1")]
+    machine = UnitMachine((MASTER, SERVER), POLICY)
+    assert machine.tick(0.0) == [StartUnit("master_worker/0")]
+    assert machine.tick(10_000.0) == []
+    machine.nodes_granted("generation_server/1", 10_000.0)
+    assert machine.tick(10_000.0) == [StartUnit("generation_server/1")]
 
 
 def test_a_unit_whose_nodes_were_lost_comes_back_with_them_at_no_cost() -> None:
-    supervision, now = with_nodes(MASTER, SERVER), 0.0
+    machine, now = with_nodes(MASTER, SERVER), 0.0
     for _ in range(10 * POLICY.max_restarts):
         now += 1.0
-        assert supervision.nodes_lost("generation_server/1", "preempted", now) == [
+        assert machine.nodes_lost("generation_server/1", "preempted", now) == [
             SignalTask("generation_server/1", kill=True)
         ]
-        assert supervision.exited("generation_server/1", -9, now) == [LeaveUnit("generation_server/1", "preempted")]
-        assert supervision.tick(now + 100.0) == []
-        supervision.nodes_granted("generation_server/1", now)
-        assert supervision.tick(now) == [StartUnit("generation_server/1")]
+        assert machine.exited("generation_server/1", -9, now) == [LeaveUnit("generation_server/1", "preempted")]
+        assert machine.tick(now + 100.0) == []
+        machine.nodes_granted("generation_server/1", now)
+        assert machine.tick(now) == [StartUnit("generation_server/1")]
 
 
 def test_an_exit_is_judged_once_slurm_has_said_whether_the_nodes_stay() -> None:
-    supervision = with_nodes(MASTER, SERVER)
-    assert supervision.exited("generation_server/1", 0, 1.0) == [CheckNodes("generation_server/1")]
-    assert supervision.tick(2.0) == []
-    assert isinstance(supervision.nodes_stay("generation_server/1", 2.0)[0], RestartUnit)
-    supervision.tick(4.0)
-    supervision.exited("generation_server/1", 0, 5.0)
-    assert supervision.nodes_lost("generation_server/1", "preempted", 6.0) == [
+    machine = with_nodes(MASTER, SERVER)
+    assert machine.exited("generation_server/1", 0, 1.0) == [CheckNodes("generation_server/1")]
+    assert machine.tick(2.0) == []
+    assert isinstance(machine.nodes_stay("generation_server/1", 2.0)[0], RestartUnit)
+    machine.tick(4.0)
+    machine.exited("generation_server/1", 0, 5.0)
+    assert machine.nodes_lost("generation_server/1", "preempted", 6.0) == [
         LeaveUnit("generation_server/1", "preempted")
     ]
 
 
 def test_an_exit_is_a_crash_if_slurm_does_not_answer() -> None:
-    supervision = with_nodes(MASTER, SERVER)
-    supervision.exited("generation_server/1", 1, 1.0)
-    assert supervision.tick(1.0 + POLICY.check_timeout_s - 0.1) == []
-    assert isinstance(supervision.tick(1.0 + POLICY.check_timeout_s)[0], RestartUnit)
+    machine = with_nodes(MASTER, SERVER)
+    machine.exited("generation_server/1", 1, 1.0)
+    assert machine.tick(1.0 + POLICY.check_timeout_s - 0.1) == []
+    assert isinstance(machine.tick(1.0 + POLICY.check_timeout_s)[0], RestartUnit)
 
 
 def test_an_optional_unit_out_of_budget_is_given_up_alone() -> None:
-    supervision, now = with_nodes(MASTER, SERVER), 0.0
+    machine, now = with_nodes(MASTER, SERVER), 0.0
     for _ in range(POLICY.max_restarts + 1):
         now += 50.0
-        supervision.tick(now)
-        supervision.exited("generation_server/1", 3, now)
-        (action,) = supervision.nodes_stay("generation_server/1", now)
+        machine.tick(now)
+        machine.exited("generation_server/1", 3, now)
+        (action,) = machine.nodes_stay("generation_server/1", now)
     assert isinstance(action, GiveUpUnit) and "2 restarts" in action.cause
-    assert supervision.phase is TrialPhase.RUNNING and supervision.tick(now + 1000.0) == []
+    assert machine.phase is TrialPhase.RUNNING and machine.tick(now + 1000.0) == []
 
 
 def test_a_unit_with_a_fallback_starts_there_and_moves_when_its_nodes_are_granted() -> None:
-    supervision = Supervision((MASTER, ROAMER), POLICY)
-    assert StartUnit("rollout_worker/1") in supervision.tick(0.0)
-    assert supervision.nodes_granted("rollout_worker/1", 5.0) == [SignalTask("rollout_worker/1", kill=False)]
-    (left,) = supervision.exited("rollout_worker/1", 0, 6.0)
+    machine = UnitMachine((MASTER, ROAMER), POLICY)
+    assert StartUnit("rollout_worker/1") in machine.tick(0.0)
+    assert machine.nodes_granted("rollout_worker/1", 5.0) == [SignalTask("rollout_worker/1", kill=False)]
+    (left,) = machine.exited("rollout_worker/1", 0, 6.0)
     assert isinstance(left, LeaveUnit)
-    assert supervision.tick(6.0) == [StartUnit("rollout_worker/1")]
-    supervision.nodes_lost("rollout_worker/1", "preempted", 7.0)
-    supervision.exited("rollout_worker/1", 0, 7.0)
-    assert supervision.tick(7.0) == [StartUnit("rollout_worker/1")]  # in its fallback again
+    assert machine.tick(6.0) == [StartUnit("rollout_worker/1")]
+    machine.nodes_lost("rollout_worker/1", "preempted", 7.0)
+    machine.exited("rollout_worker/1", 0, 7.0)
+    assert machine.tick(7.0) == [StartUnit("rollout_worker/1")]  # in its fallback again
 
 
 def test_what_does_not_move_when_asked_is_killed() -> None:
-    supervision = Supervision((MASTER, ROAMER), POLICY)
-    supervision.tick(0.0)
-    supervision.nodes_granted("rollout_worker/1", 5.0)
-    assert supervision.tick(5.0 + POLICY.terminate_grace_s) == [SignalTask("rollout_worker/1", kill=True)]
+    machine = UnitMachine((MASTER, ROAMER), POLICY)
+    machine.tick(0.0)
+    machine.nodes_granted("rollout_worker/1", 5.0)
+    assert machine.tick(5.0 + POLICY.terminate_grace_s) == [SignalTask("rollout_worker/1", kill=True)]
 
 
 def test_a_crash_in_the_fallback_is_a_crash() -> None:
-    supervision = Supervision((MASTER, ROAMER), POLICY)
-    supervision.tick(0.0)
-    assert isinstance(supervision.exited("rollout_worker/1", 1, 1.0)[0], RestartUnit)
+    machine = UnitMachine((MASTER, ROAMER), POLICY)
+    machine.tick(0.0)
+    assert isinstance(machine.exited("rollout_worker/1", 1, 1.0)[0], RestartUnit)
 
 
 def test_the_master_starts_with_its_trainer_and_again_after_it_was_away() -> None:
-    supervision = Supervision((WAITING_MASTER, FAR_GANG), POLICY)
-    assert supervision.tick(0.0) == []
-    supervision.nodes_granted("model_worker", 50.0)
-    assert supervision.tick(50.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
-    lost = supervision.nodes_lost("model_worker", "node failed", 60.0)
+    machine = UnitMachine((WAITING_MASTER, FAR_GANG), POLICY)
+    assert machine.tick(0.0) == []
+    machine.nodes_granted("model_worker", 50.0)
+    assert machine.tick(50.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
+    lost = machine.nodes_lost("model_worker", "node failed", 60.0)
     assert SignalTask("master_worker/0", kill=False) in lost
-    supervision.exited("master_worker/0", 0, 61.0)
+    machine.exited("master_worker/0", 0, 61.0)
     for rank in FAR_GANG.tasks:
-        supervision.exited(rank, -9, 61.0)
-    assert supervision.tick(1000.0) == []
-    supervision.nodes_granted("model_worker", 2000.0)
-    assert supervision.tick(2000.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
+        machine.exited(rank, -9, 61.0)
+    assert machine.tick(1000.0) == []
+    machine.nodes_granted("model_worker", 2000.0)
+    assert machine.tick(2000.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
 
 
 def test_the_master_leaves_with_ranks_that_ended_before_slurm_said_that_their_nodes_are_gone() -> None:
-    supervision = Supervision((WAITING_MASTER, FAR_GANG), POLICY)
-    supervision.nodes_granted("model_worker", 0.0)
-    supervision.tick(0.0)
+    machine = UnitMachine((WAITING_MASTER, FAR_GANG), POLICY)
+    machine.nodes_granted("model_worker", 0.0)
+    machine.tick(0.0)
     for rank in FAR_GANG.tasks:
-        asked = supervision.exited(rank, 0, 10.0)
+        asked = machine.exited(rank, 0, 10.0)
     assert asked == [CheckNodes("model_worker")]
-    lost = supervision.nodes_lost("model_worker", "requeued", 11.0)
+    lost = machine.nodes_lost("model_worker", "requeued", 11.0)
     assert lost == [LeaveUnit("model_worker", "requeued"), SignalTask("master_worker/0", kill=False)]
 
 
 def test_a_unit_that_is_kept_down_rests_until_that_is_undone() -> None:
-    supervision = started()
-    assert supervision.keep_down("rollout_worker/0", is_kept_down=True, now=1.0) == [
+    machine = started()
+    assert machine.keep_down("rollout_worker/0", is_kept_down=True, now=1.0) == [
         SignalTask("rollout_worker/0", kill=False)
     ]
-    assert isinstance(supervision.exited("rollout_worker/0", 0, 2.0)[0], LeaveUnit)
-    assert supervision.tick(1000.0) == []
-    assert supervision.keep_down("rollout_worker/0", is_kept_down=False, now=1000.0) == []
-    assert supervision.tick(1000.0) == [StartUnit("rollout_worker/0")]
+    assert isinstance(machine.exited("rollout_worker/0", 0, 2.0)[0], LeaveUnit)
+    assert machine.tick(1000.0) == []
+    assert machine.keep_down("rollout_worker/0", is_kept_down=False, now=1000.0) == []
+    assert machine.tick(1000.0) == [StartUnit("rollout_worker/0")]
 
 
 EVENTS = st.one_of(
@@ -372,28 +370,28 @@ class World:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(EVENTS, max_size=40))
 def test_whatever_happens_units_never_overlap_and_every_stop_ends(events: list[tuple[str, float, int]]) -> None:
-    supervision, world, now = Supervision(UNITS, POLICY), World(), 0.0
-    world.apply(supervision.tick(now))
+    machine, world, now = UnitMachine(UNITS, POLICY), World(), 0.0
+    world.apply(machine.tick(now))
     for kind, argument, code in events:
         if world.end:
             break
         if kind == "exit" and world.running:
             task = sorted(world.running)[int(argument) % len(world.running)]
             world.running.discard(task)
-            world.apply(supervision.exited(task, code, now))
+            world.apply(machine.exited(task, code, now))
         elif kind == "tick":
             now += float(argument)
-            world.apply(supervision.tick(now))
+            world.apply(machine.tick(now))
         elif kind == "stop":
-            world.apply(supervision.stop_requested(reason="asked", grace_s=30.0, immediately=bool(argument), now=now))
+            world.apply(machine.stop_requested(reason="asked", grace_s=30.0, immediately=bool(argument), now=now))
         elif kind == "log":
-            world.apply(supervision.log_ended(Outcome.COMPLETE if argument else Outcome.STOPPED, "", now))
+            world.apply(machine.log_ended(Outcome.COMPLETE if argument else Outcome.STOPPED, "", now))
     if world.end is None:
-        world.apply(supervision.stop_requested(reason="asked", grace_s=30.0, immediately=False, now=now))
+        world.apply(machine.stop_requested(reason="asked", grace_s=30.0, immediately=False, now=now))
         for _ in range(10):  # nobody reacts to anything: grace, terminate, kill, given up
             if world.end is None:
                 now += 31.0
-                world.apply(supervision.tick(now))
+                world.apply(machine.tick(now))
     assert world.end is not None
     if world.end.outcome is not Outcome.FAILED:
         assert "used up" not in world.end.cause
@@ -411,7 +409,7 @@ def test_whatever_becomes_of_nodes_nothing_starts_without_them_and_their_loss_co
     events: list[tuple[str, int, int]],
 ) -> None:
     units = (WAITING_MASTER, *FAR_UNITS, REDIS)
-    supervision, world, now = Supervision(units, POLICY), World(units), 0.0
+    machine, world, now = UnitMachine(units, POLICY), World(units), 0.0
     granted: set[str] = set()
     crashes = dict.fromkeys([unit.name for unit in units], 0)
     checking: set[str] = set()
@@ -430,7 +428,7 @@ def test_whatever_becomes_of_nodes_nothing_starts_without_them_and_their_loss_co
                 case LeaveUnit(name):
                     checking.discard(name)
 
-    apply(supervision.tick(now))
+    apply(machine.tick(now))
     for kind, number, code in events:
         now += 0.1
         far_unit = FAR_UNITS[number % len(FAR_UNITS)].name
@@ -441,34 +439,34 @@ def test_whatever_becomes_of_nodes_nothing_starts_without_them_and_their_loss_co
                 crashes[unit_by_task[task].name] += 1
             elif unit_by_task[task].has_fallback:
                 crashes[unit_by_task[task].name] += 1  # in its fallback it has no nodes to lose
-            apply(supervision.exited(task, code, now))
+            apply(machine.exited(task, code, now))
         elif kind == "grant" and far_unit not in granted:
             granted.add(far_unit)
-            apply(supervision.nodes_granted(far_unit, now))
+            apply(machine.nodes_granted(far_unit, now))
         elif kind == "lose" and far_unit in granted:
             granted.discard(far_unit)
-            apply(supervision.nodes_lost(far_unit, "lost", now))
+            apply(machine.nodes_lost(far_unit, "lost", now))
             if far_unit in checking:
                 checking.discard(far_unit)
         elif kind == "answer" and far_unit in granted and far_unit in checking:
             checking.discard(far_unit)
             crashes[far_unit] += 1
-            apply(supervision.nodes_stay(far_unit, now))
+            apply(machine.nodes_stay(far_unit, now))
         elif kind == "tick":
             now += number / 3.0  # never as long as SLURM may take to answer
-            apply(supervision.tick(now))
-        if world.end is not None or supervision.phase is not TrialPhase.RUNNING:
+            apply(machine.tick(now))
+        if world.end is not None or machine.phase is not TrialPhase.RUNNING:
             break
         for name, restarts in world.restarts.items():
             assert restarts <= crashes[name], f"{name} was charged for what was no crash of its own"
-    if supervision.phase is not TrialPhase.RUNNING:
+    if machine.phase is not TrialPhase.RUNNING:
         assert any(crashes[unit.name] > POLICY.max_restarts for unit in units if not unit.is_optional)
 
 
-def _drain(supervision: Supervision, now: float) -> EndTrial:
+def _drain(machine: UnitMachine, now: float) -> EndTrial:
     """Lets every process die at once, and returns the end."""
     for task in [task for unit in UNITS for task in unit.tasks]:
-        for action in supervision.exited(task, -15, now):
+        for action in machine.exited(task, -15, now):
             if isinstance(action, EndTrial):
                 return action
     raise AssertionError("the trial did not end")
