@@ -28,8 +28,8 @@ from corral.experiments.config import (
 )
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment import Experiment, ExperimentConfig
-from corral.experiments.model_directory import ModelFacts
-from corral.experiments.tokens import LengthLimits
+from corral.experiments.inputs.model_directory import ModelFacts
+from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.worker_specs import (
     DatasetSpec,
     GenerationServerSpec,

@@ -17,11 +17,11 @@ from corral.experiments.config import (
     PPOConfig,
     RolloutConfig,
 )
-from corral.experiments.dataset_file import DatasetReader
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, dotted, show_value, split_remedy
-from corral.experiments.import_paths import check_import_path
-from corral.experiments.model_directory import ModelFacts, inspect_model
-from corral.experiments.tokens import LengthLimits
+from corral.experiments.inputs.dataset_file import DatasetReader
+from corral.experiments.inputs.import_paths import check_import_path
+from corral.experiments.inputs.model_directory import ModelFacts, inspect_model
+from corral.experiments.inputs.tokens import LengthLimits
 from corral.scheduling.allocation import EVERY_ROLE, Allocation, parse_allocation
 from corral.scheduling.placement import NodeShape, place
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling

@@ -15,8 +15,8 @@ from pydantic_core import PydanticUndefined
 from corral.experiments.config.cluster import DEFAULT_SCHEDULING
 from corral.experiments.errors import dotted, show_value
 from corral.experiments.experiment import Experiment
+from corral.experiments.loading.schema import alternatives, key_paths, purpose, submodel
 from corral.experiments.registry import EXPERIMENTS
-from corral.experiments.schema import alternatives, key_paths, purpose, submodel
 from corral.scheduling.allocation import ALLOCATION_GRAMMAR
 from corral.scheduling.scheduling import Scheduling
 

@@ -35,10 +35,10 @@ from corral.experiments.config import (
     TrainedModelConfig,
 )
 from corral.experiments.config.cluster import DEFAULT_SCHEDULING
-from corral.experiments.dataset_file import DatasetReader
 from corral.experiments.errors import ConfigProblem
-from corral.experiments.model_directory import ModelFacts
-from corral.experiments.tokens import LengthLimits
+from corral.experiments.inputs.dataset_file import DatasetReader
+from corral.experiments.inputs.model_directory import ModelFacts
+from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.trial.directory import validate_name
 from corral.experiments.worker_specs import DatasetSpec, MasterWorkerSpec, ModelWorkerSpec, WorkerSpec
 from corral.scheduling.allocation import Allocation, parse_allocation

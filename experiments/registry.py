@@ -17,12 +17,12 @@ from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.config.cluster import DEFAULT_SCHEDULING
 from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, KeyPath, closest, show_value
 from corral.experiments.experiment import Experiment
-from corral.experiments.overrides import Override, apply_overrides, as_text_where_asked, parse_override
-from corral.experiments.profile import Layer, merge, read_profile, without
-from corral.experiments.schema import path_keys
+from corral.experiments.loading.overrides import Override, apply_overrides, as_text_where_asked, parse_override
+from corral.experiments.loading.profile import Layer, merge, read_profile, without
+from corral.experiments.loading.schema import path_keys
+from corral.experiments.loading.validation import validate
+from corral.experiments.loading.yaml_loader import read_yaml
 from corral.experiments.sft import SFTExperiment
-from corral.experiments.validation import validate
-from corral.experiments.yaml_loader import read_yaml
 from corral.scheduling.worker_information import WorkerKind
 
 EXPERIMENTS: Mapping[str, type[Experiment]] = {

@@ -12,7 +12,7 @@ from corral.experiments.checks import check_model
 from corral.experiments.config import TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment import Experiment, ExperimentConfig
-from corral.experiments.tokens import LengthLimits
+from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, RewardSpec
 from corral.scheduling.dataflow import (
     CallType,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.exit_codes import CommandExit, WorkerExit
+from corral.experiments.loading.schema import key_paths
 from corral.experiments.registry import EXPERIMENTS
-from corral.experiments.schema import key_paths
 from corral.launcher.status.words import TrialState, WorkerState
 
 ROOT = Path(__file__).parents[1]

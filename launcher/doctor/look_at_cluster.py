@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from corral.experiments.config import ClusterConfig
 from corral.experiments.errors import ConfigError
-from corral.experiments.profile import find_profiles, merge, read_profile
+from corral.experiments.loading.profile import find_profiles, merge, read_profile
 from corral.launcher.doctor.findings import Finding, fail, ok
 from corral.launcher.doctor.judge_cluster import judge_config, judge_partitions
 from corral.launcher.doctor.judge_nodes import judge_probe

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from corral.experiments.errors import ConfigError
-from corral.experiments.profile import find_profiles, read_profile
+from corral.experiments.loading.profile import find_profiles, read_profile
 from corral.launcher.doctor.findings import Finding, fail, ok, warn
 from corral.launcher.doctor.node import DISTRIBUTION
 from corral.launcher.runners.local import visible_gpus

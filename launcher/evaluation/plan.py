@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.experiments.config import EXACT_MATCH, DatasetConfig, EvaluationConfig
-from corral.experiments.dataset_file import DatasetReader
 from corral.experiments.errors import ConfigError
-from corral.experiments.import_paths import check_import_path
+from corral.experiments.inputs.dataset_file import DatasetReader
+from corral.experiments.inputs.import_paths import check_import_path
 from corral.experiments.plan import ModelWorkerSpec, RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, link_files
 from corral.experiments.trial.evaluation import EvaluationRequest, progress_path, request_path, result_path

@@ -13,8 +13,8 @@ from uuid import uuid4
 
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, shorten
 from corral.experiments.experiment import Experiment
+from corral.experiments.loading.profile import find_profiles
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
-from corral.experiments.profile import find_profiles
 from corral.experiments.registry import load_with_source
 from corral.experiments.trial.attempt_end_record import read_end
 from corral.experiments.trial.attempts import last_attempt

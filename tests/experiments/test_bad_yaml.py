@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.experiments.errors import ConfigError
+from corral.experiments.loading.yaml_loader import MAX_FILE_BYTES, parse_yaml
 from corral.experiments.registry import load_experiment
-from corral.experiments.yaml_loader import MAX_FILE_BYTES, parse_yaml
 from tests.experiments.broken_yaml import BROKEN_CASES, VALID_PPO, VALID_SFT, BrokenCase, write_inputs
 
 

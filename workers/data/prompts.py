@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from corral.experiments.config import DatasetConfig
-from corral.experiments.dataset_file import DatasetReader, DatasetRow, load_rows
+from corral.experiments.inputs.dataset_file import DatasetReader, DatasetRow, load_rows
 from corral.experiments.worker_specs import DatasetSpec
 
 RowsById = dict[str, DatasetRow]

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from corral.experiments.dataset_file import DatasetReader
 from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.trial.directory import atomic_write
 from corral.experiments.trial.evaluation import (
     EvaluationProgress,

@@ -12,8 +12,8 @@ from pathlib import Path
 from torch import nn
 
 from corral.experiments.config import EvaluationConfig
-from corral.experiments.dataset_file import DatasetRow
-from corral.experiments.tokens import encode_prompt, eos_token_ids, load_tokenizer
+from corral.experiments.inputs.dataset_file import DatasetRow
+from corral.experiments.inputs.tokens import encode_prompt, eos_token_ids, load_tokenizer
 from corral.experiments.worker_specs import RewardSpec
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.prompts import load_held_out_rows

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from corral.experiments.tokens import encode_answer, encode_prompt, end_of_answer_id, load_tokenizer
+from corral.experiments.inputs.tokens import encode_answer, encode_prompt, end_of_answer_id, load_tokenizer
 from corral.experiments.worker_specs import DatasetSpec
 from corral.workers.data.prompts import load_planned_rows, split_uid
 from corral.workers.data.sequence_sample import SequenceSample

@@ -16,8 +16,8 @@ from enum import Enum
 from typing import Any
 
 from corral.experiments.config import RolloutConfig
-from corral.experiments.dataset_file import DatasetRow
-from corral.experiments.tokens import encode_prompt
+from corral.experiments.inputs.dataset_file import DatasetRow
+from corral.experiments.inputs.tokens import encode_prompt
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.rollout.agent_run import AgentRun
 from corral.workers.rollout.agents import JudgedGroup

@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 
-from corral.experiments.tokens import eos_token_ids, load_tokenizer
+from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
 from corral.experiments.trial.worker_record import MANAGER, MASTER
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.workers.checkpoint.committed_ledger import CommittedLedger

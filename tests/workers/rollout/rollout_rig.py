@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 from aiohttp import web
 
 from corral.experiments.config import DatasetConfig, RolloutConfig
-from corral.experiments.dataset_file import DatasetReader
+from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets

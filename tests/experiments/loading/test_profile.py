@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.errors import ConfigError
-from corral.experiments.profile import find_profiles
+from corral.experiments.loading.profile import find_profiles
 from corral.experiments.registry import load_experiment, load_with_source
 from tests.experiments.broken_yaml import VALID_PPO, VALID_SFT, write_inputs
 

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from corral.experiments.errors import ConfigProblem, display_path, show_value
-from corral.experiments.regular_file import open_regular, read_regular
-from corral.experiments.tokens import eos_token_ids
+from corral.experiments.inputs.regular_file import open_regular, read_regular
+from corral.experiments.inputs.tokens import eos_token_ids
 
 _LFS_BEGINNING = b"version https://git-lfs"
 _HEADER_LENGTH_BYTES = 8  # a safetensors file starts with the length of its JSON header

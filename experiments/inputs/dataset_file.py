@@ -13,7 +13,7 @@ import msgspec
 
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.errors import ConfigError, ConfigProblem, closest, display_path, show_value
-from corral.experiments.regular_file import open_regular
+from corral.experiments.inputs.regular_file import open_regular
 
 _MAX_ID_LENGTH = 128
 _MAX_PROBLEMS = 3  # more of the same kind would only scroll the first ones away

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.import_paths import check_import_path
+from corral.experiments.inputs.import_paths import check_import_path
 
 
 def test_folders_inside_folders_need_no_init_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

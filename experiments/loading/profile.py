@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, closest, display_path, shorten, show_value
-from corral.experiments.yaml_loader import read_yaml
+from corral.experiments.loading.yaml_loader import read_yaml
 
 SITE_FOLDER = Path("/etc/corral")
 SITE_PROFILE_VARIABLE = "CORRAL_SITE_PROFILE"

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, dotted, shorten, show_value
-from corral.experiments.schema import accepts, field_at
-from corral.experiments.yaml_loader import parse_value
+from corral.experiments.loading.schema import accepts, field_at
+from corral.experiments.loading.yaml_loader import parse_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from corral.experiments.errors import (
     show_value,
     split_remedy,
 )
-from corral.experiments.schema import field_at, key_paths, model_at, purpose
+from corral.experiments.loading.schema import field_at, key_paths, model_at, purpose
 
 Model = TypeVar("Model", bound=BaseModel)
 

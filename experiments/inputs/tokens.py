@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corral.experiments.regular_file import read_regular
+from corral.experiments.inputs.regular_file import read_regular
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

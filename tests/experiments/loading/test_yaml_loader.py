@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.experiments.errors import ConfigError
-from corral.experiments.yaml_loader import parse_value, parse_yaml
+from corral.experiments.loading.yaml_loader import parse_value, parse_yaml
 
 
 def _value(text: str) -> Any:
