@@ -5,16 +5,16 @@
        ▲                        │ drop, abandon            │ drop (stale, malformed)
        └────────────────────────┴──────────────────────────┘  may be admitted again, as if new
 
-The gate (StalenessGate, in the gserver_manager) admits a prompt while
+The gate (StalenessGate, which workers/manager/admission.py holds) admits a prompt while
 
     running < max_concurrent   and   accepted + running < (eta + version + 1) * batch_size
 
 where `accepted` counts every finished sample, trained or not, and `version` is the number of finished train steps.
 Each step consumes one batch, so that a sample admitted at `version` is among the first (eta + version + 1) * batch_size
 and is due at version + eta or before: trained in order, it is never more than eta versions old. But a slow sample can
-be overtaken by younger ones and come later than it was due. Hence the rule at consumption (select_batch, in the
-master): what is older than eta by then is not trained on, but dropped and issued again. The gate makes such drops rare;
-the rule makes the bound hold always.
+be overtaken by younger ones and come later than it was due. Hence the rule at consumption (select_batch, which
+workers/master/sample_source.py applies): what is older than eta by then is not trained on, but dropped and issued
+again. The gate makes such drops rare; the rule makes the bound hold always.
 
 Both are pure: events in, decisions out. Callers number the steps and send the messages.
 """

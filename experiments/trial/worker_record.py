@@ -2,6 +2,9 @@
 
 worker --Presence, at most twice a second--> workers/{kind}/{index}, JSON --rl-status--> a row, and who waits for whom
 
+Presence is in workers/lifecycle/presence.py. In launcher/status/, reader.py gathers the records, workers.py makes the
+rows, waits.py the chains of who waits for whom, and text.py prints both.
+
 Times are durations of the worker's own, or of the service's clock: no two machines need to agree about the time.
 """
 

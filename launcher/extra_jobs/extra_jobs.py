@@ -1,6 +1,6 @@
-"""The supervisor's hands for its extra jobs: sbatch, squeue and scancel in a thread, so that nobody waits for them.
+"""The supervisor's hands for its extra jobs: the cluster is asked in a thread, so that nobody waits for its answers.
 
-    Supervisor --drive()--> ExtraJobBook (pure) --AskForJob, CancelJob, ...--> one thread: sbatch, squeue, scancel
+    Supervisor --drive()--> ExtraJobBook (pure) --AskForJob, CancelJob, ...--> one thread: Cluster
         ^                        |   ^                                           |
         |                        |   +--------------- answers, in order ---------+
         +-- NodesGranted, NodesLost, NodesStay: what the workers of an allocation may do

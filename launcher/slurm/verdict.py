@@ -1,7 +1,7 @@
 """What SLURM's words for a job mean for a trial. Each has an answer: an unknown one becomes UNKNOWN, never an error.
 
-a line of squeue --in_our_words--> Job      `scontrol show job` --job_of_scontrol--> Job
-(state, reason, what else is known) --judge_job (pure)--> state of the trial, and advice
+a line of squeue --in_our_words--> Job      `scontrol show job` --job_of_scontrol--> Job, see cluster/jobs.py
+(state, reason, what else is known) --judge_job--> a word of TrialState in status/words.py, and advice
 
 PENDING     QUEUED | REQUEUED (it has run before) | BLOCKED (it will not start by itself) | HELD
 RUNNING     refined by the trial's own records, which see more than SLURM does

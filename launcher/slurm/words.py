@@ -1,6 +1,10 @@
 """SLURM's words for the state of a job, in four groups: every other module asks here what a word means.
 
-squeue, scontrol, sacct --state_word--> `COMPLETING` --phase_of--> JobPhase.LEAVING
+squeue, scontrol, sacct --state_word--> `COMPLETING` --phase_of----------------> JobPhase in cluster/jobs.py
+                                                     --verdict.judge_job-------> a word of TrialState in status/words.py
+      our own job, while it is ended:                --job_end.explain_end-----> JobEnd in cluster/own_job.py
+
+Beyond this folder a word is compared only by what is SLURM's alone: rl-doctor and rl-eval. All others compare ours.
 """
 
 from corral.launcher.cluster.jobs import JobPhase
