@@ -50,13 +50,18 @@ A whole asynchronous step:
 
      1, 4   rollout/rollout_worker.py, prompt_queue.py, group_maker.py, generation_client.py; engine/loop.py
      2, 3   manager/admission.py, routing.py, on the gate of scheduling/staleness.py
-     5      delivery/: spool.py, records.py, sender.py at rollout workers, receiver.py at model workers
-     6      sample_source.py and sequence_buffer.py here, model/samples.py there, the rule in scheduling/staleness.py
-     7, 8   trainer_gang.py and trainer_epoch.py here, model/model_worker.py with models.py and transfer.py there
-     9      trainer_epoch.py, checkpoint/checkpoint.py, experiments/trial/log.py
+     5      delivery/: what is said in messages.py; spool.py, records.py, sender.py at rollout workers, receiver.py at
+            model workers; where a record stands is decided by sender_book.py and receiver_book.py
+     6      model/trajectory_inbox.py, data_store.py and samples.py there, sample_source.py and sequence_buffer.py here,
+            the rule in scheduling/staleness.py
+     7      trainer_gang.py and trainer_epoch.py here, model/model_worker.py with models.py and transfer.py there, which
+            run algorithms/ppo.py on backends/fsdp.py
+     8, 9   trainer_epoch.py, checkpoint/checkpoint.py; backends/train_state.py for what training resumes from,
+            checkpoint/ledger.py, which refuses a sample twice, and experiments/trial/log.py, whose entries mean what
+            log_state.py says
     10      `_publish` below, manager/gserver_manager.py
     11      checkpoint/committed_ledger.py, followed by manager and rollout workers
-    12      `_main` and `_recover` below, trainer_gang.py, checkpoint/checkpoint.py
+    12      `_main` and `_recover` below, trainer_gang.py, checkpoint/checkpoint.py, backends/train_state.py
 
 1 to 5 and 11 go on all the time; the master does 6 to 10 one after the other, batch by batch. Epochs follow each other:
 
