@@ -5,8 +5,8 @@
                    requeue, failed_nodes, make_runner
     extra jobs     submit_extra_job, jobs, why_leaving, end_steps, cancel
 
-Jobs come back in words of our own, see `jobs` and `own_job`. Another cluster is a folder with a class like this one, a
-line in launcher/clusters.py, and its checks before a submission.
+Jobs come back in words of our own, see `jobs` and `own_job`. What another cluster needs beside a class like this one
+is said under Rooms in docs/architecture.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -99,7 +99,7 @@ class ExtraJobBook:
         return f"{said} ({extra_job.reason})" if extra_job.reason else said
 
     def jobs(self) -> list[str]:
-        """Ids of all jobs that SLURM has taken and not yet ended."""
+        """Ids of all jobs that the cluster has taken and not yet ended."""
         return [extra_job.job_id for extra_job in self._extra_jobs.values() if extra_job.job_id]
 
     def look_interval_s(self, now: float) -> float:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-_MIN_BACKOFF_S = 2.0  # several times what SLURM takes to start the jobs of the trial that comes first
+_MIN_BACKOFF_S = 2.0  # several times what a cluster takes to start the jobs of the trial that comes first
 _MAX_BACKOFF_S = 3600.0
 
 

@@ -123,7 +123,7 @@ def _keep(
 
 
 def _leave_ended(directory: TrialDirectory, recorder: Recorder, end: AttemptEndRecord) -> int:
-    """All was done but to leave: SLURM, which may have been asked to start the job again, was faster."""
+    """All was done but to leave: the cluster, which may have been asked to start the job again, was faster."""
     if end.is_final:
         recorder.keep(lambda: TrialSecrets.destroy(directory.secrets_path))
     recorder.close(timeout_s=_TOLD_TIMEOUT_S)

@@ -216,7 +216,7 @@ class Supervisor:
             self._record("unit_given_up", unit=worker, cause=f"{cause}, and no other has room for it")
 
     def _find_job_gone(self, exits: Sequence[Exit]) -> None:
-        """Of the trial's own job; whether an extra job is gone, SLURM is asked."""
+        """Of the trial's own job; whether an extra job is gone, the cluster is asked."""
         for one in exits:
             if one.kind is ExitKind.JOB_GONE and one.task in self._tasks_of_own_job:
                 self._why_abandoned = f"{one.task} could not be started: the job has ended"
@@ -338,7 +338,7 @@ class Supervisor:
         # Done may have been appended between our last look and the kill: the log, not the signal, says what happened.
         verdict = self._ends.judge(end, self._log.state)
         if self._ends.is_job_ending:
-            verdict = self._ends.close(self._log)  # first of all: SLURM may kill us at any moment
+            verdict = self._ends.close(self._log)  # first of all: we may be killed at any moment
         self._kill_leftovers()
         if self._extra_jobs is not None:
             self._extra_jobs.close()

@@ -28,7 +28,7 @@ class RevokeSuccessor:
 
 @dataclass(frozen=True, slots=True)
 class RequeueOwnJob:
-    """Let SLURM start our own job again, which ends it now; `requeue_refused` is the answer if it does not."""
+    """Let the cluster start our own job again, which ends it now; `requeue_refused` is the answer if it does not."""
 
 
 @dataclass(frozen=True, slots=True)

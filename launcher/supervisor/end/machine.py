@@ -1,10 +1,10 @@
-"""How one attempt ends, as a pure state machine: requests, SLURM's words and the last exit go in, actions come out.
+"""How one attempt ends, as a pure state machine: requests, the cluster's word and the last exit go in, actions out.
 
              time nearly up, preempted, nodes lost,
-             rl-stop --requeue, SLURM ends our job                  nothing runs any more
+             rl-stop --requeue, our job is ended                    nothing runs any more
     OPEN ----------------------------------------> HANDING_OVER ---------------------------> CLOSING
      |                                               |       |                                |   |
-     | rl-stop, a signal to the supervisor alone,    |       | the trial is complete, failed, |   | SLURM requeues us,
+     | rl-stop, a signal to the supervisor alone,    |       | the trial is complete, failed, |   | our job is requeued,
      | scancel                                       |       | or no attempt may follow       |   | a successor waits
      +-----------------------------------------------+-------+---> FINAL <--------------------+   v
                                                                      |     no job can be had    CLOSED
@@ -12,7 +12,7 @@
 
 FINAL is somebody's word that the trial ends here: nothing that comes later takes it back, and of several the first one
 gives state and cause. attempt_ended is recorded for every attempt, once; trial_ended only when nothing follows. While
-SLURM ends our job both are recorded as soon as they are known, because it may kill us before the workers have ended.
+our job is being ended both are recorded as soon as they are known: we may be killed before the workers have ended.
 
 Whether an attempt may follow is decided by `why_not_another` in experiments/trial/attempts.py: end/shell.py, the shell,
 hands its answer to `judge`, and the start of the next job asks it again. Nothing here does I/O. Each method returns
@@ -56,7 +56,7 @@ class EndMachine:
     """The decisions about the end of one attempt.
 
     Args:
-        has_queue: whether there is a SLURM that another job can be asked of.
+        has_queue: whether there is a cluster that another job can be asked of.
         successor: the job that waits to go on, if a supervisor before us has asked for it.
     """
 
@@ -74,7 +74,7 @@ class EndMachine:
 
     @property
     def is_job_ending(self) -> bool:
-        """Whether SLURM is about to kill us."""
+        """Whether the cluster is about to kill us."""
         return self._job_end is not None
 
     @property
@@ -93,7 +93,7 @@ class EndMachine:
         Args:
             state: how the attempt ends by this.
             cause: for people.
-            is_requeued: whether SLURM has put our job back into the queue already; its
+            is_requeued: whether the cluster has put our job back into the queue already; its
                 SIGTERM follows.
         """
         if self.is_settled or not self._has_queue:
@@ -113,7 +113,7 @@ class EndMachine:
         return [RevokeSuccessor()] if self._successor else []
 
     def job_ends(self, end: JobEnd) -> list[EndAction]:
-        """SLURM ends our job, and will not say so again."""
+        """The cluster ends our job, and will not say so again."""
         if self.is_job_ending:
             return []
         self._job_end = end
@@ -126,7 +126,7 @@ class EndMachine:
                 return [AskForSuccessor()]  # and with the answer, at once, the end is recorded
         actions += self._record_at_once()
         if end.is_requeued and self.phase is EndPhase.HANDING_OVER and self._successor:
-            # Asked for before SLURM said so: of two jobs that go on, its own one is enough. In the grace period of a
+            # Asked for before it was said: of two jobs that go on, the cluster's is enough. In the grace period of a
             # preemption nobody can know: a job that leaves before it is over is not requeued, one that is slower is.
             actions.append(RevokeSuccessor())
         return actions
@@ -144,7 +144,7 @@ class EndMachine:
         return []
 
     def successor_refused(self, why: str) -> list[EndAction]:
-        """SLURM does not take a further job now; it is asked again when nothing runs any more, if there is time."""
+        """No further job is taken now; the cluster is asked again when nothing runs any more, if there is time."""
         match self.phase:
             case EndPhase.CLOSING if self._job_end is None:
                 # Recorded before it is done, because it ends us.
@@ -207,7 +207,7 @@ class EndMachine:
 
     @property
     def _is_requeued(self) -> bool:
-        """Whether SLURM starts our job again by itself; if it does not say so, our jobs ask for that."""
+        """Whether the cluster starts our job again by itself; if it does not say so, our jobs ask for that."""
         if self._job_end is None:
             return self._is_in_queue_again
         return self._job_end.is_requeued or self._job_end.state is EndState.UNKNOWN

@@ -71,7 +71,7 @@ class EndShell:
 
     @property
     def is_job_ending(self) -> bool:
-        """Whether SLURM is about to kill us."""
+        """Whether the cluster is about to kill us."""
         return self._end.is_job_ending
 
     @property
@@ -88,7 +88,7 @@ class EndShell:
         """
         continuation = self._continuation
         if continuation is not None and number is signal.SIGUSR2:
-            # Sites may let SLURM send the same signal at the beginning of a preemption's grace period.
+            # Sites may let the cluster send the same signal at the beginning of a preemption's grace period.
             if was_asked or self._end.is_settled:
                 return None
             prospect = continuation.look_ahead()
@@ -98,7 +98,7 @@ class EndShell:
             return self._request(by, grace_s=self._plan.supervision.stop_grace_s, state=state)
         if continuation is not None and number is signal.SIGTERM:
             if self.is_job_ending:
-                return None  # SLURM says it more than once
+                return None  # it is said more than once
             job_end = continuation.explain()
             if job_end.state is not EndState.STOPPED:
                 self._do(self._end.job_ends(job_end))
@@ -116,11 +116,11 @@ class EndShell:
         if request == self._own_request:
             return
         if request.is_notice and self._continuation is not None:
-            # In the grace period of a preemption SLURM asks the steps to leave, and not us.
+            # In the grace period of a preemption the cluster asks the steps to leave, and not us.
             # Where there is none it asks all of us at once, and what the steps say may be heard first.
             prospect = self._continuation.look_ahead()
             if prospect.is_ending and not prospect.is_requeued:
-                return  # our own SIGTERM comes too, and only then SLURM can say why: of scancel nothing follows
+                return  # our own SIGTERM comes too, and only then it can be said why: of scancel nothing follows
             why = EndState.PREEMPTED if prospect.is_preempted else EndState.REQUEUED
             cause = _CAUSE_BY_STATE.get(why, request.by)
             self._do(self._end.hand_over(why, cause, is_requeued=prospect.is_requeued))

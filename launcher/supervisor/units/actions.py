@@ -44,7 +44,7 @@ class RestartPolicy:
     terminate_grace_s: float = 10.0
     kill_grace_s: float = 5.0
     check_timeout_s: float = 30.0
-    """How long an exit may wait for SLURM's word on its nodes; after that it counts as a crash."""
+    """How long an exit may wait for the cluster's word on its nodes; after that it counts as a crash."""
 
     def pause_before(self, restart: int) -> float:
         """Pause before the `restart`-th restart in a row, counted from 1: doubles each time, up to `max_pause_s`."""

@@ -7,7 +7,7 @@ One unit, while the trial runs:
        |                                                    |   +-- budget spent, or exit 2, 77, 78 --> the trial fails
        +-- its nodes are lost, or stay --- CHECKING <-------+ (a unit in an extra job)
 
-A unit in an extra job (`needs_nodes`) starts only while that job runs. Its exit is judged once SLURM has said
+A unit in an extra job (`needs_nodes`) starts only while that job runs. Its exit is judged once the cluster has said
 whether the job still runs: nodes that were lost are no failure, cost no budget, and are waited for.
 
 The trial:
@@ -65,7 +65,7 @@ class UnitPhase(StrEnum):
     RUNNING = "running"
     CLEARING = "clearing"
     CHECKING = "checking"
-    """Nothing of it runs, and SLURM is asked whether its nodes are still there."""
+    """Nothing of it runs, and the cluster is asked whether its nodes are still there."""
 
 
 @dataclass(slots=True)
