@@ -16,33 +16,10 @@ from corral.experiments.config import ClusterConfig, FrozenConfig, LaunchConfig,
 from corral.experiments.experiment import Experiment
 from corral.experiments.trial.mode import Mode
 from corral.experiments.worker_specs import (
-    DatasetSpec,
-    GenerationServerSpec,
-    GserverManagerSpec,
     MasterWorkerSpec,
-    ModelRoleSpec,
-    ModelWorkerSpec,
-    RolloutWorkerSpec,
     WorkerSpec,
 )
 from corral.scheduling.scheduling import ExperimentScheduling
-from corral.scheduling.worker_information import WorkerKind
-
-__all__ = [
-    "PLAN_SCHEMA_VERSION",
-    "DatasetSpec",
-    "GenerationServerSpec",
-    "GserverManagerSpec",
-    "MasterWorkerSpec",
-    "ModelRoleSpec",
-    "ModelWorkerSpec",
-    "RolloutWorkerSpec",
-    "RunPlan",
-    "TrialIdentity",
-    "WorkerKind",
-    "WorkerSpec",
-    "make_run_plan",
-]
 
 PLAN_SCHEMA_VERSION: Literal[1] = 1
 

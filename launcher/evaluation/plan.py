@@ -16,11 +16,12 @@ from corral.experiments.config import EXACT_MATCH, DatasetConfig, EvaluationConf
 from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.inputs.import_paths import check_import_path
-from corral.experiments.plan import ModelWorkerSpec, RunPlan
+from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, link_files
 from corral.experiments.trial.evaluation import EvaluationRequest, progress_path, request_path, result_path
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
+from corral.experiments.worker_specs import ModelWorkerSpec
 from corral.scheduling.policy_version import PolicyVersion
 
 _EXPORT = re.compile(r"step-(\d+)", re.ASCII)

@@ -36,10 +36,8 @@ from corral.launcher.status.workers import (
     worker_rows,
 )
 from corral.launcher.trial.exits import is_out_of_memory
-from corral.launcher.trial.history import PastAttempt, WorkerLife
+from corral.launcher.trial.history import PastAttempt
 from corral.launcher.trial.metrics import headline, last_metrics
-
-__all__ = ["Evidence", "TrialStatus", "WorkerLife", "WorkerRow", "describe", "judge"]
 
 _FIRST_START_S = 15.0  # between rl-submit's record and the supervisor's lock
 _FRESH_BEAT_S = 30.0

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import msgspec
 
 from corral.experiments.trial.mode import has_jobs
-from corral.launcher.status.judge import TrialStatus, WorkerRow
+from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.waits import describe_wait, render_chain
 from corral.launcher.status.words import TrialState, WorkerState
-from corral.launcher.status.workers import GroupRow
+from corral.launcher.status.workers import GroupRow, WorkerRow
 from corral.launcher.terminal import format_duration, printable
 from corral.launcher.trial.history import PastAttempt
 

@@ -19,20 +19,21 @@ from corral.experiments.config import (
     SupervisionConfig,
     TrainControl,
 )
-from corral.experiments.plan import (
-    GenerationServerSpec,
-    GserverManagerSpec,
-    MasterWorkerSpec,
-    ModelWorkerSpec,
-    RunPlan,
-    TrialIdentity,
-    WorkerSpec,
-)
+from corral.experiments.plan import RunPlan, TrialIdentity
 from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.experiments.worker_specs import DatasetSpec, RewardSpec, RolloutWorkerSpec
+from corral.experiments.worker_specs import (
+    DatasetSpec,
+    GenerationServerSpec,
+    GserverManagerSpec,
+    MasterWorkerSpec,
+    ModelWorkerSpec,
+    RewardSpec,
+    RolloutWorkerSpec,
+    WorkerSpec,
+)
 from corral.launcher.trial.find import read_facts
 from corral.launcher.trial.lock import lock_path, read_lock
 from corral.launcher.trial.processes import is_process_alive, kill_trial_processes, trial_processes

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.config import EXACT_MATCH, DatasetConfig, EvaluationConfig, ModelConfig
-from corral.experiments.plan import ModelRoleSpec, ModelWorkerSpec, RunPlan
+from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, link_files
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
-from corral.experiments.worker_specs import RewardSpec
+from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, RewardSpec
 from corral.workers.data.arithmetic import make_problems
 from tests.launcher.trials import make_plan
 

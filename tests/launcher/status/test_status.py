@@ -19,14 +19,14 @@ from corral.launcher.cluster.cached_queue import QueueAnswer
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
-from corral.launcher.status.evidence import ExtraJob
+from corral.launcher.status.evidence import Evidence, ExtraJob
 from corral.launcher.status.explain import explain
-from corral.launcher.status.judge import Evidence, WorkerLife, describe, judge
+from corral.launcher.status.judge import describe, judge
 from corral.launcher.status.progress import live_line, progress_bar
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.text import format_duration, render_json, render_trial, render_trials, render_workers
 from corral.launcher.trial.find import TrialFacts, read_facts
-from corral.launcher.trial.history import PastAttempt
+from corral.launcher.trial.history import PastAttempt, WorkerLife
 from corral.launcher.trial.rendezvous import connect_name_service
 from corral.workers.lifecycle.presence import Presence
 from tests.launcher.conftest import MakeTrial
