@@ -10,9 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Name and comment last: they may hold anything, the separator included.
-QUEUE_FORMAT = "%A|%i|%T|%r|%S|%L|%D|%N|%j|%k"
-QUEUE_FIELDS = 10
+_QUEUE_COLUMNS = {
+    "job_id": "%A",
+    "display_id": "%i",
+    "state": "%T",
+    "reason": "%r",
+    "start": "%S",
+    "time_left": "%L",
+    "num_nodes": "%D",
+    "nodes": "%N",
+    # Last: they may hold anything, the separator included.
+    "name": "%j",
+    "comment": "%k",
+}
+"""squeue's letter for each field of a `QueuedJob`."""
+QUEUE_FORMAT = "|".join(_QUEUE_COLUMNS.values())
 NODE_FORMAT = "%N|%P|%c|%m|%G|%f|%t|%z"
 
 
@@ -86,28 +98,12 @@ class Node:
 
 def parse_queue(text: str) -> list[QueuedJob]:
     """squeue's lines; one with too few fields is skipped."""
-    jobs = []
-    for line in text.splitlines():
-        fields = line.split("|", QUEUE_FIELDS - 1)
-        if len(fields) < QUEUE_FIELDS:
-            continue
-        job_id, display_id, state, reason, start, left, num_nodes, nodes, name, comment = fields
-        jobs.append(
-            QueuedJob(
-                job_id=job_id,
-                state=state,
-                reason=reason,
-                start=start,
-                num_nodes=num_nodes,
-                nodes=nodes,
-                name=name,
-                comment=comment,
-                display_id=display_id,
-                time_left=left,
-                line=line,
-            )
-        )
-    return jobs
+    rows = ((line, line.split("|", len(_QUEUE_COLUMNS) - 1)) for line in text.splitlines())
+    return [
+        QueuedJob(**dict(zip(_QUEUE_COLUMNS, fields, strict=True)), line=line)
+        for line, fields in rows
+        if len(fields) == len(_QUEUE_COLUMNS)
+    ]
 
 
 def parse_steps(text: str) -> dict[str, list[str]]:
