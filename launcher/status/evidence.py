@@ -31,22 +31,21 @@ class Evidence:
     now: float
     attempt: AttemptRecord | None
     lives: Mapping[str, WorkerLife]
-    ended: Mapping[str, Any] | None
+    ended: Mapping[str, Any] | None = None
     """The trial's own record of its end."""
     redis_started: bool
-    is_done: bool
-    is_stopped: bool
-    stop_request: StopRequest | None
-    is_supervised: bool | None
+    is_done: bool = False
+    is_stopped: bool = False
+    stop_request: StopRequest | None = None
+    is_supervised: bool | None = None
     """Whether the supervisor runs; None if that cannot be seen from here."""
-    job: Job | None
+    job: Job | None = None
     """The head's job: that of the last attempt, or of the one that is to follow it."""
     job_id: str
-    cluster_error: str
+    cluster_error: str = ""
     """Why the cluster does not answer now."""
-    records: Mapping[str, WorkerRecord] | None
+    records: Mapping[str, WorkerRecord] | None = None
     """Worker records by worker; None if Redis cannot be asked."""
-
     last_seen: Mapping[str, WorkerRecord] = field(default_factory=dict)
     """The last record of each worker, which outlives its lease."""
     redis_now: float | None = None

@@ -52,13 +52,13 @@ class TrialStatus:
     directory: str
     mode: str
     state: TrialState
-    step: int | None
-    total_steps: int | None
-    age_s: float | None
-    nodes: int | None
-    job_id: str
-    attempt: int | None
-    note: str
+    step: int | None = None
+    total_steps: int | None = None
+    age_s: float | None = None
+    nodes: int | None = None
+    job_id: str = ""
+    attempt: int | None = None
+    note: str = ""
     """What explains the state."""
     numbers: str = ""
     """The few that say how training goes."""
@@ -86,12 +86,6 @@ def unreadable(directory: Path, note: str) -> TrialStatus:
         directory=str(directory),
         mode="",
         state=TrialState.UNKNOWN,
-        step=None,
-        total_steps=None,
-        age_s=None,
-        nodes=None,
-        job_id="",
-        attempt=None,
         note=note,
     )
 

@@ -7,6 +7,7 @@ queue --a job of ours whose directory is gone, or does not answer--> a row of it
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -129,19 +130,12 @@ def _orphan(job: Job, mode: str, *, does_answer: bool) -> TrialStatus:
         advice = f"directory missing: {directory}; rl-stop {job.job_id} or scancel {job.job_id} ends it"
     else:
         advice = f"directory does not answer: {directory}; is its file system there?"
-    return TrialStatus(
-        experiment=directory.parent.name,
-        trial=directory.name,
-        directory=str(directory),
+    return replace(
+        unreadable(directory, f"{job.note}; {advice}" if job.note else advice),
         mode=mode,
         state=TrialState.of(job.state),
-        step=None,
-        total_steps=None,
-        age_s=None,
         nodes=job.num_nodes,
         job_id=job.job_id,
-        attempt=None,
-        note=f"{job.note}; {advice}" if job.note else advice,
         time_left=job.time_left,
         node_list=job.nodes,
     )

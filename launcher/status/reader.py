@@ -122,7 +122,6 @@ class StatusReader:
             now=now,
             attempt=attempt,
             lives=view.lives(facts.workers),
-            ended=None,
             redis_started=view.last("redis_started") is not None,
             is_done=log_state.is_done,
             is_stopped=log_state.is_stopped and not log_state.is_handed_over,
@@ -278,14 +277,7 @@ def _gather_ended(trial: _OpenTrial, answer: QueueAnswer) -> Evidence | None:
         lives=view.lives(facts.workers),
         ended=trial.ended,
         redis_started=True,
-        is_done=False,
-        is_stopped=False,
-        stop_request=None,
-        is_supervised=None,
-        job=None,
         job_id=own_job_id,
-        cluster_error="",
-        records=None,
         zombies=tuple(f"job {job.job_id} is still {job.word}; scancel {job.job_id}" for job in zombies),
         failure=_read_failure(
             directory, view, has_failed=trial.ended is not None and trial.ended["state"] == TrialState.FAILED

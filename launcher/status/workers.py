@@ -7,7 +7,7 @@ lease, not in setup --> UP                          rl-stop --group --> KEPT DOW
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from corral.experiments.trial.worker_record import MASTER, WorkerRecord
 from corral.launcher.cluster.jobs import JobPhase
@@ -30,12 +30,12 @@ class WorkerRow:
     state: WorkerState
     pid: int | None
     node: str
-    phase: str
-    phase_s: float | None
-    version: str
+    phase: str = ""
+    phase_s: float | None = None
+    version: str = ""
     restarts: int
     last_seen_s: float | None
-    waiting_for: str
+    waiting_for: str = ""
     waits_for: tuple[str, ...] = ()
     works_with: tuple[str, ...] = ()
     exit: str = ""
@@ -110,34 +110,27 @@ def _worker_row(evidence: Evidence, worker: str) -> WorkerRow:
     seen_at = memory.beat if memory is not None else life.ended_at
     last_seen_s = max(0.0, evidence.trial_now - seen_at) if seen_at is not None else None
     state = _worker_state(evidence, worker, record=record, memory=memory, last_seen_s=last_seen_s)
-    if memory is None:
-        return WorkerRow(
-            worker=worker,
-            state=state,
-            pid=life.pid,
-            node=life.node,
-            phase="",
-            phase_s=None,
-            version="",
-            restarts=life.restarts,
-            last_seen_s=last_seen_s,
-            waiting_for="",
-            exit=life.exit,
-        )
-    return WorkerRow(
+    row = WorkerRow(
         worker=worker,
         state=state,
+        pid=life.pid,
+        node=life.node,
+        restarts=life.restarts,
+        last_seen_s=last_seen_s,
+        exit=life.exit,
+    )
+    if memory is None:
+        return row
+    return replace(
+        row,
         pid=memory.pid or life.pid,
         node=memory.node or life.node,
         phase=memory.phase,
         phase_s=memory.in_phase_s + (last_seen_s or 0.0),
         version=memory.version,
-        restarts=life.restarts,
-        last_seen_s=last_seen_s,
         waiting_for=memory.waiting_for,
         waits_for=memory.waits_for,
         works_with=memory.works_with,
-        exit=life.exit,
     )
 
 
