@@ -7,7 +7,6 @@ Redis, several at a time. A directory that does not answer costs its own row, an
 """
 
 import contextlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from corral.launcher.cluster.job_queue import JobQueue, job_if_known
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.clusters import queue_here
 from corral.launcher.files.lookout import Lookout, Unanswered
+from corral.launcher.layout.layout import Layout
 from corral.launcher.status.evidence import Evidence
 from corral.launcher.status.jobs import TrialJobs, find_jobs, make_extra_jobs, own_jobs_of
 from corral.launcher.status.judge import TrialStatus, describe, unreadable
@@ -327,18 +327,12 @@ def _stop_request(directory: TrialDirectory) -> StopRequest | None:
 def _read_extra_jobs(directory: TrialDirectory) -> tuple[dict[str, bool], dict[str, str]]:
     """Whether each allocation beside the head is elastic, and which workers run in it."""
     try:
-        content = json.loads(directory.layout_path.read_bytes())
-        allocations = [(str(one["name"]), str(one["role"])) for one in content["allocations"]]
-        index_by_worker = {worker: int(step["allocation"]) for worker, step in content["steps"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        layout = Layout.from_json(directory.layout_path.read_bytes())
+        name_by_worker = {worker: layout.allocations[step.allocation].name for worker, step in layout.steps.items()}
+    except (OSError, ValueError, IndexError):
         return {}, {}
-    names = {name: role == "elastic" for name, role in allocations if role in ("group", "elastic")}
-    by_worker = {
-        worker: allocations[index][0]
-        for worker, index in index_by_worker.items()
-        if index < len(allocations) and allocations[index][0] in names
-    }
-    return names, by_worker
+    names = {one.name: one.role == "elastic" for one in layout.allocations if one.role in ("group", "elastic")}
+    return names, {worker: name for worker, name in name_by_worker.items() if name in names}
 
 
 def _zombies(jobs: TrialJobs, records: Mapping[str, WorkerRecord] | None, attempt: int) -> tuple[str, ...]:
