@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -29,6 +30,10 @@ class Unanswered:
     """Why a look led to nothing."""
 
     reason: str
+
+    def about(self, path: Path) -> str:
+        """For people."""
+        return f"{path} cannot be read: {self.reason}; is its file system there?"
 
 
 class Lookout(Generic[K]):

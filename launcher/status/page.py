@@ -71,7 +71,7 @@ class StatusPage:
         """
         facts = self._lookout.look_once(self._fileroot / name, partial(find_trial, name, self._fileroot))
         if isinstance(facts, Unanswered):
-            raise TimeoutError(f"{self._fileroot / name} cannot be read: {facts.reason}; is its file system there?")
+            raise TimeoutError(facts.about(self._fileroot / name))
         (read,), answer = self._reader.read_with_answer([facts])
         if self._output in ("json", "name"):
             return self._render([read.status], num_hidden=0)

@@ -192,8 +192,8 @@ class TrialRead:
 def _known(facts: TrialFacts, answer: TrialRead | Unanswered) -> TrialRead:
     if not isinstance(answer, Unanswered):
         return answer
-    note = f"{facts.directory.path} cannot be read: {answer.reason}; is its file system there?"
-    return TrialRead(facts=facts, status=unreadable(facts.directory.path, note), evidence=None)
+    path = facts.directory.path
+    return TrialRead(facts=facts, status=unreadable(path, answer.about(path)), evidence=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

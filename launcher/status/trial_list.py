@@ -69,12 +69,12 @@ def list_trials(fileroot: Path, memory: Mapping[str, FinishedTrial], lookout: Lo
     """
     experiments = lookout.look_once(fileroot, partial(_folders, fileroot))
     if isinstance(experiments, Unanswered):
-        raise TimeoutError(f"{fileroot} cannot be read: {experiments.reason}; is its file system there?")
+        raise TimeoutError(experiments.about(fileroot))
     found = TrialList()
     paths: list[Path] = []
     for experiment, folders in lookout.look({path: partial(_folders, path) for path in experiments}).items():
         if isinstance(folders, Unanswered):
-            found.unreadable[experiment] = _no_answer(experiment, folders)
+            found.unreadable[experiment] = folders.about(experiment)
         else:
             paths += folders
     looks = lookout.look({path: partial(_look_at, path, memory.get(str(path))) for path in paths})
@@ -82,8 +82,9 @@ def list_trials(fileroot: Path, memory: Mapping[str, FinishedTrial], lookout: Lo
     for path, look in looks.items():
         if look is None:
             continue
-        content = _no_answer(path, look) if isinstance(look, Unanswered) else look.content
-        created_at[path] = 0.0 if isinstance(look, Unanswered) else look.created_at
+        if isinstance(look, Unanswered):
+            look = _Look(0.0, look.about(path))
+        content, created_at[path] = look.content, look.created_at
         if isinstance(content, str):
             found.unreadable[path] = content
         elif isinstance(content, TrialFacts):
@@ -130,10 +131,6 @@ def write_finished(path: Path, trials: Mapping[str, FinishedTrial]) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.encode(trials))
         temporary.rename(path)
-
-
-def _no_answer(path: Path, answer: Unanswered) -> str:
-    return f"{path} cannot be read: {answer.reason}; is its file system there?"
 
 
 def _folders(path: Path) -> list[Path]:
