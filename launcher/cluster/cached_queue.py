@@ -143,7 +143,7 @@ class CachedQueue:
                 memory = self._read()  # whoever had the lock before us has asked, perhaps
                 if has_lock and memory.is_due(self._clock(), newer_than):
                     memory = self._ask(memory)
-                    self._write(memory)
+                    write_cache(self._path, memory)
         except OSError:
             memory = self._ask(memory)
         return self._answer_of(memory)
@@ -155,7 +155,7 @@ class CachedQueue:
             now, is_kept = self._clock(), self._cluster.keeps_accounts()
             memory = msgspec.structs.replace(self._read(), keeps_accounts=is_kept, accounting_asked_at=now)
             with suppress(OSError):
-                self._write(memory)
+                write_cache(self._path, memory)
         return memory.keeps_accounts
 
     def _answer_of(self, memory: Memory) -> QueueAnswer:
@@ -180,19 +180,6 @@ class CachedQueue:
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return Memory()
 
-    def _write(self, memory: Memory) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Not atomic_write: a cache need not survive a crash, so nothing is forced to disk.
-        temporary = self._path.with_name(f".{self._path.name}.{random_tokens.token_hex(4)}.tmp")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(msgspec.json.encode(memory))
-            temporary.rename(self._path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-
     @contextmanager
     def _lock(self) -> Iterator[bool]:
         """Yields whether we are the one who asks; after a while without the lock, what is known has to do."""
@@ -208,6 +195,21 @@ def cache_folder() -> Path:
     """Where this user's programs leave what they would else ask again."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "corral"
+
+
+def write_cache(path: Path, content: object) -> None:
+    """Replaces what such a file holds, or raises an OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Not atomic_write: a cache need not survive a crash, so nothing is forced to disk.
+    temporary = path.with_name(f".{path.name}.{random_tokens.token_hex(4)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(content))
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def cache_path(cluster: JobQueue) -> Path:

@@ -8,7 +8,6 @@ fileroot/*/*/plan.json  --unchanged since its end was read--> row from $XDG_CACH
 import contextlib
 import hashlib
 import os
-import secrets as random_tokens
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.cluster.cached_queue import cache_folder
+from corral.launcher.cluster.cached_queue import cache_folder, write_cache
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import TrialRead
@@ -124,13 +123,8 @@ def read_finished(path: Path) -> dict[str, FinishedTrial]:
 
 def write_finished(path: Path, trials: Mapping[str, FinishedTrial]) -> None:
     """Remembers; where that is not possible the trials are read again the next time."""
-    temporary = path.with_name(f".{path.name}.{random_tokens.token_hex(4)}.tmp")
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(trials))
-        temporary.rename(path)
+        write_cache(path, trials)
 
 
 def _folders(path: Path) -> list[Path]:
