@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial.directory import TrialDirectory, atomic_write
+from corral.experiments.trial.directory import TrialDirectory, atomic_write, read_tail
 from corral.launcher.cluster.cluster import AllocationRunner
 from corral.launcher.cluster.own_job import JobEnd, JobProspect, OwnJob
 from corral.launcher.layout.layout import Layout, RunningAllocations
@@ -127,8 +127,6 @@ class SlurmCluster(SlurmQueue):
 
 def _tail(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _OUTPUT_TAIL_BYTES))
-            return file.read().decode(errors="replace")
+        return read_tail(path, _OUTPUT_TAIL_BYTES).decode(errors="replace")
     except OSError:
         return ""  # the user's own template may write elsewhere; then scontrol alone has to tell

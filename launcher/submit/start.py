@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempts import last_attempt, record_attempt
-from corral.experiments.trial.directory import TrialDirectory, TrialExistsError, atomic_write
+from corral.experiments.trial.directory import TrialDirectory, TrialExistsError, atomic_write, read_tail
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.cluster.cluster import Cluster
@@ -119,7 +119,7 @@ def _start_local(directory: TrialDirectory, attempt: int, supervisor_command: Se
         except ChildProcessError:
             ended = True
         if ended or time.monotonic() > deadline:
-            said = log_path.read_text(errors="replace")[-2000:] if log_path.exists() else ""
+            said = read_tail(log_path, 2000).decode(errors="replace")
             why = "ended at once" if ended else f"did not start within {_SUPERVISOR_START_TIMEOUT_S:.0f} s"
             raise SubmissionError(f"the supervisor {why}: {said or 'it said nothing'}")
         time.sleep(0.02)
