@@ -1,7 +1,7 @@
-"""Files that have to be written: a file server that is away for minutes ends no trial.
+"""What a trial cannot do without: a file server or a controller that is away for minutes ends no trial.
 
-work --momentary OSError--> pause, work again ... --done--> caller
-                                              +--too long, or nobody wants it any more--> the error
+work --momentary error--> pause, work again ... --done--> caller
+                                            +--too long, or nobody wants it any more--> the error
 """
 
 import logging
@@ -15,7 +15,7 @@ from corral.launcher.files.file_thread import is_momentary
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_PATIENCE_S = 900.0  # a file server that moves to another machine takes minutes
+PATIENCE_S = 900.0  # a server that moves to another machine takes minutes
 _PAUSE_S = 1.0
 
 
@@ -40,13 +40,24 @@ class FilePatience:
             OSError: if the files refused for long, or for good.
             UncertainAppendError: if an entry of the trial log stayed uncertain for long.
         """
-        deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                return work()
-            except (OSError, UncertainAppendError) as error:
-                is_for_good = isinstance(error, OSError) and not is_momentary(error)
-                if is_for_good or self._is_unwanted() or time.monotonic() > deadline:
-                    raise
-                logger.warning("waiting for the files of the trial, to %s: %s", what, error)
-            time.sleep(_PAUSE_S)
+
+        def may_pass(error: Exception) -> bool:
+            is_for_good = isinstance(error, OSError) and not is_momentary(error)
+            return isinstance(error, OSError | UncertainAppendError) and not is_for_good and not self._is_unwanted()
+
+        return insist(work, may_pass, waiting_for=f"the files of the trial, to {what}")
+
+
+def insist(
+    work: Callable[[], T], may_pass: Callable[[Exception], bool], *, waiting_for: str, patience_s: float = PATIENCE_S
+) -> T:
+    """What work returns; an error that may pass is raised only after a long time, any other at once."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return work()
+        except Exception as error:
+            if not may_pass(error) or time.monotonic() > deadline:
+                raise
+            logger.warning("waiting for %s: %s", waiting_for, str(error).partition("\n")[0])
+        time.sleep(_PAUSE_S)

@@ -8,10 +8,12 @@ sinfo   -> Node            sacct, sacctmgr, where there is accounting -> states 
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError, UncertainSubmissionError
+from corral.launcher.files.patience import PATIENCE_S, insist
 from corral.launcher.slurm.complaints import Complaint, complaint_of
 from corral.launcher.slurm.parse import (
     NODE_FORMAT,
@@ -27,6 +29,8 @@ from corral.launcher.slurm.parse import (
     parse_steps,
 )
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, user_name
+
+T = TypeVar("T")
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 """What trials cannot do without; sacct and sacctmgr are asked only where there is accounting."""
@@ -216,6 +220,19 @@ class SlurmClient:
                 message = f"{failure}\n  hint: {_NO_SLURM_HINT}"
                 raise SlurmUnreachableError(message, complaint=failure.complaint, said=failure.said)
         return completed
+
+
+def patiently(ask: Callable[[], T], what: str, *, patience_s: float = PATIENCE_S) -> T:
+    """What SLURM answers; one that does not answer at the moment is asked again for a long time.
+
+    Args:
+        what: is asked for, for people.
+
+    Raises:
+        SlurmUnreachableError: if it was away for longer.
+        SlurmError: whatever else SLURM says.
+    """
+    return insist(ask, lambda error: isinstance(error, SlurmUnreachableError), waiting_for=what, patience_s=patience_s)
 
 
 def queue_command() -> list[str]:

@@ -19,8 +19,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations, Step
 from corral.launcher.runners.containers import ContainedCommand, contain
 from corral.launcher.runners.runner import AllocationLostError, NodesNotAvailableError, TaskSpec
-from corral.launcher.slurm.client import SlurmClient, SlurmError, clean_environment
-from corral.launcher.slurm.patience import patiently
+from corral.launcher.slurm.client import SlurmClient, SlurmError, clean_environment, patiently
 from corral.launcher.slurm.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
 from corral.launcher.slurm.step import StepPlace, srun_command, step_name
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE

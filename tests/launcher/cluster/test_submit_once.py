@@ -11,10 +11,15 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.errors import SubmissionUnknownError
 from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.cluster.submit_once import is_head_of, submit_once
-from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUncertainError, SlurmUnreachableError
+from corral.launcher.slurm.client import (
+    SlurmClient,
+    SlurmError,
+    SlurmUncertainError,
+    SlurmUnreachableError,
+    patiently,
+)
 from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.slurm.patience import patiently
 from corral.launcher.trial.lock import SubmissionRunsError, submitting
 from tests.launcher.jobs import queued
 
