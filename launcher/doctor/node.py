@@ -27,6 +27,7 @@ from corral.launcher.trial.redis_server import find_redis_executable
 
 DISTRIBUTION = "corral-rl"
 _WAIT_S = 15.0
+_CONNECT_TIMEOUT_S = 5.0
 _POLL_INTERVAL_S = 0.1
 _MESSAGE_BYTES = 4096
 
@@ -59,11 +60,10 @@ def answer(folder: Path, *, rank: int, num_nodes: int) -> dict[str, Any]:
     return said | {"time": time.time()}
 
 
-def exchange(host: str, port: int, *, timeout_s: float) -> tuple[str, float]:
+def exchange(host: str, port: int) -> tuple[str, float]:
     """Connects and asks for the time; returns the token of who answers, and its clock minus ours in seconds."""
     sent_at = time.time()
-    with socket.create_connection((host, port), timeout=timeout_s) as connection:
-        connection.settimeout(timeout_s)
+    with socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S) as connection:
         message = json.loads(connection.recv(_MESSAGE_BYTES))
     return str(message["token"]), float(message["time"]) - (sent_at + time.time()) / 2
 
@@ -110,7 +110,7 @@ def _connect_to_first(folder: Path) -> dict[str, Any]:
         time.sleep(_POLL_INTERVAL_S)
     try:
         port = json.loads(path.read_text())
-        token, offset_s = exchange(port["host"], port["port"], timeout_s=5.0)
+        token, offset_s = exchange(port["host"], port["port"])
     except (OSError, ValueError) as error:
         return {"peer_error": f"{error}"}
     return {"peer_token": token, "peer_offset_s": offset_s}

@@ -194,7 +194,7 @@ def _connect(folder: Path, token: str, outcome: ProbeOutcome) -> None:
         return
     port = json.loads((folder / "port-0.json").read_bytes())
     try:
-        answered, offset_s = exchange(port["host"], port["port"], timeout_s=5.0)
+        answered, offset_s = exchange(port["host"], port["port"])
         if answered != token:
             outcome.login_error = f"something else answers on {port['host']}:{port['port']}"
         outcome.login_offset_s = offset_s

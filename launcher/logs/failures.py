@@ -21,6 +21,7 @@ from corral.launcher.terminal import printable
 from corral.launcher.trial.exits import how_it_ended, is_consequence, is_out_of_memory, read_exits, tail_lines
 
 _MAX_FOLLOWED = 20
+_MAX_DETAILS = 20
 _OUTSIDE = ("NODE_FAILED", "PREEMPTED", "TIMED_OUT", "CANCELLED", "OOM")
 _ENDS = ("attempt_ended", "trial_ended")
 _SAME_EVENT_S = 60.0  # SLURM tells about a dead node long after its workers were seen to end
@@ -47,9 +48,9 @@ class Incident:
     details: tuple[str, ...] = field(default=())
 
 
-def describe_failures(directory: TrialDirectory, *, attempt: int | None, num_lines: int = 20) -> str:
+def describe_failures(directory: TrialDirectory, *, attempt: int | None) -> str:
     """The first cause of an attempt, or of all, with what was said before it, and what followed."""
-    incidents = find_incidents(read_exits(directory), read_journal(directory.journal_path), num_lines=num_lines)
+    incidents = find_incidents(read_exits(directory), read_journal(directory.journal_path))
     incidents = [one for one in incidents if attempt is None or one.attempt == attempt]
     if not incidents:
         text = "nothing has failed" + ("" if attempt is None else f" in attempt {attempt}")
@@ -72,11 +73,9 @@ def describe_failures(directory: TrialDirectory, *, attempt: int | None, num_lin
     return "\n".join(printable(line) for line in lines)
 
 
-def find_incidents(
-    exits: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], *, num_lines: int = 20
-) -> list[Incident]:
+def find_incidents(exits: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Incident]:
     """Everything that went wrong, in time. Pure."""
-    found = [_incident_of_exit(record, num_lines) for record in exits if record["returncode"] != 0]
+    found = [_incident_of_exit(record) for record in exits if record["returncode"] != 0]
     found += [one for event in _without_first_words(events) if (one := _incident_of_event(event)) is not None]
     return sorted(found, key=lambda one: one.time)
 
@@ -100,7 +99,7 @@ def _without_first_words(events: Sequence[Mapping[str, Any]]) -> list[Mapping[st
     return [event for event in events if event["event"] not in _ENDS or event is last[event.get("attempt")]]
 
 
-def _incident_of_exit(record: Mapping[str, Any], num_lines: int) -> Incident:
+def _incident_of_exit(record: Mapping[str, Any]) -> Incident:
     what = how_it_ended(record)
     if is_out_of_memory(record):
         what = f"{what}, out of memory"
@@ -111,7 +110,7 @@ def _incident_of_exit(record: Mapping[str, Any], num_lines: int) -> Incident:
         attempt=record.get("attempt"),
         node=str(record.get("node") or ""),
         is_consequence=is_consequence(record),
-        details=tuple(str(line) for line in list(record.get("last_lines") or ())[-num_lines:]),
+        details=tuple(str(line) for line in list(record.get("last_lines") or ())[-_MAX_DETAILS:]),
     )
 
 

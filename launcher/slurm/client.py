@@ -153,9 +153,9 @@ class SlurmClient:
         """Step ids of running jobs by step name."""
         return parse_steps(self._run(["squeue", "-h", "-s", "-j", ",".join(job_ids), "-o", "%i|%j"]))
 
-    def cancel(self, job_or_step: str, *, signal_name: str | None = None) -> None:
-        """Ends a job or a step, or sends it a signal; one that has ended already is no error."""
-        self._cancel([*([f"--signal={signal_name}"] if signal_name else []), job_or_step])
+    def cancel(self, job_id: str) -> None:
+        """Ends a job; one that has ended already is no error."""
+        self._cancel([job_id])
 
     def cancel_steps(self, steps: Sequence[str], *, signal_name: str) -> None:
         """Sends a signal to many steps at once; those that have ended already are no error."""

@@ -39,6 +39,7 @@ from corral.launcher.trial.history import JournalView
 from corral.launcher.trial.lock import is_locked
 
 _CLUSTER_TIMEOUT_S = 10.0
+_REDIS_TIMEOUT_S = 1.0
 _READ_TIMEOUT_S = 60.0
 _RECENT_S = 86400.0  # whose end nobody recorded a day ago is not asked after again and again
 
@@ -58,12 +59,10 @@ class StatusReader:
         *,
         queue: Queue | None = None,
         lookout: Lookout[Path] | None = None,
-        redis_timeout_s: float = 1.0,
     ) -> None:
         self._cluster = cluster or queue_here(timeout_s=_CLUSTER_TIMEOUT_S)
         self._queue = queue or DirectQueue(self._cluster)
         self._lookout: Lookout[Path] = lookout or Lookout()
-        self._redis_timeout_s = redis_timeout_s
 
     def read(self, trials: Sequence[TrialFacts]) -> list[TrialStatus]:
         """Status of each trial."""
@@ -162,7 +161,7 @@ class StatusReader:
 
         root = TrialKeys(facts.uuid).workers_root()
         try:
-            with connect_name_service(facts.directory, facts.uuid, timeout_s=self._redis_timeout_s) as names:
+            with connect_name_service(facts.directory, facts.uuid, timeout_s=_REDIS_TIMEOUT_S) as names:
                 last_seen, records = names.get_subtree(LAST_SEEN_ROOT), names.get_subtree(root)
                 return _Seen(
                     records=_parse_records(records, root),

@@ -11,13 +11,12 @@ from corral.scheduling.scheduling import TasksGroup
 THIS_MACHINE = ("nodes      this machine",)
 
 
-def render_plan(plan: RunPlan, *, nodes: Sequence[str] = THIS_MACHINE, warnings: Sequence[str] = ()) -> str:
+def render_plan(plan: RunPlan, *, nodes: Sequence[str] = THIS_MACHINE) -> str:
     """The summary that `rl-submit --dry-run` prints; no secrets are in a plan.
 
     Args:
         plan: the trial.
         nodes: what runs where, as lines; the launcher's `render_layout` makes them.
-        warnings: settings that have no effect.
     """
     lines = [
         *_heading(plan),
@@ -27,7 +26,6 @@ def render_plan(plan: RunPlan, *, nodes: Sequence[str] = THIS_MACHINE, warnings:
         *nodes,
         "",
         *_dataflow(plan.master.calls),
-        *(f"warning: {warning}" for warning in warnings),
     ]
     return "\n".join(lines)
 

@@ -194,7 +194,7 @@ def test_total_steps_of_the_plan_reach_the_learning_rate_schedule(folder: Path) 
 
 def test_summary_shows_groups_nodes_dataflow_and_steps(folder: Path) -> None:
     plan = _plan(folder / "ppo.yaml", "allocation=hf:d2+fsdp:d4", "cluster.cpus_per_node=25", "launch.partition=gpu")
-    screen = render_plan(plan, nodes=["plan       two nodes"], warnings=["something has no effect"])
+    screen = render_plan(plan, nodes=["plan       two nodes"])
     for words in (
         "small-grpo/trial-1",
         "10 of 8 prompts; 80 of 2 x 40 prompts",
@@ -203,7 +203,6 @@ def test_summary_shows_groups_nodes_dataflow_and_steps(folder: Path) -> None:
         "plan       two nodes",
         "actor_inf",
         "proximal_logprobs",
-        "warning: something has no effect",
     ):
         assert words in screen, f"{words!r} not in\n{screen}"
     assert len(screen.splitlines()) <= 30
