@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from corral.launcher.runners.runner import TaskSpec
+from corral.launcher.runners.runner import TaskSpec, start_process
 from corral.launcher.trial.exits import ExitKind
 from corral.launcher.trial.tether import die_with_parent
 
@@ -19,16 +19,11 @@ LOCAL_NODE = "localhost"
 class LocalTask:
     """One worker process, leader of its own session."""
 
+    node = LOCAL_NODE
+
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def node(self) -> str:
-        return LOCAL_NODE
+        self.pid = process.pid
 
     def poll(self) -> int | None:
         if self._process.returncode is not None:
@@ -72,16 +67,12 @@ class LocalRunner:
             "CUDA_VISIBLE_DEVICES": ",".join(self._gpus_by_worker.get(spec.worker, ())),
             **spec.environment,
         }
-        with spec.log_path.open("ab") as log:
-            process = subprocess.Popen(
-                spec.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=die_with_parent(),  # what is committed is whole; an orphan would train on, unsupervised
-            )
+        process = start_process(
+            spec.command,
+            environment=environment,
+            log_path=spec.log_path,
+            preexec_fn=die_with_parent(),  # what is committed is whole; an orphan would train on, unsupervised
+        )
         self._tasks[spec.worker] = LocalTask(process)
         return self._tasks[spec.worker]
 
@@ -129,13 +120,4 @@ def start_detached(command: Sequence[str], *, log_path: Path, environment: Mappi
 
     Its own session has no terminal, so closing the window sends it no SIGHUP; no descriptor of ours stays open in it.
     """
-    with log_path.open("ab") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=dict(environment),
-            start_new_session=True,
-        )
-    return process.pid
+    return start_process(command, environment=environment, log_path=log_path).pid

@@ -1,6 +1,7 @@
 """How a worker's task is started: the border between the supervisor and local processes or SLURM steps."""
 
-from collections.abc import Collection
+import subprocess
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -81,3 +82,23 @@ class MovingRunner(TaskRunner, Protocol):
 
     def move_back(self, worker: str) -> None:
         """Run where the layout says."""
+
+
+def start_process(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    log_path: Path,
+    preexec_fn: Callable[[], None] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Starts a process in a session of its own, which reads nothing and appends all that it prints to the log."""
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+            preexec_fn=preexec_fn,
+        )

@@ -9,7 +9,6 @@ to.
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations, Step
 from corral.launcher.runners.containers import ContainedCommand, contain
-from corral.launcher.runners.runner import AllocationLostError, NodesNotAvailableError, TaskSpec
+from corral.launcher.runners.runner import AllocationLostError, NodesNotAvailableError, TaskSpec, start_process
 from corral.launcher.slurm.client import SlurmClient, SlurmError, clean_environment, patiently
 from corral.launcher.slurm.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
 from corral.launcher.slurm.step import StepPlace, srun_command, step_name
@@ -69,16 +68,12 @@ class SrunRunner:
         contained = self._contain(spec)
         counts_gpus = self._plan.cluster.gpu_request != "none"
         command = srun_command(spec.worker, contained, place, counts_gpus=counts_gpus)
-        with spec.log_path.open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**clean_environment(), **contained.environment, "SLURM_EXIT_ERROR": str(EXIT_OF_SRUN)},
-                start_new_session=True,
-                preexec_fn=die_with_parent(signal.SIGTERM),  # SIGKILL of srun could leave its step running
-            )
+        process = start_process(
+            command,
+            environment={**clean_environment(), **contained.environment, "SLURM_EXIT_ERROR": str(EXIT_OF_SRUN)},
+            log_path=spec.log_path,
+            preexec_fn=die_with_parent(signal.SIGTERM),  # SIGKILL of srun could leave its step running
+        )
         self._tasks[spec.worker] = SrunTask(
             process,
             name=step_name(spec.worker),

@@ -76,19 +76,12 @@ class SrunTask:
         job_id: str,
     ) -> None:
         self._process = process
+        self.pid = process.pid
         self.name = name
         self.job_id = job_id
-        self._node = node
+        self.node = node
         self._signals = signals
         self._is_ended_by_us = False
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def node(self) -> str:
-        return self._node
 
     def poll(self) -> int | None:
         code = self._process.poll()
