@@ -183,6 +183,12 @@ def closest(word: str, candidates: Sequence[str]) -> str | None:
     return matches[0] if matches else None
 
 
+def did_you_mean(word: str, candidates: Sequence[str], otherwise: str) -> str:
+    """A hint that names the nearest candidate, or says what else helps."""
+    near = closest(word, candidates)
+    return f"did you mean {near!r}?" if near else otherwise
+
+
 def split_remedy(text: str) -> tuple[str, str]:
     """The rule and the way out of an error text such as "needs 9 GPUs but has 8; lower dp"."""
     rule, separator, remedy = text.rpartition("; ")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from corral.experiments.errors import ConfigProblem, ConfigSource, UnsatisfiableError, closest
+from corral.experiments.errors import ConfigProblem, ConfigSource, UnsatisfiableError, did_you_mean
 from corral.experiments.plan import RunPlan
 from corral.launcher.slurm.client import nodes_command
 from corral.launcher.slurm.parse import Node
@@ -75,11 +75,10 @@ def _partition_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem
             )
             continue
         if name not in known:
-            near = closest(name, known)
             yield ask.problem(
                 "partition",
                 f"no partition {name!r}; this cluster has {facts.shown_partitions}",
-                hint=f"did you mean {near!r}?" if near else "choose one of these",
+                hint=did_you_mean(name, known, "choose one of these"),
                 evidence=shlex.join(nodes_command()),
             )
             continue
@@ -107,11 +106,10 @@ def _node_name_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem
     for name, hosts in (("nodelist", wanted), ("exclude", unwanted)):
         for host in hosts:
             if host not in known:
-                near = closest(host, sorted(known))
                 yield ask.problem(
                     name,
                     f"no node {host!r} in this cluster",
-                    hint=f"did you mean {near!r}?" if near else f"this cluster has {some_nodes(facts.nodes)}",
+                    hint=did_you_mean(host, sorted(known), f"this cluster has {some_nodes(facts.nodes)}"),
                     evidence=shlex.join(nodes_command()),
                 )
     allowed = {node.name for name in partitions_asked(ask.values, facts) for node in facts.members(name)}
@@ -130,12 +128,11 @@ def _reservation_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProbl
         return
     for name in ask.reservations:
         if name not in facts.reservations:
-            near = closest(name, list(facts.reservations))
             there_are = f"there are {', '.join(facts.reservations)}" if facts.reservations else "remove it: none exists"
             yield ask.problem(
                 "reservation",
                 f"no reservation {name!r} in this cluster",
-                hint=f"did you mean {near!r}?" if near else there_are,
+                hint=did_you_mean(name, list(facts.reservations), there_are),
                 evidence="scontrol show reservation",
             )
 
@@ -145,12 +142,11 @@ def _constraint_problems(ask: Ask, partition: str, facts: ClusterFacts) -> Itera
     features = sorted({feature for node in members for feature in node.features})
     for wanted in dict.fromkeys(_FEATURE.findall(ask.values.get("constraint", ""))):
         if wanted not in features and members:
-            near = closest(wanted, features)
             yield ask.problem(
                 "constraint",
                 f"no node of partition {partition!r} has the feature {wanted!r} "
                 f"(features: {', '.join(features) or 'none'})",
-                hint=f"did you mean {near!r}?" if near else "remove the constraint, or choose one of these",
+                hint=did_you_mean(wanted, features, "remove the constraint, or choose one of these"),
                 evidence=shlex.join(nodes_command(partition)),
             )
 
@@ -216,11 +212,11 @@ def _access_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
             if asked is None or (asked not in denied and ("ALL" in allowed or asked in allowed)):
                 continue
             rule = f"it refuses {', '.join(denied)}" if asked in denied else f"it allows {', '.join(allowed)}"
-            near = closest(asked, allowed) if asked not in denied else None
+            instead = f"choose another {field}, or another partition"
             yield ask.problem(
                 field,
                 f"partition {name!r} is not open to {field} {asked!r} ({rule})",
-                hint=f"did you mean {near!r}?" if near else f"choose another {field}, or another partition",
+                hint=instead if asked in denied else did_you_mean(asked, allowed, instead),
                 evidence=f"scontrol show partition {name}",
             )
     yield from _association_problems(ask, facts)
@@ -229,27 +225,18 @@ def _access_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
 def _association_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
     if not facts.accounts.associations:
         return
-    account, qos = ask.values.get("account"), ask.values.get("qos")
-    evidence = "sacctmgr show assoc user=$USER format=account,qos"
+    account = ask.values.get("account")
     accounts = [association.account for association in facts.accounts.associations]
-    if account is not None and account not in accounts:
-        near = closest(account, accounts)
-        yield ask.problem(
-            "account",
-            f"you may not charge account {account!r} (you have {', '.join(accounts)})",
-            hint=f"did you mean {near!r}?" if near else "choose one of these, or ask the administrators",
-            evidence=evidence,
-        )
-        return
     usable = sorted({name for one in facts.accounts.associations if account in (None, one.account) for name in one.qos})
-    if qos is not None and usable and qos not in usable:
-        near = closest(qos, usable)
-        yield ask.problem(
-            "qos",
-            f"you may not use qos {qos!r} (you have {', '.join(usable)})",
-            hint=f"did you mean {near!r}?" if near else "choose one of these, or ask the administrators",
-            evidence=evidence,
-        )
+    for field, may_not, known in (("account", "charge", accounts), ("qos", "use", usable)):
+        asked = ask.values.get(field)
+        if asked is not None and known and asked not in known:
+            yield ask.problem(
+                field,
+                f"you may not {may_not} {field} {asked!r} (you have {', '.join(known)})",
+                hint=did_you_mean(asked, known, "choose one of these, or ask the administrators"),
+                evidence="sacctmgr show assoc user=$USER format=account,qos",
+            )
 
 
 def _task_problems(ask: Ask, plan: RunPlan, partition: str, facts: ClusterFacts) -> Iterator[ConfigProblem]:
@@ -310,11 +297,10 @@ def _gpu_problems(
         )
     elif task.gpu_type is not None and task.gpu_type not in kinds:
         have = ", ".join(f"gpu:{kind}" if kind else "gpu" for kind in kinds)
-        near = closest(task.gpu_type, kinds)
         yield ask.problem(
             "gpu_type",
             f"no node of partition {partition!r} offers gpu:{task.gpu_type} (it has {have})",
-            hint=f"did you mean {near!r}?" if near else "leave gpu_type out to take any, or choose one of these",
+            hint=did_you_mean(task.gpu_type, kinds, "leave gpu_type out to take any, or choose one of these"),
             shown=task.gpu_type,
             evidence=evidence,
         )

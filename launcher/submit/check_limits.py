@@ -15,6 +15,7 @@ from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.slurm.accounts import Holder, Limits
 from corral.launcher.slurm.limits import Demand, Excess, excesses
+from corral.launcher.submit.asks import raise_problems
 from corral.launcher.submit.cluster import ClusterFacts
 from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
 from corral.scheduling.worker_information import parse_worker_id
@@ -42,9 +43,7 @@ def check_limits(layout: Layout, plan: RunPlan, facts: ClusterFacts, source: Con
                 problems.append(problem)
             else:
                 warnings.append(f"{problem.message}; {problem.hint} (checked with: {problem.evidence})")
-    if problems:
-        once = {(problem.path, problem.message): problem for problem in problems}
-        raise UnsatisfiableError(once.values()).located(source)
+    raise_problems(UnsatisfiableError, problems, source)
     return list(dict.fromkeys(warnings))
 
 

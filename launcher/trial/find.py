@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from corral.experiments.errors import closest
+from corral.experiments.errors import did_you_mean
 from corral.experiments.trial.directory import TrialDirectory, validate_name
 
 _NODE_LOCAL = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm", "/run"))
@@ -78,8 +78,8 @@ def find_trial(argument: str, fileroot: Path) -> TrialFacts:
         names = ", ".join(one.name for one in exact)
         raise TrialNotFoundError(f"{argument!r} is the name of {len(exact)} trials: {names}; write experiment/trial")
     there = [plan.parent for plan in fileroot.glob("*/*/plan.json")]
-    near = closest(argument, [f"{path.parent.name}/{path.name}" for path in there] + [path.name for path in there])
-    hint = f"did you mean {near!r}?" if near else f"rl-status lists those that are there ({len(there)})"
+    known = [f"{path.parent.name}/{path.name}" for path in there] + [path.name for path in there]
+    hint = did_you_mean(argument, known, f"rl-status lists those that are there ({len(there)})")
     raise TrialNotFoundError(f"no trial {argument!r} below {fileroot}; {hint}")
 
 
