@@ -69,7 +69,6 @@ def follow(
     Args:
         find: the files that are there; those of an earlier call stay.
         read_before: bytes at the beginning of files that are not printed.
-        files: reads them.
     """
     readings: dict[Path, _Reading] = {}
     while True:

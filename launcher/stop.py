@@ -67,7 +67,6 @@ def stop_trial(
     """Stops a trial and waits until it has ended; a trial that has ended already is left as it is.
 
     Args:
-        facts: the trial.
         now: do not wait for a checkpoint.
         grace_s: how long it may take to checkpoint; None is the trial's own.
         cluster: ends its jobs; None is the one that this machine reaches.
@@ -188,10 +187,7 @@ def find_orphaned_job(argument: str, cluster: JobQueue, *, now: bool, files: Fil
     """The living job with this id, if it is one of ours and its trial directory is gone.
 
     Args:
-        argument: what the user typed.
-        cluster: ends its jobs; None is the one that this machine reaches.
         now: whether a trial may be ended without a checkpoint, so that a folder that is only out of sight may be gone.
-        files: looks at its directory.
 
     Raises:
         StopRefusedError: if this machine cannot tell whether the directory is gone: it does not see the one above.

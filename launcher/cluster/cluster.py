@@ -99,9 +99,6 @@ class Cluster(JobQueue, Protocol):
         """Starts workers in allocations.
 
         Args:
-            plan: the trial.
-            layout: where each worker runs.
-            directory: the trial's folder.
             allocations: what runs at the moment; asked at each start.
             why_away: the job of an allocation that does not run, and its reason, for an error's text.
         """

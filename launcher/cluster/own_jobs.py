@@ -66,9 +66,6 @@ class OwnJobs:
     """Tells the jobs of one trial from all others.
 
     Args:
-        directory: of the trial.
-        experiment, trial: its names.
-        uuid: its id.
         claimed_by: the job that has claimed its last attempt, which is its head whether it was noted or not.
     """
 

@@ -23,8 +23,6 @@ def submit_once(queue: JobQueue, submit: Callable[[], str], *, is_it: Callable[[
     """Hands a job over; returns its id, from the queue if the submission did not say it.
 
     Args:
-        queue: the cluster's.
-        submit: hands it over.
         is_it: tells the job, if it was taken, from all others of this user.
         looks: how often the queue is asked; a cluster that is slow to answer may be slow to take the job, too.
 

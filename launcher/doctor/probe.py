@@ -87,12 +87,8 @@ def probe(
     """Runs the job and collects what it says; nothing of it is left afterwards.
 
     Args:
-        client: SLURM's commands.
-        fileroot: where its files are.
         partition: where it runs; None is the default partition.
-        num_nodes: on how many nodes.
         cluster: how this site gives out memory; None is the usual way.
-        timeout_s: how long it may take.
 
     Raises:
         SlurmError: if sbatch refuses it.

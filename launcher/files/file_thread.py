@@ -72,11 +72,7 @@ class Job(Generic[T]):
 
 
 class FileThread:
-    """Performs jobs one after the other, in a thread that does not keep the process alive.
-
-    Args:
-        name: of the thread.
-    """
+    """Performs jobs one after the other, in a thread that does not keep the process alive."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -109,7 +105,6 @@ class FileThread:
         """Has it done now. What comes too late is done all the same, when the file system answers.
 
         Args:
-            work: reads or writes files.
             what: it does, for an error's text.
             timeout_s: how long the file system may take.
 

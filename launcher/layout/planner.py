@@ -35,7 +35,6 @@ def plan_layout(plan: RunPlan, shapes: NodeShapes | None = None, *, default_part
     """The allocations of a trial and the place of every worker.
 
     Args:
-        plan: the trial.
         shapes: nodes of the cluster; where it says nothing, `cluster.*_per_node` or an assumption counts.
         default_partition: its name, if known: who names it and who leaves the partition out ask for the same.
 

@@ -111,7 +111,6 @@ def print_tails(
 
     Args:
         ends: how far each log is read; to its end unless given.
-        files: reads them.
     """
     width = max(len(log.label) for log in logs)
     for log in logs:

@@ -93,7 +93,6 @@ def select_lines(
 
     Args:
         end: of the part that is looked at, in bytes; all of the file unless given.
-        files: reads it.
     """
     try:
         with files.open(path) as file:

@@ -42,10 +42,6 @@ def contain(
 
     Args:
         command: an interpreter of the host and its arguments; a container has an interpreter of its own.
-        environment: variables that the worker must see.
-        scheduling: what the group asks for.
-        cluster: which runtime the site has.
-        directory: the trial's folder.
 
     Raises:
         ConfigError: if there is an image but no runtime, or the trial's folder cannot be mounted.

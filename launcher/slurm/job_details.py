@@ -26,12 +26,7 @@ class JobInquiry:
         self._exceeded: dict[tuple[str, str], str] = {}
 
     def look_closer(self, job: Job, *, has_run: bool) -> Job:
-        """The job with what its state and reason leave open; where SLURM does not answer, that stays open.
-
-        Args:
-            job: as squeue shows it.
-            has_run: whether it was put back.
-        """
+        """The job with what its state and reason leave open; where SLURM does not answer, that stays open."""
         word, exit_code, nodes_are_down, exceeded = state_word(job.word), "", False, ""
         try:
             if word == "FAILED":

@@ -47,7 +47,6 @@ def look_ahead(job: Mapping[str, str] | None, *, restart_count: int) -> JobProsp
     """What becomes of a job, by `scontrol show job`; None, if SLURM could not be asked, says nothing.
 
     Args:
-        job: its fields.
         restart_count: how often it had been requeued when it started.
     """
     fields = job or {}
@@ -64,7 +63,6 @@ def explain_end(job: Mapping[str, str] | None, job_output: str, *, job_id: str, 
     Args:
         job: fields of `scontrol show job`, or None if SLURM could not be asked.
         job_output: what the batch script's output file holds; slurmstepd writes its line there before it signals.
-        job_id: our job.
         restart_count: how often it had been requeued when it started.
     """
     said = [match[2] for match in _DAEMON_LINE.finditer(job_output) if match[1] == job_id]

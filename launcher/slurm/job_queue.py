@@ -18,7 +18,6 @@ class SlurmQueue:
     """The part of `SlurmCluster` that rl-status needs.
 
     Args:
-        client: SLURM's commands.
         timeout_s: how long a command may take, of a client made here.
     """
 

@@ -35,9 +35,7 @@ def explain_refusal(
 
     Args:
         error: the answer of `sbatch --test-only`.
-        plan: the trial.
         allocations: what was asked for, a line each.
-        source: where the values came from.
         command: the command that shows the answer.
     """
     path, shown, place = _blamed(error, plan, source)

@@ -57,9 +57,6 @@ def render_script(
     """The batch script of a trial, from the shipped template or the user's own.
 
     Args:
-        plan: the trial.
-        layout: its allocations.
-        directory: its folder.
         python: interpreter for the supervisor; None is this one.
 
     Raises:

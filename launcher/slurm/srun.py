@@ -29,7 +29,7 @@ _CLEAN_UP_TIMEOUT_S = 15.0
 
 
 class SrunRunner:
-    """Starts workers as steps of the trial's allocations."""
+    """Starts workers as steps of the trial's allocations; what it is given is as of `Cluster.make_runner`."""
 
     def __init__(
         self,
@@ -41,15 +41,6 @@ class SrunRunner:
         allocations: Callable[[], RunningAllocations],
         why_away: Callable[[int], str] = lambda allocation: "its job does not run",
     ) -> None:
-        """
-        Args:
-            client: SLURM's commands.
-            plan: the trial.
-            layout: where each worker runs.
-            directory: the trial's folder.
-            allocations: what runs at the moment; asked at each start.
-            why_away: the job of an allocation that does not run, and its reason, for an error's text.
-        """
         self._client = client
         self._signals = StepSignals(client)
         self._plan = plan

@@ -91,9 +91,6 @@ def srun_command(worker: str, contained: ContainedCommand, place: StepPlace, *, 
     """The srun that carries one worker.
 
     Args:
-        worker: its id.
-        contained: its command.
-        place: where it runs.
         counts_gpus: whether SLURM gives out GPUs here; else a node comes with all of them.
     """
     step, running = place.step, place.running

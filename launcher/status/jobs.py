@@ -33,7 +33,6 @@ def find_jobs(jobs: JobIndex, own: OwnJobs, *, job_id: str, is_over: bool) -> Tr
 
     Args:
         jobs: everybody's.
-        own: tells those of the trial.
         job_id: of the last attempt; "" if it is not known.
         is_over: whether that attempt has ended, so that another job may be waiting to go on.
     """

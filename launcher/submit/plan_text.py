@@ -15,7 +15,6 @@ def render_plan(plan: RunPlan, *, nodes: Sequence[str] = THIS_MACHINE) -> str:
     """The summary that `rl-submit --dry-run` prints; no secrets are in a plan.
 
     Args:
-        plan: the trial.
         nodes: what runs where, as lines; the launcher's `render_layout` makes them.
     """
     lines = [

@@ -67,9 +67,7 @@ def check_on_slurm(
     """Plans the allocations of a trial and checks that they can ever start.
 
     Args:
-        plan: the trial.
         directory: its folder; it need not exist.
-        source: where the values came from, for messages.
         has_checks: whether the cluster is compared with the trial; without it is asked only what its nodes are.
         now: the clock; None is the present.
 

@@ -84,10 +84,8 @@ def prepare(
     """Reads and checks everything; writes nothing.
 
     Args:
-        experiment_file: the YAML file.
         overrides: `key.path=value`, over the file's.
         trial_name: None is the file's, else the next free one.
-        mode: where the trial is to run.
         profile: name or path of a profile beneath the file, over those of the site and the user.
         sbatch_arguments: added to `launch.extra_sbatch_arguments`.
         has_checks: whether the cluster is compared with the trial.

@@ -63,7 +63,6 @@ class SupervisorLock:
             claim_decides: where there are no locks, the holder that the file names may live on another host, where
                 nobody can look. If this start of a job has no attempt yet, it goes on: it gets an attempt of its own by
                 a claim, and the trial log admits no other master beside that attempt's.
-            details: further facts about this holder.
 
         Raises:
             SupervisorRunsError: naming the holder.
