@@ -15,8 +15,9 @@ import time
 
 from submitit.slurm.slurm import SlurmInfoWatcher
 
+from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.launcher.slurm.words import ENDED_WORDS, state_word
+from corral.launcher.slurm.words import phase_of, state_word
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ class QueueWatcher(SlurmInfoWatcher):
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
         """Whether the job has ended; a word that is not known is no end."""
-        return self.get_state(job_id, mode=mode) in ENDED_WORDS | {GONE}
+        state = self.get_state(job_id, mode=mode)
+        return state == GONE or phase_of(state) is JobPhase.ENDED
 
     def _miss(self, job_id: str) -> None:
         self._misses[job_id] = self._misses.get(job_id, 0) + 1

@@ -11,8 +11,9 @@ import subprocess
 import time
 from collections.abc import Collection
 
+from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
-from corral.launcher.slurm.words import LEAVING_WORDS, RUNNING_WORDS, state_word
+from corral.launcher.slurm.words import phase_of
 from corral.launcher.trial.exits import ExitKind
 
 EXIT_OF_SRUN = 250
@@ -59,8 +60,8 @@ class StepSignals:
             return ExitKind.SLURM_AWAY
         except SlurmError:
             return ExitKind.OWN
-        word = state_word(job.get("JobState", "")) if job is not None else ""
-        return ExitKind.OWN if word in RUNNING_WORDS | LEAVING_WORDS else ExitKind.JOB_GONE
+        phase = phase_of(job.get("JobState", "")) if job is not None else JobPhase.ENDED
+        return ExitKind.OWN if phase in (JobPhase.RUNNING, JobPhase.LEAVING) else ExitKind.JOB_GONE
 
 
 class SrunTask:

@@ -15,55 +15,9 @@ from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.slurm.accounts import Holder
 from corral.launcher.slurm.limits import LimitKind, holder_of_reason, limit_of_reason
 from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.slurm.words import phase_of, state_word
+from corral.launcher.slurm.words import meaning_of, phase_of, state_word
 from corral.scheduling.slurm_formats import expand_host_list
 
-_STATE_BY_WORD = {
-    "CONFIGURING": "STARTING",
-    "POWER_UP_NODE": "STARTING",
-    "RESIZING": "STARTING",
-    "SUSPENDED": "SUSPENDED",
-    "STOPPED": "SUSPENDED",
-    "COMPLETING": "STOPPING",
-    "SIGNALING": "STOPPING",
-    "STAGE_OUT": "STOPPING",
-    "REQUEUED": "REQUEUED",
-    "REQUEUE_FED": "REQUEUED",
-    "REQUEUE_HOLD": "HELD",
-    "SPECIAL_EXIT": "HELD",
-    "RESV_DEL_HOLD": "HELD",
-    "COMPLETED": "FAILED",  # asked only when the trial left no record of its own end
-    "FAILED": "FAILED",
-    "OUT_OF_MEMORY": "OOM",
-    "TIMEOUT": "TIMED_OUT",
-    "DEADLINE": "TIMED_OUT",
-    "NODE_FAIL": "NODE_FAILED",
-    "BOOT_FAIL": "NODE_FAILED",
-    "LAUNCH_FAILED": "NODE_FAILED",
-    "PREEMPTED": "PREEMPTED",
-    "REVOKED": "PREEMPTED",
-    "CANCELLED": "CANCELLED",
-}
-_NOTE_BY_WORD = {
-    "CONFIGURING": "nodes are being prepared",
-    "POWER_UP_NODE": "nodes are being powered up",
-    "REQUEUE_HOLD": "put back into the queue and held; scontrol release it",
-    "SPECIAL_EXIT": "put back into the queue and held after a special exit; scontrol release it",
-    "RESV_DEL_HOLD": "held because its reservation was deleted; rl-stop it",
-    "SUSPENDED": "suspended by SLURM; its workers stand still",
-    "STOPPED": "stopped by SLURM; its workers stand still",
-    "COMPLETED": "the job ended without finishing the trial",
-    "FAILED": "the job failed before the trial could say why; see its logs/slurm-JOB.log",
-    "TIMEOUT": "time limit reached; continue with rl-submit --resume",
-    "DEADLINE": "deadline reached; continue with rl-submit --resume",
-    "OUT_OF_MEMORY": "a step needed more memory than it asked for; raise `mem` of its group",
-    "PREEMPTED": "preempted; continue with rl-submit --resume",
-    "REVOKED": "taken by another cluster; continue with rl-submit --resume",
-    "NODE_FAIL": "a node failed; continue with rl-submit --resume",
-    "BOOT_FAIL": "a node did not boot; continue with rl-submit --resume",
-    "LAUNCH_FAILED": "a node could not launch it; continue with rl-submit --resume",
-    "CANCELLED": "cancelled outside of corral (scancel)",
-}
 _NEVER_STARTS = {
     "PartitionNodeLimit": "it asks for more nodes, or more on a node, than the partition gives",
     "PartitionConfig": "the partition is not for this request",
@@ -172,16 +126,11 @@ def judge_job(
         exceeded: the limit that it exceeds whatever else runs, in words; "" if none is known.
         job_id: for the advice.
     """
-    head = state_word(word)
-    if head == "RUNNING":
-        return JobVerdict("RUNNING")
-    if head == "PENDING":
-        if blocked := _why_blocked(reason, nodes_are_down=nodes_are_down, exceeded=exceeded):
-            return JobVerdict("BLOCKED", blocked)
-        return _judge_waiting(reason, start=start, has_run=has_run, job_id=job_id)
-    if head in _STATE_BY_WORD:
-        return JobVerdict(_STATE_BY_WORD[head], _NOTE_BY_WORD.get(head, ""))
-    return JobVerdict("UNKNOWN", f"SLURM says {word!r}, which this version of corral does not know")
+    if state_word(word) != "PENDING":
+        return JobVerdict(*meaning_of(word))
+    if blocked := _why_blocked(reason, nodes_are_down=nodes_are_down, exceeded=exceeded):
+        return JobVerdict("BLOCKED", blocked)
+    return _judge_waiting(reason, start=start, has_run=has_run, job_id=job_id)
 
 
 def judge_exit(word: str, exit_code: str) -> str:
