@@ -5,8 +5,9 @@ jobs of OwnJobs --+-- allocation head: this attempt's job, its successor, or a z
 jobs whose trial directory is gone: nobody's, but still ours
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_jobs import HEAD, JobIndex, OwnJobs
@@ -68,23 +69,16 @@ def make_extra_jobs(names: Mapping[str, bool], jobs: TrialJobs) -> tuple[ExtraJo
     )
 
 
-def find_orphans(jobs: Iterable[Job], known: Iterable[str], is_directory: Mapping[str, bool]) -> list[Job]:
-    """Living head jobs whose trial directory is gone.
-
-    Args:
-        known: uuids of the trials that are there.
-        is_directory: for the directories that the comments name, whether they exist.
-    """
-    uuids = set(known)
+def find_strays(jobs: Iterable[Job], known: Collection[str]) -> list[tuple[Job, Path]]:
+    """Living head jobs of trials that are none of the known, by their uuids, with the directories that they name."""
     return [
-        job
+        (job, Path(str(job.tag.get("directory"))))
         for job in jobs
         if job.tag.get("trial_uuid")
-        and job.tag["trial_uuid"] not in uuids
+        and job.tag["trial_uuid"] not in known
         and job.tag.get("allocation") in _HEADS
         and not job.part_of
         and job.is_active
-        and not is_directory.get(str(job.tag.get("directory")), True)
     ]
 
 

@@ -16,7 +16,7 @@ from corral.launcher.cluster.jobs import Job
 from corral.launcher.clusters import queue_here
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.status.explain import explain
-from corral.launcher.status.jobs import find_orphans
+from corral.launcher.status.jobs import find_strays
 from corral.launcher.status.judge import TrialStatus, unreadable
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.text import render_json, render_names, render_trial, render_trials
@@ -106,17 +106,12 @@ class StatusPage:
 
     def _orphans(self, answer: QueueAnswer, trials: TrialList) -> list[TrialStatus]:
         """Rows for jobs whose trial directory is gone, or does not answer."""
-        known = set(trials.uuids)
-        named = {
-            str(job.tag.get("directory"))
-            for job in answer.jobs
-            if job.tag.get("trial_uuid") and job.tag["trial_uuid"] not in known
-        }
-        found = self._lookout.look({Path(one): Path(one).is_dir for one in named if Path(one) not in trials.unreadable})
-        exists = {one: found[Path(one)] is True for one in named if Path(one) in found}
+        strays = find_strays(answer.jobs, set(trials.uuids))
+        found = self._lookout.look({path: path.is_dir for _, path in strays if path not in trials.unreadable})
         return [
-            _orphan(job, self._cluster.mode, does_answer=found[Path(str(job.tag.get("directory")))] is False)
-            for job in find_orphans(answer.jobs, known, exists)
+            _orphan(job, path, self._cluster.mode, does_answer=found[path] is False)
+            for job, path in strays
+            if path in found and found[path] is not True
         ]
 
 
@@ -124,8 +119,7 @@ def _is_old(status: TrialStatus) -> bool:
     return status.is_final and status.ended_at is not None and time.time() - status.ended_at > _SHOWN_AFTER_END_S
 
 
-def _orphan(job: Job, mode: str, *, does_answer: bool) -> TrialStatus:
-    directory = Path(str(job.tag.get("directory")))
+def _orphan(job: Job, directory: Path, mode: str, *, does_answer: bool) -> TrialStatus:
     if does_answer:
         advice = f"directory missing: {directory}; rl-stop {job.job_id} or scancel {job.job_id} ends it"
     else:
