@@ -4,7 +4,6 @@ import errno
 import os
 import secrets as random_tokens
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -17,7 +16,7 @@ from corral.launcher.doctor.node import DISTRIBUTION
 from corral.launcher.runners.local import visible_gpus
 from corral.launcher.slurm.client import COMMANDS
 from corral.launcher.trial.find import node_local_folder
-from corral.launcher.trial.redis_server import find_redis_executable
+from corral.launcher.trial.redis_server import find_redis_executable, redis_version
 
 _NODE_LOCAL_TYPES = ("tmpfs", "ramfs", "overlay")
 _LITTLE_SPACE_GB = 10.0
@@ -53,16 +52,7 @@ def _redis() -> Finding:
     except FileNotFoundError as error:
         rule, _, remedy = str(error).partition(": ")
         return fail("redis", rule, remedy)
-    said = subprocess.run(
-        [str(executable), "--version"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=10,
-        check=False,
-    ).stdout
-    words = [word.removeprefix("v=") for word in said.split() if word.startswith("v=")]
-    return ok("redis", f"Redis {words[0] if words else '?'}, {executable}")
+    return ok("redis", f"Redis {redis_version(executable) or '?'}, {executable}")
 
 
 def _profiles() -> Iterator[Finding]:

