@@ -175,7 +175,7 @@ def _limits(row: Mapping[str, str], holder: Holder, name: str) -> Limits:
         holder=holder,
         name=name,
         amounts={scope: amounts for scope in Scope if (amounts := parse_amounts(row.get(scope, "")))},
-        wall_s=_seconds(row.get("MaxWall", "")),
+        wall_s=seconds_of(row.get("MaxWall", "")),
         flags=frozenset(row.get("Flags", "").split(",")),
     )
 
@@ -195,7 +195,8 @@ def parse_amounts(text: str) -> dict[str, int]:
     return amounts
 
 
-def _seconds(text: str) -> int | None:
+def seconds_of(text: str) -> int | None:
+    """What SLURM writes as a time; None for UNLIMITED and the like."""
     try:
         return parse_time_limit(text)
     except ValueError:

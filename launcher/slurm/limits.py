@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from corral.launcher.slurm.accounts import Amounts, Holder, Limits, Scope, parse_amounts
-from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
+from corral.launcher.slurm.accounts import Amounts, Holder, Limits, Scope, parse_amounts, seconds_of
+from corral.scheduling.slurm_formats import format_time_limit
 
 _UNIT_BY_NAME = {"cpu": "CPUs", "mem": "MB of memory", "node": "nodes", "gres/gpu": "GPUs"}
 _PLACE_BY_SCOPE = {
@@ -99,14 +99,10 @@ def demand_of_job(values: Mapping[str, str]) -> Demand:
     of_job = parse_amounts(values.get("ReqTRES") or values.get("TRES", ""))
     counted = {name: amount for name, amount in of_job.items() if name in _UNIT_BY_NAME}
     nodes = max(counted.get("node", 1), 1)
-    try:
-        time_limit_s = parse_time_limit(values.get("TimeLimit", ""))
-    except ValueError:
-        time_limit_s = None
     return Demand(
         of_job=counted,
         of_node={name: -(-amount // nodes) for name, amount in counted.items() if name != "node"},
-        time_limit_s=time_limit_s,
+        time_limit_s=seconds_of(values.get("TimeLimit", "")),
     )
 
 
