@@ -4,7 +4,7 @@ A finding is ok, warn (works, but something costs more or is less safe than it c
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Level = Literal["ok", "warn", "fail"]
@@ -55,7 +55,4 @@ def render(findings: Sequence[Finding]) -> str:
 
 def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """The same as data."""
-    return [
-        {"check": finding.check, "level": finding.level, "said": finding.said, "advice": finding.advice}
-        for finding in findings
-    ]
+    return [asdict(finding) for finding in findings]

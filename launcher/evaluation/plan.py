@@ -115,7 +115,7 @@ def make_requests(
         EvaluationRequest(
             step=weights.step,
             weights=folder / "weights" / f"step-{weights.step:08d}" if weights.may_vanish else weights.directory,
-            source=_source(directory, weights),
+            source=directory.relative(weights.directory),
             are_weights_ours=weights.may_vanish,
             evaluation=evaluation,
             dataset_sha256=reader.sha256,
@@ -156,10 +156,6 @@ def evaluation_folder(directory: TrialDirectory, dataset: Path | None) -> Path:
 
 def _model_worker(plan: RunPlan) -> ModelWorkerSpec:
     return next(worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec))
-
-
-def _source(directory: TrialDirectory, weights: Weights) -> str:
-    return directory.relative(weights.directory)
 
 
 def _step_of_final_export(directory: TrialDirectory) -> int | None:
