@@ -55,13 +55,13 @@ class PatientFiles(Files):
         Raises:
             TimeoutError: if the file system does not answer.
         """
-        job = self._thread.submit(work)
-        if not self._thread.wait_for(job, _PATIENCE_S):
+        future = self._thread.submit(work)
+        if not self._thread.wait_for(future, _PATIENCE_S):
             raise TimeoutError(
                 f"{path} does not answer: nothing came back within {_PATIENCE_S:g} s; is its file system there? "
                 f"Try again once ls answers there; on SLURM, scancel ends a job without a checkpoint"
             )
-        return job.result()
+        return future.result()
 
     def open(self, path: Path) -> BinaryIO:
         """The file, to be read; each piece of it has the deadline of `run`."""

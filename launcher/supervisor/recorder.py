@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import wait
 
 from corral.experiments.trial.journal import Journal, event_line
 from corral.launcher.files.file_thread import FileThread
@@ -66,7 +67,7 @@ class Recorder:
     def close(self, *, timeout_s: float) -> None:
         """Waits until all is written; lines that are not in time go to this process's own log."""
         deadline = time.monotonic() + timeout_s
-        while self._files.submit(self._write).wait(max(0.0, deadline - time.monotonic())):
+        while wait([self._files.submit(self._write)], max(0.0, deadline - time.monotonic())).done:
             if not self._trouble or time.monotonic() + _PAUSE_S > deadline:
                 break
             time.sleep(_PAUSE_S)

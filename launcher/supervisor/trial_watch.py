@@ -6,13 +6,14 @@ trial log, control/ --look, in the file thread--> Seen --take--> the supervisor'
 import logging
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import Entry
-from corral.launcher.files.file_thread import FileThread, Job
+from corral.launcher.files.file_thread import FileThread
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class TrialWatch:
         self._directory = directory
         self._attempt = attempt
         self._log = log
-        self._looks: deque[tuple[int, Job[Seen]]] = deque()
+        self._looks: deque[tuple[int, Future[Seen]]] = deque()
         self._num_looks = 0
         self._last_whole = 0
         """Number of the last look that has read the trial log."""
@@ -80,9 +81,9 @@ class TrialWatch:
             CorruptLogError: if the trial log is damaged.
         """
         found = []
-        while self._looks and self._looks[0][1].is_done:
-            number, job = self._looks.popleft()
-            seen = job.result()
+        while self._looks and self._looks[0][1].done():
+            number, future = self._looks.popleft()
+            seen = future.result()
             found.append(seen)
             if seen.entries is not None:
                 self._last_whole = number
