@@ -78,10 +78,10 @@ class MovingRunner(TaskRunner, Protocol):
     """A runner whose workers can be told to run elsewhere."""
 
     def move(self, worker: str, step: Step, *, overlaps: bool = False) -> None:
-        """Run elsewhere from the next start on."""
+        """Run elsewhere from the next start on; with `overlaps` on what other steps have."""
 
     def move_back(self, worker: str) -> None:
-        """Run where the layout says."""
+        """Run where the layout says, from the next start on."""
 
 
 def start_process(

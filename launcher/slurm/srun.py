@@ -109,11 +109,9 @@ class SrunRunner:
         )
 
     def move(self, worker: str, step: Step, *, overlaps: bool = False) -> None:
-        """Lets a worker run elsewhere from its next start on; with `overlaps` on what other steps have."""
         self._moved[worker] = (step, overlaps)
 
     def move_back(self, worker: str) -> None:
-        """Lets a worker run where the layout says, from its next start on."""
         self._moved.pop(worker, None)
 
     def bind_address(self, worker: str) -> str:
@@ -122,18 +120,12 @@ class SrunRunner:
         return self.address_of(self.place_of(worker).host)
 
     def address_of(self, host: str) -> str:
-        """A node's own address, as the cluster knows it."""
         if host not in self._address_by_host:
             name = self._client.node_address(host)
             self._address_by_host[host] = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0].__str__()
         return self._address_by_host[host]
 
     def wait_for_cluster(self, host: str) -> None:
-        """Waits until the controller answers, which it need not when a job starts; without it there are no steps.
-
-        Raises:
-            SlurmUnreachableError: if it does not answer in a long time.
-        """
         patiently(lambda: self.address_of(host), f"the address of node {host}")
 
     def clean_up(self) -> None:
