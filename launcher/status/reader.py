@@ -111,8 +111,9 @@ class StatusReader:
         if job is not None:
             job = self._cluster.look_closer(job, has_run=has_run)
         is_supervised = None if is_in_jobs else is_locked(directory)
-        may_run = bool(is_supervised or (is_in_jobs and _may_run(job, answer, is_recent=is_recent)))
-        seen = self._read_records(facts) if may_run else _UNSEEN
+        # Redis is worth asking if the job runs, or if nobody can say whether it does.
+        may_have_job = is_in_jobs and (is_recent if job is None else job.phase is JobPhase.RUNNING)
+        seen = self._read_records(facts) if is_supervised or may_have_job else _UNSEEN
         # After Redis, which is taken down last: if it has just gone, the log already says why.
         log_state, log_damage = _read_log(directory, attempt)
         names, allocation_by_worker = _read_extra_jobs(directory) if is_in_jobs else ({}, {})
@@ -307,13 +308,6 @@ def _last_sign(directory: TrialDirectory, attempt: AttemptRecord) -> float:
         return max(directory.journal_path.stat().st_mtime, attempt.submitted_at)
     except FileNotFoundError:
         return attempt.submitted_at
-
-
-def _may_run(job: Job | None, answer: QueueAnswer, *, is_recent: bool) -> bool:
-    """Whether Redis is worth asking: the job runs, or nobody can say whether it does."""
-    if job is not None:
-        return job.phase is JobPhase.RUNNING
-    return is_recent
 
 
 def _stop_request(directory: TrialDirectory) -> StopRequest | None:
