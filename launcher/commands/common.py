@@ -8,9 +8,8 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TextIO
 
 import typer
 from typer.exceptions import TyperException
@@ -22,12 +21,8 @@ if TYPE_CHECKING:
     from corral.launcher.trial.find import TrialFacts
 
 
-class Output(StrEnum):
-    """Forms of what a command prints, of those that know two."""
-
-    TABLE = "table"
-    JSON = "json"
-
+Output = Literal["table", "json"]
+"""Forms of what a command prints, of those that know two."""
 
 FILEROOT_HELP = "Folder of the trials; default $CORRAL_FILEROOT, else ~/corral."
 TRIAL_HELP = "A trial's name, experiment/trial, or the path of its directory."

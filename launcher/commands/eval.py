@@ -39,7 +39,7 @@ def evaluate(
     minutes: Annotated[
         int, typer.Option("--minutes", min=1, metavar="N", help="Time limit of one start of a job.")
     ] = 60,
-    output: Annotated[Output, typer.Option("-o", "--output", help="For people, or for programs.")] = Output.TABLE,
+    output: Annotated[Output, typer.Option("-o", "--output", help="For people, or for programs.")] = "table",
     fileroot: Fileroot = None,
 ) -> None:
     """Evaluate versions of a trial's weights, on the cluster or on this machine."""
@@ -61,7 +61,7 @@ def evaluate(
         if show:
             reader = EvaluationReader(folder)
             known = reader.known_steps()
-            if not known and output is Output.TABLE:
+            if not known and output == "table":
                 print(f"no evaluations of {facts.name} yet; rl-eval {facts.name} makes one of its last version")
                 return
             _print(reader.read(known), output)
@@ -110,7 +110,7 @@ def _print_change(status: "EvaluationStatus") -> None:
     print(f"step {status.step}  {status.state}  {status.note}".rstrip(), file=sys.stderr, flush=True)
 
 
-def _print(statuses: "Sequence[EvaluationStatus]", output: str) -> None:
+def _print(statuses: "Sequence[EvaluationStatus]", output: Output) -> None:
     from corral.launcher.status.text import render_table
     from corral.launcher.terminal import format_duration
 

@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,15 +21,6 @@ from corral.launcher.commands.completion import complete_trial
 _REDRAW_S = 5.0
 
 
-class StatusOutput(StrEnum):
-    """What rl-status prints."""
-
-    TABLE = "table"
-    WIDE = "wide"
-    JSON = "json"
-    NAME = "name"
-
-
 def status(
     trial: Annotated[
         str | None, typer.Argument(metavar="TRIAL", help=TRIAL_HELP, autocompletion=complete_trial)
@@ -38,8 +28,9 @@ def status(
     watch: Annotated[bool, typer.Option("-w", "--watch", help="Draw again every five seconds.")] = False,
     show_all: Annotated[bool, typer.Option("-a", "--all", help="Trials that ended long ago, too.")] = False,
     output: Annotated[
-        StatusOutput, typer.Option("-o", "--output", help="wide: a row per worker; name: for a shell's loop.")
-    ] = StatusOutput.TABLE,
+        Literal["table", "wide", "json", "name"],
+        typer.Option("-o", "--output", help="wide: a row per worker; name: for a shell's loop."),
+    ] = "table",
     explain: Annotated[bool, typer.Option("--explain", help="The facts behind each word.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Show the progress of one trial until it has ended.")] = False,
     fileroot: Fileroot = None,

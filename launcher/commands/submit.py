@@ -2,10 +2,9 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 import typer
 
@@ -19,13 +18,6 @@ if TYPE_CHECKING:
 
 
 _NAME_TRIES = 100  # of as many who submit at the same time, the last one needs as many
-
-
-class DryRun(StrEnum):
-    """What a dry run prints on stdout."""
-
-    PLAN = "plan"
-    SCRIPT = "script"
 
 
 def submit(
@@ -47,7 +39,7 @@ def submit(
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="Run on this machine, without SLURM.")] = False,
     dry_run: Annotated[
-        DryRun | None,
+        Literal["plan", "script"] | None,
         typer.Option("--dry-run", help="Check and show the plan, or (=script) print the batch script; write nothing."),
     ] = None,
     no_checks: Annotated[
@@ -88,7 +80,7 @@ def submit(
                 sbatch_arguments=_checked_arguments(sbatch_arg or []),
             )
         submission = prepare(has_checks=not no_checks)
-        if dry_run is DryRun.SCRIPT:
+        if dry_run == "script":
             _print_script(submission)
             return
         _print_plan(submission, sys.stdout)
@@ -244,7 +236,7 @@ def _follow(facts: "TrialFacts", name: str) -> None:
 def normalise(arguments: Sequence[str]) -> list[str]:
     """`--dry-run` alone means `--dry-run=plan`: the parser knows no option whose value may be left out."""
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
-    options = [f"--dry-run={DryRun.PLAN}" if argument == "--dry-run" else argument for argument in arguments[:end]]
+    options = ["--dry-run=plan" if argument == "--dry-run" else argument for argument in arguments[:end]]
     return [*options, *arguments[end:]]
 
 
