@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         install_signal_handlers(stopping, notice=notice_of(plan, trial, arguments.kind))
         with (
             connect_names(trial, secrets, keys) as names,
-            StreamSecurity.from_trial_secrets(secrets, arguments.kind, trial_uuid=plan.trial.uuid) as security,
+            StreamSecurity(secrets, arguments.kind, trial_uuid=plan.trial.uuid) as security,
         ):
             return _run(arguments, plan, trial, secrets, names, security, stopping)
     except StopRequested as reason:  # outside of the worker's own run: while it was being set up

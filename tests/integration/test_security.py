@@ -162,7 +162,7 @@ def test_zeromq_lets_nobody_in_without_the_key_of_a_role_that_it_serves(target: 
 
 
 def test_zeromq_lets_its_own_trial_in(target: Target) -> None:
-    with StreamSecurity.from_trial_secrets(target.secrets, "launcher", trial_uuid=target.trial.uuid) as security:
+    with StreamSecurity(target.secrets, "launcher", trial_uuid=target.trial.uuid) as security:
         for worker, endpoint in target.control.items():
             answer = asyncio.run(control_call(endpoint, "ping", security, worker=worker, deadline_s=10.0))
             assert answer == {"pid": target.trial.pid(worker)}

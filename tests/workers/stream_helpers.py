@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def security_of(directory: Path, role: str) -> StreamSecurity:
     """Sockets of one role of the trial whose secrets are in `directory`."""
-    return StreamSecurity.from_trial_secrets(TrialSecrets.load(directory), role, trial_uuid=TRIAL)
+    return StreamSecurity(TrialSecrets.load(directory), role, trial_uuid=TRIAL)
 
 
 def wait_until(condition: Callable[[], bool], *, waiting_for: str, timeout_s: float = 120.0) -> None:

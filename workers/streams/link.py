@@ -28,7 +28,7 @@ from corral.workers.streams.errors import (
 )
 from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.router import SocketReader, parse_event
-from corral.workers.streams.security import ClientSocket, StreamSecurity
+from corral.workers.streams.security import MonitoredSocket, StreamSecurity
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class _Connection:
     """One socket's life; `end` resolves when it is over."""
 
     def __init__(
-        self, client: ClientSocket, *, on_message: Callable[[list[Buffer]], None], on_up: Callable[[], None]
+        self, client: MonitoredSocket, *, on_message: Callable[[list[Buffer]], None], on_up: Callable[[], None]
     ) -> None:
         self.client = client
         self.is_up = False

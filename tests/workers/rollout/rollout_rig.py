@@ -263,7 +263,7 @@ class RolloutRig:
 
     def _security(self, kind: str) -> StreamSecurity:
         secrets = TrialSecrets.load(self.trial.secrets_path)
-        return StreamSecurity.from_trial_secrets(secrets, kind, trial_uuid=self.plan.trial.uuid)
+        return StreamSecurity(secrets, kind, trial_uuid=self.plan.trial.uuid)
 
     def _make_plan(self) -> RunPlan:
         path = self._folder / "rows.jsonl"
