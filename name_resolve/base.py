@@ -18,7 +18,6 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Protocol, Self
 
 from corral.name_resolve.errors import (
@@ -220,9 +219,7 @@ class NameService(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     # What a backend provides. Names are checked by now. `patience_s` bounds the retries while the backend is

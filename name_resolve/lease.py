@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Protocol
 
 from corral.name_resolve.errors import NameExistsError, NameServiceError, NameServiceUnavailableError
@@ -109,9 +108,7 @@ class Lease:
     def __enter__(self) -> "Lease":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
 

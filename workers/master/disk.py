@@ -11,7 +11,6 @@ has ended. A file system that takes its time holds up what is written, and neith
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 from corral.experiments.trial.directory import TrialDirectory
@@ -36,9 +35,7 @@ class Disk:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         # What has begun ends before anybody else uses the log: an epoch that follows, in this process, does.
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
 
@@ -68,9 +65,7 @@ class LogWatch:
         self._task = asyncio.create_task(self._look_again_and_again())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 

@@ -13,7 +13,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from corral.experiments.worker_specs import MasterWorkerSpec
@@ -95,9 +94,7 @@ class TrainerGang:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
