@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corral.experiments.config.model import OptimizerConfig
@@ -46,7 +45,7 @@ class FSDPEngine:
     """A `TrainEngine` over a transformers causal language model.
 
     Master weights and optimizer state are float32; `compute_dtype` is the type of the matrix products and of the
-    weights that `save_weights` writes.
+    weights that `save_weights` writes. What is known of it besides is told in `TrainEngine`.
     """
 
     def __init__(
@@ -73,44 +72,20 @@ class FSDPEngine:
         """
         register_packed_attention()
         self._directory = model_directory
-        self._context = context
+        self.context = context
         self._config = optimizer
         self._total_steps = total_steps
         self._max_tokens = max_tokens_per_micro_batch
         self._seed = seed
         self._compute_dtype = compute_dtype
-        self._step = 0
-        self._num_nonfinite = 0
-        self._is_damaged = False
-        self._model = _load_model(model_directory, context)
+        self.step = 0
+        self.num_nonfinite = 0
+        self.is_damaged = False
+        self.model = _load_model(model_directory, context)
+        """The module itself, for evaluation by generation; cut over the ranks where there are several."""
         self._config_of_model = AutoConfig.from_pretrained(model_directory, local_files_only=True)
         self._companions = _read_companions(model_directory) if context.rank == 0 else {}
-        self._optimizer = None if optimizer is None else _make_optimizer(self._model, optimizer)
-
-    @property
-    def context(self) -> ParallelContext:
-        """This rank's place in the gang."""
-        return self._context
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps made so far; skipped ones do not count."""
-        return self._step
-
-    @property
-    def num_nonfinite(self) -> int:
-        """See `TrainEngine.num_nonfinite`."""
-        return self._num_nonfinite
-
-    @property
-    def is_damaged(self) -> bool:
-        """See `TrainEngine.is_damaged`."""
-        return self._is_damaged
-
-    @property
-    def model(self) -> nn.Module:
-        """The module itself, for evaluation by generation; cut over the ranks where there are several."""
-        return self._model
+        self._optimizer = None if optimizer is None else _make_optimizer(self.model, optimizer)
 
     # --- computing --------------------------------------------------------------------------------------------------
 
@@ -118,11 +93,11 @@ class FSDPEngine:
         """See `TrainEngine.train_batch`."""
         optimizer, config = self._require_optimizer()
         local_tokens = float(np.count_nonzero(sample.data["loss_mask"])) if len(sample) else 0.0
-        num_tokens = self._context.sum_over_ranks({"tokens": local_tokens})["tokens"]
+        num_tokens = self.context.sum_over_ranks({"tokens": local_tokens})["tokens"]
         if num_tokens == 0.0:
             return {"train/skipped_empty": 1.0, "train/skipped_nonfinite": 0.0}
-        torch.manual_seed(_step_seed(self._seed, self._step))
-        self._model.train()
+        torch.manual_seed(_step_seed(self._seed, self.step))
+        self.model.train()
         optimizer.zero_grad(set_to_none=True)
         sums: dict[str, float] = defaultdict(float)
         for micro_batch in self._micro_batches(sample):
@@ -132,7 +107,7 @@ class FSDPEngine:
     @torch.no_grad()
     def forward(self, sample: SequenceSample, *, post_fn: PostFunction) -> npt.NDArray[np.float32]:
         """See `TrainEngine.forward`."""
-        self._model.eval()
+        self.model.eval()
         outputs: list[tuple[MicroBatch, Tensor]] = []
         for micro_batch in self._micro_batches(sample):
             values = post_fn(self._logits(micro_batch), micro_batch)
@@ -143,15 +118,15 @@ class FSDPEngine:
     def _micro_batches(self, sample: SequenceSample) -> Iterator[MicroBatch]:
         """This rank's micro-batches, as many as the rank with the most has."""
         plan = plan_micro_batches(sample, max_tokens=self._max_tokens)
-        count = int(self._context.max_over_ranks({"micro_batches": len(plan)})["micro_batches"])
-        return make_micro_batches(sample, plan, count=count, device=self._context.device)
+        count = int(self.context.max_over_ranks({"micro_batches": len(plan)})["micro_batches"])
+        return make_micro_batches(sample, plan, count=count, device=self.context.device)
 
     def _logits(self, micro_batch: MicroBatch) -> Tensor:
         """[T - n, V] logits of the tokens that have a next token."""
         with torch.autocast(
-            self._context.device.type, dtype=self._compute_dtype, enabled=self._compute_dtype != torch.float32
+            self.context.device.type, dtype=self._compute_dtype, enabled=self._compute_dtype != torch.float32
         ):
-            output = self._model(
+            output = self.model(
                 input_ids=micro_batch.input_ids[None],
                 position_ids=micro_batch.position_ids[None],
                 segment_lengths=micro_batch.segment_lengths,
@@ -174,24 +149,24 @@ class FSDPEngine:
         self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, num_tokens: float, sums: dict[str, float]
     ) -> dict[str, float]:
         """Clip and step, or skip; all ranks decide alike because they decide on the same sums."""
-        gradients = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
+        gradients = [train_state.local(p.grad) for p in self.model.parameters() if p.grad is not None]
         local_norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
-        total = self._context.sum_over_ranks(sums | {"squared_norm": local_norm**2})
+        total = self.context.sum_over_ranks(sums | {"squared_norm": local_norm**2})
         norm = math.sqrt(total.pop("squared_norm"))
         if not (math.isfinite(norm) and math.isfinite(total["loss"])):
             optimizer.zero_grad(set_to_none=True)
-            self._num_nonfinite += 1
+            self.num_nonfinite += 1
             return {"train/skipped_nonfinite": 1.0, "train/skipped_empty": 0.0, "train/tokens": num_tokens}
         if norm > config.gradient_clipping:
             for gradient in gradients:
                 gradient.mul_(config.gradient_clipping / norm)
-        rate = learning_rate(config, step=self._step, total_steps=self._total_steps)
+        rate = learning_rate(config, step=self.step, total_steps=self._total_steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        self._step += 1
-        self._is_damaged = not self._are_weights_finite()
+        self.step += 1
+        self.is_damaged = not self._are_weights_finite()
         return {name: value / num_tokens for name, value in total.items()} | {
             "train/grad_norm": norm,
             "train/lr": rate,
@@ -203,9 +178,9 @@ class FSDPEngine:
     @torch.no_grad()
     def _are_weights_finite(self) -> bool:
         """Whether every rank's weights are: a finite gradient and a large learning rate can still overflow them."""
-        finite = [torch.isfinite(_local(parameter)).all() for parameter in self._model.parameters()]
+        finite = [torch.isfinite(train_state.local(parameter)).all() for parameter in self.model.parameters()]
         is_finite = bool(torch.stack(finite).all())  # one wait for the device, not one per parameter
-        return self._context.sum_over_ranks({"not_finite": float(not is_finite)})["not_finite"] == 0.0
+        return self.context.sum_over_ranks({"not_finite": float(not is_finite)})["not_finite"] == 0.0
 
     def _require_optimizer(self) -> tuple[torch.optim.Optimizer, OptimizerConfig]:
         if self._optimizer is None or self._config is None:
@@ -216,27 +191,27 @@ class FSDPEngine:
 
     def save_weights(self, directory: Path) -> None:
         """See `TrainEngine.save_weights`; rank 0 writes, every rank must call."""
-        weights = train_state.gather_parameters(self._parameters(), keep=self._context.rank == 0)
-        if self._context.rank == 0:
+        weights = train_state.gather_parameters(self._parameters(), keep=self.context.rank == 0)
+        if self.context.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             # Nothing is read from where the model came from: that may be a commit, which is removed as newer ones come.
             weights = {name: weight.to(self._compute_dtype) for name, weight in weights.items()}
             _write_model(directory, self._config_of_model, weights)
             for name, content in self._companions.items():
                 (directory / name).write_bytes(content)
-        self._context.barrier()
+        self.context.barrier()
 
     def save_state(self, directory: Path) -> None:
         """See `TrainEngine.save_state`; every rank writes its own shard."""
         optimizer, _ = self._require_optimizer()
-        rank, num_ranks = self._context.dp_rank, self._context.dp_size
+        rank, num_ranks = self.context.dp_rank, self.context.dp_size
         directory.mkdir(parents=True, exist_ok=True)
         train_state.write_shard(directory, self._parameters(), optimizer, rank=rank, num_ranks=num_ranks)
-        self._context.barrier()  # the header says that the shards are complete
+        self.context.barrier()  # the header says that the shards are complete
         if rank == 0:
-            header = train_state.TrainStateHeader(step=self._step, seed=self._seed, num_ranks=num_ranks)
+            header = train_state.TrainStateHeader(step=self.step, seed=self._seed, num_ranks=num_ranks)
             train_state.write_header(directory, header)
-        self._context.barrier()
+        self.context.barrier()
 
     def load_state(self, directory: Path, *, on_progress: Callable[[], None] = lambda: None) -> None:
         """See `TrainEngine.load_state`."""
@@ -245,10 +220,10 @@ class FSDPEngine:
         train_state.read_shards(
             directory, self._parameters(), optimizer, num_ranks=header.num_ranks, on_progress=on_progress
         )
-        self._step, self._seed = header.step, header.seed
+        self.step, self._seed = header.step, header.seed
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self._model.named_parameters())
+        return dict(self.model.named_parameters())
 
 
 def _load_model(model_directory: Path, context: ParallelContext) -> nn.Module:
@@ -306,10 +281,6 @@ def _write_model(directory: Path, config: Any, weights: dict[str, Tensor]) -> No
     model.load_state_dict(weights, strict=False, assign=True)  # tied weights have no entry of their own
     model.tie_weights()
     model.save_pretrained(directory)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _step_seed(seed: int, step: int) -> int:

@@ -56,9 +56,9 @@ def packed_attention(
                 _stacked(q, count),
                 _stacked(k, count),
                 _stacked(v, count),
-                attn_mask=_window_mask(length, sliding_window, q.device),
+                attn_mask=(mask := _window_mask(length, sliding_window, q.device)),
                 dropout_p=dropout,
-                is_causal=not _needs_window(length, sliding_window),
+                is_causal=mask is None,
                 scale=scaling,
                 enable_gqa=has_grouped_heads,
             )
@@ -80,11 +80,8 @@ def _joined(stacked: Tensor) -> Tensor:
     return stacked.transpose(0, 1).reshape(1, heads, count * length, head_dim)
 
 
-def _needs_window(length: int, sliding_window: int | None) -> bool:
-    return sliding_window is not None and length > sliding_window
-
-
 def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
+    """True where a token is seen; None where the window is no limit, and the causal mask says it all."""
     if sliding_window is None or length <= sliding_window:
         return None
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]

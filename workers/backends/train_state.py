@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 MANIFEST = "train_state.json"
 _FORMAT = 1
@@ -52,9 +52,9 @@ def write_shard(
     """Write this rank's rows of every parameter and moment."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
-        tensors[f"parameter.{name}"] = _local(parameter)
+        tensors[f"parameter.{name}"] = local(parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}.{name}"] = _local(value)
+            tensors[f"{key}.{name}"] = local(value)
     save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, directory / shard_name(rank, num_ranks))
 
 
@@ -101,7 +101,7 @@ def read_shards(
         for name, parameter in parameters.items():
             on_progress()
             whole = _whole(shards, f"parameter.{name}", parameter)
-            _local(parameter).copy_(_local(whole))
+            local(parameter).copy_(local(whole))
             if f"step.{name}" not in stored:
                 optimizer.state.pop(parameter, None)
                 continue
@@ -127,13 +127,14 @@ def gather_parameters(parameters: Mapping[str, nn.Parameter], *, keep: bool) -> 
     for name, parameter in parameters.items():
         tensor = parameter.detach()
         if isinstance(tensor, DTensor):
-            tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim).to_local()
+            tensor = tensor.full_tensor()
         if keep:
             gathered[name] = tensor.cpu()
     return gathered
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that is cut over the ranks, or the tensor itself; without gradient."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
