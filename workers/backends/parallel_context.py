@@ -58,16 +58,8 @@ class ParallelContext:
         return dict(zip(names, packed.tolist(), strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class HostedStore:
-    """The rendezvous store of a gang, served by rank 0."""
-
-    store: TCPStore
-    address: str
-
-
-def host_store(host: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> HostedStore:
-    """Serve a rendezvous store on one interface and a port that the system chooses.
+def host_store(host: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[TCPStore, str]:
+    """Serve a rendezvous store on one interface and a port that the system chooses; also says its address.
 
     torch would listen on every interface whatever host it is given; a listening socket that is already bound keeps
     strangers on other networks out.
@@ -82,7 +74,7 @@ def host_store(host: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> HostedStor
         timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listener.detach(),
     )
-    return HostedStore(store, f"{host}:{port}")
+    return store, f"{host}:{port}"
 
 
 def connect_store(address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> TCPStore:

@@ -59,8 +59,8 @@ def shared_store(names: NameService, key: str, *, rank: int, address: str, timeo
         TimeoutError: if rank 0 does not show up, or does not answer.
     """
     if rank == 0:
-        hosted = host_store(address, timeout_s=timeout_s)
-        names.add(key, hosted.address, replace=True)
-        return hosted.store
+        store, serves_at = host_store(address, timeout_s=timeout_s)
+        names.add(key, serves_at, replace=True)
+        return store
     served_at = names.wait(key, timeout_s=timeout_s, waiting_for="model_worker/0")
     return connect_store(served_at, timeout_s=timeout_s)

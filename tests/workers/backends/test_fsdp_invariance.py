@@ -62,10 +62,10 @@ def train(engine: FSDPEngine, uids: list[str], directory: Path) -> dict[str, Any
 def rendezvous(rank: int, directory: Path) -> ParallelContext:
     address_file = directory / "address"
     if rank == 0:
-        hosted = host_store("127.0.0.1", timeout_s=DEADLINE_S)
-        (directory / "address.part").write_text(hosted.address)
+        store, address = host_store("127.0.0.1", timeout_s=DEADLINE_S)
+        (directory / "address.part").write_text(address)
         (directory / "address.part").rename(address_file)
-        return init_parallel(rank=0, world_size=2, store=hosted.store, timeout_s=DEADLINE_S)
+        return init_parallel(rank=0, world_size=2, store=store, timeout_s=DEADLINE_S)
     deadline = time.monotonic() + DEADLINE_S
     while not address_file.exists():
         if time.monotonic() > deadline:

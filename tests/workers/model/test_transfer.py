@@ -54,10 +54,9 @@ def metadata() -> SequenceSample:
 def join(rank: int, directory: Path, *, timeout_s: float) -> ParallelContext:
     address_file = directory / "address"
     if rank == 0:
-        hosted = host_store("127.0.0.1", timeout_s=DEADLINE_S)
-        (directory / "address.part").write_text(hosted.address)
+        store, address = host_store("127.0.0.1", timeout_s=DEADLINE_S)
+        (directory / "address.part").write_text(address)
         (directory / "address.part").rename(address_file)
-        store = hosted.store
     else:
         deadline = time.monotonic() + DEADLINE_S
         while not address_file.exists():
