@@ -43,6 +43,4 @@ class RowLoader:
             )
         answer = [*encode_answer(self._tokenizer, row.answer or ""), self._end_of_answer]
         ids = np.asarray([*prompt, *answer], dtype=np.int32)
-        mask = np.zeros(len(ids), dtype=np.bool_)
-        mask[: len(prompt)] = True
-        return SequenceSample.from_group(uid, {"input_ids": [ids], "prompt_mask": [mask]})
+        return SequenceSample.from_group(uid, {"input_ids": [ids], "prompt_mask": [np.arange(len(ids)) < len(prompt)]})

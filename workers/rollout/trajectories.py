@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.rollout.agents import JudgedGroup
-from corral.workers.rollout.partial_rollout import PartialAnswer
 
 
 def make_sample(uid: str, group: JudgedGroup) -> SequenceSample:
@@ -26,7 +25,7 @@ def make_sample(uid: str, group: JudgedGroup) -> SequenceSample:
         uid,
         {
             "input_ids": [np.asarray([*prompt, *answer.output_ids], dtype=np.int32) for answer in group.answers],
-            "prompt_mask": [_prompt_mask(len(prompt), answer) for answer in group.answers],
+            "prompt_mask": [np.arange(len(prompt) + len(answer.output_ids)) < len(prompt) for answer in group.answers],
             "old_logprobs": [_after_prompt(len(prompt), answer.logprobs, np.float32, 0.0) for answer in group.answers],
             "versions": [
                 _after_prompt(len(prompt), [version.step for version in answer.versions()], np.int32, -1)
@@ -36,12 +35,6 @@ def make_sample(uid: str, group: JudgedGroup) -> SequenceSample:
             "seq_no_eos_mask": [np.asarray([not answer.stopped], dtype=np.bool_) for answer in group.answers],
         },
     )
-
-
-def _prompt_mask(prompt_length: int, answer: PartialAnswer) -> npt.NDArray[np.bool_]:
-    mask = np.zeros(prompt_length + len(answer.output_ids), dtype=np.bool_)
-    mask[:prompt_length] = True
-    return mask
 
 
 def _after_prompt(prompt_length: int, values: Sequence[float], dtype: npt.DTypeLike, fill: float) -> npt.NDArray[Any]:
