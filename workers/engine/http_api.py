@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Protocol, TypedDict, TypeVar
+from typing import TypedDict, TypeVar
 
 from aiohttp import web
 
@@ -50,12 +50,6 @@ _COMMAND_TIMEOUT_S = 60.0  # the engine answers a command after its present deco
 _SHUTDOWN_TIMEOUT_S = 5.0  # for replies under way when the server stops
 
 
-class Revealable(Protocol):
-    """A secret that does not print itself."""
-
-    def reveal(self) -> str: ...
-
-
 class Progress(TypedDict):
     """What a heartbeat reports."""
 
@@ -80,9 +74,8 @@ class EngineServer:
     def __init__(
         self,
         engine: GenerationEngine,
-        api_key: str | Revealable,
+        api_key: str,
         host: str,
-        port: int = 0,
         *,
         max_body_bytes: int = 64 * 2**20,
         max_queued_requests: int = 4096,
@@ -92,18 +85,15 @@ class EngineServer:
         Args:
             engine: handed over; only this server's thread may use it from `start` on.
             api_key: what clients must send as bearer token.
-            host: address to bind.
-            port: 0 lets the system choose; `start` returns it.
+            host: address to bind; the system chooses the port, and `start` returns it.
             max_body_bytes: larger bodies are answered 413.
             max_queued_requests: beyond these, /generate answers 503.
             update_timeout_s: longest wait of a weight update for the requests in flight.
         """
-        key = api_key if isinstance(api_key, str) else api_key.reveal()
-        if not key:
+        if not api_key:
             raise ValueError("api_key is empty; every endpoint is protected by it")
-        self._expected_authorization = f"Bearer {key}".encode()
+        self._expected_authorization = f"Bearer {api_key}".encode()
         self._host = host
-        self._port = port
         self._max_body_bytes = max_body_bytes
         self._max_queued_requests = max_queued_requests
         self._update_timeout_s = update_timeout_s
@@ -125,7 +115,7 @@ class EngineServer:
             application, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
+        site = web.TCPSite(self._runner, self._host, port=0)
         await site.start()
         self._loop.start()
         return int(self._runner.addresses[0][1])

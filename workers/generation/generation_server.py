@@ -48,7 +48,7 @@ class GenerationServer(Worker):
             seed=context.plan.seed * 1009 + spec.index,
             version=str(INITIAL_VERSION),
         )
-        server = self._server = EngineServer(engine, context.secrets.http_api_key, context.address)
+        server = self._server = EngineServer(engine, context.secrets.http_api_key.reveal(), context.address)
         port = await server.start()
         try:
             record = {"url": f"http://{context.address}:{port}", "incarnation": context.incarnation}
