@@ -101,7 +101,7 @@ class ContinuousBatch:
         self.steps = 0
         self._seed = seed
         self._num_added = 0
-        self._is_paused = False
+        self.is_paused = False
         self._eos_token_ids = frozenset(eos_token_ids)
         self._decoder = decoder
         self._scheduler: BatchScheduler[ActiveRequest] = BatchScheduler(
@@ -131,13 +131,9 @@ class ContinuousBatch:
         return sum(request.num_tokens for request in self._scheduler.running)
 
     @property
-    def is_paused(self) -> bool:
-        return self._is_paused
-
-    @property
     def has_work(self) -> bool:
         """Whether `step` would do something."""
-        return not self._is_paused and bool(self._scheduler.running or self._scheduler.waiting)
+        return not self.is_paused and bool(self._scheduler.running or self._scheduler.waiting)
 
     @property
     def is_drained(self) -> bool:
@@ -163,7 +159,7 @@ class ContinuousBatch:
 
     def step(self) -> list[RequestOutput]:
         """Admit and prefill what fits, then make one token for every running request; returns those that ended."""
-        if self._is_paused:
+        if self.is_paused:
             return []
         self.steps += 1
         with torch.inference_mode():
@@ -190,7 +186,7 @@ class ContinuousBatch:
 
     def pause(self, mode: PauseMode) -> list[RequestOutput]:
         """Stop stepping; returns the outputs of requests that the mode aborts. Pausing twice applies both modes."""
-        self._is_paused = True
+        self.is_paused = True
         if mode is PauseMode.ABORT:
             return self.abort(None)
         if mode is PauseMode.RETRACT:
@@ -200,7 +196,7 @@ class ContinuousBatch:
         return []
 
     def resume(self) -> None:
-        self._is_paused = False
+        self.is_paused = False
 
     def begin_drain(self) -> None:
         """Hold requests that come from now on, until `end_drain`."""
@@ -285,10 +281,10 @@ class ContinuousBatch:
         outputs = []
         for row, reason in reversed(ended):  # descending, so that the row that moves is never one about to end
             outputs.append(self._scheduler.running[row].finish(reason, version=self.version))
-            vacancy = self._scheduler.remove(row)
-            if vacancy.moved_from is not None:
+            moved_from = self._scheduler.remove(row)
+            if moved_from is not None:
                 length = self._scheduler.running[row].num_tokens - 1
-                self._cache.move(source=vacancy.moved_from, target=row, length=length)
+                self._cache.move(source=moved_from, target=row, length=length)
             self._sampling = None
         outputs.reverse()
         return outputs

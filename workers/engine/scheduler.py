@@ -13,14 +13,13 @@ Example:
     scheduler = BatchScheduler(max_running_requests=2, max_total_tokens=100)
     for request in (a, b, c): scheduler.add(request)      # each reserves 40 tokens
     scheduler.admit()                                     # [a, b]; c waits: 2 rows are the limit
-    scheduler.remove(0)                                   # Vacancy(row=0, moved_from=1): b is now row 0
+    scheduler.remove(0)                                   # 1: b, the last, is now row 0
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 
@@ -31,15 +30,6 @@ class Schedulable(Protocol):
 
 
 RequestT = TypeVar("RequestT", bound=Schedulable)
-
-
-@dataclass(frozen=True, slots=True)
-class Vacancy:
-    """A row was given up; the last row moves into it so that rows stay contiguous."""
-
-    row: int
-    moved_from: int | None
-    """The row whose content must move to `row`; None when `row` was the last one."""
 
 
 class BatchScheduler(Generic[RequestT]):
@@ -71,16 +61,7 @@ class BatchScheduler(Generic[RequestT]):
         return max((request.reserved_tokens for request in self.running), default=0)
 
     def add(self, request: RequestT) -> None:
-        """Queue a request.
-
-        Raises:
-            ValueError: if it could never run.
-        """
-        if request.reserved_tokens > self.max_total_tokens:
-            raise ValueError(
-                f"the request may need {request.reserved_tokens} tokens of cache but max_total_tokens is "
-                f"{self.max_total_tokens}; lower max_new_tokens or shorten the prompt"
-            )
+        """Queue a request; whoever adds it has checked that it fits into `max_total_tokens`, or it would never run."""
         (self.held if self._is_draining else self.waiting).append(request)
 
     def admit(self) -> list[RequestT]:
@@ -96,12 +77,16 @@ class BatchScheduler(Generic[RequestT]):
             admitted.append(request)
         return admitted
 
-    def remove(self, row: int) -> Vacancy:
-        """End the request in `row`."""
+    def remove(self, row: int) -> int | None:
+        """End the request in `row`; the last row moves into it, so that rows stay contiguous.
+
+        Returns:
+            The row whose content must move to `row`; None where `row` was the last one.
+        """
         last = len(self.running) - 1
         self.running[row] = self.running[last]
         self.running.pop()
-        return Vacancy(row=row, moved_from=last if row != last else None)
+        return last if row != last else None
 
     def retract(self) -> list[RequestT]:
         """Send every running request back to the front of the queue, in the order given by `running`."""
