@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.workers.requests.client import RequestClient
+from corral.workers.requests.messages import ReplyPayload, Request
 from corral.workers.streams.security import StreamSecurity
 
 LOOPBACK = "127.0.0.1"
@@ -42,6 +44,11 @@ def start_stub(name: str, *arguments: object) -> "subprocess.Popen[str]":
     """A real process that runs a stub module, named by its folder."""
     command = [sys.executable, "-m", f"tests.workers.{name}", *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+async def ask(client: RequestClient, worker: str, request: Request, *, deadline_s: float) -> ReplyPayload:
+    """One worker's answer."""
+    return (await client.post({worker: request}, deadline_s=deadline_s).results())[worker]
 
 
 class Cable:

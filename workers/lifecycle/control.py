@@ -70,11 +70,6 @@ class ControlServer(Closing):
         """Where `control_call` connects: "tcp://host:port"."""
         return self._server.endpoint
 
-    @property
-    def num_refused_handshakes(self) -> int:
-        """Connections that were no client of this trial, or of no role that may control a worker."""
-        return self._server.num_refused_handshakes
-
     def close(self) -> None:
         try:
             self._thread.wait(self._server.close())

@@ -139,11 +139,6 @@ class RequestClient(Closing):
         """Where workers connect: "tcp://host:port"."""
         return self._router.endpoint
 
-    @property
-    def num_refused_handshakes(self) -> int:
-        """Connections that were no model worker of this trial."""
-        return self._router.num_refused_handshakes
-
     def hello_of(self, worker: str) -> Hello | None:
         """How a worker that is connected introduced itself; None if it is not here."""
         state = self._worker_by_id.get(worker)
@@ -194,19 +189,6 @@ class RequestClient(Closing):
             frames = self._codec.encode(body, epoch=self._epoch, request_id=str(request_id), deadline_s=deadline_s)
             futures[worker] = self._ask(worker, request_id, request, frames, deadline_s=deadline_s)
         return PendingReplies(futures)
-
-    async def call(
-        self,
-        worker: str,
-        request: Request,
-        *,
-        deadline_s: float,
-        pre_hooks: Sequence[Hook] = (),
-        post_hooks: Sequence[Hook] = (),
-    ) -> ReplyPayload:
-        """Ask one worker and wait; a blocking request also needs a `flush`. Errors as for `PendingReplies.results`."""
-        pending = self.post({worker: request}, deadline_s=deadline_s, pre_hooks=pre_hooks, post_hooks=post_hooks)
-        return (await pending.results())[worker]
 
     async def flush(self, *, deadline_s: float) -> None:
         """Let every worker start the blocking requests that were posted to it since the last flush.

@@ -49,7 +49,7 @@ _NUM_CACHED_REPLIES = 64
 NonBlockingHandler = Callable[[NonBlockingRequest], ReplyPayload]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Envelope:
     """A blocking request that may run now."""
 
@@ -99,7 +99,8 @@ class WorkerRequestStream(Closing):
         self._released: queue.SimpleQueue[Envelope | None] = queue.SimpleQueue()
         self._waiting: FlushQueue[Envelope] = FlushQueue()
         self._replies = ReplyCache(_NUM_CACHED_REPLIES)
-        self._max_epoch = 0
+        self.max_epoch = 0
+        """The newest trainer epoch seen; 0 before the first Initialize."""
         self._thread = LoopThread(f"requests of {worker_id}")
         self._link: DealerLink[ToWorker]
 
@@ -118,11 +119,6 @@ class WorkerRequestStream(Closing):
 
         self._thread.call(connect)
 
-    @property
-    def max_epoch(self) -> int:
-        """The newest trainer epoch seen; 0 before the first Initialize."""
-        return self._max_epoch
-
     def next_blocking(self, timeout_s: float) -> Envelope | None:
         """The next request to run, or None after `timeout_s`.
 
@@ -137,7 +133,7 @@ class WorkerRequestStream(Closing):
                 envelope = self._released.get(timeout=remaining_s)
             except queue.Empty:
                 return None
-            if envelope is not None and envelope.epoch >= self._max_epoch:
+            if envelope is not None and envelope.epoch >= self.max_epoch:
                 return envelope
         return None
 
@@ -158,8 +154,8 @@ class WorkerRequestStream(Closing):
     # --- everything below runs in the I/O thread --------------------------------------------------------------------
 
     def _say_hello(self) -> None:
-        hello = Hello(worker=self.worker_id, incarnation=self._incarnation, pid=os.getpid(), max_epoch=self._max_epoch)
-        self._link.send(self._codec.encode(hello, epoch=self._max_epoch))
+        hello = Hello(worker=self.worker_id, incarnation=self._incarnation, pid=os.getpid(), max_epoch=self.max_epoch)
+        self._link.send(self._codec.encode(hello, epoch=self.max_epoch))
 
     def _handle_down(self, reason: str) -> None:
         if self._link.failure is not None:
@@ -169,8 +165,8 @@ class WorkerRequestStream(Closing):
         request_id = RequestId.parse(message.request_id)
         if request_id.epoch != message.epoch:
             raise MalformedMessageError(f"request {request_id} arrived under epoch {message.epoch}")
-        if request_id.epoch < self._max_epoch:
-            self._send(request_id, StaleReply(max_epoch=self._max_epoch))
+        if request_id.epoch < self.max_epoch:
+            self._send(request_id, StaleReply(max_epoch=self.max_epoch))
             return
         self._replies.run_once(str(request_id), run=lambda: self._start(request_id, message), repeat=self._link.send)
 
@@ -183,18 +179,19 @@ class WorkerRequestStream(Closing):
             self._release()
         elif isinstance(request, NonBlockingRequest):
             self._answer_now(request_id, request)
-        elif request_id.epoch > self._max_epoch and not isinstance(request, Initialize):
+        elif request_id.epoch > self.max_epoch and not isinstance(request, Initialize):
             self._waiting.settle(request_id)
-            self._finish(request_id, _not_initialized(request_id, request, self._max_epoch))
+            self._finish(request_id, _not_initialized(request_id, request, self.max_epoch))
         else:
             self._raise_epoch(request_id.epoch)
-            self._waiting.add(request_id, _envelope(request_id, request, message))
+            pre_hooks, post_hooks = message.body.pre_hooks, message.body.post_hooks
+            self._waiting.add(request_id, Envelope(request_id, request, pre_hooks, post_hooks))
             self._release()
 
     def _raise_epoch(self, epoch: int) -> None:
-        if epoch > self._max_epoch:
+        if epoch > self.max_epoch:
             logger.info("%s follows trainer epoch %d", self.worker_id, epoch)
-            self._max_epoch = epoch
+            self.max_epoch = epoch
             self._waiting.reset()
 
     def _release(self) -> None:
@@ -209,7 +206,7 @@ class WorkerRequestStream(Closing):
             self._finish(request_id, error_reply(error))
 
     def _finish(self, request_id: RequestId, payload: ReplyPayload) -> None:
-        if request_id.epoch < self._max_epoch:
+        if request_id.epoch < self.max_epoch:
             return  # whoever asked is no longer our master
         self._replies.finish(str(request_id), self._send(request_id, payload))
 
@@ -217,15 +214,6 @@ class WorkerRequestStream(Closing):
         frames = self._codec.encode(payload, epoch=request_id.epoch, request_id=str(request_id))
         self._link.send(frames)  # if the link is down, the master asks again under the same id
         return frames
-
-
-def _envelope(request_id: RequestId, request: BlockingRequest, message: Message[WorkerRequest]) -> Envelope:
-    return Envelope(
-        request_id=request_id,
-        request=request,
-        pre_hooks=message.body.pre_hooks,
-        post_hooks=message.body.post_hooks,
-    )
 
 
 def _not_initialized(request_id: RequestId, request: BlockingRequest, max_epoch: int) -> ErrorReply:

@@ -27,7 +27,7 @@ from corral.workers.streams.errors import (
     WrongTrialKeyError,
 )
 from corral.workers.streams.refusals import Refusals
-from corral.workers.streams.router import SocketReader, parse_event
+from corral.workers.streams.router import SocketReader, event_of
 from corral.workers.streams.security import MonitoredSocket, StreamSecurity
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class _Connection:
     def _deliver_event(self, frames: list[zmq.Frame]) -> None:
         if len(frames) != 2 or self.end.done():
             return
-        event, _ = parse_event(frames)
+        event = event_of(frames)
         if event == zmq.EVENT_CONNECTED:
             self._is_accepted = True
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -101,7 +101,7 @@ class _Connection:
             self.settled.set()
             self._on_up()
         elif event == zmq.EVENT_DISCONNECTED and self.is_up:
-            self._reader.read_rest()
+            self._reader.read()
             self.end.set_result(_End.LOST)
         elif self._is_accepted and event != zmq.EVENT_CLOSED:
             # A server without our trial's secret key just hangs up, so a hang-up in the handshake is a refusal as well.
@@ -150,7 +150,8 @@ class DealerLink(Generic[BodyT]):
         self._malformed = Refusals(f"malformed messages of {server}")
         self._loop = asyncio.get_running_loop()
         self._connection: _Connection | None = None
-        self._failure: StreamError | None = None
+        self.failure: StreamError | None = None
+        """Why the link has given up for good."""
         self._reason = "not tried yet"
         self._endpoint = ""
         self._was_up = False
@@ -162,11 +163,6 @@ class DealerLink(Generic[BodyT]):
     @property
     def is_up(self) -> bool:
         return self._connection is not None and self._connection.is_up
-
-    @property
-    def failure(self) -> StreamError | None:
-        """Why the link has given up for good, or None."""
-        return self._failure
 
     def describe(self) -> str:
         """The server and the state of the link, for messages."""
@@ -195,18 +191,18 @@ class DealerLink(Generic[BodyT]):
 
     def raise_failure(self) -> None:
         """Raise why the link has given up, if it has."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._failure = self._failure or StreamClosedError(f"the link to {self._server} is closed")
+        self.failure = self.failure or StreamClosedError(f"the link to {self._server} is closed")
         self._changed.set()
 
     async def _run(self) -> None:
         attempt = 0
-        while self._failure is None:
+        while self.failure is None:
             endpoint = await self._resolve()
             end = None if endpoint is None else await self._live(endpoint)
             attempt = 0 if end in (_End.LOST, _End.MOVED) else attempt + 1
@@ -291,7 +287,7 @@ class DealerLink(Generic[BodyT]):
         )
 
     def _fail(self, failure: StreamError) -> None:
-        self._failure = failure
+        self.failure = failure
         self._changed.set()
         self._on_down(str(failure))
 

@@ -4,17 +4,16 @@
            --events--> SocketReader --> probe every known peer --> on_peer_gone(identity)
 
 libzmq tells a ROUTER that *some* connection ended, not whose. So each disconnect makes us send an empty probe to every
-peer
-that has spoken: with ROUTER_MANDATORY the send fails exactly for those that are gone. Clients ignore probes.
+peer that has spoken: with ROUTER_MANDATORY the send fails exactly for those that are gone. Clients ignore probes.
 """
 
 import asyncio
-import struct
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Generic
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from corral.workers.streams.codec import BodyT, Buffer, Message, MessageCodec
 from corral.workers.streams.errors import MalformedMessageError, PeerDeadError, StreamClosedError
@@ -53,18 +52,14 @@ class SocketReader:
         self._descriptor = socket.fileno()
         self._closed = False
         self._scheduled = False
-        self._loop.add_reader(self._descriptor, self._read)
+        self._loop.add_reader(self._descriptor, self.read)
         self.look_again()
 
     def look_again(self) -> None:
         """Read later what the socket may have received while we used it otherwise, such as for sending."""
         if not (self._closed or self._scheduled):
             self._scheduled = True
-            self._loop.call_soon(self._read)
-
-    def read_rest(self) -> None:
-        """Deliver now what was received before the connection ended."""
-        self._read()
+            self._loop.call_soon(self.read)
 
     def close(self) -> None:
         """Stop reading. Call it before the socket is closed."""
@@ -72,7 +67,8 @@ class SocketReader:
             self._closed = True
             self._loop.remove_reader(self._descriptor)
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Deliver now what was received, such as the rest before a connection ended."""
         self._scheduled = False
         for _ in range(_BURST):
             if self._closed:
@@ -89,10 +85,9 @@ class SocketReader:
         self.look_again()
 
 
-def parse_event(frames: list[zmq.Frame]) -> tuple[int, int]:
-    """(event, value) of a message of a socket monitor."""
-    event, value = struct.unpack("=Hi", frames[0].bytes)
-    return event, value
+def event_of(frames: list[zmq.Frame]) -> int:
+    """What a message of a socket monitor tells."""
+    return int(parse_monitor_message([frame.bytes for frame in frames])["event"])
 
 
 class RouterEndpoint(Generic[BodyT]):
@@ -138,11 +133,6 @@ class RouterEndpoint(Generic[BodyT]):
     def endpoint(self) -> str:
         """ "tcp://10.0.0.7:45123", to be published."""
         return self._server.endpoint
-
-    @property
-    def num_refused_handshakes(self) -> int:
-        """Connections that were no client of this trial: unknown keys, no CURVE, garbage."""
-        return self._refused.count
 
     @property
     def num_malformed(self) -> int:
@@ -192,7 +182,7 @@ class RouterEndpoint(Generic[BodyT]):
     def _deliver_event(self, frames: list[zmq.Frame]) -> None:
         if len(frames) != 2:
             return
-        event, _ = parse_event(frames)
+        event = event_of(frames)
         if event == zmq.EVENT_DISCONNECTED:
             self._schedule_probes()
         elif event in (

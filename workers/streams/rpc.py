@@ -78,10 +78,6 @@ class AsyncRequestServer(AsyncClosing, Generic[RequestT]):
         """Where clients connect: "tcp://host:port"."""
         return self._router.endpoint
 
-    @property
-    def num_refused_handshakes(self) -> int:
-        return self._router.num_refused_handshakes
-
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()

@@ -45,7 +45,7 @@ from corral.workers.streams.errors import (
 )
 from corral.workers.streams.loop_thread import LoopThread
 from corral.workers.streams.security import StreamSecurity
-from tests.workers.stream_helpers import LOOPBACK, TRIAL, Cable, start_stub, until
+from tests.workers.stream_helpers import LOOPBACK, TRIAL, Cable, ask, start_stub, until
 
 AsRole = Callable[[str], StreamSecurity]
 INITIALIZE = Initialize(weights_directory="/weights", state_directory=None, step=0, seed=1)
@@ -119,7 +119,7 @@ def test_non_blocking_requests_are_answered_while_a_blocking_one_runs(as_role: A
             step = client.post({stream.worker_id: train(version=4)}, deadline_s=10)
             await client.flush(deadline_s=10)
             envelope = await take(stream)  # and now the main thread "computes"
-            assert await client.call(stream.worker_id, Spec(), deadline_s=10) == SpecReply(num_samples=1000)
+            assert await ask(client, stream.worker_id, Spec(), deadline_s=10) == SpecReply(num_samples=1000)
             await asyncio.to_thread(stream.reply, envelope, StatsReply(stats={"loss": 0.25}))
             assert await step.results() == {stream.worker_id: StatsReply(stats={"loss": 0.25})}
             assert envelope.request == train(version=4)
@@ -164,7 +164,7 @@ def test_blocking_requests_wait_for_the_flush(as_role: AsRole) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
             client.post({stream.worker_id: train()}, deadline_s=10)
-            await client.call(stream.worker_id, Ping(), deadline_s=10)  # the request before it has arrived, too
+            await ask(client, stream.worker_id, Ping(), deadline_s=10)  # the request before it has arrived, too
             assert stream.next_blocking(timeout_s=0) is None
             await client.flush(deadline_s=10)
             assert (await take(stream)).request == train()
@@ -229,9 +229,9 @@ def test_a_remote_exception_comes_with_its_traceback(as_role: AsRole) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await client.wait_for_workers([stream.worker_id], timeout_s=120)
             with pytest.raises(RemoteError, match="model_worker/0.*LookupError: the dataset is gone") as raised:
-                await client.call(stream.worker_id, Fetch(), deadline_s=10)
+                await ask(client, stream.worker_id, Fetch(), deadline_s=10)
             assert 'raise LookupError("the dataset is gone")' in raised.value.remote_traceback
-            assert await client.call(stream.worker_id, Ping(), deadline_s=10) == OkReply()
+            assert await ask(client, stream.worker_id, Ping(), deadline_s=10) == OkReply()
 
     with_master(run, as_role("master_worker"))
 
@@ -241,8 +241,8 @@ def test_a_missed_deadline_names_worker_and_request(as_role: AsRole) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
             with pytest.raises(StreamTimeoutError, match=r"model_worker/0 did not answer TrainStep 1:\d+ within 0.1 s"):
-                await client.call(stream.worker_id, train(), deadline_s=0.1)
-            assert await client.call(stream.worker_id, Ping(), deadline_s=10) == OkReply()
+                await ask(client, stream.worker_id, train(), deadline_s=0.1)
+            assert await ask(client, stream.worker_id, Ping(), deadline_s=10) == OkReply()
 
     with_master(run, as_role("master_worker"))
 
@@ -277,7 +277,7 @@ def test_workers_that_do_not_come_are_named(as_role: AsRole) -> None:
 def test_a_request_to_somebody_who_never_came_is_an_error_at_once(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         with pytest.raises(PeerDeadError, match="model_worker/7 got Ping 1:1 but has not said hello"):
-            await client.call("model_worker/7", Ping(), deadline_s=100)
+            await ask(client, "model_worker/7", Ping(), deadline_s=100)
 
     with_master(run, as_role("master_worker"))
 
@@ -316,7 +316,7 @@ def test_a_killed_or_stopped_worker_is_an_error_for_whoever_waits_for_it(
             ):
                 await pending.results()
             with pytest.raises(PeerDeadError):
-                await client.call("model_worker/0", Ping(), deadline_s=100)
+                await ask(client, "model_worker/0", Ping(), deadline_s=100)
             assert dead == ["model_worker/0"]
             assert client.hello_of("model_worker/0") is None
 
@@ -448,7 +448,7 @@ def test_a_worker_finds_a_new_master_and_refuses_the_old_one(as_role: AsRole) ->
                 addresses.append(old.endpoint)
                 await until(lambda: old.hello_of(stream.worker_id) is not None, waiting_for="the worker to come back")
                 with pytest.raises(StaleEpochError, match="already follows epoch 2") as stale:
-                    await old.call(stream.worker_id, Ping(), deadline_s=10)
+                    await ask(old, stream.worker_id, Ping(), deadline_s=10)
                 assert stale.value.max_epoch == 2
 
     asyncio.run(run())
@@ -480,9 +480,9 @@ def test_only_initialize_raises_the_epoch(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await client.wait_for_workers([stream.worker_id], timeout_s=120)
-            assert await client.call(stream.worker_id, Ping(), deadline_s=10) == OkReply()
+            assert await ask(client, stream.worker_id, Ping(), deadline_s=10) == OkReply()
             with pytest.raises(RemoteError, match="TrainStep of epoch 5 came before its Initialize"):
-                await client.call(stream.worker_id, train(), deadline_s=10)
+                await ask(client, stream.worker_id, train(), deadline_s=10)
             assert stream.max_epoch == 0
             await initialize(client, stream)
             assert stream.max_epoch == 5
