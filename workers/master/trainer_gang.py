@@ -12,6 +12,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -74,32 +75,24 @@ class TrainerGang:
     async def __aenter__(self) -> Self:
         """Publish where the master listens, and wait until all model workers of one start of the gang are connected."""
         context = self._context
-        self._client = RequestClient(
-            context.security,
-            address=context.address,
-            epoch=self._epoch,
-            workers=frozenset(self._workers),
-            on_worker_dead=self._note_dead,
-        )
-        try:
+        with ExitStack() as stack:
+            self._client = stack.enter_context(
+                RequestClient(
+                    context.security,
+                    address=context.address,
+                    epoch=self._epoch,
+                    workers=frozenset(self._workers),
+                    on_worker_dead=self._note_dead,
+                )
+            )
             owner = f"epoch {self._epoch} {context.incarnation}"
-            self._lease = context.lease(context.keys.master_stream(), self._client.endpoint, owner=owner)
-        except BaseException:
-            self._client.close()
-            raise
-        try:
+            stack.enter_context(context.lease(context.keys.master_stream(), self._client.endpoint, owner=owner))
             await self._wait_for_workers()
-        except BaseException:
-            self.close()
-            raise
+            self._opened = stack.pop_all()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._lease.release()
-        self._client.close()
+        self._opened.close()
 
     def check_alive(self) -> None:
         """Raise GangLostError if a model worker has died since the epoch began."""
