@@ -200,29 +200,25 @@ def _cause_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return cause
 
 
+_ENDINGS: dict[type[Exception], tuple[WorkerExit, int, str]] = {
+    StopRequested: (WorkerExit.DONE, logging.INFO, "%s leaves: asked to stop (%s)"),
+    BadConfigurationError: (WorkerExit.BAD_CONFIGURATION, logging.ERROR, "%s cannot work with this configuration: %s"),
+    CannotContinueError: (WorkerExit.CANNOT_CONTINUE, logging.ERROR, "%s cannot go on: %s"),
+    SupersededWorkerError: (WorkerExit.SUPERSEDED, logging.WARNING, "%s leaves: %s"),
+    GangBrokenError: (WorkerExit.GANG_BROKEN, logging.ERROR, "%s leaves: %s"),
+    TrainingNotFiniteError: (WorkerExit.NOT_FINITE, logging.ERROR, "%s gives up: %s"),
+}
+
+
 def run_to_exit_code(worker: Worker) -> WorkerExit:
     """Run a worker and say how it ended as a WorkerExit."""
     worker_id = worker.context.worker_id
     try:
         worker.run()
-    except StopRequested as reason:
-        logger.info("%s leaves: asked to stop (%s)", worker_id, reason)
-        return WorkerExit.DONE
-    except BadConfigurationError as error:
-        logger.error("%s cannot work with this configuration: %s", worker_id, error)
-        return WorkerExit.BAD_CONFIGURATION
-    except CannotContinueError as error:
-        logger.error("%s cannot go on: %s", worker_id, error)
-        return WorkerExit.CANNOT_CONTINUE
-    except SupersededWorkerError as error:
-        logger.warning("%s leaves: %s", worker_id, error)
-        return WorkerExit.SUPERSEDED
-    except GangBrokenError as error:
-        logger.error("%s leaves: %s", worker_id, error)
-        return WorkerExit.GANG_BROKEN
-    except TrainingNotFiniteError as error:
-        logger.error("%s gives up: %s", worker_id, error)
-        return WorkerExit.NOT_FINITE
+    except tuple(_ENDINGS) as error:
+        exit_code, level, message = _ENDINGS[type(error)]
+        logger.log(level, message, worker_id, error)
+        return exit_code
     except Exception as error:  # the last line of the log must be the cause; the supervisor decides what follows
         if worker.context.stopping.is_set():
             logger.info("%s was interrupted while it stopped:\n%s", worker_id, traceback.format_exc())
