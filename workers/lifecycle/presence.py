@@ -107,13 +107,11 @@ class Presence(Closing):
             self._entered = time.monotonic()
 
     @contextmanager
-    def during(
-        self, phase: str, *, waiting_for: str = "", waits_for: Sequence[str] = (), deadline_s: float | None = None
-    ) -> Iterator[None]:
+    def during(self, phase: str, *, waits_for: Sequence[str] = (), deadline_s: float | None) -> Iterator[None]:
         """`enter` a phase for a block, then return to the one before."""
         with self._lock:
             before, deadline_before_s = self._record, self._deadline_s
-        self.enter(phase, waiting_for=waiting_for, waits_for=waits_for, deadline_s=deadline_s)
+        self.enter(phase, waits_for=waits_for, deadline_s=deadline_s)
         try:
             yield
         finally:

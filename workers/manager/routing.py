@@ -37,8 +37,6 @@ class Server:
     """Tag of the weights that it was verified to hold."""
     requests: dict[str, int] = field(default_factory=dict)
     """Tokens that may still come, by uid of the group."""
-    failures: int = 0
-    """Failed updates and probes since it was last READY."""
 
     @property
     def tokens(self) -> int:
@@ -90,14 +88,13 @@ class ServerTable:
         """The server was verified to hold `version`; ignored if it has been replaced meanwhile."""
         server = self.servers.get(name)
         if server is not None and server.incarnation == incarnation:
-            server.state, server.version, server.failures = ServerState.READY, version, 0
+            server.state, server.version = ServerState.READY, version
 
     def suspect(self, name: str, *, incarnation: str) -> None:
         """An update, probe or request failed; it gets no requests until an update succeeds."""
         server = self.servers.get(name)
         if server is not None and server.incarnation == incarnation:
             server.state = ServerState.SUSPECT
-            server.failures += 1
             server.requests.clear()
 
     def serving(self, version: str) -> list[Server]:

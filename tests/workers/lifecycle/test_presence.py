@@ -39,9 +39,9 @@ def test_a_phase_and_whom_it_waits_for_reach_the_record() -> None:
 def test_a_phase_inside_another_gives_way_to_it_again() -> None:
     with Presence(MemoryNameService(MemoryStore()), KEY, owner="a", ttl_s=10, identity=WorkerRecord()) as presence:
         presence.enter("generate", waits_for=["a/0"], works_with=["b/0"])
-        with presence.during("commit", waiting_for="disk", deadline_s=5):
+        with presence.during("commit", waits_for=["c/0"], deadline_s=5):
             inside = presence.snapshot()
-            assert (inside.phase, inside.waiting_for, inside.waits_for) == ("commit", "disk", ())
+            assert (inside.phase, inside.waiting_for, inside.waits_for) == ("commit", "", ("c/0",))
         after = presence.snapshot()
         assert (after.phase, after.waiting_for) == ("generate", "")
         assert (after.waits_for, after.works_with) == (("a/0",), ("b/0",))
