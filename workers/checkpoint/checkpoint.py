@@ -222,10 +222,6 @@ class CheckpointWriter:
         """Seals the checkpoint; returns the SHA-256 that the commit entry names."""
         return write_manifest(self.path, {"epoch": self.epoch, "step": self.step, **extra}, on_progress=on_progress)
 
-    def discard(self) -> None:
-        """Removes a checkpoint that will not be committed, e.g. because the disk is full."""
-        _remove_directory(self.path)
-
 
 @dataclass(frozen=True, slots=True)
 class RejectedCommit:

@@ -41,21 +41,13 @@ class TrajectoryReceiver(Closing):
             for header, tensors in receiver.drain(max_records=64): ...
     """
 
-    def __init__(
-        self,
-        security: StreamSecurity,
-        *,
-        address: str,
-        capacity_records: int,
-        capacity_bytes: int,
-        session: str | None = None,
-    ) -> None:
-        """
+    def __init__(self, security: StreamSecurity, *, address: str, capacity_records: int, capacity_bytes: int) -> None:
+        """Listen; nothing is taken in before `start_session`.
+
         Args:
             address: IP address of the interface to listen on.
             capacity_records, capacity_bytes: at most so much is held or on its way here; one record may be larger than
                 all of it.
-            session: None: nothing is taken in before `start_session`.
         """
         self._book: ReceiverBook[Trajectory] = ReceiverBook(
             capacity_records=capacity_records, capacity_bytes=capacity_bytes
@@ -82,8 +74,6 @@ class TrajectoryReceiver(Closing):
         except BaseException:
             self._thread.close()
             raise
-        if session is not None:
-            self.start_session(session)
 
     @property
     def endpoint(self) -> str:

@@ -48,7 +48,7 @@ class ReceiverBook(Generic[ItemT]):
         if capacity_records < 1 or capacity_bytes < 1:
             raise ValueError(f"capacities must be positive, got {capacity_records} records and {capacity_bytes} bytes")
         self._capacity = Credit(capacity_records, capacity_bytes)
-        self._session: str | None = None
+        self.session: str | None = None
         self._senders: dict[bytes, str] = {}
         self._forget_all()
 
@@ -59,10 +59,6 @@ class ReceiverBook(Generic[ItemT]):
         self._held_bytes = 0
         self._identity_by_uid: dict[str, bytes] = {}
         self._verdict_by_uid: dict[str, VerdictKind] = {}
-
-    @property
-    def session(self) -> str | None:
-        return self._session
 
     @property
     def num_held(self) -> int:
@@ -80,20 +76,20 @@ class ReceiverBook(Generic[ItemT]):
 
     def start_session(self, session: str) -> Outgoing:
         """A new trainer epoch: nothing is held any more. Starting the present session again changes nothing."""
-        if session == self._session:
+        if session == self.session:
             return []
-        self._session = session
+        self.session = session
         self._forget_all()
         return self._announce(list(self._senders))
 
     def hello(self, identity: bytes, sender: str) -> Outgoing:
         self._senders[identity] = sender
         announced = self._announce([identity])
-        if self._session is None:
+        if self.session is None:
             return announced
         # Verdicts that were given while it was away; it passes over those that are not about its own records.
         verdicts = self._verdict_by_uid.items()
-        return announced + [(identity, Verdict(session=self._session, uid=uid, kind=kind)) for uid, kind in verdicts]
+        return announced + [(identity, Verdict(session=self.session, uid=uid, kind=kind)) for uid, kind in verdicts]
 
     def disconnected(self, identity: bytes) -> Outgoing:
         """Room that was promised to this connection is free again."""
@@ -104,7 +100,7 @@ class ReceiverBook(Generic[ItemT]):
         return self._grant()
 
     def offer(self, identity: bytes, offer: Offer) -> Outgoing:
-        if offer.session != self._session:
+        if offer.session != self.session:
             return []  # it was told, or will be told, of the session; it then offers again
         uid = offer.uid
         if uid in self._verdict_by_uid:
@@ -117,7 +113,7 @@ class ReceiverBook(Generic[ItemT]):
         return self._grant()
 
     def withdraw(self, withdraw: Withdraw) -> Outgoing:
-        if withdraw.session != self._session:
+        if withdraw.session != self.session:
             return []
         self._offered.pop(withdraw.uid, None)
         self._reserved.pop(withdraw.uid, None)
@@ -125,7 +121,7 @@ class ReceiverBook(Generic[ItemT]):
 
     def record(self, identity: bytes, record: Record, item: ItemT, size_bytes: int) -> Outgoing:
         """A record has arrived: held and acknowledged, or refused."""
-        if record.session != self._session:
+        if record.session != self.session:
             return []
         uid = record.header.uid
         if uid in self._identity_by_uid:
@@ -155,13 +151,13 @@ class ReceiverBook(Generic[ItemT]):
 
     def verdict(self, uid: str, kind: VerdictKind) -> Outgoing:
         """Remember what was decided, and tell who sent it."""
-        if self._session is None:
+        if self.session is None:
             return []
         self._verdict_by_uid[uid] = kind
         identity = self._identity_by_uid.get(uid)
         if identity not in self._senders:
             return []
-        return [(identity, Verdict(session=self._session, uid=uid, kind=kind))]
+        return [(identity, Verdict(session=self.session, uid=uid, kind=kind))]
 
     def forget(self, uids: Set[str]) -> None:
         """A commit covers these, and their senders know."""
@@ -170,19 +166,19 @@ class ReceiverBook(Generic[ItemT]):
             self._verdict_by_uid.pop(uid, None)
 
     def _announce(self, identities: list[bytes]) -> Outgoing:
-        if self._session is None:
+        if self.session is None:
             return []
-        return [(identity, Session(session=self._session, credit=self.credit)) for identity in identities]
+        return [(identity, Session(session=self.session, credit=self.credit)) for identity in identities]
 
     def _grant(self) -> Outgoing:
         """Promise room, first come first served."""
         outgoing: Outgoing = []
-        while self._offered and self._session is not None:
+        while self._offered and self.session is not None:
             uid, offered = next(iter(self._offered.items()))
             credit = self.credit
             is_empty = not self._held and not self._reserved  # then even what is larger than all our room may come
             if credit.records < 1 or not (offered.size_bytes <= credit.size_bytes or is_empty):
                 break
             self._reserved[uid] = self._offered.pop(uid)
-            outgoing.append((offered.identity, Grant(session=self._session, uid=uid)))
+            outgoing.append((offered.identity, Grant(session=self.session, uid=uid)))
         return outgoing

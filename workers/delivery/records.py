@@ -33,9 +33,6 @@ class RecordStore:
     def __contains__(self, uid: str) -> bool:
         return uid in self._header_by_uid
 
-    def __len__(self) -> int:
-        return len(self._header_by_uid)
-
     def uids(self) -> list[str]:
         return list(self._header_by_uid)
 

@@ -148,12 +148,6 @@ class Spool(Closing):
         with self._mutex:
             return list(self._locations)
 
-    def __contains__(self, uid: object) -> bool:
-        return uid in self._locations
-
-    def __len__(self) -> int:
-        return len(self._locations)
-
     def close(self) -> None:
         with self._mutex:
             self._close_active()
@@ -209,8 +203,7 @@ class Spool(Closing):
                 self._close_active()
                 raise
         number = self._active
-        if number is None:
-            raise SpoolError(f"no segment of the spool {self._directory} is open")
+        assert number is not None
         segment = self._segments[number]
         try:
             write_all(self._descriptor, data)

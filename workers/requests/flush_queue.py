@@ -33,9 +33,6 @@ class FlushQueue(Generic[ItemT]):
         self._flushes: deque[list[RequestId]] = deque()
         self._level = 0
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def add(self, request_id: RequestId, item: ItemT) -> None:
         """A request has arrived."""
         self._waiting[request_id] = item

@@ -75,7 +75,7 @@ def _attempt(trial: TrialDirectory, spool: Spool) -> None:
     spool.discard(list(ledger.trained))
     step = point.commit.step if point.commit else 0
     while waiting := [uid for uid in _UIDS if not ledger.consumed(uid)]:
-        assert waiting[0] in spool, "a sample left the spool before a commit covered it"
+        assert waiting[0] in spool.uids(), "a sample left the spool before a commit covered it"
         step += 1
         ledger.train(step, waiting[:1])
         checkpoint = CheckpointWriter(trial, epoch=writer.epoch, step=step)

@@ -65,8 +65,9 @@ def uids(receiver: TrajectoryReceiver, max_records: int = 100) -> list[str]:
 @pytest.fixture
 def receiver(as_role: AsRole) -> Iterator[TrajectoryReceiver]:
     with TrajectoryReceiver(
-        as_role("model_worker"), address=LOOPBACK, capacity_records=4, capacity_bytes=100_000, session="1-a"
+        as_role("model_worker"), address=LOOPBACK, capacity_records=4, capacity_bytes=100_000
     ) as receiver:
+        receiver.start_session("1-a")
         yield receiver
 
 
@@ -126,8 +127,9 @@ def test_a_sender_sends_no_more_than_there_is_room_for(as_role: AsRole, receiver
 def test_several_senders_share_the_room_of_several_receivers(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
     async def run(first: TrajectorySender) -> None:
         with TrajectoryReceiver(
-            as_role("model_worker"), address=LOOPBACK, capacity_records=2, capacity_bytes=2000, session="1-b"
+            as_role("model_worker"), address=LOOPBACK, capacity_records=2, capacity_bytes=2000
         ) as other:
+            other.start_session("1-b")
             async with TrajectorySender(
                 as_role("rollout_worker"), sender_id="rollout_worker/1", on_verdict=lambda uid, kind: None
             ) as second:
@@ -242,8 +244,9 @@ def test_what_a_vanished_receiver_held_goes_to_another(as_role: AsRole, receiver
     async def run(sender: TrajectorySender) -> None:
         spool = Spool()
         with TrajectoryReceiver(
-            as_role("model_worker"), address=LOOPBACK, capacity_records=4, capacity_bytes=100_000, session="1-b"
+            as_role("model_worker"), address=LOOPBACK, capacity_records=4, capacity_bytes=100_000
         ) as vanishing:
+            vanishing.start_session("1-b")
             spool.offer(sender, 1)
             sender.set_receivers({1: vanishing.endpoint})
             await until(lambda: acked(sender) == 1, waiting_for="the acknowledgement")

@@ -40,7 +40,7 @@ def test_a_payload_is_read_back_as_it_was_written(directory: Path) -> None:
         spool.append("0:a", payload)
         spool.append("0:b", [])
         assert spool.payload("0:a") == payload and spool.payload("0:b") == []
-        assert "0:a" in spool and "0:z" not in spool and spool.uids() == ["0:a", "0:b"] and len(spool) == 2
+        assert spool.uids() == ["0:a", "0:b"]
         with pytest.raises(KeyError):
             spool.payload("0:z")
 
@@ -155,7 +155,7 @@ def test_a_failed_append_leaves_nothing_behind(directory: Path, monkeypatch: pyt
             patch.setattr(os, "write", half)
             with pytest.raises(OSError, match="No space"):
                 spool.append("0:b", [b"second"])
-        assert "0:b" not in spool
+        assert "0:b" not in spool.uids()
         spool.append("0:c", [b"third"])
     with Spool(directory) as spool:
         assert spool.uids() == ["0:a", "0:c"] and spool.payload("0:c") == [b"third"]

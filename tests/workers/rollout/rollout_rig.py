@@ -156,10 +156,9 @@ class RolloutRig:
             stack.enter_context(self._running_manager())
             security = stack.enter_context(self._security("model_worker"))
             self.receiver = stack.enter_context(
-                TrajectoryReceiver(
-                    security, address=LOOPBACK, capacity_records=256, capacity_bytes=2**30, session="one"
-                )
+                TrajectoryReceiver(security, address=LOOPBACK, capacity_records=256, capacity_bytes=2**30)
             )
+            self.receiver.start_session("one")
             names.add(self._keys.trajectory_receiver(0), self.receiver.endpoint)
             self._stack = stack.pop_all()
         return self
