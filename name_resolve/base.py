@@ -123,11 +123,11 @@ class NameService(ABC):
         """
         return self._incr(check_name(name), amount)
 
+    @abstractmethod
     def clock(self) -> float:
         """Seconds by the service's own clock, the same for all who ask: what one wrote and another reads is compared
         by it, since the clocks of two machines may be apart. It may step.
         """
-        return self._clock()
 
     def wait(self, name: str, *, timeout_s: float, waiting_for: str = "") -> str:
         """The value of a name, waiting until it exists. Outages of the backend are waited through.
@@ -250,9 +250,6 @@ class NameService(ABC):
 
     @abstractmethod
     def _incr(self, name: str, amount: int) -> int: ...
-
-    @abstractmethod
-    def _clock(self) -> float: ...
 
     @abstractmethod
     def _survey(self, names: Sequence[str]) -> Survey: ...

@@ -155,7 +155,7 @@ class RedisNameService(NameService):
             raise NameServiceError(f"cannot count {name!r}: it does not hold an integer")
         return int(number)
 
-    def _clock(self) -> float:
+    def clock(self) -> float:
         seconds, microseconds = self._retry(lambda: self._execute("TIME"))
         return int(seconds) + int(microseconds) / 1e6
 

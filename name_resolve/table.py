@@ -106,7 +106,7 @@ class TableNameService(NameService):
         stored = self._table.read(name)
         return stored.value if stored is not None and self._is_live(stored) else None
 
-    def _clock(self) -> float:
+    def clock(self) -> float:
         return self._table.now_s()
 
     def _fetch_subtree(self, root: str) -> dict[str, str]:

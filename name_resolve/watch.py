@@ -77,7 +77,8 @@ class Watch:
         self._description = description
         self._closed = threading.Event()
         self._fired = False
-        self._num_surveys = 0
+        self.num_surveys = 0
+        """How often the store was asked and its answer judged."""
         self._is_failing = False
         self._thread = threading.Thread(target=self._run, name=f"watch {description}", daemon=True)
         self._thread.start()
@@ -86,11 +87,6 @@ class Watch:
     def fired(self) -> bool:
         """Whether the callback was called."""
         return self._fired
-
-    @property
-    def num_surveys(self) -> int:
-        """How often the store was asked and its answer judged."""
-        return self._num_surveys
 
     def close(self) -> None:
         """Stop watching; after this returns the callback is not called any more. May be called from the callback."""
@@ -111,7 +107,7 @@ class Watch:
     def _run(self) -> None:
         while not self._closed.is_set():
             are_gone = self._verdict.observe(self._look(), now_s=time.monotonic())
-            self._num_surveys += 1
+            self.num_surveys += 1
             if are_gone and not self._closed.is_set():
                 self._fired = True
                 self._on_all_gone()
