@@ -90,10 +90,10 @@ _POINTS_IN_TIME = {
     ),
     "now": re.compile(r"now(?:\+[0-9]{1,9}(?:seconds?|minutes?|hours?|days?|weeks?)?)?"),
 }
-_DAY_WORDS = frozenset({"today", "tomorrow", "midnight", "noon", "elevenses", "fika", "teatime"})
+_HOUR_BY_WORD = {"today": 0, "tomorrow": 0, "midnight": 0, "noon": 12, "elevenses": 11, "fika": 15, "teatime": 16}
 POINT_IN_TIME_GRAMMAR = (
     "HH:MM[:SS] [AM|PM], YYYY-MM-DD[THH:MM[:SS]], MM/DD[/YY][-HH:MM[:SS]], "
-    "now[+COUNT[seconds|minutes|hours|days|weeks]], or a word: " + ", ".join(sorted(_DAY_WORDS))
+    "now[+COUNT[seconds|minutes|hours|days|weeks]], or a word: " + ", ".join(sorted(_HOUR_BY_WORD))
 )
 
 
@@ -103,7 +103,7 @@ def check_point_in_time(text: str) -> str:
     Raises:
         ValueError: naming the forms, or the part that no calendar has (a 13th month, 25:00).
     """
-    if text in _DAY_WORDS:
+    if text in _HOUR_BY_WORD:
         return text
     for form in _POINTS_IN_TIME.values():
         match = form.fullmatch(text)
@@ -124,16 +124,10 @@ def _check_calendar(parts: dict[str, str | None]) -> None:
     if month := parts.get("month"):
         # A leap year where none is given: 02/29 exists in some of the years that SLURM may mean.
         date(2000 + int(parts.get("year") or 0), int(month), int(parts.get("day") or 0))
-    if clock := parts.get("clock"):
-        numbers = [int(number) for number in clock.split(":")]
-        if parts.get("half") and not 1 <= numbers[0] <= 12:
-            raise ValueError(f"with AM or PM the hour must be 1 to 12, got {numbers[0]}")
-        hour, minute, second = (*numbers, 0)[:3]
-        time(hour, minute, second)
+    _clock(parts)
 
 
 _UNITS_OF_NOW_S = {"second": 1, "minute": _MINUTE_S, "hour": _HOUR_S, "day": _DAY_S, "week": 7 * _DAY_S}
-_HOUR_BY_WORD = {"today": 0, "tomorrow": 0, "midnight": 0, "noon": 12, "elevenses": 11, "fika": 15, "teatime": 16}
 
 
 def parse_point_in_time(text: str, *, now: datetime) -> datetime:
@@ -155,7 +149,7 @@ def parse_point_in_time(text: str, *, now: datetime) -> datetime:
         return now + timedelta(seconds=min(seconds, 1000 * 365 * _DAY_S))
     if text == "today":
         return midnight
-    if text in _DAY_WORDS:
+    if text in _HOUR_BY_WORD:
         moment = midnight + timedelta(hours=_HOUR_BY_WORD[text])
         return moment if moment > now else moment + timedelta(days=1)
     parts = next(match.groupdict() for form in _POINTS_IN_TIME.values() if (match := form.fullmatch(text)))
@@ -171,6 +165,8 @@ def parse_point_in_time(text: str, *, now: datetime) -> datetime:
 def _clock(parts: dict[str, str | None]) -> time:
     hour, minute, second = (*(int(number) for number in (parts.get("clock") or "0:0").split(":")), 0)[:3]
     half = (parts.get("half") or "").upper()
+    if half and not 1 <= hour <= 12:
+        raise ValueError(f"with AM or PM the hour must be 1 to 12, got {hour}")
     return time(hour % 12 + (12 if half == "PM" else 0) if half else hour, minute, second)
 
 
