@@ -64,15 +64,12 @@ class StalenessGate:
         self._batch_size = batch_size
         self._max_staleness = max_staleness
         self._max_concurrent = max_concurrent
-        self._version = 0
-        self._consumed = 0
+        self.version = 0
+        self.consumed = 0
+        """Samples that were trained."""
         self._running: dict[str, int] = {}
         self._finished: dict[str, int] = {}  # order by uid: accepted, and not known to be consumed
         self._next_order = 0
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     @property
     def running(self) -> int:
@@ -81,17 +78,12 @@ class StalenessGate:
     @property
     def accepted(self) -> int:
         """Samples that finished and were not dropped, including those trained already."""
-        return self._consumed + len(self._finished)
-
-    @property
-    def consumed(self) -> int:
-        """Samples that were trained."""
-        return self._consumed
+        return self.consumed + len(self._finished)
 
     @property
     def capacity(self) -> int:
         """Prompts that would be admitted now, one after the other; 0 while the gate is closed."""
-        ahead = (self._max_staleness + self._version + 1) * self._batch_size - self.accepted - self.running
+        ahead = (self._max_staleness + self.version + 1) * self._batch_size - self.accepted - self.running
         if self._max_concurrent is not None:
             ahead = min(ahead, self._max_concurrent - self.running)
         return max(0, ahead)
@@ -143,7 +135,7 @@ class StalenessGate:
             # A sample that still runs here was trained from a delivery that overtook its own finish event.
             if self._finished.pop(uid, None) is not None or self._running.pop(uid, None) is not None:
                 consumed += 1
-        self._consumed += consumed
+        self.consumed += consumed
         return consumed
 
     def adopt(self, uid: str, *, order: int, is_finished: bool) -> None:
@@ -158,9 +150,9 @@ class StalenessGate:
 
     def set_version(self, version: int) -> bool:
         """A train step is done. Versions only grow until `rebuild`; an older one is a late message: nothing changes."""
-        if version <= self._version:
+        if version <= self.version:
             return False
-        self._version = version
+        self.version = version
         return True
 
     def rebuild(self, *, version: int, consumed: int) -> None:
@@ -172,15 +164,15 @@ class StalenessGate:
         """
         if version < 0 or consumed < 0:
             raise ValueError(f"version and consumed must be 0 or more, got version={version}, consumed={consumed}")
-        self._version = version
-        self._consumed = consumed
+        self.version = version
+        self.consumed = consumed
         self._finished.clear()
         self._running.clear()
         self._next_order = consumed  # consumed samples had numbers too, all different
 
     def limit(self) -> GateLimit:
         """What keeps the next prompt out."""
-        if self.accepted + self.running >= (self._max_staleness + self._version + 1) * self._batch_size:
+        if self.accepted + self.running >= (self._max_staleness + self.version + 1) * self._batch_size:
             return GateLimit.STALENESS
         if self._max_concurrent is not None and self.running >= self._max_concurrent:
             return GateLimit.CONCURRENCY
@@ -188,7 +180,7 @@ class StalenessGate:
 
     def explain(self) -> str:
         """Why the next prompt is or is not admitted, with the numbers, for people."""
-        sides = f"(eta {self._max_staleness} + version {self._version} + 1) x {self._batch_size}"
+        sides = f"(eta {self._max_staleness} + version {self.version} + 1) x {self._batch_size}"
         match self.limit():
             case GateLimit.STALENESS:
                 return f"closed: accepted {self.accepted} + running {self.running} >= {sides}"

@@ -38,21 +38,14 @@ PostFunction: TypeAlias = Callable[[Tensor, MicroBatch], Tensor]
 class TrainEngine(Protocol):
     """One rank's share of a model. All ranks of the gang call the same methods in the same order."""
 
-    @property
-    def context(self) -> ParallelContext:
-        """This rank's place in the gang."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps made so far; skipped ones do not count."""
-
-    @property
-    def num_nonfinite(self) -> int:
-        """Optimizer steps of this engine's life that were skipped because loss or gradient was not finite."""
-
-    @property
-    def is_damaged(self) -> bool:
-        """Whether a step has made weights that are not finite: what was finite must be loaded again."""
+    context: ParallelContext
+    """This rank's place in the gang."""
+    step: int
+    """Optimizer steps made so far; skipped ones do not count."""
+    num_nonfinite: int
+    """Optimizer steps of this engine's life that were skipped because loss or gradient was not finite."""
+    is_damaged: bool
+    """Whether a step has made weights that are not finite: what was finite must be loaded again."""
 
     def train_batch(self, sample: SequenceSample, *, loss_fn: LossFunction) -> dict[str, float]:
         """One optimizer step on the mean loss over all True entries of `loss_mask`, over all ranks' samples.

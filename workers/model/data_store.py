@@ -19,7 +19,8 @@ class DataStore:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._samples: dict[str, SequenceSample] = {}
-        self._size_bytes = 0
+        self.size_bytes = 0
+        """Bytes of the arrays held."""
 
     def put(self, sample: SequenceSample) -> None:
         """Add samples, or keys of samples that are here already; a key that is here already is replaced."""
@@ -34,11 +35,11 @@ class DataStore:
         held = self._samples.get(piece.uids[0])
         if held is None:
             self._samples[piece.uids[0]] = piece
-            self._size_bytes += piece.size_bytes
+            self.size_bytes += piece.size_bytes
         else:
-            self._size_bytes -= held.size_bytes
+            self.size_bytes -= held.size_bytes
             held.update_(piece)
-            self._size_bytes += held.size_bytes
+            self.size_bytes += held.size_bytes
 
     def gather(self, uids: Sequence[str], keys: Iterable[str]) -> SequenceSample:
         """These keys of these samples, packed in the order asked for.
@@ -65,18 +66,13 @@ class DataStore:
         """Forget samples; unknown uids are passed over, since a drop may be repeated. Returns how many there were."""
         with self._lock:
             dropped = [sample for uid in uids if (sample := self._samples.pop(uid, None)) is not None]
-            self._size_bytes -= sum(sample.size_bytes for sample in dropped)
+            self.size_bytes -= sum(sample.size_bytes for sample in dropped)
         return len(dropped)
 
     @property
     def uids(self) -> list[str]:
         """Samples held, oldest first."""
         return list(self._samples)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the arrays held."""
-        return self._size_bytes
 
     def __len__(self) -> int:
         return len(self._samples)
