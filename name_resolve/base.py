@@ -18,7 +18,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+from typing import Self
 
 from corral.name_resolve.errors import (
     NameExistsError,
@@ -46,12 +46,14 @@ _POLL_INTERVAL_S = 0.05  # of wait() in backends that cannot push: a registratio
 _ADD_OWNER_PREFIX = "add-"
 
 
-class Listener(Protocol):
-    """Returns early when a name may have appeared; returning for no reason is allowed."""
+class Listener:
+    """Returns early when a name may have appeared; returning for no reason, as this one does, is allowed."""
 
-    def pause(self, timeout_s: float) -> None: ...
+    def pause(self, timeout_s: float) -> None:
+        time.sleep(min(timeout_s, _POLL_INTERVAL_S))
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Holds nothing."""
 
 
 class NameService(ABC):
@@ -255,19 +257,11 @@ class NameService(ABC):
     def _survey(self, names: Sequence[str]) -> Survey: ...
 
     def _listen(self, name: str) -> Listener:
-        return _PollingListener()
+        return Listener()
 
     @abstractmethod
     def _close(self) -> None:
         """Give back what the backend holds."""
-
-
-class _PollingListener:
-    def pause(self, timeout_s: float) -> None:
-        time.sleep(min(timeout_s, _POLL_INTERVAL_S))
-
-    def close(self) -> None:
-        """Holds nothing."""
 
 
 def _check_value(name: str, value: str) -> str:

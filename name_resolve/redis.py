@@ -232,7 +232,7 @@ class RedisNameService(NameService):
                 raise NameServiceError(f"{self._described} answers: {error}") from error
 
 
-class _ChannelListener:
+class _ChannelListener(Listener):
     """Wakes when the key is stored. The first pause only subscribes: the caller looks again before it sleeps."""
 
     def __init__(self, client: Any, *, channel: str) -> None:
