@@ -15,13 +15,14 @@ from typing import ParamSpec, Self, TypeVar
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import LogWriter
+from corral.workers.streams.closing import AsyncClosing
 
 _LOOK_INTERVAL_S = 0.5  # two opens each time, on a shared file system; a stop waits for the end of a step anyway
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Disk:
+class Disk(AsyncClosing):
     """A thread for everything that blocks on files.
 
     Example:
@@ -32,10 +33,7 @@ class Disk:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="disk")
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
+    async def close(self) -> None:
         # What has begun ends before anybody else uses the log: an epoch that follows, in this process, does.
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
 
@@ -44,7 +42,7 @@ class Disk:
         return await asyncio.wrap_future(self._executor.submit(action, *args, **kwargs))
 
 
-class LogWatch:
+class LogWatch(AsyncClosing):
     """Whether somebody else has decided about the trial: a later claim, a stop, a request to stop.
 
     It saves a replaced master the rest of a step; that it cannot commit is the trial log's own doing.
@@ -65,7 +63,7 @@ class LogWatch:
         self._task = asyncio.create_task(self._look_again_and_again())
         return self
 
-    async def __aexit__(self, *exception: object) -> None:
+    async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
