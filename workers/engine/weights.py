@@ -72,7 +72,7 @@ def stage_weights(directory: Path, layout: WeightLayout, *, manifest_sha256: str
             verify_manifest(directory, manifest_sha256)
         files = _weight_files(directory)
         _check_names(layout, files)
-        tensors = {name: tensor for name, tensor in _read_tensors(directory, layout, files)}
+        tensors = dict(_read_tensors(directory, layout, files))
     if layout.has_tied_head:
         _take_out_tied_head(tensors)
     return StagedWeights(directory=directory, tensors=tensors)

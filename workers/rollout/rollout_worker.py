@@ -217,18 +217,12 @@ class RolloutWorker(Worker):
     async def _roll_out(self, uid: str, order: int) -> None:
         """One group, from admission to the spool."""
         dataset_epoch, row_id = split_uid(uid)
+        header_of = partial(TrajectoryHeader, uid=delivery_id(uid, order), dataset_epoch=dataset_epoch, order=order)
         started = time.monotonic()
         try:
             group, sample = await self._groups.make(uid, self._rows[row_id])
         except PromptFailedError as error:
-            header = TrajectoryHeader(
-                uid=delivery_id(uid, order),
-                dataset_epoch=dataset_epoch,
-                order=order,
-                num_answers=0,
-                status="dropped",
-                reason=str(error)[:_MAX_REASON_LENGTH],
-            )
+            header = header_of(num_answers=0, status="dropped", reason=str(error)[:_MAX_REASON_LENGTH])
             await self._finish(uid, header, {})
             return
         except (GenerationFailedError, StreamError) as error:
@@ -236,10 +230,7 @@ class RolloutWorker(Worker):
             self._running.pop(uid, None)
             await self._issue_again(uid)
             return
-        header = TrajectoryHeader(
-            uid=delivery_id(uid, order),
-            dataset_epoch=dataset_epoch,
-            order=order,
+        header = header_of(
             num_answers=len(group.answers),
             status="finished",
             seqlens={key: lengths[0] for key, lengths in sample.seqlens.items()},
