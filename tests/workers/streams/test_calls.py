@@ -134,8 +134,7 @@ def test_an_exception_arrives_as_what_it_was_there() -> None:
         handle()
     error = remote_error("model_worker/3", error_reply(raised.value))
     assert str(error).startswith("model_worker/3 raised LookupError: the dataset is gone\n")
-    assert (error.peer, error.remote_type) == ("model_worker/3", "LookupError")
-    assert "in handle" in error.remote_traceback
+    assert "in handle" in str(error)
 
 
 class Responder:
