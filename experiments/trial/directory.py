@@ -24,6 +24,7 @@ from typing import Literal, Self
 import msgspec
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_TRIAL_NUMBER = re.compile(r"trial-(\d+)", re.ASCII)
 _FOLDERS = ("logs", "exits", "log", "checkpoints", "weights", "ledger", "spool", "report", "control")
 
 
@@ -51,6 +52,16 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 @dataclass(frozen=True, slots=True)
+class _Below:
+    """Attribute of a trial directory: a path in it."""
+
+    name: str
+
+    def __get__(self, directory: "TrialDirectory", owner: type["TrialDirectory"]) -> Path:
+        return directory.path / self.name
+
+
+@dataclass(frozen=True, slots=True)
 class TrialDirectory:
     """Names of everything in one trial's directory.
 
@@ -59,6 +70,34 @@ class TrialDirectory:
     """
 
     path: Path
+
+    config_path = _Below("config.yaml")
+    plan_path = _Below("plan.json")
+    layout_path = _Below("layout.json")
+    """Which allocations the trial has, and where each worker runs in them; not there for a local trial."""
+    sbatch_path = _Below("trial.sbatch")
+    rendezvous_path = _Below("rdzv.json")
+    """Where the supervisor publishes the name service's address."""
+    journal_path = _Below("events.jsonl")
+    metrics_path = _Below("metrics.jsonl")
+    trajectories_path = _Below("trajectories.jsonl")
+    """Which policy versions made what each train step consumed."""
+    secrets_path = _Below("secrets")
+    logs_path = _Below("logs")
+    exits_path = _Below("exits")
+    log_path = _Below("log")
+    """The trial log: claims and commits, not text."""
+    checkpoints_path = _Below("checkpoints")
+    weights_path = _Below("weights")
+    exports_path = _Below("exports")
+    """Weights that stay: exports/final, exports/step-*."""
+    ledger_path = _Below("ledger")
+    report_path = _Below("report")
+    evaluations_path = _Below("eval")
+    """What `rl-eval` found out about versions of the weights."""
+    control_path = _Below("control")
+    stop_request_path = _Below("control/stop.json")
+    kept_down_path = _Below("control/kept-down")
 
     @classmethod
     def of(cls, fileroot: Path, *, experiment: str, trial: str) -> Self:
@@ -92,96 +131,6 @@ class TrialDirectory:
             (self.path / folder).mkdir(mode=0o700)
         fsync_directory(self.path)
         fsync_directory(self.path.parent)
-
-    @property
-    def config_path(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def plan_path(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def layout_path(self) -> Path:
-        """Which allocations the trial has, and where each worker runs in them; not there for a local trial."""
-        return self.path / "layout.json"
-
-    @property
-    def sbatch_path(self) -> Path:
-        return self.path / "trial.sbatch"
-
-    @property
-    def rendezvous_path(self) -> Path:
-        """Where the supervisor publishes the name service's address."""
-        return self.path / "rdzv.json"
-
-    @property
-    def journal_path(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def trajectories_path(self) -> Path:
-        """Which policy versions made what each train step consumed."""
-        return self.path / "trajectories.jsonl"
-
-    @property
-    def secrets_path(self) -> Path:
-        return self.path / "secrets"
-
-    @property
-    def logs_path(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def exits_path(self) -> Path:
-        return self.path / "exits"
-
-    @property
-    def log_path(self) -> Path:
-        """The trial log: claims and commits, not text."""
-        return self.path / "log"
-
-    @property
-    def checkpoints_path(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def weights_path(self) -> Path:
-        return self.path / "weights"
-
-    @property
-    def exports_path(self) -> Path:
-        """Weights that stay: exports/final, exports/step-*."""
-        return self.path / "exports"
-
-    @property
-    def ledger_path(self) -> Path:
-        return self.path / "ledger"
-
-    @property
-    def report_path(self) -> Path:
-        return self.path / "report"
-
-    @property
-    def evaluations_path(self) -> Path:
-        """What `rl-eval` found out about versions of the weights."""
-        return self.path / "eval"
-
-    @property
-    def control_path(self) -> Path:
-        return self.path / "control"
-
-    @property
-    def stop_request_path(self) -> Path:
-        return self.control_path / "stop.json"
-
-    @property
-    def kept_down_path(self) -> Path:
-        return self.control_path / "kept-down"
 
     def attempt_logs(self, attempt: int) -> Path:
         return self.logs_path / f"attempt-{attempt}"
@@ -291,16 +240,14 @@ def require_inside(path: Path, root: Path) -> None:
         raise ValueError(f"path {path} leads to {real_path}, outside of {real_root}; remove the symbolic link or '..'")
 
 
-def next_trial_name(experiment_directory: Path, prefix: str = "trial") -> str:
-    """The first unused `{prefix}-{number}`. A hint: only `TrialDirectory.create` decides who gets the name."""
-    validate_name(prefix, what="trial name prefix")
-    pattern = re.compile(re.escape(prefix) + r"-(\d+)", re.ASCII)
+def next_trial_name(experiment_directory: Path) -> str:
+    """The first unused `trial-{number}`. A hint: only `TrialDirectory.create` decides who gets the name."""
     try:
         existing = os.listdir(experiment_directory)
     except FileNotFoundError:
         existing = []
-    numbers = [int(match[1]) for match in map(pattern.fullmatch, existing) if match]
-    return validate_name(f"{prefix}-{max(numbers, default=0) + 1}", what="trial name")
+    numbers = [int(match[1]) for match in map(_TRIAL_NUMBER.fullmatch, existing) if match]
+    return f"trial-{max(numbers, default=0) + 1}"
 
 
 def atomic_write(path: Path, data: bytes, *, mode: int = 0o600) -> None:

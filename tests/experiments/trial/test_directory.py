@@ -147,7 +147,6 @@ def test_trial_names_count_up_from_the_highest(tmp_path: Path) -> None:
     for name in ("trial-2", "trial-10", "trial-x", "other-99", "trial-10-old"):
         (tmp_path / name).mkdir()
     assert next_trial_name(tmp_path) == "trial-11"
-    assert next_trial_name(tmp_path, "ablation") == "ablation-1"
 
 
 def test_latest_points_at_the_newest_attempt(tmp_path: Path) -> None:
