@@ -13,7 +13,6 @@ A record that a crash or a full disk has cut keeps its number: nobody runs that 
 
 import os
 import re
-import secrets as random_tokens
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from corral.experiments.trial.directory import TrialDirectory, atomic_write, fsync_directory, write_new_file
+from corral.experiments.trial.directory import TrialDirectory, atomic_write, write_if_absent
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState, Stop
 
@@ -120,7 +119,7 @@ def begin_attempt(
             return record
         newest = numbers[-1] if numbers else -1
         if own is None and newest >= 0 and read_claim(directory, newest) is None:
-            _try_to_claim(directory, newest, claim)
+            write_if_absent(_claim_path(directory, newest), msgspec.json.encode(claim))
             continue  # whoever won it is found now
         # One look at the log for both: a stop that arrives later is at or after start_slot, so it stops the attempt.
         state = TrialLog(directory.log_path).read()
@@ -129,7 +128,7 @@ def begin_attempt(
             raise AttemptRefusedError(refusal)
         # Our own claim without a whole record: we were killed between the two, or a full disk has cut it.
         number = newest + 1 if own is None else own
-        if own is not None or _try_to_claim(directory, number, claim):
+        if own is not None or write_if_absent(_claim_path(directory, number), msgspec.json.encode(claim)):
             return _write_record(
                 directory, attempt=number, resume=True, mode=mode, start_slot=state.next_slot, is_automatic=True
             )
@@ -263,18 +262,3 @@ def _write_record(
     )
     atomic_write(_record_path(directory, attempt), msgspec.json.encode(record))
     return record
-
-
-def _try_to_claim(directory: TrialDirectory, attempt: int, claim: AttemptClaim) -> bool:
-    """Puts the claim where none is; of two that try, one gets True. link(2) is atomic on network file systems too."""
-    path = _claim_path(directory, attempt)
-    temporary = path.with_name(f".{path.name}.{random_tokens.token_hex(4)}.tmp")
-    try:
-        write_new_file(temporary, msgspec.json.encode(claim))
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync_directory(directory.control_path)
-    return True

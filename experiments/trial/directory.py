@@ -11,7 +11,6 @@
 Launcher and workers meet here: `rl-stop` writes `control/stop.json`, and the master worker reads it.
 """
 
-import contextlib
 import errno
 import os
 import re
@@ -168,16 +167,8 @@ class TrialDirectory:
 
     def write_stop_request(self, request: StopRequest, *, replace: bool = True) -> None:
         """Leaves the request where master and supervisor find it; without `replace` one that is there stays."""
-        if replace:
-            atomic_write(self.stop_request_path, msgspec.json.encode(request))
-            return
-        temporary = self.stop_request_path.with_name(f".stop.{random_tokens.token_hex(4)}.tmp")
-        write_new_file(temporary, msgspec.json.encode(request))
-        try:
-            with contextlib.suppress(FileExistsError):
-                os.link(temporary, self.stop_request_path)
-        finally:
-            temporary.unlink()
+        write = atomic_write if replace else write_if_absent
+        write(self.stop_request_path, msgspec.json.encode(request))
 
     def read_stop_request(self) -> StopRequest | None:
         """The stop request, or None if nobody asked.
@@ -260,6 +251,20 @@ def atomic_write(path: Path, data: bytes, *, mode: int = 0o600) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def write_if_absent(path: Path, data: bytes) -> bool:
+    """Puts a file where none is; of two that try, one gets True. link(2) is atomic on network file systems too."""
+    temporary = path.with_name(f".{path.name}.{random_tokens.token_hex(4)}.tmp")
+    try:
+        write_new_file(temporary, data)
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_directory(path.parent)
+    return True
 
 
 def write_new_file(path: Path, data: bytes, *, mode: int = 0o600) -> None:
