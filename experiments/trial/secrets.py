@@ -15,9 +15,8 @@ import re
 import secrets as random_tokens
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import msgspec
 import zmq
@@ -70,28 +69,14 @@ class Secret:
         raise TypeError("a Secret is never serialized; hand on the path of the secrets directory instead")
 
 
-@dataclass(frozen=True, slots=True)
-class CurvePair:
+class CurvePair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A CURVE key pair, each key as 40 characters of Z85."""
 
     public: str
     secret: Secret
 
 
-class _PairFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    public: str
-    secret: str
-
-
-class _SecretsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    server: _PairFile
-    clients: dict[str, _PairFile]
-    redis_password: str
-    http_api_key: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialSecrets:
+class TrialSecrets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that lets a process take part in one trial."""
 
     server: CurvePair
@@ -119,7 +104,7 @@ class TrialSecrets:
         _require_private_directory(directory)
         path = directory / _FILE_NAME
         try:
-            write_new_file(path, msgspec.json.encode(new._to_file()))
+            write_new_file(path, msgspec.json.encode(new, enc_hook=Secret.reveal))
         except FileExistsError:
             raise FileExistsError(
                 f"{path} exists already; a trial keeps its secrets for life, so load them, or start a new trial"
@@ -139,21 +124,16 @@ class TrialSecrets:
         _require_private_directory(directory)
         path = directory / _FILE_NAME
         try:
-            content = msgspec.json.decode(_read_private_file(path), type=_SecretsFile)
+            found = msgspec.json.decode(_read_private_file(path), type=cls, dec_hook=_secret_of)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             # The cause is not chained: it may quote the file.
             raise ValueError(f"{path} is not a secrets file ({type(error).__name__}); start a new trial") from None
-        missing = [role for role in ROLES if role not in content.clients]
+        missing = [role for role in ROLES if role not in found.clients]
         if missing:
             raise ValueError(
                 f"{path} has no keys for {', '.join(missing)}; it was written by another version of corral"
             )
-        return cls(
-            server=_pair(content.server),
-            clients={role: _pair(pair) for role, pair in content.clients.items()},
-            redis_password=Secret(content.redis_password),
-            http_api_key=Secret(content.http_api_key),
-        )
+        return found
 
     @staticmethod
     def destroy(directory: Path) -> None:
@@ -166,14 +146,6 @@ class TrialSecrets:
             directory.rmdir()
         except FileNotFoundError:
             return
-
-    @property
-    def server_public(self) -> str:
-        return self.server.public
-
-    @property
-    def server_secret(self) -> Secret:
-        return self.server.secret
 
     def client(self, role: str) -> CurvePair:
         """The client key pair of a role.
@@ -194,16 +166,6 @@ class TrialSecrets:
         """All secret values, for `SecretFilter`."""
         pairs = [self.server, *self.clients.values()]
         return [*(pair.secret for pair in pairs), self.redis_password, self.http_api_key]
-
-    def _to_file(self) -> _SecretsFile:
-        return _SecretsFile(
-            server=_PairFile(public=self.server.public, secret=self.server.secret.reveal()),
-            clients={
-                role: _PairFile(public=pair.public, secret=pair.secret.reveal()) for role, pair in self.clients.items()
-            },
-            redis_password=self.redis_password.reveal(),
-            http_api_key=self.http_api_key.reveal(),
-        )
 
 
 class SecretFilter(logging.Filter):
@@ -236,8 +198,10 @@ def _new_pair() -> CurvePair:
     return CurvePair(public.decode("ascii"), Secret(secret.decode("ascii")))
 
 
-def _pair(content: _PairFile) -> CurvePair:
-    return CurvePair(content.public, Secret(content.secret))
+def _secret_of(kind: type, text: Any) -> Secret:
+    if not isinstance(text, str):
+        raise TypeError("a secret is text")
+    return Secret(text)
 
 
 def _read_private_file(path: Path) -> bytes:

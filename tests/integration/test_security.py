@@ -134,7 +134,7 @@ def test_even_the_password_opens_only_the_keys_of_this_trial(target: Target) -> 
 
 def test_zeromq_lets_nobody_in_without_the_key_of_a_role_that_it_serves(target: Target) -> None:
     public, secret = zmq.curve_keypair()
-    server = target.secrets.server_public.encode()
+    server = target.secrets.server.public.encode()
     # The generation server has a key, but is a client of nobody.
     other_role = target.secrets.client("generation_server")
     strangers: dict[str, dict[int, bytes]] = {

@@ -114,7 +114,7 @@ class StreamSecurity(Closing):
         socket = self._socket(zmq.ROUTER, bulk=bulk, ipv6=is_ipv6)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer that is gone is an error, not silence
         socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self._secrets.server_secret.reveal().encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._secrets.server.secret.reveal().encode())
         socket.setsockopt(zmq.ZAP_DOMAIN, domain)
         monitor = self._monitor(socket, _SERVER_EVENTS)
         try:
@@ -139,7 +139,7 @@ class StreamSecurity(Closing):
         socket.setsockopt(
             zmq.RECONNECT_IVL, -1
         )  # a new connection is a new socket: nothing is lost without our knowing
-        socket.setsockopt(zmq.CURVE_SERVERKEY, self._secrets.server_public.encode())
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self._secrets.server.public.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._pair.public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret.reveal().encode())
         monitor = self._monitor(socket, _CLIENT_EVENTS)

@@ -43,7 +43,7 @@ def test_a_server_tells_roles_apart_by_public_key(directory: Path) -> None:
     secrets = TrialSecrets.create(directory)
     roles = secrets.role_by_public_key()
     assert {roles[secrets.client(role).public.encode()] for role in ROLES} == set(ROLES)
-    assert secrets.server_public.encode() not in roles
+    assert secrets.server.public.encode() not in roles
     with pytest.raises(ValueError, match="rollout_worker"):
         secrets.client("stranger")
 

@@ -2,13 +2,13 @@
 
 import ast
 import asyncio
-import dataclasses
 import logging
 import random
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -106,7 +106,7 @@ def test_an_unknown_key_with_the_right_server_key_is_refused_and_logged(
         master = as_role("master_worker")
         public, secret = zmq.curve_keypair()
         own = CurvePair(public.decode(), Secret(secret.decode()))
-        secrets = dataclasses.replace(TrialSecrets.load(secrets_directory), clients={"model_worker": own})
+        secrets = msgspec.structs.replace(TrialSecrets.load(secrets_directory), clients={"model_worker": own})
         with StreamSecurity(secrets, "model_worker", trial_uuid=TRIAL) as thief:
             with RequestClient(master, address=LOOPBACK, epoch=1) as client:
                 with pytest.raises(WrongTrialKeyError):
