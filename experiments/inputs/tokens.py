@@ -5,6 +5,7 @@ answer ──► answer tokens, end of answer nothing in between: the answer con
 """
 
 import json
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,7 @@ def end_of_answer_id(directory: Path, tokenizer: Any) -> int:
     return own if own in ids else ids[0]
 
 
+@dataclass(frozen=True)
 class LengthLimits:
     """How long the rows of a dataset may be, in tokens of a model. Reads its tokenizer when a row could be too long.
 
@@ -79,16 +81,13 @@ class LengthLimits:
         limits.find_excess(prompt, None)      # "", or "the prompt has 1100 tokens, more than ..."
     """
 
-    def __init__(self, model: Path, *, max_prompt_tokens: int, max_row_tokens: int | None = None) -> None:
-        """
-        Args:
-            model: directory with the tokenizer.
-            max_prompt_tokens: of the prompt, special tokens included.
-            max_row_tokens: of prompt, answer and its end together; None where answers are not trained on.
-        """
-        self._model = model
-        self._max_prompt_tokens = max_prompt_tokens
-        self._max_row_tokens = max_row_tokens
+    model: Path
+    """Directory with the tokenizer."""
+    _: KW_ONLY
+    max_prompt_tokens: int
+    """Of the prompt, special tokens included."""
+    max_row_tokens: int | None = None
+    """Of prompt, answer and its end together; None where answers are not trained on."""
 
     def find_excess(self, prompt: str, answer: str | None) -> str:
         """What of a row is too long; empty if nothing is.
@@ -96,30 +95,28 @@ class LengthLimits:
         Raises:
             ValueError: if the tokenizer cannot be used.
         """
-        is_prompt_short = _at_most(prompt) <= self._max_prompt_tokens
+        is_prompt_short = _at_most(prompt) <= self.max_prompt_tokens
         is_row_short = (
-            self._max_row_tokens is None
-            or answer is None
-            or _at_most(prompt) + _at_most(answer) <= self._max_row_tokens
+            self.max_row_tokens is None or answer is None or _at_most(prompt) + _at_most(answer) <= self.max_row_tokens
         )
         if is_prompt_short and is_row_short:
             return ""
         num_prompt = len(encode_prompt(self._tokenizer, prompt))
-        if num_prompt > self._max_prompt_tokens:
-            return f"the prompt has {num_prompt} tokens, more than max_prompt_tokens {self._max_prompt_tokens}"
-        if self._max_row_tokens is None or answer is None:
+        if num_prompt > self.max_prompt_tokens:
+            return f"the prompt has {num_prompt} tokens, more than max_prompt_tokens {self.max_prompt_tokens}"
+        if self.max_row_tokens is None or answer is None:
             return ""
         num_answer = len(encode_answer(self._tokenizer, answer)) + 1
-        if num_prompt + num_answer > self._max_row_tokens:
+        if num_prompt + num_answer > self.max_row_tokens:
             return (
                 f"prompt and answer have {num_prompt} + {num_answer} tokens, more than max_tokens_per_micro_batch "
-                f"{self._max_row_tokens}"
+                f"{self.max_row_tokens}"
             )
         return ""
 
     @cached_property
     def _tokenizer(self) -> "Tokenizer":
-        return load_tokenizer(self._model)
+        return load_tokenizer(self.model)
 
 
 def _at_most(text: str) -> int:
