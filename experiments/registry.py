@@ -15,7 +15,7 @@ from typing import Any
 
 from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.config.cluster import DEFAULT_SCHEDULING
-from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, KeyPath, closest, show_value
+from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, KeyPath, did_you_mean, show_value
 from corral.experiments.experiment import Experiment
 from corral.experiments.loading.overrides import Override, apply_overrides, as_text_where_asked, parse_override
 from corral.experiments.loading.profile import Layer, merge, read_profile, without
@@ -132,10 +132,9 @@ def _experiment_class(data: Mapping[str, Any], source: ConfigSource) -> type[Exp
         raise ConfigError.of("experiment is missing: the kind of experiment", hint=f"add one of: {known}", place=place)
     experiment_class = EXPERIMENTS.get(kind) if isinstance(kind, str) else None
     if experiment_class is None:
-        near = closest(kind, list(EXPERIMENTS)) if isinstance(kind, str) else None
         raise ConfigError.of(
             f"there is no experiment {show_value(kind)}",
-            hint=f"did you mean {near!r}?" if near else f"known: {known}",
+            hint=did_you_mean(kind if isinstance(kind, str) else "", list(EXPERIMENTS), f"known: {known}"),
             path=("experiment",),
             shown=show_value(kind),
             place=source.place(("experiment",)),

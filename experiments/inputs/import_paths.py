@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from corral.experiments.errors import ConfigProblem, closest, display_path
+from corral.experiments.errors import ConfigProblem, did_you_mean, display_path
 
 
 def check_import_path(import_path: str, *, must_be_async: bool = False) -> ConfigProblem | None:
@@ -70,9 +70,8 @@ def _check_name(file: Path, name: str, *, must_be_async: bool) -> ConfigProblem 
     if name not in definitions:
         if "*" in definitions or "__getattr__" in definitions:
             return None
-        near = closest(name, sorted(definitions))
         listed = ", ".join(sorted(word for word in definitions if not word.startswith("_"))[:8])
-        hint = f"did you mean {near!r}?" if near else f"it defines {listed or 'nothing'}"
+        hint = did_you_mean(name, sorted(definitions), f"it defines {listed or 'nothing'}")
         return ConfigProblem(message=f"{shown} defines no {name!r}", hint=hint)
     if must_be_async and isinstance(definitions[name], ast.FunctionDef):
         return ConfigProblem(

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, closest, display_path, shorten, show_value
+from corral.experiments.errors import (
+    ConfigError,
+    ConfigProblem,
+    KeyPath,
+    did_you_mean,
+    display_path,
+    shorten,
+    show_value,
+)
 from corral.experiments.loading.yaml_loader import read_yaml
 
 SITE_FOLDER = Path("/etc/corral")
@@ -102,18 +110,13 @@ def merge(layers: Sequence[Layer]) -> Merged:
 def _put(merged: Merged, target: dict[str, Any], layer: Layer, values: Mapping[str, Any], above: KeyPath) -> None:
     for key, value in values.items():
         path = (*above, key)
-        beneath = target.get(key)
-        if isinstance(value, Mapping) and isinstance(beneath, dict):
-            _note(merged, layer, path)
-            _put(merged, beneath, layer, value, path)
-            continue
-        _forget(merged, path)
+        if not (isinstance(value, Mapping) and isinstance(target.get(key), dict)):
+            _forget(merged, path)
+            target[key] = {} if isinstance(value, Mapping) else value
         if isinstance(value, Mapping):
-            target[key] = {}
             _note(merged, layer, path)
             _put(merged, target[key], layer, value, path)
             continue
-        target[key] = value
         for given in layer.line_by_path:
             if given[: len(path)] == path:
                 _note(merged, layer, given)
@@ -164,11 +167,10 @@ def _named_profile(wanted: str, environment: Mapping[str, str]) -> Path:
         if (folder / f"{wanted}.yaml").is_file():
             return folder / f"{wanted}.yaml"
     known = sorted({file.stem for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")})
-    near = closest(wanted, known)
     there_are = f"there are {', '.join(known)}" if known else f"write {folders[0] / 'NAME.yaml'}, or give a path"
     raise ConfigError.of(
         f"there is no profile named {shorten(wanted)!r}",
-        hint=f"did you mean {near!r}?" if near else there_are,
+        hint=did_you_mean(wanted, known, there_are),
         place=place,
     )
 

@@ -17,6 +17,7 @@ from corral.experiments.errors import (
     ConfigSource,
     KeyPath,
     closest,
+    did_you_mean,
     dotted,
     show_value,
     split_remedy,
@@ -106,8 +107,8 @@ def _rule(details: ErrorDetails) -> tuple[str, str]:
     if kind == "literal_error":
         expected = str(context["expected"])
         options = [option.strip("'") for part in expected.split(", ") for option in part.split(" or ")]
-        near = closest(str(details["input"]), options)
-        return f"must be {expected}, got {show_value(details['input'])}", f"did you mean {near!r}?" if near else ""
+        hint = did_you_mean(str(details["input"]), options, "")
+        return f"must be {expected}, got {show_value(details['input'])}", hint
     if kind == "string_type":
         return _text_rule(details["input"])
     if explain_rule := _RULES.get(kind):
