@@ -24,9 +24,11 @@ MAX_DEPTH = 20  # mappings and lists inside each other; the schema needs five
 
 _Parser = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-_NULL = re.compile(r"|~|null|Null|NULL")
-_TRUE = re.compile(r"true|True|TRUE")
-_FALSE = re.compile(r"false|False|FALSE")
+_WORDS = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
 _INT = re.compile(r"[-+]?[0-9]+")
 _PREFIXED_INT = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -102,12 +104,8 @@ def plain_scalar(text: str) -> str | int | float | bool | None:
     Raises:
         ValueError: for a number that is not finite or does not fit 64 bits.
     """
-    if _NULL.fullmatch(text):
-        return None
-    if _TRUE.fullmatch(text):
-        return True
-    if _FALSE.fullmatch(text):
-        return False
+    if text in _WORDS:
+        return _WORDS[text]
     if _INT.fullmatch(text) or _PREFIXED_INT.fullmatch(text):
         return _integer(text)
     if _NON_FINITE.fullmatch(text):
