@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from corral.experiments.config.cluster import DEFAULT_SCHEDULING
 from corral.experiments.errors import dotted, show_value
@@ -134,7 +133,7 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if isinstance(value, BaseModel):
         return "its defaults"
-    return "" if value is PydanticUndefined else f"`{show_value(list(value) if value == () else value)}`"
+    return f"`{show_value(value)}`"
 
 
 def main() -> None:

@@ -21,8 +21,6 @@ from corral.experiments.worker_specs import (
 )
 from corral.scheduling.scheduling import ExperimentScheduling
 
-PLAN_SCHEMA_VERSION: Literal[1] = 1
-
 
 class TrialIdentity(FrozenConfig):
     """Which run of which experiment this is."""
@@ -40,7 +38,7 @@ class TrialIdentity(FrozenConfig):
 class RunPlan(FrozenConfig):
     """Everything that a trial's processes need to know."""
 
-    schema_version: Literal[1] = PLAN_SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     trial: TrialIdentity
     mode: Mode
     """Where the workers run."""
