@@ -24,7 +24,7 @@ from corral.experiments.inputs.model_directory import ModelFacts, inspect_model
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.scheduling.allocation import EVERY_ROLE, Allocation, parse_allocation
 from corral.scheduling.placement import NodeShape, place
-from corral.scheduling.scheduling import ExperimentScheduling, Scheduling
+from corral.scheduling.scheduling import ExperimentScheduling
 from corral.scheduling.worker_information import WorkerKind
 
 BUILT_GENERATION_BACKENDS = ("hf",)
@@ -122,18 +122,13 @@ def check_groups(
                 path=(*path, "count"),
                 shown=str(group.count),
             )
-        if group.scheduling is not None:
-            yield from _check_group_scheduling(group.scheduling, (*path, "scheduling"))
-
-
-def _check_group_scheduling(scheduling: Scheduling, path: KeyPath) -> Iterator[ConfigProblem]:
-    if scheduling.gpu > 1:
-        yield ConfigProblem(
-            message=f"a worker drives at most 1 GPU, got {scheduling.gpu}",
-            hint="raise d in the allocation instead",
-            path=(*path, "gpu"),
-            shown=str(scheduling.gpu),
-        )
+        if group.scheduling is not None and group.scheduling.gpu > 1:
+            yield ConfigProblem(
+                message=f"a worker drives at most 1 GPU, got {group.scheduling.gpu}",
+                hint="raise d in the allocation instead",
+                path=(*path, "scheduling", "gpu"),
+                shown=str(group.scheduling.gpu),
+            )
 
 
 def check_containers(groups: Mapping[WorkerKind, GroupConfig], cluster: ClusterConfig) -> Iterator[ConfigProblem]:
