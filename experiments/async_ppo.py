@@ -18,14 +18,9 @@ from corral.experiments.checks import (
     check_model,
     check_ppo,
 )
-from corral.experiments.config import (
-    EXACT_MATCH,
-    EngineConfig,
-    ModelConfig,
-    PPOConfig,
-    RolloutConfig,
-    TrainedModelConfig,
-)
+from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.config.model import ModelConfig, TrainedModelConfig
+from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, RolloutConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment import Experiment, ExperimentConfig
 from corral.experiments.inputs.model_directory import ModelFacts

@@ -8,15 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from corral.experiments.config import (
-    ClusterConfig,
-    DatasetConfig,
-    EvaluationConfig,
-    GroupConfig,
-    ModelConfig,
-    PPOConfig,
-    RolloutConfig,
-)
+from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.config.cluster import ClusterConfig, GroupConfig
+from corral.experiments.config.data import DatasetConfig, EvaluationConfig
+from corral.experiments.config.model import ModelConfig
+from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, dotted, show_value, split_remedy
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.inputs.import_paths import check_import_path

@@ -22,19 +22,18 @@ from corral.experiments.checks import (
     check_groups,
     check_placement,
 )
-from corral.experiments.config import (
+from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.cluster import (
+    DEFAULT_SCHEDULING,
     ClusterConfig,
-    DatasetConfig,
-    EvaluationConfig,
-    FrozenConfig,
     GroupConfig,
     GroupsConfig,
     LaunchConfig,
     SupervisionConfig,
-    TrainControl,
-    TrainedModelConfig,
 )
-from corral.experiments.config.cluster import DEFAULT_SCHEDULING
+from corral.experiments.config.control import TrainControl
+from corral.experiments.config.data import DatasetConfig, EvaluationConfig
+from corral.experiments.config.model import TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.inputs.model_directory import ModelFacts

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from corral.experiments.config import ClusterConfig, FrozenConfig, LaunchConfig, SupervisionConfig
+from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.cluster import ClusterConfig, LaunchConfig, SupervisionConfig
 from corral.experiments.experiment import Experiment
 from corral.experiments.trial.mode import Mode
 from corral.experiments.worker_specs import (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from corral.experiments.checks import check_model
-from corral.experiments.config import TrainedModelConfig
+from corral.experiments.config.model import TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment import Experiment, ExperimentConfig
 from corral.experiments.inputs.tokens import LengthLimits

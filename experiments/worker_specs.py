@@ -5,19 +5,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from corral.experiments.config import (
-    EXACT_MATCH,
-    DatasetConfig,
-    EngineConfig,
-    EvaluationConfig,
-    FrozenConfig,
-    ImportPath,
-    ModelConfig,
-    OptimizerConfig,
-    PPOConfig,
-    RolloutConfig,
-    TrainControl,
-)
+from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.control import TrainControl
+from corral.experiments.config.data import DatasetConfig, EvaluationConfig
+from corral.experiments.config.model import ModelConfig, OptimizerConfig
+from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, ImportPath, RolloutConfig
 from corral.scheduling.dataflow import ModelFunctionCall
 
 

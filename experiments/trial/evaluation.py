@@ -13,7 +13,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from corral.experiments.config import EvaluationConfig, FrozenConfig
+from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.data import EvaluationConfig
 from corral.experiments.worker_specs import RewardSpec
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from corral.experiments.config import ClusterConfig
+from corral.experiments.config.cluster import ClusterConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.loading.profile import find_profiles, merge, read_profile
 from corral.launcher.doctor.findings import Finding, fail, ok

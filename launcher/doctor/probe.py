@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.config import ClusterConfig
+from corral.experiments.config.cluster import ClusterConfig
 from corral.experiments.trial.directory import atomic_write
 from corral.launcher.doctor.node import exchange
 from corral.launcher.slurm.client import SlurmClient, SlurmError

@@ -24,7 +24,7 @@ import msgspec
 import submitit
 from submitit.core.utils import DelayedSubmission, FailedJobError
 
-from corral.experiments.config import ClusterConfig, LaunchConfig
+from corral.experiments.config.cluster import ClusterConfig, LaunchConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.evaluation import EvaluationRequest, read_result

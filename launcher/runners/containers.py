@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from corral.experiments.config import ClusterConfig
+from corral.experiments.config.cluster import ClusterConfig
 from corral.experiments.errors import ConfigError
 from corral.scheduling.scheduling import Scheduling
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.experiments.config import TrainControl
+from corral.experiments.config.control import TrainControl
 from corral.experiments.errors import ConfigError
 from corral.experiments.experiment import ExperimentConfig
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan

@@ -10,15 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from corral.experiments.config import (
-    ClusterConfig,
-    DatasetConfig,
-    EngineConfig,
-    LaunchConfig,
-    RolloutConfig,
-    SupervisionConfig,
-    TrainControl,
-)
+from corral.experiments.config.cluster import ClusterConfig, LaunchConfig, SupervisionConfig
+from corral.experiments.config.control import TrainControl
+from corral.experiments.config.data import DatasetConfig
+from corral.experiments.config.rollout import EngineConfig, RolloutConfig
 from corral.experiments.plan import RunPlan, TrialIdentity
 from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory

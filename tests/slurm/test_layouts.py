@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.config import ClusterConfig, LaunchConfig
+from corral.experiments.config.cluster import ClusterConfig, LaunchConfig
 from corral.experiments.plan import RunPlan
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.parse import QueuedJob, parse_key_values

@@ -6,7 +6,7 @@ row (a JSON object) --uid "{dataset_epoch}:{row_id}"--> rollout workers (prompts
 import random
 from collections.abc import Iterator
 
-from corral.experiments.config import DatasetConfig
+from corral.experiments.config.data import DatasetConfig
 from corral.experiments.inputs.dataset_file import DatasetReader, DatasetRow, load_rows
 from corral.experiments.worker_specs import DatasetSpec
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from corral.experiments.config import EvaluationConfig
+from corral.experiments.config.data import EvaluationConfig
 from corral.experiments.inputs.dataset_file import DatasetRow
 from corral.experiments.inputs.tokens import encode_prompt, eos_token_ids, load_tokenizer
 from corral.experiments.worker_specs import RewardSpec

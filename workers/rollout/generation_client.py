@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from corral.experiments.config import SamplingConfig
+from corral.experiments.config.rollout import SamplingConfig
 from corral.workers.rollout.partial_rollout import MalformedChunkError, PartialAnswer
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Any
 
-from corral.experiments.config import RolloutConfig
+from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.inputs.dataset_file import DatasetRow
 from corral.experiments.inputs.tokens import encode_prompt
 from corral.workers.data.sequence_sample import SequenceSample

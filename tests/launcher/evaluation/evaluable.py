@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.config import EXACT_MATCH, DatasetConfig, EvaluationConfig, ModelConfig
+from corral.experiments.config.data import DatasetConfig, EvaluationConfig
+from corral.experiments.config.model import ModelConfig
+from corral.experiments.config.rollout import EXACT_MATCH
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, link_files
 from corral.experiments.trial.journal import Journal

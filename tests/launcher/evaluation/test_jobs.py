@@ -11,7 +11,7 @@ from typing import Literal
 
 import pytest
 
-from corral.experiments.config import ClusterConfig, LaunchConfig
+from corral.experiments.config.cluster import ClusterConfig, LaunchConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.evaluation import progress_path, read_result, result_path

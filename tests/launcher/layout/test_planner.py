@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.experiments.config import ClusterConfig, LaunchConfig
+from corral.experiments.config.cluster import ClusterConfig, LaunchConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Layout

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.config import ClusterConfig
+from corral.experiments.config.cluster import ClusterConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import RunningAllocation, Step

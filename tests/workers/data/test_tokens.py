@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.config import DatasetConfig
+from corral.experiments.config.data import DatasetConfig
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.inputs.tokens import LengthLimits, end_of_answer_id, eos_token_ids, load_tokenizer
 from corral.experiments.worker_specs import DatasetSpec

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from corral.experiments.config import DatasetConfig, EvaluationConfig
+from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.worker_specs import RewardSpec
 from corral.workers.data.arithmetic import make_problems, write_model
 from corral.workers.engine.engine import load_model

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from corral.experiments.config import ModelConfig
+from corral.experiments.config.model import ModelConfig
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, RewardSpec
 from corral.scheduling.dataflow import CallType, ModelFunctionCall, ModelName
 from corral.workers.backends.parallel_context import ParallelContext

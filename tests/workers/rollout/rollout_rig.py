@@ -21,7 +21,8 @@ from typing import Any, Self, TypeVar
 
 from aiohttp import web
 
-from corral.experiments.config import DatasetConfig, RolloutConfig
+from corral.experiments.config.data import DatasetConfig
+from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory

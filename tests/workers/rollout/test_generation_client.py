@@ -6,7 +6,7 @@ import logging
 import aiohttp
 import pytest
 
-from corral.experiments.config import SamplingConfig
+from corral.experiments.config.rollout import SamplingConfig
 from corral.workers.rollout.generation_client import GenerationClient, Setback
 
 DEADLINE_S = 20.0
