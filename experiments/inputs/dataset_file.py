@@ -152,15 +152,3 @@ class DatasetReader:
         message = f"cannot read dataset {display_path(self.config.path)}: {reason}"
         hint = "check the path; in an experiment file it is relative to that file's folder"
         self.problems.append(ConfigProblem(message=message, hint=hint))
-
-
-def load_rows(config: DatasetConfig, *, needs_answer: bool = False) -> list[DatasetRow]:
-    """All rows of a dataset.
-
-    Raises:
-        ConfigError: naming the file and line of the first few bad rows.
-    """
-    reader = DatasetReader(config=config, needs_answer=needs_answer)
-    rows = list(reader)
-    reader.raise_problems()
-    return rows

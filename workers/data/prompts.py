@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from corral.experiments.config.data import DatasetConfig
-from corral.experiments.inputs.dataset_file import DatasetReader, DatasetRow, load_rows
+from corral.experiments.inputs.dataset_file import DatasetReader, DatasetRow
 from corral.experiments.worker_specs import DatasetSpec
 
 RowsById = dict[str, DatasetRow]
@@ -19,9 +19,7 @@ def load_planned_rows(spec: DatasetSpec) -> RowsById:
     Raises:
         ValueError: if the file has changed since.
     """
-    reader = DatasetReader(config=spec.config, needs_answer=False)
-    rows = {row.row_id: row for row in reader}
-    reader.raise_problems()
+    rows, reader = _read(spec.config)
     if reader.sha256 != spec.sha256:
         raise ValueError(
             f"dataset {spec.config.path} has changed since the trial was submitted (sha256 {reader.sha256}, "
@@ -32,7 +30,14 @@ def load_planned_rows(spec: DatasetSpec) -> RowsById:
 
 def load_held_out_rows(config: DatasetConfig) -> RowsById:
     """The rows of held-out problems, of which the plan keeps no digest."""
-    return {row.row_id: row for row in load_rows(config)}
+    return _read(config)[0]
+
+
+def _read(config: DatasetConfig) -> tuple[RowsById, DatasetReader]:
+    reader = DatasetReader(config=config, needs_answer=False)
+    rows = {row.row_id: row for row in reader}
+    reader.raise_problems()
+    return rows, reader
 
 
 def ordered_uids(row_ids: list[str], *, seed: int, dataset_epoch: int, shuffle: bool) -> list[str]:
