@@ -45,17 +45,3 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Counts up with all that it does."""
     beat: float = 0.0
     """When this was published, by the clock of the name service."""
-
-
-def encode_record(record: WorkerRecord) -> str:
-    """The record as JSON."""
-    return msgspec.json.encode(record).decode()
-
-
-def decode_record(text: str) -> WorkerRecord:
-    """The record that a text holds.
-
-    Raises:
-        ValueError: if it is none.
-    """
-    return msgspec.json.decode(text, type=WorkerRecord)

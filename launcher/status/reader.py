@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from corral.experiments.trial.attempt_end_record import read_end
 from corral.experiments.trial.attempts import AttemptRecord, last_attempt, read_attempts, read_claim, why_not_another
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
@@ -21,7 +23,7 @@ from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState, TrialLogError
 from corral.experiments.trial.mode import has_jobs
-from corral.experiments.trial.worker_record import WorkerRecord, decode_record
+from corral.experiments.trial.worker_record import WorkerRecord
 from corral.launcher.cluster.cached_queue import CachedQueue, DirectQueue, Queue, QueueAnswer
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.job_queue import JobQueue, job_if_known
@@ -362,5 +364,5 @@ def _parse_records(texts: Mapping[str, str], root: str) -> dict[str, WorkerRecor
     records = {}
     for name, text in texts.items():
         with contextlib.suppress(ValueError):  # of another version of corral
-            records[name.removeprefix(f"{root}/")] = decode_record(text)
+            records[name.removeprefix(f"{root}/")] = msgspec.json.decode(text, type=WorkerRecord)
     return records

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 import msgspec
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.trial.worker_record import WorkerRecord, encode_record
+from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve import NameExistsError, NameService, NameServiceError
 from corral.name_resolve.keys import last_seen_key
 from corral.workers.streams.closing import Closing
@@ -145,7 +145,8 @@ class Presence(Closing):
             return msgspec.structs.replace(self._record, in_phase_s=time.monotonic() - self._phase_since)
 
     def _text(self) -> str:
-        return encode_record(msgspec.structs.replace(self.snapshot(), beat=self._names.clock()))
+        record = msgspec.structs.replace(self.snapshot(), beat=self._names.clock())
+        return msgspec.json.encode(record).decode()
 
     def _publish(self) -> None:
         published = 0.0

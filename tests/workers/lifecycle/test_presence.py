@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.trial.worker_record import WorkerRecord, decode_record
+from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve import FileNameService, MemoryNameService, MemoryStore
 from corral.workers.lifecycle.presence import Presence
 
@@ -28,8 +30,10 @@ def test_a_phase_and_whom_it_waits_for_reach_the_record() -> None:
         presence.enter("wait for a batch", waiting_for="3 of 8 trajectories", waits_for=["rollout_worker/1"])
         presence.beat(version="1.7")
         presence.open_control("tcp://somewhere")
-        wait_until(lambda: decode_record(observer.get(KEY)).version == "1.7", "the phase is published")
-        record = decode_record(observer.get(KEY))
+        wait_until(
+            lambda: msgspec.json.decode(observer.get(KEY), type=WorkerRecord).version == "1.7", "the phase is published"
+        )
+        record = msgspec.json.decode(observer.get(KEY), type=WorkerRecord)
         assert (record.phase, record.waiting_for) == ("wait for a batch", "3 of 8 trajectories")
         assert record.waits_for == ("rollout_worker/1",)
         assert (record.index, record.control, record.is_setting_up) == (3, "tcp://somewhere", False)
@@ -54,7 +58,9 @@ def test_what_a_frozen_worker_did_last_outlives_its_lease_and_goes_when_it_leave
         presence.enter("train step", waits_for=["model_worker/0"])
         wait_until(lambda: "last_seen/rollout_worker/0" in observer.get_subtree("last_seen"), "the copy")
         observer.delete(KEY)  # as the end of its time to live does
-        assert decode_record(observer.get("last_seen/rollout_worker/0")).waits_for == ("model_worker/0",)
+        assert msgspec.json.decode(observer.get("last_seen/rollout_worker/0"), type=WorkerRecord).waits_for == (
+            "model_worker/0",
+        )
     assert observer.get_subtree("last_seen") == {}
 
 
@@ -86,5 +92,5 @@ def test_a_worker_whose_place_was_taken_leaves_and_its_successor_keeps_the_recor
     assert worker.stderr is not None and worker.stderr.readline() == "up\n"
     with Presence(FileNameService(tmp_path), KEY, owner="b", ttl_s=10, identity=WorkerRecord(incarnation="b")):
         assert worker.wait(timeout=120) == WorkerExit.SUPERSEDED
-        assert decode_record(FileNameService(tmp_path).get(KEY)).incarnation == "b"
+        assert msgspec.json.decode(FileNameService(tmp_path).get(KEY), type=WorkerRecord).incarnation == "b"
     worker.stderr.close()
