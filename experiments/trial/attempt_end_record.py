@@ -6,14 +6,12 @@ control/failed-nodes/n3     an empty file for each node that failed under the tr
 The journal tells the same to people; it may lack a line after a crash or on a full disk, and nothing follows from it.
 """
 
-import os
 from enum import StrEnum
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from corral.experiments.trial.directory import TrialDirectory, atomic_write, fsync_directory
+from corral.experiments.trial.directory import TrialDirectory, atomic_write, fsync_directory, list_names
 
 
 class EndState(StrEnum):
@@ -73,7 +71,7 @@ def read_end(directory: TrialDirectory, attempt: int) -> AttemptEndRecord | None
 
 def add_failed_node(directory: TrialDirectory, node: str) -> None:
     """Notes a node that has failed under the trial."""
-    folder = _failed_nodes_path(directory)
+    folder = directory.failed_nodes_path
     folder.mkdir(mode=0o700, exist_ok=True)
     (folder / node).touch(mode=0o600)
     fsync_directory(folder)
@@ -81,11 +79,4 @@ def add_failed_node(directory: TrialDirectory, node: str) -> None:
 
 def failed_nodes(directory: TrialDirectory) -> list[str]:
     """Nodes that have failed under a trial so far."""
-    try:
-        return sorted(os.listdir(_failed_nodes_path(directory)))
-    except FileNotFoundError:
-        return []
-
-
-def _failed_nodes_path(directory: TrialDirectory) -> Path:
-    return directory.control_path / "failed-nodes"
+    return list_names(directory.failed_nodes_path)

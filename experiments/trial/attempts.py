@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from corral.experiments.trial.directory import TrialDirectory, atomic_write, write_if_absent
+from corral.experiments.trial.directory import TrialDirectory, atomic_write, list_names, write_if_absent
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState, Stop
 
@@ -241,10 +241,7 @@ def _read_if_whole(directory: TrialDirectory, attempt: int) -> AttemptRecord | N
 
 
 def _numbers(directory: TrialDirectory, pattern: re.Pattern[str]) -> list[int]:
-    try:
-        names = os.listdir(directory.control_path)
-    except FileNotFoundError:
-        return []
+    names = list_names(directory.control_path)
     return sorted({int(match[1]) for match in map(pattern.fullmatch, names) if match})
 
 

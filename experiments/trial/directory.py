@@ -97,6 +97,7 @@ class TrialDirectory:
     control_path = _Below("control")
     stop_request_path = _Below("control/stop.json")
     kept_down_path = _Below("control/kept-down")
+    failed_nodes_path = _Below("control/failed-nodes")
 
     @classmethod
     def of(cls, fileroot: Path, *, experiment: str, trial: str) -> Self:
@@ -203,10 +204,7 @@ class TrialDirectory:
 
     def read_groups_kept_down(self) -> frozenset[str]:
         """Kinds of worker that `rl-stop --group` keeps down."""
-        try:
-            return frozenset(os.listdir(self.kept_down_path))
-        except FileNotFoundError:
-            return frozenset()
+        return frozenset(list_names(self.kept_down_path))
 
 
 def validate_name(name: str, *, what: str = "name") -> str:
@@ -233,10 +231,7 @@ def require_inside(path: Path, root: Path) -> None:
 
 def next_trial_name(experiment_directory: Path) -> str:
     """The first unused `trial-{number}`. A hint: only `TrialDirectory.create` decides who gets the name."""
-    try:
-        existing = os.listdir(experiment_directory)
-    except FileNotFoundError:
-        existing = []
+    existing = list_names(experiment_directory)
     numbers = [int(match[1]) for match in map(_TRIAL_NUMBER.fullmatch, existing) if match]
     return f"trial-{max(numbers, default=0) + 1}"
 
@@ -287,6 +282,14 @@ def link_files(source: Path, target: Path) -> None:
                 os.link(path, target / path.name)
             except OSError:  # another file system, or one without hard links
                 shutil.copy2(path, target / path.name)
+
+
+def list_names(folder: Path) -> list[str]:
+    """What is in a folder, sorted; nothing if there is no folder."""
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
 
 
 def read_tail(path: Path, num_bytes: int) -> bytes:
