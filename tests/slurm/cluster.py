@@ -45,7 +45,7 @@ DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 _NAME = "test"
 _SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")
-_START_TIMEOUT_S = 30.0
+_START_TIMEOUT_S = 120.0
 
 
 def missing_programs(*, accounts: bool = False) -> list[str]:
