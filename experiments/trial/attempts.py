@@ -2,7 +2,7 @@
 
 control/attempt-0.json  {"attempt": 0, "resume": false, "mode": "slurm", "start_slot": 1, ...}     never changes
 control/claim-0.json    {"job_id": "4711", "restart_count": 0, "nodes": ["n[1-2]"]}                never changes
-control/end-0.json      {"attempt": 0, "state": "TIMED_OUT", "cause": "...", "then": "successor"}  see attempt_ends.py
+control/end-0.json      {"attempt": 0, "state": "TIMED_OUT", "cause": "...", ...}        see attempt_end_record.py
 
     rl-submit --record_attempt--> attempt 0, unclaimed --begin_attempt of job 4711--> claimed
     job 4711 starts again (requeued), or its successor does --begin_attempt--> attempt 1, made and claimed by itself,

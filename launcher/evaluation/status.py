@@ -15,14 +15,15 @@ import submitit
 from submitit.slurm.slurm import SlurmJob
 
 from corral.experiments.trial.evaluation import EvaluationRequest, EvaluationResult, read_result, result_path
-from corral.launcher.evaluation.watcher import GONE, QueueWatcher
+from corral.launcher.cluster.jobs import JobPhase
+from corral.launcher.evaluation.watcher import QueueWatcher
 from corral.launcher.slurm.verdict import judge_job
+from corral.launcher.slurm.words import meaning_of, phase_of
 from corral.launcher.trial.exits import tail_lines
 
 _POLL_INTERVAL_S = 1.0
 _RESULT_VISIBLE_S = 3.0  # a file written on a node may appear here a moment after SLURM's word for the job
 FINAL_STATES = frozenset({"DONE", "FAILED", "OOM", "TIMED_OUT", "NODE_FAILED", "CANCELLED", "PREEMPTED"})
-_ENDED_WORDS = frozenset({"CANCELLED", "TIMEOUT", "DEADLINE", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "PREEMPTED"})
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +105,7 @@ class EvaluationReader:
             return EvaluationStatus(step=step, state=verdict.state, job_id=job_id, note=verdict.note)
         if time.monotonic() - self._last_running.get(step, float("-inf")) < _RESULT_VISIBLE_S:
             return EvaluationStatus(step=step, state="STOPPING", job_id=job_id, note="its result may be on its way")
-        state = "FAILED" if word == GONE or word not in _ENDED_WORDS else judge_job(word, reason).state
+        state = meaning_of(word)[0] if phase_of(word) is JobPhase.ENDED else "FAILED"
         return EvaluationStatus(step=step, state=state, job_id=job_id, note=cause_of(job))
 
     def _job(self, step: int) -> "SlurmJob[None] | None":

@@ -15,12 +15,14 @@ from functools import partial
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations, Step
 from corral.launcher.runners.containers import ContainedCommand, contain
 from corral.launcher.runners.runner import AllocationLostError, NodesNotAvailableError, TaskSpec, start_process
 from corral.launcher.slurm.client import SlurmClient, SlurmError, clean_environment, patiently
 from corral.launcher.slurm.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
 from corral.launcher.slurm.step import StepPlace, srun_command, step_name
+from corral.launcher.slurm.words import phase_of
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from corral.launcher.trial.tether import die_with_parent
 from corral.scheduling.worker_information import parse_worker_id
@@ -150,9 +152,9 @@ class SrunRunner:
             leader, own = self._client.job(running.job_id), self._client.job(running.own_job_id)
         except SlurmError:
             return  # the next restart asks again
-        if leader is None or own is None or leader.get("JobState") != "RUNNING":
+        if leader is None or own is None or phase_of(leader.get("JobState", "")) is not JobPhase.RUNNING:
             return  # all of it ends, and the supervisor is told why
-        if own.get("JobState") not in ("RUNNING", "SUSPENDED"):
+        if phase_of(own.get("JobState", "")) is not JobPhase.RUNNING:
             raise AllocationLostError(
                 f"{worker} runs in component {running.het_group} of job {running.job_id}, which is "
                 f"{own.get('JobState')}; a component that has ended does not come back"

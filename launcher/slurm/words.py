@@ -1,10 +1,13 @@
 """SLURM's words for the state of a job: every other module asks here what a word means.
 
-squeue, scontrol, sacct --state_word--> `COMPLETING` --phase_of----------------> JobPhase in cluster/jobs.py
-                                                     --meaning_of, verdict----> a word of TrialState in status/words.py
-      our own job, while it is ended:                --job_end.explain_end-----> JobEnd in cluster/own_job.py
+squeue, scontrol, sacct --state_word--> `COMPLETING` --phase_of--------------> JobPhase in cluster/jobs.py
+                                                     --meaning_of, verdict---> a word of TrialState in status/words.py
+      our own job, while it is ended:                --job_end.explain_end---> JobEnd in cluster/own_job.py
+      a step that could not be made:                 --srun_task-------------> ExitKind in trial/exits.py
 
-Beyond this folder a word is compared only by what is SLURM's alone: rl-doctor and rl-eval. All others compare ours.
+What a word alone leaves open, its reason tells (verdict.py, of limits limits.py), and a closer look (job_details.py).
+Beyond this folder a word is compared only by what is SLURM's alone: rl-doctor (doctor/probe.py, doctor/judge_nodes.py)
+and rl-eval (evaluation/watcher.py). All others compare ours.
 """
 
 from corral.launcher.cluster.jobs import JobPhase

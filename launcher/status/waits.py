@@ -5,7 +5,8 @@
         -> generation_server/0, silent 37s                                                    the root
 
 The root is silent, is not there, works, or waits for nobody. Pure; who waits for whom is a list of workers in each
-record, which workers/lifecycle/presence.py publishes, and its words are only shown, by text.py.
+record (experiments/trial/worker_record.py), which workers/lifecycle/presence.py publishes, and its words are only
+shown, by text.py.
 """
 
 from collections.abc import Mapping, Sequence

@@ -60,7 +60,7 @@ A whole asynchronous step:
             checkpoint/ledger.py, which refuses a sample twice, and experiments/trial/log.py, whose entries mean what
             log_state.py says
     10      `_publish` below, manager/gserver_manager.py
-    11      checkpoint/committed_ledger.py, followed by manager and rollout workers
+    11      checkpoint/committed_ledger.py, followed by gserver_manager.py and rollout_worker.py
     12      `_main` and `_recover` below, trainer_gang.py, checkpoint/checkpoint.py, backends/train_state.py
 
 1 to 5 and 11 go on all the time; the master does 6 to 10 one after the other, batch by batch. Epochs follow each other:
