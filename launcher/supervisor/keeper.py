@@ -22,7 +22,7 @@ from functools import partial
 from types import FrameType
 
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial.attempt_end_record import AttemptEndRecord, read_end, write_end
+from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, read_end, write_end
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
@@ -32,7 +32,7 @@ from corral.launcher.files.patience import FilePatience
 from corral.launcher.supervisor.attempt_start import claim_decides, open_attempt
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.supervisor_exit import SupervisorExit
-from corral.launcher.supervisor.units.actions import Outcome, RestartPolicy
+from corral.launcher.supervisor.units.actions import RestartPolicy
 from corral.launcher.trial.lock import SupervisorLock
 from corral.launcher.trial.processes import kill_trial_processes
 from corral.launcher.trial.tether import die_with_parent
@@ -127,7 +127,7 @@ def _leave_ended(directory: TrialDirectory, recorder: Recorder, end: AttemptEndR
     if end.is_final:
         recorder.keep(lambda: TrialSecrets.destroy(directory.secrets_path))
     recorder.close(timeout_s=_TOLD_TIMEOUT_S)
-    return (SupervisorExit.FAILED if end.state == Outcome.FAILED else SupervisorExit.ENDED).of_keeper
+    return (SupervisorExit.FAILED if end.state == EndState.FAILED else SupervisorExit.ENDED).of_keeper
 
 
 def _give_up(directory: TrialDirectory, recorder: Recorder, cause: str) -> int:
@@ -139,10 +139,10 @@ def _give_up(directory: TrialDirectory, recorder: Recorder, cause: str) -> int:
 
 def record_failure(directory: TrialDirectory, recorder: Recorder, cause: str) -> None:
     """Writes down that the trial has failed, and not by its workers; its keys are not needed any more."""
-    end = AttemptEndRecord(attempt=recorder.attempt, state=Outcome.FAILED, cause=cause, then="")
+    end = AttemptEndRecord(attempt=recorder.attempt, state=EndState.FAILED, cause=cause, then="")
     recorder.keep(lambda: write_end(directory, end))
     recorder.keep(lambda: TrialSecrets.destroy(directory.secrets_path))
-    recorder.event("trial_ended", state=Outcome.FAILED.value, cause=cause, failed="supervisor")
+    recorder.event("trial_ended", state=EndState.FAILED.value, cause=cause, failed="supervisor")
 
 
 class _Forwarder:

@@ -45,7 +45,6 @@ from corral.launcher.supervisor.units.actions import (
     EndTrial,
     GiveUpUnit,
     LeaveUnit,
-    Outcome,
     RestartPolicy,
     RestartUnit,
     SignalTask,
@@ -246,10 +245,10 @@ class Supervisor:
 
     def _heed_entry(self, entry: Entry) -> None:
         if isinstance(entry, Done):
-            self._apply(self._unit_machine.log_ended(Outcome.COMPLETE, "", time.monotonic()))
+            self._apply(self._unit_machine.log_ended(EndState.COMPLETE, "", time.monotonic()))
         elif isinstance(entry, Stop):
             reason = f"{entry.reason} (by {entry.by})" if entry.reason else f"stopped by {entry.by}"
-            self._apply(self._unit_machine.log_ended(Outcome.STOPPED, reason, time.monotonic()))
+            self._apply(self._unit_machine.log_ended(EndState.STOPPED, reason, time.monotonic()))
 
     def _keep_groups_down(self, down: frozenset[str]) -> None:
         if down == self._groups_kept_down:

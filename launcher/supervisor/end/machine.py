@@ -36,7 +36,7 @@ from corral.launcher.supervisor.end.actions import (
     SweepQueue,
     Verdict,
 )
-from corral.launcher.supervisor.units.actions import EndTrial, Outcome
+from corral.launcher.supervisor.units.actions import EndTrial
 
 ADVICE = "continue with rl-submit --resume"
 _REFUSED = "no further job could be submitted"
@@ -177,7 +177,7 @@ class EndMachine:
         is_ending_by_itself = self.is_job_ending and self.phase is EndPhase.HANDING_OVER
         if is_done:
             self.phase, self._state, self._cause = EndPhase.FINAL, EndState.COMPLETE, ""
-        elif end.outcome is Outcome.FAILED and not is_ending_by_itself:
+        elif end.outcome is EndState.FAILED and not is_ending_by_itself:
             self.phase, self._state, self._cause = EndPhase.FINAL, EndState.FAILED, end.cause
         elif self.phase is not EndPhase.HANDING_OVER:
             self.phase, self._cause = EndPhase.FINAL, self._advised(self._cause or end.cause)

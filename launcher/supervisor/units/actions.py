@@ -1,18 +1,10 @@
 """What goes into and comes out of the restart units' state machine: units, exits and budgets in, actions out."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.trial.attempt_end_record import EndState
 from corral.launcher.trial.exits import ExitKind
-
-
-class Outcome(StrEnum):
-    """How a trial ended."""
-
-    COMPLETE = "COMPLETE"
-    STOPPED = "STOPPED"
-    FAILED = "FAILED"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +145,7 @@ class AppendStop:
 class EndTrial:
     """Nothing runs any more."""
 
-    outcome: Outcome
+    outcome: EndState
     cause: str
 
 

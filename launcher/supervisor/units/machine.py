@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.trial.attempt_end_record import EndState
 from corral.launcher.supervisor.units.actions import (
     Action,
     AppendStop,
@@ -34,7 +35,6 @@ from corral.launcher.supervisor.units.actions import (
     EndTrial,
     GiveUpUnit,
     LeaveUnit,
-    Outcome,
     RestartPolicy,
     RestartUnit,
     SignalTask,
@@ -105,7 +105,7 @@ class UnitMachine:
         self._signalled: set[str] = set()
         self._deadline = float("inf")
         self._stop_reason = ""
-        self._outcome = Outcome.FAILED
+        self._outcome = EndState.FAILED
         self._cause = ""
         self.phase = TrialPhase.RUNNING
 
@@ -123,7 +123,7 @@ class UnitMachine:
         if self.phase in (TrialPhase.TERMINATING, TrialPhase.KILLING):
             return self._end_if_all_gone()
         if returncode in (WorkerExit.BAD_CONFIGURATION, WorkerExit.NOT_FINITE, WorkerExit.CANNOT_CONTINUE):
-            return self._terminate(Outcome.FAILED, str(unit.exits[-1]), now)
+            return self._terminate(EndState.FAILED, str(unit.exits[-1]), now)
         if self.phase is TrialPhase.STOPPING and not unit.spec.is_service:
             return self._exited_while_stopping(unit, now)
         actions: list[Action] = []
@@ -182,7 +182,7 @@ class UnitMachine:
             return []
         self._stop_reason = reason
         if immediately:
-            return [AppendStop(reason), *self._terminate(Outcome.STOPPED, reason, now, kill=True)]
+            return [AppendStop(reason), *self._terminate(EndState.STOPPED, reason, now, kill=True)]
         if self.phase is TrialPhase.STOPPING:
             self._deadline = min(self._deadline, now + grace_s)
             return []
@@ -192,7 +192,7 @@ class UnitMachine:
             return self._stop_without_checkpoint("the trainer did not run", now)
         return []
 
-    def log_ended(self, outcome: Outcome, reason: str, now: float) -> list[Action]:
+    def log_ended(self, outcome: EndState, reason: str, now: float) -> list[Action]:
         """The trial log holds Done or Stop."""
         if self.phase not in (TrialPhase.RUNNING, TrialPhase.STOPPING):
             return []
@@ -267,7 +267,7 @@ class UnitMachine:
             if unit.spec.is_optional:
                 unit.phase, unit.is_given_up = UnitPhase.WAITING, True
                 return [GiveUpUnit(unit.spec.name, cause)]
-            return self._terminate(Outcome.FAILED, cause, now)
+            return self._terminate(EndState.FAILED, cause, now)
         pause_s = self._policy.pause_before(unit.in_a_row)
         unit.restarts += 1
         unit.phase = UnitPhase.WAITING
@@ -286,9 +286,9 @@ class UnitMachine:
 
     def _stop_without_checkpoint(self, why: str, now: float) -> list[Action]:
         reason = f"{self._stop_reason} (without a last checkpoint: {why})"
-        return [AppendStop(reason), *self._terminate(Outcome.STOPPED, reason, now)]
+        return [AppendStop(reason), *self._terminate(EndState.STOPPED, reason, now)]
 
-    def _terminate(self, outcome: Outcome, cause: str, now: float, *, kill: bool = False) -> list[Action]:
+    def _terminate(self, outcome: EndState, cause: str, now: float, *, kill: bool = False) -> list[Action]:
         self._outcome, self._cause = outcome, cause
         if kill:
             return self._kill_all(now)

@@ -22,11 +22,11 @@ from corral.launcher.supervisor.end.actions import (
     Verdict,
 )
 from corral.launcher.supervisor.end.machine import EndMachine, EndPhase
-from corral.launcher.supervisor.units.actions import EndTrial, Outcome
+from corral.launcher.supervisor.units.actions import EndTrial
 
-STOPPED = EndTrial(Outcome.STOPPED, "the grace period ended")
-FAILED = EndTrial(Outcome.FAILED, "model_worker used up its restarts")
-COMPLETE = EndTrial(Outcome.COMPLETE, "")
+STOPPED = EndTrial(EndState.STOPPED, "the grace period ended")
+FAILED = EndTrial(EndState.FAILED, "model_worker used up its restarts")
+COMPLETE = EndTrial(EndState.COMPLETE, "")
 NO_PROGRESS = Refusal(WhyNot.NO_PROGRESS, "attempts 0 and 1 both ended before their first commit")
 SCANCEL = JobEnd(state=EndState.CANCELLED, is_requeued=False)
 TIME_LIMIT = JobEnd(state=EndState.TIMED_OUT, is_requeued=False)

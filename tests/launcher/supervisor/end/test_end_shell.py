@@ -21,13 +21,13 @@ from corral.launcher.supervisor.end import continuation
 from corral.launcher.supervisor.end.actions import Verdict
 from corral.launcher.supervisor.end.continuation import Continuation
 from corral.launcher.supervisor.end.shell import EndShell
-from corral.launcher.supervisor.units.actions import EndTrial, Outcome
+from corral.launcher.supervisor.units.actions import EndTrial
 from tests.launcher.jobs import queued
 from tests.launcher.trials import StubTrial
 
 OWN = "7"
-STOPPED = EndTrial(Outcome.STOPPED, "the grace period ended")
-FAILED = EndTrial(Outcome.FAILED, "model_worker used up its restarts")
+STOPPED = EndTrial(EndState.STOPPED, "the grace period ended")
+FAILED = EndTrial(EndState.FAILED, "model_worker used up its restarts")
 # What scontrol says of our job when SIGTERM arrives.
 SCANCEL = {"JobState": "COMPLETING", "Restarts": "0", "Reason": "None"}
 TIME_LIMIT = SCANCEL | {"Reason": "TimeLimit"}
@@ -130,7 +130,7 @@ class Attempt:
     def finish(self, end: EndTrial = STOPPED) -> Verdict:
         """As the supervisor does it: the stop goes into the log, then the end is judged and closed."""
         state = self.log.read()
-        if end.outcome is Outcome.STOPPED and not state.is_stopped and not state.is_done:
+        if end.outcome is EndState.STOPPED and not state.is_stopped and not state.is_done:
             self.log.request_stop("supervisor", then=self.end.then)
         self.log.poll()
         self.end.judge(end, self.log.state)

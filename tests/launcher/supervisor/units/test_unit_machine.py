@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.trial.attempt_end_record import EndState
 from corral.launcher.supervisor.units.actions import (
     Action,
     AppendStop,
@@ -14,7 +15,6 @@ from corral.launcher.supervisor.units.actions import (
     EndTrial,
     GiveUpUnit,
     LeaveUnit,
-    Outcome,
     RestartPolicy,
     RestartUnit,
     SignalTask,
@@ -100,7 +100,7 @@ def test_a_unit_out_of_budget_fails_the_trial_with_the_cause() -> None:
         machine.tick(now)
     machine.exited("rollout_worker/0", 3, now)
     ended = _drain(machine, now)
-    assert ended.outcome is Outcome.FAILED
+    assert ended.outcome is EndState.FAILED
     assert "rollout_worker/0 exit 3" in ended.cause and "2 restarts" in ended.cause
 
 
@@ -139,30 +139,30 @@ def test_what_another_try_cannot_change_ends_the_trial_at_once(worker: str, retu
     machine = started()
     machine.exited(worker, returncode, 1.0)
     end = _drain(machine, 1.0)
-    assert end.outcome is Outcome.FAILED and words in end.cause
+    assert end.outcome is EndState.FAILED and words in end.cause
 
 
 def test_done_in_the_log_ends_the_others_politely_and_redis_last() -> None:
     machine = started()
-    asked = machine.log_ended(Outcome.COMPLETE, "", 5.0)
+    asked = machine.log_ended(EndState.COMPLETE, "", 5.0)
     workers = ["master_worker/0", "model_worker/0", "model_worker/1", "rollout_worker/0"]
     assert asked == [SignalTask(worker, kill=False) for worker in workers]
     for worker in workers[:-1]:
         assert machine.exited(worker, 0, 6.0) == []
     assert machine.exited("rollout_worker/0", 0, 6.0) == [SignalTask("redis", kill=True)]
-    assert machine.exited("redis", -9, 6.1) == [EndTrial(Outcome.COMPLETE, "")]
+    assert machine.exited("redis", -9, 6.1) == [EndTrial(EndState.COMPLETE, "")]
 
 
 def test_a_worker_that_ignores_the_request_to_end_is_killed_after_its_grace() -> None:
     machine = started()
-    machine.log_ended(Outcome.COMPLETE, "", 5.0)
+    machine.log_ended(EndState.COMPLETE, "", 5.0)
     assert machine.tick(14.9) == []
     assert SignalTask("rollout_worker/0", kill=True) in machine.tick(15.0)
 
 
 def test_an_unkillable_worker_is_named_and_does_not_hold_the_end_up() -> None:
     machine = started()
-    machine.log_ended(Outcome.COMPLETE, "", 5.0)
+    machine.log_ended(EndState.COMPLETE, "", 5.0)
     machine.tick(15.0)
     (end,) = machine.tick(20.0)
     assert isinstance(end, EndTrial) and "rollout_worker/0" in end.cause
@@ -385,7 +385,7 @@ def test_whatever_happens_units_never_overlap_and_every_stop_ends(events: list[t
         elif kind == "stop":
             world.apply(machine.stop_requested(reason="asked", grace_s=30.0, immediately=bool(argument), now=now))
         elif kind == "log":
-            world.apply(machine.log_ended(Outcome.COMPLETE if argument else Outcome.STOPPED, "", now))
+            world.apply(machine.log_ended(EndState.COMPLETE if argument else EndState.STOPPED, "", now))
     if world.end is None:
         world.apply(machine.stop_requested(reason="asked", grace_s=30.0, immediately=False, now=now))
         for _ in range(10):  # nobody reacts to anything: grace, terminate, kill, given up
@@ -393,7 +393,7 @@ def test_whatever_happens_units_never_overlap_and_every_stop_ends(events: list[t
                 now += 31.0
                 world.apply(machine.tick(now))
     assert world.end is not None
-    if world.end.outcome is not Outcome.FAILED:
+    if world.end.outcome is not EndState.FAILED:
         assert "used up" not in world.end.cause
 
 
