@@ -1,14 +1,13 @@
 """What runs of an attempt: its workers and its Redis server, from their starts to their exits.
 
-start --TaskRunner, NameServer--> processes --collect--> Exit: who, with what, why
-                +--refused: an Exit too, at the next collect
+start --TaskRunner, NameServer--> processes --collect--> TaskExit: who, with what, why
+                +--refused: a TaskExit too, at the next collect
 """
 
 import json
 import secrets as random_tokens
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +19,7 @@ from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
 from corral.launcher.files.file_thread import FileThread, is_momentary
 from corral.launcher.runners.runner import AllocationLostError, Task, TaskRunner, TaskSpec
 from corral.launcher.supervisor.recorder import Recorder
+from corral.launcher.supervisor.units.actions import TaskExit
 from corral.launcher.supervisor.units.specs import REDIS_UNIT, WorkerCommand
 from corral.launcher.trial.exits import ExitKind, ExitRecorder
 from corral.scheduling.worker_information import parse_worker_id
@@ -53,15 +53,6 @@ class NameServer(Protocol):
 
     def kill(self) -> None:
         """Ends it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """A task that ended, or did not start."""
-
-    task: str
-    returncode: int
-    kind: ExitKind = ExitKind.OWN
 
 
 class AttemptTasks:
@@ -102,7 +93,7 @@ class AttemptTasks:
         self._running: dict[str, Task] = {}
         self._name_server_runs = False
         self._published_address: tuple[str, int] | None = None
-        self._failed_starts: list[Exit] = []
+        self._failed_starts: list[TaskExit] = []
         self.lost_allocation = ""
         """Why a part of the trial's own job is gone; "" while all of it is there."""
 
@@ -115,7 +106,7 @@ class AttemptTasks:
         for worker in tasks:
             self._start_worker(worker, incarnation)
 
-    def collect(self) -> list[Exit]:
+    def collect(self) -> list[TaskExit]:
         """What has ended, or was not started, since the last call."""
         exits, self._failed_starts = self._failed_starts, []
         for worker, task in list(self._running.items()):
@@ -127,7 +118,7 @@ class AttemptTasks:
             self._name_server.kill()
         if self._name_server_runs and (returncode := self._name_server.poll()) is not None:
             self._name_server_runs = False
-            exits.append(Exit(REDIS_UNIT, returncode))
+            exits.append(TaskExit(REDIS_UNIT, returncode))
             self._recorder.event("redis_exited", worker=REDIS_UNIT, pid=self._name_server.pid, returncode=returncode)
         return exits
 
@@ -142,7 +133,7 @@ class AttemptTasks:
         """Ends all that was started here."""
         self.signal([*self._running, REDIS_UNIT], kill=True)
 
-    def _ended(self, worker: str, task: Task, returncode: int) -> Exit:
+    def _ended(self, worker: str, task: Task, returncode: int) -> TaskExit:
         kind = task.exit_kind()
         self._recorder.keep(
             partial(
@@ -158,7 +149,7 @@ class AttemptTasks:
         self._recorder.event(
             "worker_exited", worker=worker, pid=task.pid, node=task.node, returncode=returncode, kind=kind.value
         )
-        return Exit(worker, returncode, kind)
+        return TaskExit(worker, returncode, kind)
 
     def _start_worker(self, worker: str, incarnation: str) -> None:
         kind, index = parse_worker_id(worker)
@@ -220,5 +211,5 @@ class AttemptTasks:
             kind = ExitKind.SLURM_AWAY
         elif isinstance(error, OSError) and is_momentary(error):
             kind = ExitKind.FILES_AWAY
-        self._failed_starts.append(Exit(task, _EXIT_NOT_STARTED, kind))
+        self._failed_starts.append(TaskExit(task, _EXIT_NOT_STARTED, kind))
         self._recorder.event(event, worker=task, cause=str(error), kind=kind.value)

@@ -31,7 +31,7 @@ from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
 from corral.launcher.runners.runner import TaskRunner
-from corral.launcher.supervisor.attempt_tasks import AttemptTasks, Exit, NameServer
+from corral.launcher.supervisor.attempt_tasks import AttemptTasks, NameServer
 from corral.launcher.supervisor.end.continuation import Continuation
 from corral.launcher.supervisor.end.shell import EndShell
 from corral.launcher.supervisor.node_loss import NodeLoss, note_failed_node
@@ -49,6 +49,7 @@ from corral.launcher.supervisor.units.actions import (
     RestartUnit,
     SignalTask,
     StartUnit,
+    TaskExit,
 )
 from corral.launcher.supervisor.units.machine import TrialPhase, UnitMachine
 from corral.launcher.supervisor.units.nodes import UnitNodes
@@ -67,7 +68,7 @@ _REPORT_TIMEOUT_S = 60.0
 class _News:
     """What is judged only after a look at the trial directory that began later than it happened."""
 
-    exits: Sequence[Exit]
+    exits: Sequence[TaskExit]
     signals: Sequence[Signals]
     look: int
     deadline: float
@@ -187,7 +188,7 @@ class Supervisor:
         for action in self._extra_jobs.drive(time.monotonic()):
             self._apply(self._unit_nodes.apply(action, self._unit_machine, time.monotonic()))
 
-    def _after_node_loss(self, exits: Sequence[Exit]) -> Sequence[Exit]:
+    def _after_node_loss(self, exits: Sequence[TaskExit]) -> Sequence[TaskExit]:
         """If the allocation outlives its nodes: moves what ran on a lost one, and says whose exit that explains."""
         if self._node_loss is None or not exits:
             return exits
@@ -214,7 +215,7 @@ class Supervisor:
             self._unit_machine.give_up(worker)
             self._record("unit_given_up", unit=worker, cause=f"{cause}, and no other has room for it")
 
-    def _find_job_gone(self, exits: Sequence[Exit]) -> None:
+    def _find_job_gone(self, exits: Sequence[TaskExit]) -> None:
         """Of the trial's own job; whether an extra job is gone, the cluster is asked."""
         for one in exits:
             if one.kind is ExitKind.JOB_GONE and one.task in self._tasks_of_own_job:

@@ -16,11 +16,11 @@ from corral.launcher.layout.planner import plan_layout
 from corral.launcher.runners.runner import TaskSpec
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.launcher.slurm.srun import SrunRunner
-from corral.launcher.supervisor.attempt_tasks import AttemptTasks, Exit
+from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.supervisor import Supervisor
 from corral.launcher.supervisor.supervisor_exit import SupervisorExit
-from corral.launcher.supervisor.units.actions import RestartPolicy, RestartUnit, StartUnit, UnitSpec
+from corral.launcher.supervisor.units.actions import RestartPolicy, RestartUnit, StartUnit, TaskExit, UnitSpec
 from corral.launcher.supervisor.units.machine import UnitMachine
 from corral.launcher.trial.exits import ExitKind
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
@@ -90,10 +90,10 @@ def test_a_controller_that_is_away_for_long_uses_up_no_restarts(
         assert isinstance(decide(machine, ended, now), RestartUnit)
     now += policy.max_pause_s
     machine.tick(now)
-    assert isinstance(decide(machine, Exit(WORKER, 1), now), RestartUnit)  # the one crash that may be
+    assert isinstance(decide(machine, TaskExit(WORKER, 1), now), RestartUnit)  # the one crash that may be
 
 
-def decide(machine: UnitMachine, ended: Exit, now: float) -> object:
+def decide(machine: UnitMachine, ended: TaskExit, now: float) -> object:
     (action,) = machine.exited(ended.task, ended.returncode, now, kind=ended.kind)
     return action
 
