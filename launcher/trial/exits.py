@@ -112,6 +112,11 @@ def how_it_ended(record: Mapping[str, Any]) -> str:
     return str(record.get("signal") or f"exit {record['returncode']}")
 
 
+def exit_text(returncode: int) -> str:
+    """signal 9, or exit 3."""
+    return f"signal {-returncode}" if returncode < 0 else f"exit {returncode}"
+
+
 def signal_name(returncode: int) -> str | None:
     """SIGKILL for -9, None for a plain exit."""
     if returncode >= 0:
@@ -119,7 +124,7 @@ def signal_name(returncode: int) -> str | None:
     try:
         return signal.Signals(-returncode).name
     except ValueError:
-        return f"signal {-returncode}"
+        return exit_text(returncode)
 
 
 def tail_lines(path: Path, count: int) -> list[str]:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from corral.launcher.trial.exits import exit_text
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLife:
@@ -103,10 +105,6 @@ def _life(starts: Sequence[Event], exits: Sequence[Event]) -> WorkerLife:
         incarnation=str(started.get("incarnation") or ""),
         started_at=float(started["time"]),
         restarts=len(starts) - 1,
-        exit=_exit_text(int(ended["returncode"])) if ended is not None and is_over else "",
+        exit=exit_text(int(ended["returncode"])) if ended is not None and is_over else "",
         ended_at=float(ended["time"]) if ended is not None and is_over else None,
     )
-
-
-def _exit_text(returncode: int) -> str:
-    return f"signal {-returncode}" if returncode < 0 else f"exit {returncode}"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.attempt_end_record import EndState
-from corral.launcher.trial.exits import ExitKind
+from corral.launcher.trial.exits import ExitKind, exit_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,6 @@ class TaskExit:
     def __str__(self) -> str:
         if self.kind is not ExitKind.OWN:
             return f"{self.task} {_MEANING_BY_KIND[self.kind]}"
-        how = f"signal {-self.returncode}" if self.returncode < 0 else f"exit {self.returncode}"
         meaning = {
             0: " before the trial was done",
             WorkerExit.BAD_CONFIGURATION: " (it refused its configuration)",
@@ -83,7 +82,7 @@ class TaskExit:
             WorkerExit.SUPERSEDED: " (superseded)",
             WorkerExit.GANG_BROKEN: " (its peers failed)",
         }.get(self.returncode, "")
-        return f"{self.task} {how}{meaning}"
+        return f"{self.task} {exit_text(self.returncode)}{meaning}"
 
 
 @dataclass(frozen=True, slots=True)
