@@ -13,11 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import wait
+from typing import TypeVar
 
 from corral.experiments.trial.journal import Journal, event_line
 from corral.launcher.files.file_thread import FileThread
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _PATIENCE_S = 2.0  # whoever reads after writing finds it, unless the file system hangs
 _PAUSE_S = 1.0
@@ -76,7 +78,8 @@ class Recorder:
 
     def _write(self) -> None:
         """In the file thread. Lines and files do without each other: a quota may refuse new files only."""
-        refused = [why for why in (self._write_lines(), self._write_files()) if why]
+        told = (self._write_lines(), self._write_all(self._writes, lambda write: write()))
+        refused = [why for why in told if why]
         if not refused and self._trouble:
             self._lines.append(self._what_was_late())
             refused = [why for why in (self._write_lines(),) if why]
@@ -90,21 +93,15 @@ class Recorder:
         return event_line("records_late", attempt=self.attempt, late=num_late, dropped=num_dropped, cause=self._trouble)
 
     def _write_lines(self) -> str:
-        while self._lines:
-            try:
-                self._journal.append_line(self._lines[0])
-            except OSError as error:
-                return str(error)
-            self._num_late += bool(self._trouble)
-            self._lines.popleft()
-        return ""
+        return self._write_all(self._lines, self._journal.append_line)
 
-    def _write_files(self) -> str:
-        while self._writes:
+    def _write_all(self, kept: deque[T], write: Callable[[T], None]) -> str:
+        """Why what is kept could not all be written; "" if it was."""
+        while kept:
             try:
-                self._writes[0]()
+                write(kept[0])
             except OSError as error:
                 return str(error)
             self._num_late += bool(self._trouble)
-            self._writes.popleft()
+            kept.popleft()
         return ""
