@@ -50,9 +50,7 @@ class WakeUp:
 
     def take_signals(self) -> list[signal.Signals]:
         """Those that came since the last call, in order."""
-        taken = []
-        while self._signals:
-            taken.append(self._signals.pop(0))
+        taken, self._signals = self._signals, []  # one that comes in between is in one list or in the other
         return taken
 
     def wait(self, timeout_s: float) -> None:
