@@ -70,6 +70,9 @@ class _ExtraJob:
     """The run whose nodes were granted to the workers."""
     noted_reason: str = ""
 
+    def news(self, event: str, **fields: object) -> News:
+        return News(event, {"allocation": self.spec.name, "job_id": self.job_id, **fields})
+
 
 @dataclass(slots=True)
 class ExtraJobBook:
@@ -126,7 +129,7 @@ class ExtraJobBook:
             return [CancelJob(job_id)]
         extra_job.state, extra_job.job_id, extra_job.reason, extra_job.is_clear = ExtraJobState.QUEUED, job_id, "", True
         self._changed_at = now
-        return [News("extra_job_submitted", {"allocation": name, "job_id": job_id})]
+        return [extra_job.news("extra_job_submitted")]
 
     def refused(self, name: str, why: str, now: float) -> list[ExtraJobAction]:
         """The cluster has not taken the job."""
@@ -185,7 +188,7 @@ class ExtraJobBook:
         if extra_job.state is ExtraJobState.WANTED and alive:
             best = min(alive, key=lambda job: (job.phase is not JobPhase.RUNNING, job.number))
             extra_job.state, extra_job.job_id, extra_job.is_clear = ExtraJobState.QUEUED, best.job_id, False
-            actions.append(News("extra_job_adopted", {"allocation": extra_job.spec.name, "job_id": best.job_id}))
+            actions.append(extra_job.news("extra_job_adopted"))
             actions.append(ClearJob(extra_job.spec.name, best.job_id))
         if extra_job.state is not ExtraJobState.ASKED:
             for job in alive:
@@ -212,7 +215,7 @@ class ExtraJobBook:
                 return []  # a word that this version does not know changes nothing
 
     def _runs(self, extra_job: _ExtraJob, job: Job, now: float) -> list[ExtraJobAction]:
-        name, run = extra_job.spec.name, (job.job_id, job.run)
+        run = (job.job_id, job.run)
         if run == extra_job.left_run:
             return []
         if job.hosts and len(job.hosts) < extra_job.spec.num_nodes:
@@ -220,40 +223,28 @@ class ExtraJobBook:
             have = f"{len(job.hosts)} of {extra_job.spec.num_nodes} nodes"
             return [*self._cancel(job), *self._gone(extra_job, f"its job has {have} left", now)]
         if run != extra_job.run and job.hosts:
-            extra_job.state, extra_job.run, extra_job.hosts, extra_job.reason = (
-                ExtraJobState.RUNNING,
-                run,
-                job.hosts,
-                "",
-            )
+            extra_job.state, extra_job.run = ExtraJobState.RUNNING, run
+            extra_job.hosts, extra_job.reason = job.hosts, ""
             extra_job.ran_since = self._changed_at = now
-            fields = {"allocation": name, "job_id": job.job_id, "nodes": ",".join(job.hosts)}
-            return [News("extra_job_running", dict(fields))]
+            return [extra_job.news("extra_job_running", nodes=",".join(job.hosts))]
         return []
 
     def _waits(self, extra_job: _ExtraJob, job: Job, now: float) -> list[ExtraJobAction]:
         actions: list[ExtraJobAction] = []
         if extra_job.state in (ExtraJobState.RUNNING, ExtraJobState.LEAVING):
             self._changed_at = now
-            cause = "preempted or requeued"
-            actions.append(
-                News(
-                    "extra_job_gone",
-                    {"allocation": extra_job.spec.name, "job_id": job.job_id, "cause": cause, "pause_s": 0},
-                )
-            )
+            actions.append(extra_job.news("extra_job_gone", cause="preempted or requeued", pause_s=0))
         extra_job.state, extra_job.reason = ExtraJobState.QUEUED, job.reason
         if job.is_blocked and extra_job.noted_reason != job.reason:
             extra_job.noted_reason = job.reason
-            fields = {"allocation": extra_job.spec.name, "job_id": job.job_id, "cause": job.reason}
-            actions.append(News("extra_job_blocked", dict(fields)))
+            actions.append(extra_job.news("extra_job_blocked", cause=job.reason))
         return actions
 
     def _gone(self, extra_job: _ExtraJob, cause: str, now: float) -> list[ExtraJobAction]:
-        job_id, extra_job.job_id = extra_job.job_id, ""
         pause_s = self._want_again(extra_job, cause, now)
-        fields = {"allocation": extra_job.spec.name, "job_id": job_id, "cause": cause, "pause_s": pause_s}
-        return [News("extra_job_gone", dict(fields))]
+        news = extra_job.news("extra_job_gone", cause=cause, pause_s=pause_s)
+        extra_job.job_id = ""
+        return [news]
 
     def _want_again(self, extra_job: _ExtraJob, cause: str, now: float) -> float:
         if extra_job.ran_since is not None and now - extra_job.ran_since >= _HEALTHY_S:
