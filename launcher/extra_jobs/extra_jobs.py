@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
@@ -31,10 +32,7 @@ from corral.launcher.extra_jobs.actions import (
 )
 from corral.launcher.extra_jobs.book import ExtraJobBook
 from corral.launcher.extra_jobs.gang import GangGuard
-from corral.launcher.extra_jobs.specs import (
-    EXTRA_JOB_ROLES,
-    extra_job_specs,
-)
+from corral.launcher.extra_jobs.specs import EXTRA_JOB_ROLES, extra_job_specs
 from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations
 
 logger = logging.getLogger(__name__)
@@ -51,11 +49,6 @@ class ExtraJobs:
     """The jobs of one attempt's groups and elastic workers.
 
     Args:
-        cluster: gives the jobs.
-        plan: the trial.
-        layout: its allocations.
-        directory: its folder.
-        attempt: number of the attempt.
         own: what the supervisor's own job has.
         record: adds a line to the journal.
         exclude_nodes: nodes that failed under this trial.
@@ -106,17 +99,17 @@ class ExtraJobs:
 
     def drive(self, now: float) -> list[NodesEvent]:
         """One turn of the loop: takes in answers, asks for more; returns what became of the nodes."""
-        actions: list[NodesEvent] = []
         if not self._index_by_name:
-            return actions
+            return []
         self._touch(now)
+        events: list[NodesEvent] = []
         while self._requests and self._requests[0].done():
-            actions += self._apply(self._requests.pop(0).result()(now))
-        actions += self._apply(self._book.tick(now))
+            events += self._apply(self._requests.pop(0).result()(now))
+        events += self._apply(self._book.tick(now))
         if (self._look is None or self._look.done()) and now - self._looked_at >= self._book.look_interval_s(now):
             self._looked_at = now
             self._look = self._request(self._ask_queue)
-        return actions
+        return events
 
     def check_nodes(self, name: str) -> None:
         """Find out whether the nodes of an allocation are still there."""
@@ -126,8 +119,7 @@ class ExtraJobs:
 
     def give_up(self, name: str) -> None:
         """Nothing will be started any more in an allocation: its nodes are not needed."""
-        for action in self._book.release(name):
-            self._carry_out(action)
+        self._apply(self._book.release(name))
 
     def allocations(self) -> RunningAllocations:
         """What runs at the moment."""
@@ -162,22 +154,18 @@ class ExtraJobs:
         """Does what is ours to do; the rest is for those who run there."""
         events: list[NodesEvent] = []
         for action in wanted:
-            if isinstance(action, NodesEvent):
-                events.append(action)
-            else:
-                self._carry_out(action)
+            match action:
+                case News(event, fields):
+                    self._record(event, **fields)
+                case AskForJob(name):
+                    self._request(partial(self._submit, name))
+                case CancelJob(job_id):
+                    self._request(partial(self._cancel, job_id))
+                case ClearJob(name, job_id):
+                    self._request(partial(self._clear, name, job_id))
+                case _:
+                    events.append(action)
         return events
-
-    def _carry_out(self, action: ExtraJobAction) -> None:
-        match action:
-            case News(event, fields):
-                self._record(event, **fields)
-            case AskForJob(name):
-                self._request(lambda: self._submit(name))
-            case CancelJob(job_id):
-                self._request(lambda: self._cancel(job_id))
-            case ClearJob(name, job_id):
-                self._request(lambda: self._clear(name, job_id))
 
     def _request(self, ask: Callable[[], Answer]) -> "Future[Answer]":
         future = self._thread.submit(ask)
