@@ -74,11 +74,7 @@ class DirectQueue:
         self._cluster = cluster
 
     def look(self, *, newer_than: float = 0.0) -> QueueAnswer:
-        now, question = time.time(), self._cluster.question
-        try:
-            return QueueAnswer(jobs=tuple(self._cluster.jobs()), asked_at=now, question=question)
-        except ClusterError as error:
-            return QueueAnswer(unreachable_since=now, error=_one_line(error), question=question)
+        return Memory().after_asking(self._cluster, time.time).answer(self._cluster.question)
 
     def has_accounting(self) -> bool:
         return self._cluster.keeps_accounts()
@@ -95,6 +91,24 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     keeps_accounts: bool = False
     accounting_asked_at: float | None = None
+
+    def answer(self, question: str) -> QueueAnswer:
+        """What people are told."""
+        return QueueAnswer(
+            jobs=self.jobs,
+            asked_at=self.asked_at,
+            unreachable_since=self.unreachable_since,
+            error=self.error,
+            question=question,
+        )
+
+    def after_asking(self, cluster: JobQueue, clock: Callable[[], float]) -> "Memory":
+        """What is known once the cluster has been asked."""
+        try:
+            jobs = cluster.jobs()
+        except ClusterError as error:
+            return self.failed(str(error).partition("\n")[0], clock())
+        return self.answered(jobs, clock())
 
     def answered(self, jobs: Sequence[Job], now: float) -> "Memory":
         """After the cluster has answered."""
@@ -137,16 +151,16 @@ class CachedQueue:
     def look(self, *, newer_than: float = 0.0) -> QueueAnswer:
         memory = self._read()
         if not memory.is_due(self._clock(), newer_than):
-            return self._answer_of(memory)
+            return memory.answer(self._cluster.question)
         try:
             with self._lock() as has_lock:
                 memory = self._read()  # whoever had the lock before us has asked, perhaps
                 if has_lock and memory.is_due(self._clock(), newer_than):
-                    memory = self._ask(memory)
+                    memory = memory.after_asking(self._cluster, self._clock)
                     write_cache(self._path, memory)
         except OSError:
-            memory = self._ask(memory)
-        return self._answer_of(memory)
+            memory = memory.after_asking(self._cluster, self._clock)
+        return memory.answer(self._cluster.question)
 
     def has_accounting(self) -> bool:
         memory = self._read()
@@ -157,22 +171,6 @@ class CachedQueue:
             with suppress(OSError):
                 write_cache(self._path, memory)
         return memory.keeps_accounts
-
-    def _answer_of(self, memory: Memory) -> QueueAnswer:
-        return QueueAnswer(
-            jobs=memory.jobs,
-            asked_at=memory.asked_at,
-            unreachable_since=memory.unreachable_since,
-            error=memory.error,
-            question=self._cluster.question,
-        )
-
-    def _ask(self, memory: Memory) -> Memory:
-        try:
-            jobs = self._cluster.jobs()
-        except ClusterError as error:
-            return memory.failed(_one_line(error), self._clock())
-        return memory.answered(jobs, self._clock())
 
     def _read(self) -> Memory:
         try:
@@ -230,7 +228,3 @@ def _wait_for_lock(descriptor: int, deadline: float) -> bool:
             return False
         time.sleep(_LOCK_POLL_S)
     return True
-
-
-def _one_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
