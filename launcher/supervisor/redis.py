@@ -34,7 +34,6 @@ class TrialRedis:
             username=REDIS_USERNAME,
             log_path=directory.attempt_logs(attempt) / "redis.log",
         )
-        self._has_started = False
         self._probe = probe or RedisProbe()
 
     @property
@@ -46,11 +45,7 @@ class TrialRedis:
         return self._server.host, self._server.port
 
     def start(self) -> None:
-        if self._has_started:
-            self._server.restart()
-        else:
-            self._server.start()
-        self._has_started = True
+        self._server.restart()
         self._probe.begin(self.address)
 
     def poll(self) -> int | None:

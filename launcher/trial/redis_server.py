@@ -163,6 +163,7 @@ class RedisServer:
             self._port = self._fixed_port or self._port or _choose_port()
             exit_text = self._try_start(deadline_s, timeout_s)
             if exit_text is None:
+                self._fixed_port = self._port  # clients know it: another port would help nobody
                 logger.info("Redis runs on %s:%d as process %d", self.host, self._port, self.pid)
                 return
             is_taken = "Address already in use" in exit_text
@@ -173,9 +174,8 @@ class RedisServer:
             raise RuntimeError(f"redis-server for {self.host}:{self._port} exited{advice}; its log ends:\n{exit_text}")
 
     def restart(self, *, timeout_s: float = 10.0) -> None:
-        """Start again on the same port, after a crash or after stopping it. All keys are gone afterwards."""
+        """Start, or start again on the same port, after a crash or after stopping it: all keys are gone then."""
         self.stop()
-        self._fixed_port = self._port  # clients know it: another port would help nobody
         self.start(timeout_s=timeout_s)
 
     def stop(self, *, timeout_s: float = 5.0) -> None:
