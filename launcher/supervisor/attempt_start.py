@@ -74,9 +74,7 @@ def open_attempt(
     """The attempt that this process is to supervise, with its files; None if the trial is over, which is recorded.
 
     Args:
-        directory: the trial's.
         cluster: is asked how the attempt before ended; None is the one of the trial.
-        patience: with files that fail for a moment.
 
     Raises:
         ValueError: if a file of the trial is not what corral writes.

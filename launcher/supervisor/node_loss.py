@@ -36,7 +36,6 @@ def relocate(layout: Layout, steps: Mapping[str, Step], lost: Collection[NodeKey
     """Finds room for the workers of lost nodes on the nodes that are left in their allocation. Pure.
 
     Args:
-        layout: allocations of the trial.
         steps: where each worker runs at present.
         lost: all nodes that have failed so far.
 
@@ -101,8 +100,6 @@ def is_trial_over(layout: Layout, relocation: Relocation, given_up: Collection[s
     Only a generation server can be done without while others are left; a rollout worker's prompts are nobody else's.
 
     Args:
-        layout: allocations of the trial.
-        relocation: what becomes of the workers of lost nodes.
         given_up: workers that had been given up before.
     """
     gone = {*given_up, *relocation.without_room}
@@ -118,10 +115,7 @@ class NodeLoss:
     """Keeps book of the lost nodes of an allocation that outlives them, and moves what ran there.
 
     Args:
-        cluster: knows which nodes are left.
-        layout: the trial's.
         head: the supervisor's own job.
-        runner: what starts steps.
     """
 
     def __init__(self, *, cluster: JobQueue, layout: Layout, head: RunningAllocation, runner: MovingRunner) -> None:

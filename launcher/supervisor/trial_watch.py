@@ -42,9 +42,7 @@ class TrialWatch:
 
     Args:
         files: the thread that looks.
-        directory: the trial's.
-        log: the trial's; it is read in the file thread only.
-        attempt: whose supervisor looks.
+        log: is read in that thread only.
     """
 
     def __init__(self, files: FileThread, directory: TrialDirectory, log: TrialLog, *, attempt: int) -> None:
@@ -74,7 +72,6 @@ class TrialWatch:
         """What was found since the last call; looks again when it is time.
 
         Args:
-            now: monotonic seconds.
             is_awaited: whether somebody cannot go on without a look.
 
         Raises:

@@ -91,10 +91,7 @@ class EndMachine:
         """The next attempt is to go on. What ends the trial, or the job already, goes first.
 
         Args:
-            state: how the attempt ends by this.
-            cause: for people.
-            is_requeued: whether the cluster has put our job back into the queue already; its
-                SIGTERM follows.
+            is_requeued: whether the cluster has put our job back into the queue already; its SIGTERM follows.
         """
         if self.is_settled or not self._has_queue:
             return []
@@ -170,7 +167,6 @@ class EndMachine:
         """Nothing runs any more: what that means.
 
         Args:
-            end: of the workers.
             is_done: whether the trial log holds Done.
             refusal: why no further attempt may follow, whatever is wanted.
         """

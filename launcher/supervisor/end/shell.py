@@ -83,7 +83,6 @@ class EndShell:
         """What a signal asks for; None if it says nothing new.
 
         Args:
-            number: the signal.
             was_asked: whether the trial is being stopped already; a second signal means now.
         """
         continuation = self._continuation
