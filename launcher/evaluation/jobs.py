@@ -71,8 +71,6 @@ class EvaluationResources:
     """What one evaluation job asks SLURM for."""
 
     job_name: str
-    cpus: int
-    mem_mb: int
     gpus: int
     minutes: int
     slurm: Mapping[str, Any]
@@ -107,8 +105,6 @@ class EvaluationResources:
         slurm["additional_parameters"] = further
         return cls(
             job_name=f"eval.{trial}",
-            cpus=scheduling.cpu,
-            mem_mb=scheduling.mem,
             gpus=gpus,
             minutes=minutes,
             slurm={name: value for name, value in slurm.items() if value is not None},
@@ -144,11 +140,12 @@ def submit_to_slurm(
     executor = submitit.AutoExecutor(
         folder=_private(jobs_folder(folder)), cluster="slurm", slurm_max_num_timeout=_MAX_CONTINUATIONS
     )
-    memory, amount = resources.cluster.memory_option(mem_mb=resources.mem_mb, cpus=resources.cpus)
+    cpus = resources.scheduling.cpu
+    memory, amount = resources.cluster.memory_option(mem_mb=resources.scheduling.mem, cpus=cpus)
     executor.update_parameters(
         name=resources.job_name,
         timeout_min=resources.minutes,
-        cpus_per_task=resources.cpus,
+        cpus_per_task=cpus,
         tasks_per_node=1,
         slurm_signal_delay_s=min(_SIGNAL_BEFORE_END_S, resources.minutes * 15),
         slurm_array_parallelism=_MAX_PARALLEL,

@@ -227,7 +227,7 @@ def test_an_evaluation_asks_for_what_a_training_rank_gets() -> None:
     scheduling = Scheduling(cpu=3, mem=2048, gpu=4, gpu_type="a100", account="lab", extra_sbatch_arguments=("--hold",))
     launch = LaunchConfig(partition="gpu", account="mine", extra_sbatch_arguments=("--licenses=x:1",))
     asked = EvaluationResources.of("t", scheduling, launch=launch, cluster=ClusterConfig(), minutes=7)
-    assert (asked.cpus, asked.mem_mb, asked.gpus, asked.minutes, asked.job_name) == (3, 2048, 1, 7, "eval.t")
+    assert (asked.scheduling, asked.gpus, asked.minutes, asked.job_name) == (scheduling, 1, 7, "eval.t")
     assert asked.slurm == {
         "partition": "gpu",
         "account": "lab",  # the group's own value goes before that of the whole trial
