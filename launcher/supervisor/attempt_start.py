@@ -9,7 +9,6 @@ predecessor.
 """
 
 import os
-from dataclasses import dataclass
 from functools import partial
 
 from corral.experiments.plan import RunPlan
@@ -38,14 +37,6 @@ from corral.launcher.supervisor.node_loss import note_failed_node
 from corral.launcher.trial.processes import describe_this_process
 
 _ASK_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Predecessor:
-    """The attempt that another one follows."""
-
-    attempt: int
-    claim: AttemptClaim
 
 
 def _start_of(cluster: Cluster | None) -> OwnJob:
@@ -88,7 +79,7 @@ def open_attempt(
     predecessor = patience.insist(lambda: _predecessor_of(directory, start), "read the last attempt")
     end = None
     if predecessor is not None:
-        look_back = partial(_end_of_predecessor, directory, predecessor, start, cluster)
+        look_back = partial(_end_of_predecessor, directory, *predecessor, start, cluster)
         end = patience.insist(look_back, "record how the attempt before ended")
     begin = partial(
         begin_attempt,
@@ -114,13 +105,13 @@ def open_attempt(
     return record
 
 
-def _predecessor_of(directory: TrialDirectory, start: OwnJob) -> _Predecessor | None:
+def _predecessor_of(directory: TrialDirectory, start: OwnJob) -> tuple[int, AttemptClaim] | None:
     """The last attempt, if another start of a job has claimed it."""
     last = last_attempt(directory)
     claim = read_claim(directory, last.attempt) if last is not None else None
     if last is None or claim is None or claim.is_of(start.job_id, start.restart_count):
         return None
-    return _Predecessor(last.attempt, claim)
+    return last.attempt, claim
 
 
 def _renew(directory: TrialDirectory) -> None:
@@ -131,10 +122,9 @@ def _renew(directory: TrialDirectory) -> None:
 
 
 def _end_of_predecessor(
-    directory: TrialDirectory, predecessor: _Predecessor, start: OwnJob, cluster: Cluster | None
+    directory: TrialDirectory, attempt: int, claim: AttemptClaim, start: OwnJob, cluster: Cluster | None
 ) -> AttemptEndRecord:
     """How the attempt before ended; whoever wanted the trial to end there is heeded, by a stop in the trial log."""
-    attempt, claim = predecessor.attempt, predecessor.claim
     by = _final_request(directory)
     if by:
         _append_stop(directory, by=by, reason="asked for between two attempts")
