@@ -85,7 +85,12 @@ def find_trial(argument: str, fileroot: Path) -> TrialFacts:
 
 def _paths_of(argument: str, fileroot: Path) -> list[Path]:
     parts = argument.split("/")
-    if len(parts) > 2 or not all(is_name(part) for part in parts):
+    if len(parts) > 2:
+        return []
+    try:
+        for part in parts:
+            validate_name(part)
+    except ValueError:
         return []
     if len(parts) == 2:
         return [fileroot / argument]
@@ -145,12 +150,3 @@ def _total_steps(plan: dict[str, Any]) -> int | None:
     in_all = master["num_prompts"] * control["total_train_epochs"]
     steps = -(-in_all // master["train_batch_size"])
     return int(min(steps, control["max_steps"] or steps))
-
-
-def is_name(text: str) -> bool:
-    """Whether this may be the name of an experiment or a trial."""
-    try:
-        validate_name(text)
-    except ValueError:
-        return False
-    return True
