@@ -8,6 +8,7 @@ import json
 import secrets as random_tokens
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -55,47 +56,29 @@ class NameServer(Protocol):
         """Ends it."""
 
 
+@dataclass(slots=True, kw_only=True)
 class AttemptTasks:
-    """Starts, signals and collects the tasks of one attempt.
+    """Starts, signals and collects the tasks of one attempt."""
 
-    Args:
-        directory: the trial's.
-        plan: the trial.
-        attempt: which one.
-        runner: starts workers.
-        name_server: the other kind of task.
-        files: the thread that a start asks whether the file system answers.
-        recorder: told about starts and exits.
-        worker_command: command lines of workers.
-    """
+    directory: TrialDirectory
+    plan: RunPlan
+    attempt: AttemptRecord
+    runner: TaskRunner
+    name_server: NameServer
+    files: FileThread
+    """The thread that a start asks whether the file system answers."""
+    recorder: Recorder
+    worker_command: WorkerCommand
+    lost_allocation: str = ""
+    """Why a part of the trial's own job is gone; "" while all of it is there."""
+    _exits: ExitRecorder = field(init=False)
+    _running: dict[str, Task] = field(default_factory=dict)
+    _name_server_runs: bool = False
+    _published_address: tuple[str, int] | None = None
+    _failed_starts: list[TaskExit] = field(default_factory=list)
 
-    def __init__(
-        self,
-        *,
-        directory: TrialDirectory,
-        plan: RunPlan,
-        attempt: AttemptRecord,
-        runner: TaskRunner,
-        name_server: NameServer,
-        files: FileThread,
-        recorder: Recorder,
-        worker_command: WorkerCommand,
-    ) -> None:
-        self._directory = directory
-        self._plan = plan
-        self._attempt = attempt
-        self._runner = runner
-        self._name_server = name_server
-        self._files = files
-        self._recorder = recorder
-        self._worker_command = worker_command
-        self._exits = ExitRecorder(directory, attempt.attempt)
-        self._running: dict[str, Task] = {}
-        self._name_server_runs = False
-        self._published_address: tuple[str, int] | None = None
-        self._failed_starts: list[TaskExit] = []
-        self.lost_allocation = ""
-        """Why a part of the trial's own job is gone; "" while all of it is there."""
+    def __post_init__(self) -> None:
+        self._exits = ExitRecorder(self.directory, self.attempt.attempt)
 
     def start(self, tasks: Sequence[str]) -> None:
         """Starts the tasks of a unit under a new incarnation."""
@@ -113,21 +96,21 @@ class AttemptTasks:
             if (returncode := task.poll()) is not None:
                 del self._running[worker]
                 exits.append(self._ended(worker, task, returncode))
-        if self._name_server_runs and self._name_server.is_frozen():
-            self._recorder.event("redis_frozen", worker=REDIS_UNIT, pid=self._name_server.pid)
-            self._name_server.kill()
-        if self._name_server_runs and (returncode := self._name_server.poll()) is not None:
+        if self._name_server_runs and self.name_server.is_frozen():
+            self.recorder.event("redis_frozen", worker=REDIS_UNIT, pid=self.name_server.pid)
+            self.name_server.kill()
+        if self._name_server_runs and (returncode := self.name_server.poll()) is not None:
             self._name_server_runs = False
             exits.append(TaskExit(REDIS_UNIT, returncode))
-            self._recorder.event("redis_exited", worker=REDIS_UNIT, pid=self._name_server.pid, returncode=returncode)
+            self.recorder.event("redis_exited", worker=REDIS_UNIT, pid=self.name_server.pid, returncode=returncode)
         return exits
 
     def signal(self, tasks: Sequence[str], *, kill: bool) -> None:
         """Asks tasks to end, or ends them; those that have ended already are left out."""
         if REDIS_UNIT in tasks and self._name_server_runs:
-            self._name_server.kill()
+            self.name_server.kill()
         if workers := [task for task in tasks if task in self._running]:
-            self._runner.signal(workers, kill=kill)
+            self.runner.signal(workers, kill=kill)
 
     def kill_all(self) -> None:
         """Ends all that was started here."""
@@ -135,7 +118,7 @@ class AttemptTasks:
 
     def _ended(self, worker: str, task: Task, returncode: int) -> TaskExit:
         kind = task.exit_kind()
-        self._recorder.keep(
+        self.recorder.keep(
             partial(
                 self._exits.record,
                 worker,
@@ -146,64 +129,64 @@ class AttemptTasks:
                 ended_at=time.time(),
             )
         )
-        self._recorder.event(
+        self.recorder.event(
             "worker_exited", worker=worker, pid=task.pid, node=task.node, returncode=returncode, kind=kind.value
         )
         return TaskExit(worker, returncode, kind)
 
     def _start_worker(self, worker: str, incarnation: str) -> None:
         kind, index = parse_worker_id(worker)
-        log_path = self._directory.worker_log(self._attempt.attempt, kind, index)
+        log_path = self.directory.worker_log(self.attempt.attempt, kind, index)
         try:
             self._require_files(log_path)
             spec = TaskSpec(
                 worker=worker,
-                command=tuple(self._worker_command(self._directory, kind, index, self._attempt, incarnation)),
+                command=tuple(self.worker_command(self.directory, kind, index, self.attempt, incarnation)),
                 environment=self._environment(worker),
                 log_path=log_path,
             )
-            task = self._runner.start(spec)
+            task = self.runner.start(spec)
         except (OSError, ClusterError) as error:
             self._not_started("worker_not_started", worker, error)
             if isinstance(error, AllocationLostError):
                 self.lost_allocation = str(error)
             return
         self._running[worker] = task
-        self._recorder.event("worker_started", worker=worker, pid=task.pid, node=task.node, incarnation=incarnation)
+        self.recorder.event("worker_started", worker=worker, pid=task.pid, node=task.node, incarnation=incarnation)
 
     def _environment(self, worker: str) -> dict[str, str]:
         kind, index = parse_worker_id(worker)
         return {
-            **self._plan.scheduling[kind].scheduling_of(index).env_vars,
-            "CORRAL_BIND_ADDRESS": self._runner.bind_address(worker),
+            **self.plan.scheduling[kind].scheduling_of(index).env_vars,
+            "CORRAL_BIND_ADDRESS": self.runner.bind_address(worker),
             "PYTHONUNBUFFERED": "1",
         }
 
     def _start_name_server(self) -> None:
         try:
-            self._require_files(self._directory.attempt_logs(self._attempt.attempt) / "redis.log")
-            self._name_server.start()
-            self._publish(self._name_server.address)
+            self._require_files(self.directory.attempt_logs(self.attempt.attempt) / "redis.log")
+            self.name_server.start()
+            self._publish(self.name_server.address)
         except (OSError, RuntimeError) as error:  # TimeoutError is an OSError
-            self._name_server.kill()
+            self.name_server.kill()
             self._not_started("redis_not_started", REDIS_UNIT, error)
             return
         self._name_server_runs = True
-        _, port = self._name_server.address
-        self._recorder.event("redis_started", worker=REDIS_UNIT, pid=self._name_server.pid, port=port)
+        _, port = self.name_server.address
+        self.recorder.event("redis_started", worker=REDIS_UNIT, pid=self.name_server.pid, port=port)
 
     def _publish(self, address: tuple[str, int]) -> None:
         """Where workers find Redis; a restart on its port needs no file."""
         if address == self._published_address:
             return
         content = json.dumps({"host": address[0], "port": address[1]}).encode()
-        path = self._directory.rendezvous_path
-        self._files.run(lambda: atomic_write(path, content), f"write {path}")
+        path = self.directory.rendezvous_path
+        self.files.run(lambda: atomic_write(path, content), f"write {path}")
         self._published_address = address
 
     def _require_files(self, log_path: Path) -> None:
         """Raises OSError unless the log can be appended to: a start that hung there would hang the supervisor."""
-        self._files.run(lambda: log_path.open("ab").close(), f"open {log_path}")
+        self.files.run(lambda: log_path.open("ab").close(), f"open {log_path}")
 
     def _not_started(self, event: str, task: str, error: Exception) -> None:
         kind = ExitKind.OWN
@@ -212,4 +195,4 @@ class AttemptTasks:
         elif isinstance(error, OSError) and is_momentary(error):
             kind = ExitKind.FILES_AWAY
         self._failed_starts.append(TaskExit(task, _EXIT_NOT_STARTED, kind))
-        self._recorder.event(event, worker=task, cause=str(error), kind=kind.value)
+        self.recorder.event(event, worker=task, cause=str(error), kind=kind.value)

@@ -12,6 +12,7 @@ takes, and also if the cluster starts our job again by itself. Whether it may go
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from corral.launcher.cluster.cluster import Cluster
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_job import JobEnd, JobProspect, OwnJob
-from corral.launcher.cluster.own_jobs import own_jobs_of_plan
+from corral.launcher.cluster.own_jobs import OwnJobs, own_jobs_of_plan
 from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.layout.layout import Layout
 from corral.launcher.supervisor.node_loss import note_failed_node
@@ -33,74 +34,62 @@ _SWEEP_TIMEOUT_S = 15.0
 _SWEEP_INTERVAL_S = 0.5
 
 
+@dataclass(slots=True, kw_only=True)
 class Continuation:
-    """The cluster's part in what follows one attempt.
+    """The cluster's part in what follows one attempt."""
 
-    Args:
-        cluster: with a short timeout, as it may be about to kill us.
-        plan: the trial.
-        layout: its allocations.
-        directory: its folder.
-        own: the job that the attempt runs in.
-        record: adds a line to the journal.
-    """
+    cluster: Cluster
+    """With a short timeout, as it may be about to kill us."""
+    plan: RunPlan
+    layout: Layout
+    directory: TrialDirectory
+    own: OwnJob
+    record: Callable[..., None]
+    """Adds a line to the journal."""
+    successor: str = field(init=False)
+    """Job id of the successor; "" if there is none."""
+    _own_jobs: OwnJobs = field(init=False)
 
-    def __init__(
-        self,
-        *,
-        cluster: Cluster,
-        plan: RunPlan,
-        layout: Layout,
-        directory: TrialDirectory,
-        own: OwnJob,
-        record: Callable[..., None],
-    ) -> None:
-        self._cluster = cluster
-        self._plan = plan
-        self._layout = layout
-        self._directory = directory
-        self._own = own
-        self._record = record
-        self._own_jobs = own_jobs_of_plan(plan, directory)
-        self.successor = read_successor(directory, after=own.job_id)
-        """Job id of the successor; "" if there is none."""
+    def __post_init__(self) -> None:
+        self._own_jobs = own_jobs_of_plan(self.plan, self.directory)
+        self.successor = read_successor(self.directory, after=self.own.job_id)
 
     def look_ahead(self) -> JobProspect:
         """What the cluster has in mind for our job, while we may use its nodes for a while yet."""
-        return self._cluster.prospect(self._own)
+        return self.cluster.prospect(self.own)
 
     def explain(self) -> JobEnd:
         """Why the cluster sends SIGTERM; records the nodes that failed, if it is that."""
-        end = self._cluster.why_ending(self._own, self._directory)
+        end = self.cluster.why_ending(self.own, self.directory)
         if end.state is EndState.NODE_FAILED:
             self.record_failed_nodes()
         return end
 
     def record_failed_nodes(self) -> None:
         """Writes down which of our nodes are down; later attempts avoid them."""
-        for node in self._cluster.failed_nodes(self._own.hosts):
-            note_failed_node(self._directory, node, self._record)
+        for node in self.cluster.failed_nodes(self.own.hosts):
+            note_failed_node(self.directory, node, self.record)
 
     def arrange(self) -> str:
         """Puts a successor into the queue, once; returns why there is none, or ""."""
         if self.successor:
             return ""
-        excluded = failed_nodes(self._directory) if self._plan.launch.exclude_failed_nodes else []
+        excluded = failed_nodes(self.directory) if self.plan.launch.exclude_failed_nodes else []
         submit = partial(
-            self._cluster.submit_successor,
-            self._layout,
-            self._directory,
-            after=self._own.job_id,
+            self.cluster.submit_successor,
+            self.layout,
+            self.directory,
+            after=self.own.job_id,
             exclude_nodes=excluded,
         )
         try:
             # One look: the cluster may be about to kill us.
-            self.successor = submit_once(self._cluster, submit, is_it=self._is_successor, looks=1)
+            self.successor = submit_once(self.cluster, submit, is_it=self._is_successor, looks=1)
         except ClusterError as error:
-            self._record("successor_refused", cause=str(error))
+            self.record("successor_refused", cause=str(error))
             return str(error)
         self._remember(self.successor)
-        self._record("successor_submitted", job_id=self.successor, after=self._own.job_id, excluded=excluded)
+        self.record("successor_submitted", job_id=self.successor, after=self.own.job_id, excluded=excluded)
         return ""
 
     def revoke(self) -> bool:
@@ -108,12 +97,12 @@ class Continuation:
         if not self.successor:
             return True
         try:
-            self._cluster.cancel(self.successor)
+            self.cluster.cancel(self.successor)
         except ClusterError as error:
             # It will find in the trial log that nothing is to follow, and end.
-            self._record("successor_not_cancelled", job_id=self.successor, cause=str(error))
+            self.record("successor_not_cancelled", job_id=self.successor, cause=str(error))
             return False
-        self._record("successor_cancelled", job_id=self.successor)
+        self.record("successor_cancelled", job_id=self.successor)
         self.successor = ""
         self._remember("")
         return True
@@ -121,10 +110,10 @@ class Continuation:
     def requeue(self) -> str:
         """Lets the cluster start our own job again, which ends it now; returns why not, or ""."""
         try:
-            self._cluster.requeue(self._own.job_id)
+            self.cluster.requeue(self.own.job_id)
         except ClusterError as error:
             return str(error)
-        self._record("requeued", job_id=self._own.job_id)
+        self.record("requeued", job_id=self.own.job_id)
         return ""
 
     def sweep(self) -> None:
@@ -132,27 +121,27 @@ class Continuation:
         deadline = time.monotonic() + _SWEEP_TIMEOUT_S
         while True:
             try:
-                for job, _ in self._own_jobs.select(self._cluster.jobs()):
-                    is_ours = self._own.job_id in (job.job_id, job.part_of)  # a component ends with us
+                for job, _ in self._own_jobs.select(self.cluster.jobs()):
+                    is_ours = self.own.job_id in (job.job_id, job.part_of)  # a component ends with us
                     if job.is_staying and not is_ours:
-                        self._cluster.cancel(job.job_id)
+                        self.cluster.cancel(job.job_id)
                 return
             except ClusterError as error:
                 if time.monotonic() >= deadline:
-                    self._record("jobs_left", cause=str(error))
+                    self.record("jobs_left", cause=str(error))
                     return
                 time.sleep(_SWEEP_INTERVAL_S)
 
     def _remember(self, successor: str) -> None:
         try:
-            write_successor(self._directory, successor, after=self._own.job_id)
+            write_successor(self.directory, successor, after=self.own.job_id)
             if successor:
                 self._own_jobs.note(successor, attempt=-1)  # which attempt it makes is known when it starts
         except OSError as error:
-            self._record("successor_not_written", job_id=successor, cause=str(error))
+            self.record("successor_not_written", job_id=successor, cause=str(error))
 
     def _is_successor(self, job: Job) -> bool:
-        is_waiting = job.phase is JobPhase.WAITING and job.job_id != self._own.job_id
+        is_waiting = job.phase is JobPhase.WAITING and job.job_id != self.own.job_id
         return is_waiting and is_head_of(self._own_jobs)(job)
 
 
