@@ -12,6 +12,7 @@ A signal becomes a stop request in control/, because the master has to see it to
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from corral.experiments.plan import RunPlan
@@ -48,26 +49,26 @@ _LOCAL_MEANING = {
 _ENDING_GRACE_S = 1.0
 
 
+@dataclass(slots=True, kw_only=True)
 class EndShell:
-    """Sees the end of one attempt through; `continuation` is None where there are no jobs."""
+    """Sees the end of one attempt through."""
 
-    def __init__(
-        self,
-        *,
-        directory: TrialDirectory,
-        attempt: int,
-        plan: RunPlan,
-        continuation: Continuation | None,
-        record: Callable[..., None],
-    ) -> None:
-        self._directory = directory
-        self._attempt = attempt
-        self._plan = plan
-        self._continuation = continuation
-        self._record = record
-        successor = continuation.successor if continuation is not None else ""
-        self._end = EndMachine(has_queue=continuation is not None, successor=successor)
-        self._own_request: StopRequest | None = None
+    directory: TrialDirectory
+    attempt: int
+    plan: RunPlan
+    continuation: Continuation | None
+    """None where there are no jobs."""
+    record: Callable[..., None]
+    """Adds a line to the journal."""
+    _end: EndMachine = field(init=False)
+    _own_request: StopRequest | None = None
+
+    def __post_init__(self) -> None:
+        self._end = EndMachine(has_queue=self.continuation is not None, successor=self._successor)
+
+    @property
+    def _successor(self) -> str:
+        return self.continuation.successor if self.continuation is not None else ""
 
     @property
     def is_job_ending(self) -> bool:
@@ -85,7 +86,7 @@ class EndShell:
         Args:
             was_asked: whether the trial is being stopped already; a second signal means now.
         """
-        continuation = self._continuation
+        continuation = self.continuation
         if continuation is not None and number is signal.SIGUSR2:
             # Sites may let the cluster send the same signal at the beginning of a preemption's grace period.
             if was_asked or self._end.is_settled:
@@ -94,7 +95,7 @@ class EndShell:
             state = EndState.PREEMPTED if prospect.is_preempted else EndState.TIMED_OUT
             self._do(self._end.hand_over(state, _CAUSE_BY_STATE[state], is_requeued=prospect.is_requeued))
             by = f"{number.name}: {_CAUSE_BY_STATE[state]}"
-            return self._request(by, grace_s=self._plan.supervision.stop_grace_s, state=state)
+            return self._request(by, grace_s=self.plan.supervision.stop_grace_s, state=state)
         if continuation is not None and number is signal.SIGTERM:
             if self.is_job_ending:
                 return None  # it is said more than once
@@ -108,16 +109,16 @@ class EndShell:
                 )
         self._do(self._end.stop())
         is_now = was_asked and number is not signal.SIGUSR2
-        return self._request(_LOCAL_MEANING[number], grace_s=self._plan.supervision.stop_grace_s, now=is_now)
+        return self._request(_LOCAL_MEANING[number], grace_s=self.plan.supervision.stop_grace_s, now=is_now)
 
     def requested(self, request: StopRequest) -> None:
         """A stop request was found."""
         if request == self._own_request:
             return
-        if request.is_notice and self._continuation is not None:
+        if request.is_notice and self.continuation is not None:
             # In the grace period of a preemption the cluster asks the steps to leave, and not us.
             # Where there is none it asks all of us at once, and what the steps say may be heard first.
-            prospect = self._continuation.look_ahead()
+            prospect = self.continuation.look_ahead()
             if prospect.is_ending and not prospect.is_requeued:
                 return  # our own SIGTERM comes too, and only then it can be said why: of scancel nothing follows
             why = EndState.PREEMPTED if prospect.is_preempted else EndState.REQUEUED
@@ -126,7 +127,7 @@ class EndShell:
             return
         # Set if the supervisor before us, which was killed, has asked for its job's sake.
         state = EndState(request.state) if request.state in tuple(EndState) else None
-        if self._continuation is None or not request.then:
+        if self.continuation is None or not request.then:
             self._do(self._end.stop(state or EndState.STOPPED, request.by if state else ""))
         else:
             cause = _CAUSE_BY_STATE.get(state, request.by) if state else f"asked for by {request.by}"
@@ -138,7 +139,7 @@ class EndShell:
 
     def judge(self, end: EndTrial, log: LogState) -> Verdict:
         """What the end means, with what the trial log holds by now."""
-        refusal = why_not_another(read_attempts(self._directory), log)
+        refusal = why_not_another(read_attempts(self.directory), log)
         return self._end.judge(end, is_done=log.is_done, refusal=refusal)
 
     def close(self, log: TrialLog) -> Verdict:
@@ -162,15 +163,14 @@ class EndShell:
         match action:
             case RecordAttemptEnd(state, cause, then):
                 self._write_end(state, cause, then)
-                successor = self._continuation.successor if self._continuation is not None else ""
-                self._record("attempt_ended", state=state, cause=cause, then=then, successor=successor)
+                self.record("attempt_ended", state=state, cause=cause, then=then, successor=self._successor)
             case RecordTrialEnd(state, cause):
                 self._write_end(state, cause, "")
-                self._record("trial_ended", state=state, cause=cause)
+                self.record("trial_ended", state=state, cause=cause)
             case SealLog() if log is not None:
                 self._seal(log)
-            case _ if self._continuation is not None:
-                return self._ask_cluster(action, self._continuation)
+            case _ if self.continuation is not None:
+                return self._ask_cluster(action, self.continuation)
         return []
 
     def _ask_cluster(self, action: EndAction, continuation: Continuation) -> list[EndAction]:
@@ -185,27 +185,26 @@ class EndShell:
             case RequeueOwnJob():
                 why_not = continuation.requeue()
                 if why_not:
-                    self._record("requeue_refused", cause=why_not)
+                    self.record("requeue_refused", cause=why_not)
                     return self._end.requeue_refused(why_not)
             case SweepQueue():
                 continuation.sweep()
         return []
 
     def _seal(self, log: TrialLog) -> None:
-        has_successor = self._continuation is not None and bool(self._continuation.successor)
         try:
             state = log.read()
-            if state.is_handed_over or (has_successor and not state.is_stopped):
+            if state.is_handed_over or (self._successor and not state.is_stopped):
                 log.request_stop("supervisor", reason="no further attempt follows by itself")
         except StoppedError:
             return
         except (OSError, TrialLogError) as error:  # control/end-N.json says the same, where it can be written
-            self._record("log_not_sealed", cause=str(error))
+            self.record("log_not_sealed", cause=str(error))
 
     def _write_end(self, state: EndState, cause: str, then: Follows) -> None:
         """What later starts of the trial decide on; the journal is only told."""
-        end = AttemptEndRecord(attempt=self._attempt, state=state, cause=cause, then=then)
+        end = AttemptEndRecord(attempt=self.attempt, state=state, cause=cause, then=then)
         try:
-            write_end(self._directory, end)
+            write_end(self.directory, end)
         except OSError as error:
-            self._record("end_not_written", cause=str(error))
+            self.record("end_not_written", cause=str(error))
