@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from functools import partial
 
 from corral.experiments.plan import RunPlan
@@ -20,7 +21,7 @@ from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.launcher.cluster.cluster import Cluster, supervisor_alive_path
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.jobs import Job
-from corral.launcher.cluster.own_jobs import JobNote, own_jobs_of_plan
+from corral.launcher.cluster.own_jobs import JobNote, OwnJobs, own_jobs_of_plan
 from corral.launcher.extra_jobs.actions import (
     AskForJob,
     CancelJob,
@@ -45,57 +46,46 @@ Answer = Callable[[float], list[ExtraJobAction]]
 """What the state machine makes of a finished request; takes the time."""
 
 
+@dataclass(slots=True, kw_only=True)
 class ExtraJobs:
-    """The jobs of one attempt's groups and elastic workers.
+    """The jobs of one attempt's groups and elastic workers."""
 
-    Args:
-        own: what the supervisor's own job has.
-        record: adds a line to the journal.
-        exclude_nodes: nodes that failed under this trial.
-    """
+    cluster: Cluster
+    plan: RunPlan
+    layout: Layout
+    directory: TrialDirectory
+    attempt: int
+    own: RunningAllocations
+    """What the supervisor's own job has."""
+    record: Callable[..., None]
+    """Adds a line to the journal."""
+    exclude_nodes: Sequence[str] = ()
+    """Nodes that failed under this trial."""
+    _own_jobs: OwnJobs = field(init=False)
+    _index_by_name: dict[str, int] = field(init=False)
+    _book: ExtraJobBook = field(init=False)
+    _thread: ThreadPoolExecutor = field(init=False)
+    _requests: list[Future[Answer]] = field(default_factory=list)
+    _look: Future[Answer] | None = None
+    _looked_at: float = float("-inf")
+    _touched_at: float = float("-inf")
+    _trouble: str = ""
 
-    def __init__(
-        self,
-        *,
-        cluster: Cluster,
-        plan: RunPlan,
-        layout: Layout,
-        directory: TrialDirectory,
-        attempt: int,
-        own: RunningAllocations,
-        record: Callable[..., None],
-        exclude_nodes: Sequence[str] = (),
-    ) -> None:
-        self._cluster = cluster
-        self._plan = plan
-        self._layout = layout
-        self._directory = directory
-        self._attempt = attempt
-        self._own = dict(own)
-        self._record = record
-        self._exclude_nodes = tuple(exclude_nodes)
-        self._own_jobs = own_jobs_of_plan(plan, directory)
+    def __post_init__(self) -> None:
+        self._own_jobs = own_jobs_of_plan(self.plan, self.directory)
         self._index_by_name = {
             allocation.name: index
-            for index, allocation in enumerate(layout.allocations)
+            for index, allocation in enumerate(self.layout.allocations)
             if allocation.role in EXTRA_JOB_ROLES
         }
-        specs = extra_job_specs(layout)
-        chance = random.Random(f"{plan.seed} {plan.trial.uuid}")  # noqa: S311 - spreads load, protects nothing
+        specs = extra_job_specs(self.layout)
         gang = GangGuard(
-            [spec.name for spec in specs if spec.is_required], timeout_s=plan.launch.gang_timeout_s, chance=chance
+            [spec.name for spec in specs if spec.is_required],
+            timeout_s=self.plan.launch.gang_timeout_s,
+            chance=random.Random(f"{self.plan.seed} {self.plan.trial.uuid}"),  # noqa: S311 - spreads load, protects nothing
         )
-        self._book = ExtraJobBook(specs=specs, attempt=attempt, gang=gang)
+        self._book = ExtraJobBook(specs=specs, attempt=self.attempt, gang=gang)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="extra-jobs")
-        self._requests: list[Future[Answer]] = []
-        self._look: Future[Answer] | None = None
-        self._looked_at = self._touched_at = float("-inf")
-        self._trouble = ""
-
-    @property
-    def layout(self) -> Layout:
-        """The trial's allocations."""
-        return self._layout
 
     def drive(self, now: float) -> list[NodesEvent]:
         """One turn of the loop: takes in answers, asks for more; returns what became of the nodes."""
@@ -123,7 +113,7 @@ class ExtraJobs:
 
     def allocations(self) -> RunningAllocations:
         """What runs at the moment."""
-        running = dict(self._own)
+        running = dict(self.own)
         for name, index in self._index_by_name.items():
             nodes = self._book.nodes_of(name)
             if nodes is not None:
@@ -132,7 +122,7 @@ class ExtraJobs:
 
     def why_away(self, allocation: int) -> str:
         """Why an allocation is not there, for an error's text."""
-        name = self._layout.allocations[allocation].name
+        name = self.layout.allocations[allocation].name
         return self._book.why_away(name) if name in self._index_by_name else "it is no job of its own"
 
     def close(self) -> None:
@@ -146,8 +136,8 @@ class ExtraJobs:
         done, _ = wait([last], timeout=_CLOSE_TIMEOUT_S)
         left = f"the cluster did not answer within {_CLOSE_TIMEOUT_S:.0f} s" if not done else last.result()
         if left:
-            self._record("extra_jobs_left", jobs=sorted(known), cause=left)
-        supervisor_alive_path(self._directory).unlink(missing_ok=True)
+            self.record("extra_jobs_left", jobs=sorted(known), cause=left)
+        supervisor_alive_path(self.directory).unlink(missing_ok=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _apply(self, wanted: Sequence[ExtraJobAction]) -> list[NodesEvent]:
@@ -156,7 +146,7 @@ class ExtraJobs:
         for action in wanted:
             match action:
                 case News(event, fields):
-                    self._record(event, **fields)
+                    self.record(event, **fields)
                 case AskForJob(name):
                     self._request(partial(self._submit, name))
                 case CancelJob(job_id):
@@ -177,9 +167,9 @@ class ExtraJobs:
             return
         self._touched_at = now
         try:
-            atomic_write(supervisor_alive_path(self._directory), f"{time.time()}\n".encode())
+            atomic_write(supervisor_alive_path(self.directory), f"{time.time()}\n".encode())
         except OSError as error:
-            logger.warning("cannot touch %s: %s", supervisor_alive_path(self._directory), error)
+            logger.warning("cannot touch %s: %s", supervisor_alive_path(self.directory), error)
 
     # In the thread: nothing here touches the state machine; what is returned does, in the supervisor's thread.
 
@@ -195,13 +185,13 @@ class ExtraJobs:
 
     def _submit(self, name: str) -> Answer:
         try:
-            job_id = self._cluster.submit_extra_job(
-                self._plan,
-                self._layout,
+            job_id = self.cluster.submit_extra_job(
+                self.plan,
+                self.layout,
                 self._index_by_name[name],
-                self._directory,
-                attempt=self._attempt,
-                exclude_nodes=self._exclude_nodes,
+                self.directory,
+                attempt=self.attempt,
+                exclude_nodes=self.exclude_nodes,
             )
             self._note(job_id, name)
         except (ClusterError, OSError, ValueError) as error:
@@ -211,13 +201,13 @@ class ExtraJobs:
 
     def _note(self, job_id: str, name: str) -> None:
         try:
-            self._own_jobs.note(job_id, allocation=name, attempt=self._attempt)
+            self._own_jobs.note(job_id, allocation=name, attempt=self.attempt)
         except OSError as error:
             logger.warning("job %s could not be noted in control/: %s", job_id, error)
 
     def _cancel(self, job_id: str) -> Answer:
         try:
-            self._cluster.cancel(job_id)
+            self.cluster.cancel(job_id)
         except ClusterError as error:
             logger.warning("job %s could not be cancelled: %s", job_id, error)
         return lambda now: []
@@ -225,14 +215,14 @@ class ExtraJobs:
     def _clear(self, name: str, job_id: str) -> Answer:
         """Ends what a predecessor left in an adopted job."""
         try:
-            self._cluster.end_steps(job_id, timeout_s=_CLEAR_TIMEOUT_S)
+            self.cluster.end_steps(job_id, timeout_s=_CLEAR_TIMEOUT_S)
         except ClusterError as error:
             logger.warning("steps of job %s could not be ended: %s", job_id, error)
         return lambda now: self._book.cleared(name, job_id, now)
 
     def _check(self, name: str, job_id: str) -> Answer:
         try:
-            cause = self._cluster.why_leaving(job_id)
+            cause = self.cluster.why_leaving(job_id)
         except ClusterError as error:
             logger.warning("job %s could not be asked for: %s", job_id, error)
             return lambda now: []  # the supervision waits no longer than its own deadline
@@ -243,13 +233,13 @@ class ExtraJobs:
         try:
             alive = {job.job_id for job, _ in self._our_jobs()}
             for job_id in sorted(known | alive):
-                self._cluster.cancel(job_id)
+                self.cluster.cancel(job_id)
         except ClusterError as error:
             return str(error)
         return ""
 
     def _our_jobs(self) -> list[tuple[Job, JobNote]]:
-        found = self._own_jobs.select(self._cluster.jobs())
+        found = self._own_jobs.select(self.cluster.jobs())
         return [(job, note) for job, note in found if note.allocation in self._index_by_name]
 
     # Back in the supervisor's thread.
