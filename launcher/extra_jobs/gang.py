@@ -10,7 +10,7 @@ of them finds everything free. Each failure in a row doubles the pause. Pure: wh
 
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 _MIN_BACKOFF_S = 2.0  # several times what a cluster takes to start the jobs of the trial that comes first
 _MAX_BACKOFF_S = 3600.0
@@ -28,37 +28,34 @@ class GiveBack:
     """Those that did not run."""
 
 
+@dataclass(slots=True)
 class GangGuard:
-    """Watches the jobs that a trial needs all of.
+    """Watches the jobs that a trial needs all of."""
 
-    Args:
-        names: of these jobs.
-        timeout_s: the longest time from the first to the last of them.
-        chance: of the pauses; each trial needs its own.
-    """
-
-    def __init__(self, names: Sequence[str], *, timeout_s: float, chance: random.Random) -> None:
-        self._names = tuple(names)
-        self._timeout_s = timeout_s
-        self._chance = chance
-        self._forming_since: float | None = None
-        self._failures = 0
-        self.is_assembled = False
-        """Whether all have been there since they were last given back: steps may be started."""
+    names: Sequence[str]
+    _: KW_ONLY
+    timeout_s: float
+    """The longest time from the first to the last of them."""
+    chance: random.Random
+    """Of the pauses; each trial needs its own."""
+    is_assembled: bool = False
+    """Whether all have been there since they were last given back: steps may be started."""
+    _forming_since: float | None = None
+    _failures: int = 0
 
     def look(self, running: Collection[str], now: float) -> GiveBack | None:
         """What to do about it that just these run."""
-        missing = tuple(name for name in self._names if name not in running)
+        missing = tuple(name for name in self.names if name not in running)
         if not missing:
             self.is_assembled = True
             self._failures = 0
-        if not missing or len(missing) == len(self._names):
+        if not missing or len(missing) == len(self.names):
             self._forming_since = None
             return None
         if self._forming_since is None:
             self._forming_since = now
         waited_s = now - self._forming_since
-        if waited_s < self._timeout_s:
+        if waited_s < self.timeout_s:
             return None
         self._forming_since = None
         self.is_assembled = False
@@ -66,6 +63,6 @@ class GangGuard:
         return GiveBack(waited_s=waited_s, pause_s=self._pause_s(), missing=missing)
 
     def _pause_s(self) -> float:
-        first = max(_MIN_BACKOFF_S, self._timeout_s / 10.0)
+        first = max(_MIN_BACKOFF_S, self.timeout_s / 10.0)
         backoff_s = min(_MAX_BACKOFF_S, first * 2.0 ** min(self._failures - 1, 30))
-        return backoff_s * self._chance.uniform(0.5, 1.5)
+        return backoff_s * self.chance.uniform(0.5, 1.5)

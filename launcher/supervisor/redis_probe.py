@@ -6,30 +6,26 @@ thread: connect, PING --any answer--> silent = 0
 
 import socket
 import threading
-
-_TIMEOUT_S = 2.0
-_PAUSE_S = 1.0
-_MAX_SILENT = 5  # one or two are missed by a machine that was suspended with all that runs on it
+from dataclasses import dataclass, field
 
 
+@dataclass(slots=True, kw_only=True)
 class RedisProbe:
     """Asks one server again and again, in a thread that does not keep the process alive."""
 
-    def __init__(
-        self, *, timeout_s: float = _TIMEOUT_S, pause_s: float = _PAUSE_S, max_silent: int = _MAX_SILENT
-    ) -> None:
-        self._timeout_s = timeout_s
-        self._pause_s = pause_s
-        self._max_silent = max_silent
-        self._address: tuple[str, int] | None = None
-        self._silent = 0
-        self._thread: threading.Thread | None = None
-        self._changed = threading.Event()
+    timeout_s: float = 2.0
+    pause_s: float = 1.0
+    max_silent: int = 5
+    """One or two are missed by a machine that was suspended with all that runs on it."""
+    _address: tuple[str, int] | None = None
+    _silent: int = 0
+    _thread: threading.Thread | None = None
+    _changed: threading.Event = field(default_factory=threading.Event)
 
     @property
     def is_frozen(self) -> bool:
         """Whether the server has not answered for some time."""
-        return self._silent >= self._max_silent
+        return self._silent >= self.max_silent
 
     def begin(self, address: tuple[str, int]) -> None:
         """A server has been started, or started again, and answers there."""
@@ -50,10 +46,10 @@ class RedisProbe:
             self._changed.clear()
             address = self._address
             if address is not None:
-                is_silent = not answers(address, timeout_s=self._timeout_s)
+                is_silent = not answers(address, timeout_s=self.timeout_s)
                 if address == self._address and not self._changed.is_set():
                     self._silent = self._silent + 1 if is_silent else 0
-            self._changed.wait(self._pause_s)
+            self._changed.wait(self.pause_s)
 
 
 def answers(address: tuple[str, int], *, timeout_s: float) -> bool:
