@@ -206,10 +206,7 @@ class Supervisor:
         for worker, step in {**relocation.moves, **relocation.shares}.items():
             self._record("worker_moved", worker=worker, cause=cause, node=self._node_loss.host_of(step))
         if relocation.why_over:
-            self._ends.nodes_lost(f"{cause}, and {relocation.why_over}")
-            self._apply(
-                self._unit_machine.stop_requested(reason=cause, grace_s=0.0, immediately=True, now=time.monotonic())
-            )
+            self._leave_nodes(cause, f"{cause}, and {relocation.why_over}")
             return
         for worker in relocation.without_room:
             self._unit_machine.give_up(worker)
@@ -222,13 +219,15 @@ class Supervisor:
                 self._why_abandoned = f"{one.task} could not be started: the job has ended"
 
     def _leave_lost_allocation(self) -> None:
-        """The next attempt gets all of its nodes again."""
         cause, self._tasks.lost_allocation = self._tasks.lost_allocation, ""
         if cause and self._continuation is not None and self._unit_machine.phase is TrialPhase.RUNNING:
-            self._ends.nodes_lost(cause)
-            self._apply(
-                self._unit_machine.stop_requested(reason=cause, grace_s=0.0, immediately=True, now=time.monotonic())
-            )
+            self._leave_nodes(cause, cause)
+
+    def _leave_nodes(self, reason: str, cause: str) -> None:
+        """At once: the next attempt gets all of its nodes again."""
+        self._ends.nodes_lost(cause)
+        now = time.monotonic()
+        self._apply(self._unit_machine.stop_requested(reason=reason, grace_s=0.0, immediately=True, now=now))
 
     def _heed(self, seen: Seen) -> None:
         """What others want, and what has become of the trial."""
