@@ -12,6 +12,7 @@ An id alone says nothing: another cluster with the same home folder numbers its 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # rl-status reads plans without the schema, which takes longe
 HEAD = "head"
 _MAX_JOB_NAME = 64
 _STEM = 32  # of a name: what is cut off for SLURM's sake comes after it
+_BY_NAME = attrgetter("name")
 _LAST = "\U0010ffff"  # sorts after every other character
 
 
@@ -53,12 +55,12 @@ class JobIndex:
         for job in jobs:
             uuid = job.tag.get("trial_uuid")
             (by_uuid.setdefault(uuid, []) if isinstance(uuid, str) else without_tag).append(job)
-        return cls(by_uuid, sorted(without_tag, key=_name))
+        return cls(by_uuid, sorted(without_tag, key=_BY_NAME))
 
     def begins_with(self, stem: str) -> Sequence[Job]:
         """The jobs without a comment of ours whose names begin so."""
-        first = bisect_left(self.without_tag, stem, key=_name)
-        return self.without_tag[first : bisect_left(self.without_tag, f"{stem}{_LAST}", lo=first, key=_name)]
+        first = bisect_left(self.without_tag, stem, key=_BY_NAME)
+        return self.without_tag[first : bisect_left(self.without_tag, f"{stem}{_LAST}", lo=first, key=_BY_NAME)]
 
 
 @dataclass(slots=True)
@@ -131,12 +133,8 @@ def own_jobs_of_plan(plan: "RunPlan", directory: TrialDirectory) -> OwnJobs:
     return OwnJobs(directory, plan.trial.experiment, plan.trial.trial, plan.trial.uuid)
 
 
-def job_name(experiment: str, trial: str, allocation: str = "head") -> str:
+def job_name(experiment: str, trial: str, allocation: str = HEAD) -> str:
     """What the queue shows; identity is the uuid in the comment, or the job id with this."""
     name = f"{validate_name(experiment, what='experiment name')}.{validate_name(trial, what='trial name')}"
-    suffix = "" if allocation == "head" else "." + allocation.replace("/", "-")
+    suffix = "" if allocation == HEAD else "." + allocation.replace("/", "-")
     return name[: _MAX_JOB_NAME - len(suffix)] + suffix
-
-
-def _name(job: Job) -> str:
-    return job.name
