@@ -26,11 +26,7 @@ _LOOKS_BEFORE_GONE = 2  # a controller that was just restarted may know a new jo
 
 
 class QueueWatcher(SlurmInfoWatcher):
-    """A watcher for `SlurmJob.watcher`: one squeue call for all jobs, at most every two seconds, less often later.
-
-    >>> job = executor.submit(function)
-    >>> watcher.adopt(job)         # from here on job.done() and job.state are right within seconds
-    """
+    """A watcher for `SlurmJob.watcher`: one squeue call for all jobs, at most every two seconds, less often later."""
 
     def __init__(self, *, client: SlurmClient | None = None, delay_s: int = 10) -> None:
         super().__init__(delay_s=delay_s)
