@@ -97,14 +97,13 @@ class JournalView:
 def _life(starts: Sequence[Event], exits: Sequence[Event]) -> WorkerLife:
     if not starts:
         return WorkerLife()
-    started, ended = starts[-1], exits[-1] if exits else None
-    is_over = ended is not None and len(exits) >= len(starts)
+    started, ended = starts[-1], exits[-1] if len(exits) >= len(starts) else None
     return WorkerLife(
-        pid=None if is_over else started.get("pid"),
+        pid=started.get("pid") if ended is None else None,
         node=str(started.get("node") or ""),
         incarnation=str(started.get("incarnation") or ""),
         started_at=float(started["time"]),
         restarts=len(starts) - 1,
-        exit=exit_text(int(ended["returncode"])) if ended is not None and is_over else "",
-        ended_at=float(ended["time"]) if ended is not None and is_over else None,
+        exit=exit_text(int(ended["returncode"])) if ended is not None else "",
+        ended_at=float(ended["time"]) if ended is not None else None,
     )
