@@ -8,6 +8,7 @@ An agent that does not end when it is cancelled is left behind, as a reward's th
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import ParamSpec, TypeVar
 
 from corral.workers.rollout.user_code import place_of
@@ -22,6 +23,7 @@ class AgentHangsError(TimeoutError):
     """An agent awaited something of its own for too long."""
 
 
+@dataclass(slots=True)
 class AgentRun:
     """Waits for an agent as long as it goes on; used for one call of it.
 
@@ -30,16 +32,13 @@ class AgentRun:
         group = await run.wait(agent(problem, prompt_ids, run.asks(sample_group), run.asks(judge)))
     """
 
-    def __init__(self, name: str, *, timeout_s: float) -> None:
-        """
-        Args:
-            name: the agent's import path, for the error's text.
-            timeout_s: how long the agent may be at work of its own at a time.
-        """
-        self._name = name
-        self._timeout_s = timeout_s
-        self._num_asked = 0
-        self._last_answer = asyncio.get_running_loop().time()
+    name: str
+    """The agent's import path, for the error's text."""
+    _: KW_ONLY
+    timeout_s: float
+    """How long the agent may be at work of its own at a time."""
+    _num_asked: int = field(default=0, init=False)
+    _last_answer: float = field(default_factory=lambda: asyncio.get_running_loop().time(), init=False)
 
     def asks(self, function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
         """The same function; while it runs, the agent waits for others."""
@@ -78,14 +77,14 @@ class AgentRun:
 
     def _left_s(self) -> float:
         if self._num_asked:
-            return self._timeout_s
-        return self._last_answer + self._timeout_s - asyncio.get_running_loop().time()
+            return self.timeout_s
+        return self._last_answer + self.timeout_s - asyncio.get_running_loop().time()
 
     def _hangs(self, task: "asyncio.Task[T | _Raised]") -> AgentHangsError:
         outcome = task.result() if task.done() and not task.cancelled() else None
         place = place_of(outcome.error) if isinstance(outcome, _Raised) else ""
         return AgentHangsError(
-            f"agent {self._name} waited {self._timeout_s:g} s (rollout.agent_timeout_s) for something that is neither "
+            f"agent {self.name} waited {self.timeout_s:g} s (rollout.agent_timeout_s) for something that is neither "
             "an answer nor a reward" + (f", in {place}" if place else "")
         )
 

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import aiohttp
@@ -52,25 +52,17 @@ class RequestRefusedError(RuntimeError):
     """A server says that the request itself is wrong; it would be refused anywhere, and for ever."""
 
 
+@dataclass(frozen=True, slots=True)
 class GenerationClient:
     """The side of the rollout worker that talks HTTP to generation servers."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        route: RouteFunction,
-        *,
-        sampling: SamplingConfig,
-        stop_token_ids: Sequence[int],
-        new_tokens_per_chunk: int,
-        request_timeout_s: float,
-    ) -> None:
-        self._session = session
-        self._route = route
-        self._sampling = sampling
-        self._stop_token_ids = list(stop_token_ids)
-        self._chunk = new_tokens_per_chunk
-        self._timeout_s = request_timeout_s
+    session: aiohttp.ClientSession
+    route: RouteFunction
+    _: KW_ONLY
+    sampling: SamplingConfig
+    stop_token_ids: Sequence[int]
+    new_tokens_per_chunk: int
+    request_timeout_s: float
 
     async def sample_group(self, uid: str, prompt_ids: Sequence[int], *, group_size: int) -> list[PartialAnswer]:
         """Sample `group_size` answers to one prompt.
@@ -80,18 +72,18 @@ class GenerationClient:
             GenerationFailedError: if no server took it further for `request_timeout_s`; one that has no room for it
                 answers, and that time does not count.
         """
-        answers = [PartialAnswer(max_new_tokens=self._sampling.max_new_tokens) for _ in range(group_size)]
+        answers = [PartialAnswer(max_new_tokens=self.sampling.max_new_tokens) for _ in range(group_size)]
         setback: Setback | None = None
         last_tried = "none"
         num_busy = 0
         last_progress = time.monotonic()
         while unfinished := [answer for answer in answers if not answer.finished]:
-            if time.monotonic() - last_progress > self._timeout_s:
+            if time.monotonic() - last_progress > self.request_timeout_s:
                 raise GenerationFailedError(
-                    f"no generation server took prompt {uid} further for {self._timeout_s:.0f} s "
+                    f"no generation server took prompt {uid} further for {self.request_timeout_s:.0f} s "
                     f"(last tried: {last_tried})"
                 )
-            url = await self._route(uid, self._chunk * len(unfinished), setback)
+            url = await self.route(uid, self.new_tokens_per_chunk * len(unfinished), setback)
             setback = None  # told once: told again, it would bench a server that has come back in the meantime
             if url is None:
                 await asyncio.sleep(_RETRY_PAUSE_S)
@@ -116,21 +108,21 @@ class GenerationClient:
 
     async def _one_chunk(self, url: str, prompt_ids: Sequence[int], answers: list[PartialAnswer]) -> Setback | None:
         """Ask one server for the next tokens of `answers`; None if they came."""
-        asked = min(self._chunk, min(answer.remaining for answer in answers))
+        asked = min(self.new_tokens_per_chunk, min(answer.remaining for answer in answers))
         body: dict[str, Any] = {
             "input_ids": [[*prompt_ids, *answer.output_ids] for answer in answers],
             "sampling_params": {
                 "max_new_tokens": asked,
-                "temperature": self._sampling.temperature,
-                "top_p": self._sampling.top_p,
-                "top_k": self._sampling.top_k,
-                "stop_token_ids": self._stop_token_ids,
+                "temperature": self.sampling.temperature,
+                "top_p": self.sampling.top_p,
+                "top_k": self.sampling.top_k,
+                "stop_token_ids": list(self.stop_token_ids),
             },
             "return_logprob": True,
         }
         try:
-            async with self._session.post(
-                f"{url}/generate", json=body, timeout=aiohttp.ClientTimeout(total=self._timeout_s)
+            async with self.session.post(
+                f"{url}/generate", json=body, timeout=aiohttp.ClientTimeout(total=self.request_timeout_s)
             ) as response:
                 if response.status != 200:
                     return _judge_refusal(url, response.status, (await response.text())[:500])

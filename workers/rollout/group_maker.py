@@ -12,6 +12,7 @@ Whatever user code raises ends in one of these; what others are to blame for (se
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -61,28 +62,19 @@ class UserCodeError(RuntimeError):
     """Agent or reward fail on everything: the worker ends with the cause, and drops no prompt after the other."""
 
 
+@dataclass(slots=True)
 class GroupMaker:
     """Makes the groups of one rollout worker, many at a time."""
 
-    def __init__(
-        self,
-        agent: Agent,
-        judge: RewardJudge,
-        client: GenerationClient,
-        tokenizer: Any,
-        *,
-        config: RolloutConfig,
-        group_size: int,
-        max_prompt_tokens: int,
-    ) -> None:
-        self._agent = agent
-        self._judge = judge
-        self._client = client
-        self._tokenizer = tokenizer
-        self._config = config
-        self._group_size = group_size
-        self._max_prompt_tokens = max_prompt_tokens
-        self._failed_in_a_row = 0
+    agent: Agent
+    judge: RewardJudge
+    client: GenerationClient
+    tokenizer: Any
+    _: KW_ONLY
+    config: RolloutConfig
+    group_size: int
+    max_prompt_tokens: int
+    _failed_in_a_row: int = field(default=0, init=False)
 
     async def make(self, uid: str, row: DatasetRow) -> tuple[JudgedGroup, SequenceSample]:
         """The group of one prompt.
@@ -100,14 +92,14 @@ class GroupMaker:
             if self._failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
                 raise UserCodeError(
                     f"{self._failed_in_a_row} prompts in a row failed, the last one ({uid}) with {error}; mend agent "
-                    f"{self._config.agent} or reward {self._config.reward}"
+                    f"{self.config.agent} or reward {self.config.reward}"
                 ) from error.__cause__
             raise
         self._failed_in_a_row = 0
         return made
 
     async def _make(self, uid: str, row: DatasetRow) -> tuple[JudgedGroup, SequenceSample]:
-        for tries_left in reversed(range(1 + self._config.reward_retries)):
+        for tries_left in reversed(range(1 + self.config.reward_retries)):
             try:
                 return await self._try(uid, row)
             except (GenerationFailedError, StreamError, ThreadsHangError):
@@ -129,19 +121,19 @@ class GroupMaker:
     async def _try(self, uid: str, row: DatasetRow) -> tuple[JudgedGroup, SequenceSample]:
         async def sample_group(ids: Sequence[int]) -> list[PartialAnswer]:
             self._check_prompt(ids)
-            return await self._client.sample_group(uid, ids, group_size=self._group_size)
+            return await self.client.sample_group(uid, ids, group_size=self.group_size)
 
-        prompt_ids = encode_prompt(self._tokenizer, row.prompt)
+        prompt_ids = encode_prompt(self.tokenizer, row.prompt)
         self._check_prompt(prompt_ids)
-        run = AgentRun(self._config.agent, timeout_s=self._config.agent_timeout_s)
-        group = await run.wait(self._agent(row.fields, prompt_ids, run.asks(sample_group), run.asks(self._judge)))
+        run = AgentRun(self.config.agent, timeout_s=self.config.agent_timeout_s)
+        group = await run.wait(self.agent(row.fields, prompt_ids, run.asks(sample_group), run.asks(self.judge)))
         self._check_group(group)
         return group, make_sample(uid, group)
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
-        if len(ids) > self._max_prompt_tokens:
+        if len(ids) > self.max_prompt_tokens:
             raise PromptTooLongError(
-                f"the prompt has {len(ids)} tokens, more than dataset.max_prompt_tokens {self._max_prompt_tokens}"
+                f"the prompt has {len(ids)} tokens, more than dataset.max_prompt_tokens {self.max_prompt_tokens}"
             )
 
     def _check_group(self, group: object) -> None:
@@ -157,10 +149,10 @@ class GroupMaker:
         self._check_prompt(group.prompt_ids)
         for answer, reward in zip(group.answers, group.rewards, strict=True):
             checked_reward(reward)
-            if len(answer.output_ids) > self._config.sampling.max_new_tokens:
+            if len(answer.output_ids) > self.config.sampling.max_new_tokens:
                 raise ValueError(
                     f"an answer has {len(answer.output_ids)} tokens, more than rollout.sampling.max_new_tokens "
-                    f"{self._config.sampling.max_new_tokens}"
+                    f"{self.config.sampling.max_new_tokens}"
                 )
 
 
