@@ -8,6 +8,7 @@ train_step   rewards ─► shaped rewards ─► advantages ┐
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -26,28 +27,24 @@ from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
 
 
+@dataclass(frozen=True, slots=True)
 class PPOActorInterface:
     """Policy updates; see `PPOConfig` for the settings."""
 
-    def __init__(self, config: PPOConfig, *, temperature: float = 1.0, seed: int = 0) -> None:
-        """Take the settings.
-
-        Args:
-            config: the algorithm's settings.
-            temperature: that the answers were sampled with; log-probabilities are those of the same distribution.
-            seed: decides, with the policy version, which answers share a mini-batch.
-        """
-        self._config = config
-        self._temperature = temperature
-        self._seed = seed
+    config: PPOConfig
+    _: KW_ONLY
+    temperature: float = 1.0
+    """That the answers were sampled with; log-probabilities are those of the same distribution."""
+    seed: int = 0
+    """Decides, with the policy version, which answers share a mini-batch."""
 
     def inference(self, engine: TrainEngine, sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
         """`logprobs` of the answers under the engine's weights."""
-        return {"logprobs": compute_logprobs(engine, sample, temperature=self._temperature)}
+        return {"logprobs": compute_logprobs(engine, sample, temperature=self.temperature)}
 
     def train_step(self, engine: TrainEngine, sample: SequenceSample, *, version: int) -> dict[str, float]:
         """One pass over this rank's answers in `n_minibatches` optimizer steps."""
-        prepared = prepare_actor_sample(self._config, sample)
+        prepared = prepare_actor_sample(self.config, sample)
         stats = [
             engine.train_batch(mini_batch, loss_fn=self._loss)
             for mini_batch in self._mini_batches(prepared, version=version, dp_rank=engine.context.dp_rank)
@@ -59,16 +56,16 @@ class PPOActorInterface:
     def _mini_batches(self, sample: SequenceSample, *, version: int, dp_rank: int) -> list[SequenceSample]:
         """Answers dealt at random into `n_minibatches` parts; a part may be empty on a rank with few answers."""
         answers = sample.ungroup()
-        if self._config.n_minibatches == 1:
+        if self.config.n_minibatches == 1:
             return [answers]
-        order = np.random.default_rng([self._seed, version, dp_rank]).permutation(len(answers))
-        parts = np.array_split(order, self._config.n_minibatches)
+        order = np.random.default_rng([self.seed, version, dp_rank]).permutation(len(answers))
+        parts = np.array_split(order, self.config.n_minibatches)
         return [answers.select([answers.uids[index] for index in sorted(part)]) for part in parts]
 
     def _loss(self, logits: Tensor, micro_batch: MicroBatch) -> LossOutput:
-        keys, config = micro_batch.tensors, self._config
+        keys, config = micro_batch.tensors, self.config
         loss_mask = keys["loss_mask"]
-        logprobs, entropy = next_token_logprobs(logits, micro_batch.labels, temperature=self._temperature)
+        logprobs, entropy = next_token_logprobs(logits, micro_batch.labels, temperature=self.temperature)
         ppo = ppo_clip_loss(
             logprobs,
             proximal_logprobs=keys["proximal_logprobs" if config.use_decoupled_loss else "old_logprobs"],

@@ -11,7 +11,8 @@ the lineage knows their versions. The manager's gate is an optimisation that mak
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from corral.scheduling.policy_version import Lineage
@@ -54,30 +55,31 @@ class SampleSource(Protocol):
         """The workers that it has to come from."""
 
 
+@dataclass(slots=True)
 class DatasetSource:
     """Rows in the order of the seed, each once a pass; what was given back comes after all others."""
 
-    def __init__(self, uids: Iterator[str], buffer: SequenceBuffer, holders: SampleHolders, *, batch_size: int) -> None:
-        self._uids = uids
-        self._given_back: deque[str] = deque()
-        self._buffer = buffer
-        self._holders = holders
-        self._batch_size = batch_size
+    uids: Iterator[str]
+    buffer: SequenceBuffer
+    holders: SampleHolders
+    _: KW_ONLY
+    batch_size: int
+    _given_back: deque[str] = field(default_factory=deque, init=False)
 
     async def poll(self, *, version: int, remaining: int) -> list[str] | None:
-        wanted = min(self._batch_size, remaining)
+        wanted = min(self.batch_size, remaining)
         batch: list[str] = []
         while len(batch) < wanted:
-            uid = next(self._uids, None) or self._given_back.popleft()
-            if not self._buffer.is_consumed(uid):
+            uid = next(self.uids, None) or self._given_back.popleft()
+            if not self.buffer.is_consumed(uid):
                 batch.append(uid)
-        for sample in await self._holders.load_rows(batch):
-            self._buffer.put(sample)
+        for sample in await self.holders.load_rows(batch):
+            self.buffer.put(sample)
         return batch
 
     async def give_back(self, batch: Sequence[str]) -> None:
-        self._buffer.release(batch)
-        await self._holders.clear(batch)
+        self.buffer.release(batch)
+        await self.holders.clear(batch)
         self._given_back.extend(batch)
 
     def waiting_for(self) -> str:
@@ -87,45 +89,38 @@ class DatasetSource:
         return ()
 
 
+@dataclass(slots=True)
 class TrajectorySource:
     """Judged groups from rollout workers, under the staleness bound."""
 
-    def __init__(
-        self,
-        buffer: SequenceBuffer,
-        holders: SampleHolders,
-        lineage: Lineage,
-        *,
-        input_keys: Iterable[str],
-        batch_size: int,
-        eta: int,
-        producers: Sequence[str],
-        on_drop: Callable[[str, str], None],
-    ) -> None:
-        self._buffer = buffer
-        self._holders = holders
-        self._lineage = lineage
-        self._input_keys = tuple(input_keys)
-        self._batch_size = batch_size
-        self._eta = eta
-        self._producers = tuple(producers)
-        self._on_drop = on_drop
-        self._missing = batch_size
+    buffer: SequenceBuffer
+    holders: SampleHolders
+    lineage: Lineage
+    _: KW_ONLY
+    input_keys: Collection[str]
+    batch_size: int
+    eta: int
+    producers: Sequence[str]
+    on_drop: Callable[[str, str], None]
+    _missing: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._missing = self.batch_size
 
     async def poll(self, *, version: int, remaining: int) -> list[str] | None:
-        await self._take_in(await self._holders.fetch())
-        dropped = self._buffer.dropped()
+        await self._take_in(await self.holders.fetch())
+        dropped = self.buffer.dropped()
         for sample in dropped:
-            self._on_drop(sample.uid, sample.dropped_because)
+            self.on_drop(sample.uid, sample.dropped_because)
         remaining -= len(dropped)
         if dropped:
-            self._buffer.release(sample.uid for sample in dropped)
-            await self._holders.clear([sample.uid for sample in dropped])
+            self.buffer.release(sample.uid for sample in dropped)
+            await self.holders.clear([sample.uid for sample in dropped])
         ready = [
             ReadySample(uid=sample.uid, order=sample.order, head_version=sample.head_version)
-            for sample in self._buffer.ready(self._input_keys)
+            for sample in self.buffer.ready(self.input_keys)
         ]
-        decision = select_batch(ready, version=version, eta=self._eta, batch_size=self._batch_size, remaining=remaining)
+        decision = select_batch(ready, version=version, eta=self.eta, batch_size=self.batch_size, remaining=remaining)
         self._missing = decision.waiting_for
         await self._reject(decision.stale, "stale")
         return list(decision.batch) if decision.batch else None
@@ -134,17 +129,17 @@ class TrajectorySource:
         await self._reject(batch, "stale")  # answered anew: the same tokens would give the same loss
 
     def waiting_for(self) -> str:
-        return f"{self._missing} more of {self._batch_size} trajectories"
+        return f"{self._missing} more of {self.batch_size} trajectories"
 
     def waits_for(self) -> Sequence[str]:
-        return self._producers
+        return self.producers
 
     async def _take_in(self, samples: list[BufferedSample]) -> None:
-        known = [sample.uid for sample in samples if not self._buffer.put(sample)]
-        consumed = [uid for uid in known if self._buffer.is_consumed(uid)]
+        known = [sample.uid for sample in samples if not self.buffer.put(sample)]
+        consumed = [uid for uid in known if self.buffer.is_consumed(uid)]
         await self._reject(consumed, "consumed")
         await self._reject([uid for uid in known if uid not in set(consumed)], "duplicate")
-        orphans = self._buffer.orphaned(self._lineage.contains)
+        orphans = self.buffer.orphaned(self.lineage.contains)
         if orphans:
             logger.warning("%d samples are from weights that a failure took back; they are issued again", len(orphans))
         await self._reject(orphans, "stale")
@@ -153,5 +148,5 @@ class TrajectorySource:
         if not uids:
             return
         if rejection != "duplicate":  # the copy that arrived first stays
-            self._buffer.release(uids)
-        await self._holders.reject(uids, rejection)
+            self.buffer.release(uids)
+        await self.holders.reject(uids, rejection)

@@ -12,6 +12,7 @@ thread computes; only a new epoch (`forget`, `start_session`) is the main thread
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from corral.experiments.worker_specs import ModelWorkerSpec
@@ -24,32 +25,22 @@ from corral.workers.model.trajectory_inbox import TrajectoryInbox, open_inbox
 from corral.workers.requests.messages import SampleMetadata
 
 
+@dataclass(frozen=True, slots=True)
 class Samples:
-    """Fills the store from its source and empties it again; the master hears of samples as metadata.
+    """Fills the store from its source and empties it again; the master hears of samples as metadata."""
 
-    Args:
-        store: where the tensors lie.
-        inbox: what rollout workers send; None where samples are rows.
-        rows: reads rows of the dataset; None where samples are trajectories.
-        num_rows: rows of the dataset, 0 without one.
-    """
-
-    def __init__(
-        self,
-        store: DataStore,
-        *,
-        inbox: TrajectoryInbox | None = None,
-        rows: RowLoader | None = None,
-        num_rows: int = 0,
-    ) -> None:
-        self.num_rows = num_rows
-        self._store = store
-        self._inbox = inbox
-        self._rows = rows
+    store: DataStore
+    _: KW_ONLY
+    inbox: TrajectoryInbox | None = None
+    """What rollout workers send; None where samples are rows."""
+    rows: RowLoader | None = None
+    """Reads rows of the dataset; None where samples are trajectories."""
+    num_rows: int = 0
+    """Rows of the dataset, 0 without one."""
 
     def fetch(self, max_samples: int) -> list[SampleMetadata]:
         """Store what rollout workers have sent and say what it is."""
-        return self._inbox.fetch(max_samples) if self._inbox is not None else []
+        return self.inbox.fetch(max_samples) if self.inbox is not None else []
 
     def load_rows(self, uids: Sequence[str]) -> list[SampleMetadata]:
         """Store rows of the dataset and say what they are.
@@ -57,32 +48,32 @@ class Samples:
         Raises:
             ValueError: if there is no dataset.
         """
-        if self._rows is None:
+        if self.rows is None:
             raise ValueError("this trial's samples come from rollout workers; there are no rows to load")
-        return [self._take_in(sample) for sample in self._rows.load(uids)]
+        return [self._take_in(sample) for sample in self.rows.load(uids)]
 
     def reject(self, uids: Iterable[str], verdict: VerdictKind) -> None:
         """Throw trajectories away and tell who sent them; nobody sent a row."""
-        if self._inbox is not None:
-            self._inbox.reject(uids, verdict)
+        if self.inbox is not None:
+            self.inbox.reject(uids, verdict)
 
     def clear(self, uids: Sequence[str]) -> None:
         """These samples are used up; nobody is told."""
-        self._store.drop(uids)
-        if self._inbox is not None:
-            self._inbox.clear(uids)
+        self.store.drop(uids)
+        if self.inbox is not None:
+            self.inbox.clear(uids)
 
     def forget(self) -> None:
         """Free what an earlier epoch left here."""
-        self._store.drop(self._store.uids)
+        self.store.drop(self.store.uids)
 
     def start_session(self, session: str) -> None:
         """A new epoch begins: the senders deliver again what no commit covers."""
-        if self._inbox is not None:
-            self._inbox.start_session(session)
+        if self.inbox is not None:
+            self.inbox.start_session(session)
 
     def _take_in(self, sample: SequenceSample) -> SampleMetadata:
-        self._store.put(sample)
+        self.store.put(sample)
         return SampleMetadata(uid=sample.uids[0], seqlens={key: lengths[0] for key, lengths in sample.seqlens.items()})
 
 
@@ -90,11 +81,7 @@ class Samples:
 def open_samples(
     context: WorkerContext, spec: ModelWorkerSpec, store: DataStore, *, tokenizer: Path
 ) -> Iterator[Samples]:
-    """The samples of this rank, from the source that its plan names.
-
-    Args:
-        tokenizer: directory of the model whose tokens rows become.
-    """
+    """The samples of this rank, from the source that its plan names; rows become tokens of the model in `tokenizer`."""
     if spec.dataset is not None:
         yield Samples(store, rows=RowLoader(spec.dataset, tokenizer), num_rows=spec.dataset.num_rows)
         return
