@@ -28,7 +28,6 @@ class ModelInterface(Protocol):
         """Update the model on this rank's share of a global batch.
 
         Args:
-            engine: the model.
             sample: numpy arrays of the call's input keys.
             version: policy version before this step; with the seed, it decides the step's random numbers.
 

@@ -30,11 +30,7 @@ _CORRECT_FROM = 1.0  # rewards of correct answers reach it; what lies below is p
 
 
 class HeldOutProblems:
-    """Problems that can be put to a model, and the judge of its answers.
-
-    Args:
-        model: directory with the tokenizer.
-        share: which of the rows, in file order.
+    """The `share` of the problems, in file order, that can be put to `model`, and the judge of its answers.
 
     Raises:
         ValueError: if a prompt is longer than the limit of its dataset.

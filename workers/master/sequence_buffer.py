@@ -40,13 +40,10 @@ class BufferedSample:
 
 @dataclass
 class SequenceBuffer:
-    """Samples that have arrived and are not yet trained on.
-
-    Args:
-        is_consumed: whether a uid is in the ledger already (trained or dropped, committed or not).
-    """
+    """Samples that have arrived and are not yet trained on."""
 
     is_consumed: Callable[[str], bool]
+    """Whether a uid is in the ledger already (trained or dropped, committed or not)."""
     samples: dict[str, BufferedSample] = field(default_factory=dict)
     located: dict[tuple[str, str], set[int]] = field(default_factory=dict)
     """Ranks that hold (uid, key)."""

@@ -46,14 +46,7 @@ def joined_gang(context: WorkerContext, spec: ModelWorkerSpec) -> Iterator[Paral
 
 
 def shared_store(names: NameService, key: str, *, rank: int, address: str, timeout_s: float) -> Store:
-    """The store that all ranks of a gang share.
-
-    Args:
-        names: where rank 0 says where it serves the store.
-        key: under which name.
-        rank: of this process; rank 0 is the server.
-        address: interface that rank 0 listens on.
-        timeout_s: how long the other ranks wait for it.
+    """The store that all ranks of a gang share: rank 0 listens on `address` and says where under `key`.
 
     Raises:
         TimeoutError: if rank 0 does not show up, or does not answer.

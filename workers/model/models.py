@@ -33,13 +33,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Models:
-    """Runs model function calls on samples of the store.
-
-    Args:
-        spec: roles and calls of this rank.
-        store: inputs of the calls, by uid; their outputs are put there, too.
-        parallel: this rank's place among the others.
-        seed: of the trial.
+    """Runs model function calls on samples of the store; their outputs are put there, too.
 
     Raises:
         BadConfigurationError: if the plan's roles cannot be run.

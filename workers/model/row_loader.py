@@ -15,12 +15,7 @@ from corral.workers.data.sequence_sample import SequenceSample
 
 
 class RowLoader:
-    """Turns uids into samples.
-
-    Args:
-        spec: the dataset of the plan.
-        model: directory with the tokenizer.
-    """
+    """Turns uids into samples; `model` is the directory with the tokenizer."""
 
     def __init__(self, spec: DatasetSpec, model: Path) -> None:
         self._rows = load_planned_rows(spec)

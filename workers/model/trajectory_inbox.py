@@ -70,12 +70,7 @@ class TrajectoryInbox:
 
 @contextmanager
 def open_inbox(context: WorkerContext, store: DataStore, *, index: int, batch_size: int) -> Iterator[TrajectoryInbox]:
-    """An inbox that rollout workers find under this rank's name.
-
-    Args:
-        index: of the receiver, which is the rank.
-        batch_size: samples of one train step.
-    """
+    """An inbox that rollout workers find under `index`, this rank; `batch_size` samples make one train step."""
     with (
         TrajectoryReceiver(
             context.security,
