@@ -151,8 +151,6 @@ def balanced_partition(costs: Sequence[float], *, num_parts: int) -> list[list[i
 
 
 _MAX_REFINEMENTS = 64  # each one lowers the heaviest part; the first few bring nearly all of the gain
-
-
 _NOTHING = -1  # in place of an item's index: the exchange is a plain move
 
 

@@ -15,11 +15,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from corral.scheduling.frozen import FrozenModel
 from corral.scheduling.job_options import JobOptions, word
-from corral.scheduling.slurm_formats import (
-    check_environment_name,
-    check_plain_text,
-    parse_memory_mb,
-)
+from corral.scheduling.slurm_formats import check_environment_name, check_plain_text, parse_memory_mb
 from corral.scheduling.worker_information import WORKER_KINDS, WorkerKind
 
 GIB_MB = 1024

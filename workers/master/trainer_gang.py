@@ -116,8 +116,7 @@ class TrainerGang:
         await self._all(request, deadline_s=math.inf)
 
     async def fetch(self) -> list[BufferedSample]:
-        replies = await self._now(Fetch(max_samples=_FETCH_AT_MOST))
-        return self._samples(replies)
+        return self._samples(await self._now(Fetch(max_samples=_FETCH_AT_MOST)))
 
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         """Deal rows of the dataset over the ranks, which read them."""
@@ -156,8 +155,7 @@ class TrainerGang:
 
     async def evaluate(self, *, step: int) -> dict[str, float]:
         """Answer the held-out problems with the present weights."""
-        replies = await self._all(Evaluate(version=step), deadline_s=self._step_timeout_s)
-        return _stats(replies)
+        return _stats(await self._all(Evaluate(version=step), deadline_s=self._step_timeout_s))
 
     async def save_weights(self, directory: Path) -> None:
         """Write the trained role's weights in Hugging Face format."""
@@ -179,11 +177,8 @@ class TrainerGang:
         *,
         step: int,
     ) -> PendingReplies:
-        request: Request
-        if call.call_type is CallType.TRAIN_STEP:
-            request = TrainStep(mfc=call.name, uids=list(batch), partition=partition, version=step)
-        else:
-            request = Inference(mfc=call.name, uids=list(batch), partition=partition, version=step)
+        kind = TrainStep if call.call_type is CallType.TRAIN_STEP else Inference
+        request: Request = kind(mfc=call.name, uids=list(batch), partition=partition, version=step)
         return self._client.post(
             dict.fromkeys(self._workers, request),
             deadline_s=self._step_timeout_s,
@@ -211,8 +206,7 @@ class TrainerGang:
     ) -> list[TrainReply]:
         if call.call_type is CallType.TRAIN_STEP:  # the same on every rank, so the first one's stands for all
             return [reply for reply in replies.values() if isinstance(reply, TrainReply)][:1]
-        ranks = {uid: rank for rank, uids in enumerate(partition) for uid in uids}
-        buffer.amend(call.output_keys, ranks)
+        buffer.amend(call.output_keys, {uid: rank for rank, uids in enumerate(partition) for uid in uids})
         return []
 
     def _balance(self, samples: Sequence[BufferedSample]) -> list[list[str]]:

@@ -101,10 +101,7 @@ class RolloutWorker(Worker):
         spool = stack.enter_context(Spool(context.trial.spool_path(spec.index)))
         self._manager = await stack.enter_async_context(
             AsyncRequestClient[ManagerRequest, ManagerReply](
-                context.security,
-                ManagerReply,
-                lambda: context.names.get(context.keys.manager()),
-                server=MANAGER,
+                context.security, ManagerReply, lambda: context.names.get(context.keys.manager()), server=MANAGER
             )
         )
         self._sender = await stack.enter_async_context(
