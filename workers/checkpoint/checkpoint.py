@@ -291,12 +291,7 @@ def last_valid_commit(
 
 
 def collect_garbage(
-    trial_directory: TrialDirectory,
-    log_state: LogState,
-    *,
-    epoch: int,
-    keep: int,
-    protect: Collection[str] = (),
+    trial_directory: TrialDirectory, log_state: LogState, *, epoch: int, keep: int, protect: Collection[str] = ()
 ) -> list[str]:
     """Removes checkpoints that nobody can need again: old commits, and what earlier epochs never committed.
 

@@ -27,13 +27,7 @@ from torch import Tensor, nn
 from corral.workers.engine.attention import TokenAttention
 from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.prefill import Prefill
-from corral.workers.engine.requests import (
-    AbortFinish,
-    ActiveRequest,
-    FinishReason,
-    GenerationRequest,
-    RequestOutput,
-)
+from corral.workers.engine.requests import AbortFinish, ActiveRequest, FinishReason, GenerationRequest, RequestOutput
 from corral.workers.engine.sampling import SamplingBatch, SamplingParams, sample_tokens
 from corral.workers.engine.scheduler import BatchScheduler
 
@@ -291,11 +285,7 @@ class ContinuousBatch:
 
 
 def generate_greedily(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    stop_token_ids: Collection[int] = (),
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop_token_ids: Collection[int] = ()
 ) -> list[list[int]]:
     """Most likely continuations by a module that is already loaded: how a model worker evaluates its own weights.
 

@@ -19,13 +19,7 @@ from corral.workers.engine.batch import ContinuousBatch, PauseMode, generate_gre
 from corral.workers.engine.decoder import Decoder, UnsupportedModelError, check_supported
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
 from corral.workers.engine.sampling import SamplingParams
-from corral.workers.engine.weights import (
-    StagedWeights,
-    WeightLayout,
-    WeightsRejectedError,
-    copy_weights,
-    stage_weights,
-)
+from corral.workers.engine.weights import StagedWeights, WeightLayout, WeightsRejectedError, copy_weights, stage_weights
 
 __all__ = [
     "DTYPES",

@@ -15,13 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from corral.workers.engine.requests import (
-    AbortFinish,
-    FinishReason,
-    LengthFinish,
-    RequestOutput,
-    StopFinish,
-)
+from corral.workers.engine.requests import AbortFinish, FinishReason, LengthFinish, RequestOutput, StopFinish
 from corral.workers.engine.sampling import SamplingParams
 
 _MAX_SAMPLES = 1024  # answers to one prompt in one request; more is a mistake, and would be held in memory at once

@@ -36,13 +36,7 @@ class ControlServer(Closing):
             names.lease(keys.worker("model_worker", 3), control.endpoint, ttl_s=10, owner=incarnation)
     """
 
-    def __init__(
-        self,
-        security: StreamSecurity,
-        callback: Callable[[str], Mapping[str, Any]],
-        *,
-        address: str,
-    ) -> None:
+    def __init__(self, security: StreamSecurity, callback: Callable[[str], Mapping[str, Any]], *, address: str) -> None:
         """
         Args:
             callback: gets the command; answers with what msgpack can carry. It runs in the control thread, must not

@@ -46,14 +46,7 @@ _MAX_TENSORS = 4096
 _MAX_DIMENSIONS = 8
 _MAX_LENGTH = 2**40
 
-_DECODE_ERRORS = (
-    msgspec.MsgspecError,
-    ValueError,
-    KeyError,
-    IndexError,
-    OverflowError,
-    RecursionError,
-)
+_DECODE_ERRORS = (msgspec.MsgspecError, ValueError, KeyError, IndexError, OverflowError, RecursionError)
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

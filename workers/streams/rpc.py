@@ -128,12 +128,7 @@ class AsyncRequestClient(AsyncClosing, Generic[RequestT, ReplyT]):
     """
 
     def __init__(
-        self,
-        security: StreamSecurity,
-        reply_type: Any,
-        address_provider: Callable[[], str],
-        *,
-        server: str,
+        self, security: StreamSecurity, reply_type: Any, address_provider: Callable[[], str], *, server: str
     ) -> None:
         """
         Args:
