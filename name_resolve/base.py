@@ -60,11 +60,13 @@ class NameService(ABC):
     """A shared mapping from names to short strings. All methods may be called from any thread.
 
     Args:
+        described: what error messages call this service: its kind and where it is, no secret.
         restart_grace_s: how long `watch` trusts no absence after the backend was away or lost its contents; must exceed
             the time in which leases are registered again (about 6 s, see `lease.py`).
     """
 
-    def __init__(self, *, restart_grace_s: float = 15.0) -> None:
+    def __init__(self, *, described: str, restart_grace_s: float = 15.0) -> None:
+        self._described = described
         self._restart_grace_s = restart_grace_s
         self._keepalive = Keepalive(self)
         self._watches: list[Watch] = []
@@ -226,11 +228,6 @@ class NameService(ABC):
 
     # What a backend provides. Names are checked by now. `patience_s` bounds the retries while the backend is
     # unreachable (None: the limit that the backend has itself).
-
-    @property
-    @abstractmethod
-    def _described(self) -> str:
-        """What error messages call this service: its kind and where it is, no secret."""
 
     @abstractmethod
     def _put(self, puts: Sequence[Put], *, patience_s: float | None = None) -> list[str]:

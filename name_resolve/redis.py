@@ -68,9 +68,8 @@ class RedisNameService(NameService):
         unavailable_timeout_s: float = 10.0,
         restart_grace_s: float = 15.0,
     ) -> None:
-        super().__init__(restart_grace_s=restart_grace_s)
+        super().__init__(described=f"Redis at {host}:{port}", restart_grace_s=restart_grace_s)
         self._prefix = check_prefix(prefix)
-        self._described_as = f"Redis at {host}:{port}"
         self._user = username or "default"
         self._unavailable_timeout_s = unavailable_timeout_s
         self._is_disconnected = False
@@ -86,10 +85,6 @@ class RedisNameService(NameService):
             protocol=2,
             decode_responses=True,
         )
-
-    @property
-    def _described(self) -> str:
-        return self._described_as
 
     def _put(self, puts: Sequence[Put], *, patience_s: float | None = None) -> list[str]:
         calls = [

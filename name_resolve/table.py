@@ -68,13 +68,8 @@ class TableNameService(NameService):
     """A name service whose records are in a `RecordTable`."""
 
     def __init__(self, table: RecordTable, *, described: str) -> None:
-        super().__init__()
+        super().__init__(described=described)
         self._table = table
-        self._described_as = described
-
-    @property
-    def _described(self) -> str:
-        return self._described_as
 
     def _put(self, puts: Sequence[Put], *, patience_s: float | None = None) -> list[str]:
         with self._table.locked():
