@@ -70,6 +70,7 @@ class RedisNameService(NameService):
     ) -> None:
         super().__init__(described=f"Redis at {host}:{port}", restart_grace_s=restart_grace_s)
         self._prefix = check_prefix(prefix)
+        self._index = self._prefix + "~names"
         self._user = username or "default"
         self._unavailable_timeout_s = unavailable_timeout_s
         self._is_disconnected = False
@@ -177,10 +178,6 @@ class RedisNameService(NameService):
     def _close(self) -> None:
         self._is_disconnected = True
         self._client.close()
-
-    @property
-    def _index(self) -> str:
-        return self._prefix + "~names"
 
     def _key(self, name: str) -> str:
         return self._prefix + name

@@ -114,10 +114,7 @@ class TableNameService(NameService):
     def _incr(self, name: str, amount: int) -> int:
         with self._table.locked():
             stored = self._table.read(name)
-            if stored is None or not self._is_live(stored):
-                counter = Record(owner="counter", value="0")
-            else:
-                counter = stored
+            counter = stored if stored is not None and self._is_live(stored) else Record(owner="counter", value="0")
             try:
                 number = int(counter.value) + amount
             except ValueError as error:

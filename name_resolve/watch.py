@@ -76,17 +76,13 @@ class Watch:
         self._verdict = GoneVerdict(grace_s=grace_s)
         self._description = description
         self._closed = threading.Event()
-        self._fired = False
+        self.fired = False
+        """Whether the callback was called."""
         self.num_surveys = 0
         """How often the store was asked and its answer judged."""
         self._is_failing = False
         self._thread = threading.Thread(target=self._run, name=f"watch {description}", daemon=True)
         self._thread.start()
-
-    @property
-    def fired(self) -> bool:
-        """Whether the callback was called."""
-        return self._fired
 
     def close(self) -> None:
         """Stop watching; after this returns the callback is not called any more. May be called from the callback."""
@@ -109,7 +105,7 @@ class Watch:
             are_gone = self._verdict.observe(self._look(), now_s=time.monotonic())
             self.num_surveys += 1
             if are_gone and not self._closed.is_set():
-                self._fired = True
+                self.fired = True
                 self._on_all_gone()
                 return
             self._closed.wait(self._poll_interval_s)
