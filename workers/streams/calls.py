@@ -72,10 +72,7 @@ class PendingCalls(Generic[RequestIdT, ReplyT]):
     """
 
     def __init__(self, describe_peer: Callable[[], str]) -> None:
-        """
-        Args:
-            describe_peer: the peer as it is now, for messages about deadlines.
-        """
+        """describe_peer: the peer as it is now, for messages about deadlines."""
         self._describe_peer = describe_peer
         self._call_by_id: dict[RequestIdT, _Call[ReplyT]] = {}
 
@@ -187,9 +184,5 @@ def error_reply(error: BaseException) -> ErrorReply:
 
 
 def remote_error(peer: str, reply: ErrorReply) -> RemoteError:
-    """An exception as it arrives.
-
-    Args:
-        peer: who raised it, for the message.
-    """
+    """An exception as it arrives; `peer` raised it."""
     return RemoteError(peer=peer, remote_type=reply.error_type, message=reply.message, remote_traceback=reply.traceback)

@@ -37,8 +37,7 @@ _HANDSHAKE_TIMEOUT_S = 5.0
 _BACKOFF_S = (0.05, 0.1, 0.25, 0.5, 1.0)
 # A refusal is certain only if it repeats: a port may have been taken over by another trial between lookup and connect.
 _REFUSAL_GRACE_S = 0.7
-# Once we have been let in, our key is right; a refusal then means an outdated address, until the name service
-# expires it.
+# Once let in, our key is right; a refusal then means an outdated address, until the name service expires it.
 _REFUSAL_GRACE_AFTER_UP_S = 30.0
 _DEFAULT_SILENCE_S = 10.0
 
@@ -211,9 +210,8 @@ class DealerLink(Generic[BodyT]):
                 return
             if end is not _End.REFUSED:
                 self._refused_since_s = None
-            await asyncio.sleep(
-                _BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)] if end is not _End.REFUSED else _BACKOFF_S[2]
-            )
+            step = 2 if end is _End.REFUSED else min(attempt, len(_BACKOFF_S) - 1)
+            await asyncio.sleep(_BACKOFF_S[step])
 
     async def _resolve(self) -> str | None:
         try:

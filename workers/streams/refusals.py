@@ -15,10 +15,7 @@ class Refusals:
     """Counts one kind of refusal."""
 
     def __init__(self, what: str) -> None:
-        """
-        Args:
-            what: such as "malformed messages to the control socket", for the log.
-        """
+        """what: such as "malformed messages to the control socket", for the log."""
         self._what = what
         self._next_line_at = float("-inf")
         self.count = 0

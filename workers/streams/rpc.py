@@ -123,8 +123,9 @@ class AsyncRequestClient(AsyncClosing, Generic[RequestT, ReplyT]):
     """Asks a server that may restart and move.
 
     Example:
-        manager = AsyncRequestClient(security, ManagerReply, lambda: names.get(keys.manager()),
-        server="gserver_manager") route = await manager.request(Schedule(...), deadline_s=30)
+        address = lambda: names.get(keys.manager())
+        manager = AsyncRequestClient(security, ManagerReply, address, server="gserver_manager")
+        route = await manager.request(Schedule(...), deadline_s=30)
     """
 
     def __init__(

@@ -75,7 +75,6 @@ class StreamSecurity(Closing):
     def __init__(self, secrets: TrialSecrets, role: str, *, trial_uuid: str) -> None:
         """
         Args:
-            secrets: of this trial.
             role: whose client key this process shows.
             trial_uuid: goes into every message, so that one of another trial is never taken for ours.
         """
@@ -136,9 +135,8 @@ class StreamSecurity(Closing):
             raise ValueError(f"streams connect to tcp://host:port, not to {endpoint!r}")
         socket = self._socket(zmq.DEALER, bulk=bulk, ipv6="[" in endpoint)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a peer that has not let us in
-        socket.setsockopt(
-            zmq.RECONNECT_IVL, -1
-        )  # a new connection is a new socket: nothing is lost without our knowing
+        # A new connection is a new socket: nothing is lost without our knowing.
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._secrets.server.public.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._pair.public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret.reveal().encode())
@@ -185,8 +183,7 @@ class StreamSecurity(Closing):
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
         socket.setsockopt(zmq.IPV6, ipv6)
-        # What can queue up is bounded by requests and credits, and a full queue towards one slow peer would
-        # stop the others.
+        # What can queue up is bounded by requests and credits; a full queue to one slow peer would stop the others.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         return socket

@@ -21,10 +21,7 @@ _NUM_REQUEST_FRAMES = 7  # version, request id, domain, address, identity, mecha
 
 
 class ZapHandler:
-    """Answers the handshakes of one ZeroMQ context, in a thread of its own.
-
-    The thread ends when the context is terminated.
-    """
+    """Answers the handshakes of one ZeroMQ context, in a thread of its own that ends when the context is terminated."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", role_by_public_key: Mapping[bytes, str]) -> None:
         """
