@@ -89,7 +89,6 @@ def write_manifest(directory: Path, extra: Mapping[str, Any], *, on_progress: Ca
     Files whose names start with '.' are not part of the content.
 
     Args:
-        extra: JSON that belongs to the files.
         on_progress: called in any thread for every piece that was hashed; what it raises ends the work.
 
     Returns:

@@ -144,9 +144,7 @@ class Worker(ABC):
 def install_signal_handlers(stopping: threading.Event, *, notice: Notice | None = None) -> None:
     """SIGTERM and SIGINT ask the worker to leave: the event is set and the main thread is interrupted once.
 
-    Args:
-        stopping: the event.
-        notice: what SIGTERM does instead, where it is no order.
+    `notice` is what SIGTERM does instead, where it is no order.
     """
 
     def on_signal(number: int, frame: FrameType | None) -> None:

@@ -70,7 +70,6 @@ class Admission:
         """The trainer has published weights.
 
         Args:
-            version: of these weights.
             consumed: samples trained by all commits; counts only where the gate starts anew.
             workers: the rollout workers that live; where the gate starts anew, each must report.
             starts_over: commits that were counted are rejected, so the gate starts anew whatever the version.

@@ -1,8 +1,7 @@
 """FlushQueue: blocking requests wait here until a flush names them, so that all workers run them in the same order.
 
     add(request) ----> waiting --+
-                                 +--> all requests of the oldest flush are here --> pop_ready(): in the order of their
-                                 ids
+                                 +--> all requests of the oldest flush are here --> pop_ready(): in order of the ids
     flush(level, ids) -----------+
 
 Requests contain collectives: if one worker ran A before B and another B before A, both would wait for ever. A master
