@@ -7,6 +7,8 @@ attends to the row's own past; the mask hides what lies beyond a row's length.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,32 +16,31 @@ from torch import Tensor
 from corral.workers.engine.cache import KVCache
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptAttention:
     """Causal attention inside N right-padded prompts of width T; keys and values go to cache rows."""
 
-    def __init__(
-        self, cache: KVCache, *, num_prompts: int, rows: Tensor, prompt_of_row: Tensor, softmax_scale: float
-    ) -> None:
-        """rows: [R] int64 cache rows, R >= N; prompt_of_row: [R] int64, which of the N prompts each row gets."""
-        self._cache = cache
-        self._num_prompts = num_prompts
-        self._rows = rows
-        self._prompt_of_row = prompt_of_row
-        self._softmax_scale = softmax_scale
+    cache: KVCache
+    num_prompts: int
+    rows: Tensor
+    """[R] int64 cache rows, R >= N."""
+    prompt_of_row: Tensor
+    """[R] int64, which of the N prompts each row gets."""
+    softmax_scale: float
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         num_tokens = queries.shape[0]
         queries, keys, values = (self._by_prompt(tensor) for tensor in (queries, keys, values))
-        source = self._prompt_of_row
-        self._cache.write_prompts(layer, rows=self._rows, keys=keys[source], values=values[source])
+        source = self.prompt_of_row
+        self.cache.write_prompts(layer, rows=self.rows, keys=keys[source], values=values[source])
         output = F.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, scale=self._softmax_scale, enable_gqa=True
+            queries, keys, values, is_causal=True, scale=self.softmax_scale, enable_gqa=True
         )
         return output.transpose(1, 2).reshape(num_tokens, -1)
 
     def _by_prompt(self, tensor: Tensor) -> Tensor:
         """[N * T, heads, D] -> [N, heads, T, D]"""
-        return tensor.view(self._num_prompts, -1, *tensor.shape[1:]).transpose(1, 2)
+        return tensor.view(self.num_prompts, -1, *tensor.shape[1:]).transpose(1, 2)
 
 
 class TokenAttention:

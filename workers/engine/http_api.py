@@ -244,9 +244,8 @@ class EngineServer:
         body = parse(AbortBody, await request.read())
         if body.rid is None and not body.abort_all:
             raise BadRequestError("one of rid and abort_all is required")
-        await self._ask(
-            self._loop.abort(None if body.abort_all else tuple(self._requests_by_rid.get(body.rid or "", ())))
-        )
+        wanted = None if body.abort_all else tuple(self._requests_by_rid.get(body.rid or "", ()))
+        await self._ask(self._loop.abort(wanted))
         return web.Response()
 
     async def _pause_generation(self, request: web.Request) -> web.Response:
@@ -280,9 +279,7 @@ class EngineServer:
             )
             return web.json_response({"success": False, "message": message}, status=400)
         message = f"Succeeded to update model weights. Weight version updated to {body.weight_version}."
-        return web.json_response(
-            {"success": True, "message": message, "num_paused_requests": result.num_in_flight}, status=200
-        )
+        return web.json_response({"success": True, "message": message, "num_paused_requests": result.num_in_flight})
 
     async def _update(self, body: UpdateWeightsBody) -> UpdateResult:
         staged = await asyncio.to_thread(

@@ -7,6 +7,7 @@ copy doubles the memory of the large weights, and is stale after they change unt
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -28,15 +29,13 @@ def _is_packable(weight: Tensor) -> bool:
     return weight.dtype == torch.float32 or is_bfloat16_usable
 
 
+@dataclass(slots=True)
 class Linear:
     """inputs [T, in] -> [T, out], over tensors that somebody else owns and may overwrite in place."""
 
-    __slots__ = ("_packed", "bias", "weight")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias
-        self._packed: Tensor | None = None
+    weight: Tensor
+    bias: Tensor | None
+    _packed: Tensor | None = field(default=None, init=False)
 
     def pack(self) -> None:
         """Make or renew the packed copy, where one helps."""

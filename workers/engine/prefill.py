@@ -55,7 +55,7 @@ class Prefill:
         padded = [[*context, *[0] * (width - len(context))] for context in contexts]
         self._decoder.reserve_positions(width)
         attend = PromptAttention(
-            self._cache,
+            cache=self._cache,
             num_prompts=len(contexts),
             rows=offsets + first_row,
             prompt_of_row=source_index,
