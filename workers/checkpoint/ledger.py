@@ -15,7 +15,7 @@ receivers know what they hold, and the master's buffer what it has seen, only sa
 import hashlib
 import secrets as random_tokens
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -129,17 +129,12 @@ class Ledger:
 
     def delta_for(self, *, epoch: int, step: int) -> LedgerDelta:
         """Everything pending, as the delta of the commit about to be made."""
-        trained: dict[int, list[str]] = {}
-        for uid, trained_at in self._pending_trained.items():
-            trained.setdefault(trained_at, []).append(uid)
+        trained = _uids_by_step(self._pending_trained)
         return LedgerDelta(epoch=epoch, step=step, trained=trained, dropped=dict(self._pending_dropped))
 
     def whole(self, *, epoch: int, step: int) -> LedgerDelta:
         """Everything, committed or pending, for the checkpoint that is about to be committed."""
-        trained: dict[int, list[str]] = {}
-        for uid, trained_at in self.trained.items():
-            trained.setdefault(trained_at, []).append(uid)
-        return LedgerDelta(epoch=epoch, step=step, trained=trained, dropped=self.dropped)
+        return LedgerDelta(epoch=epoch, step=step, trained=_uids_by_step(self.trained), dropped=self.dropped)
 
     def mark_committed(self, delta: LedgerDelta) -> None:
         """Call when the commit with `delta` is in the trial log: what it holds is pending no more."""
@@ -221,6 +216,13 @@ def _read(path: Path, *, sha256: str) -> LedgerDelta:
         return msgspec.json.decode(data, type=LedgerDelta)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptLedgerError(f"ledger file {path} is no ledger ({error})") from error
+
+
+def _uids_by_step(step_by_uid: Mapping[str, int]) -> dict[int, list[str]]:
+    uids: dict[int, list[str]] = {}
+    for uid, step in step_by_uid.items():
+        uids.setdefault(step, []).append(uid)
+    return uids
 
 
 def _some(uids: Iterable[str]) -> str:
