@@ -55,6 +55,11 @@ class _Worker:
     grace_timer: asyncio.TimerHandle | None = None
     unflushed: list[RequestId] = field(default_factory=list)
 
+    def end_grace(self) -> None:
+        if self.grace_timer is not None:
+            self.grace_timer.cancel()
+            self.grace_timer = None
+
 
 class PendingReplies:
     """Replies that are on their way, of one request to some workers."""
@@ -210,8 +215,7 @@ class RequestClient(Closing):
             return
         self._is_closed = True
         for worker in self._worker_by_id.values():
-            if worker.grace_timer is not None:
-                worker.grace_timer.cancel()
+            worker.end_grace()
             worker.pending.fail_all(lambda _: StreamClosedError("the master's request stream was closed"))
         self._router.close()
 
@@ -261,9 +265,7 @@ class RequestClient(Closing):
             logger.info("%s (pid %d) is connected", hello.worker, hello.pid)
         if worker.identity is not None:
             self._worker_id_by_identity.pop(worker.identity, None)
-        if worker.grace_timer is not None:
-            worker.grace_timer.cancel()
-            worker.grace_timer = None
+        worker.end_grace()
         worker.is_dead = False
         worker.hello = hello
         worker.identity = identity
@@ -300,9 +302,7 @@ class RequestClient(Closing):
 
     def _bury(self, worker: _Worker) -> None:
         """The process behind this worker id is gone for good."""
-        if worker.grace_timer is not None:
-            worker.grace_timer.cancel()
-            worker.grace_timer = None
+        worker.end_grace()
         if worker.is_dead:
             return
         worker.is_dead = True
