@@ -29,7 +29,7 @@ def _is_packable(weight: Tensor) -> bool:
     return weight.dtype == torch.float32 or is_bfloat16_usable
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Linear:
     """inputs [T, in] -> [T, out], over tensors that somebody else owns and may overwrite in place."""
 
