@@ -101,11 +101,7 @@ class SlurmClient:
 
     def test_submission(self, options: Sequence[str], script: Path) -> str:
         """What `sbatch --test-only` says about the job; SlurmError if it can never start."""
-        command = ["sbatch", "--test-only", *options, str(script)]
-        completed = self._complete(command)
-        if completed.returncode != 0:
-            raise _failure(command, completed)
-        return completed.stderr.strip()
+        return self._complete(["sbatch", "--test-only", *options, str(script)]).stderr.strip()
 
     def queue(self) -> list[QueuedJob]:
         """Every job of this user that SLURM still knows, finished ones too."""
@@ -119,14 +115,12 @@ class SlurmClient:
 
     def job(self, job_id: str) -> dict[str, str] | None:
         """What scontrol knows about a job; None once SLURM has forgotten it."""
-        command = ["scontrol", "show", "job", "-d", "-o", job_id]
-        completed = self._complete(command)
-        if completed.returncode != 0:
-            failure = _failure(command, completed)
-            if failure.complaint is Complaint.NO_SUCH_JOB:
+        try:
+            return parse_key_values(self._run(["scontrol", "show", "job", "-d", "-o", job_id]))
+        except SlurmError as error:
+            if error.complaint is Complaint.NO_SUCH_JOB:
                 return None
-            raise failure
-        return parse_key_values(completed.stdout)
+            raise
 
     def requeue(self, job_id: str) -> None:
         """Puts a job that runs back into the queue, which ends it now."""
@@ -146,8 +140,7 @@ class SlurmClient:
 
     def accounted_state(self, job_id: str) -> str:
         """The last state that accounting knows of a job, "" if none; ask only where there is accounting."""
-        lines = self._run(["sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State"]).split("\n")
-        return lines[0].strip()
+        return self._run(["sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State"]).partition("\n")[0].strip()
 
     def steps(self, *job_ids: str) -> dict[str, list[str]]:
         """Step ids of running jobs by step name."""
@@ -179,18 +172,14 @@ class SlurmClient:
         return parse_key_values(self._run(["scontrol", "show", "node", "-o", node])).get("NodeAddr", node)
 
     def _cancel(self, arguments: Sequence[str]) -> None:
-        command = ["scancel", *arguments]
-        completed = self._complete(command)
-        if completed.returncode != 0:
-            failure = _failure(command, completed)
-            if failure.complaint not in (Complaint.NO_SUCH_JOB, Complaint.HAS_ENDED):
-                raise failure
+        try:
+            self._run(["scancel", *arguments])
+        except SlurmError as error:
+            if error.complaint not in (Complaint.NO_SUCH_JOB, Complaint.HAS_ENDED):
+                raise
 
     def _run(self, command: Sequence[str]) -> str:
-        completed = self._complete(command)
-        if completed.returncode != 0:
-            raise _failure(command, completed)
-        return completed.stdout
+        return self._complete(command).stdout
 
     def _complete(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         try:
@@ -219,6 +208,7 @@ class SlurmClient:
             if failure.complaint in (Complaint.NO_ANSWER, Complaint.UNREACHABLE):
                 message = f"{failure}\n  hint: {_NO_SLURM_HINT}"
                 raise SlurmUnreachableError(message, complaint=failure.complaint, said=failure.said)
+            raise failure
         return completed
 
 
