@@ -40,8 +40,7 @@ class SlurmCluster(SlurmQueue):
         return os.fsencode(render_script(plan, layout, directory))
 
     def write_scripts(self, plan: RunPlan, layout: Layout, directory: TrialDirectory) -> None:
-        script = self.script(plan, layout, directory)
-        atomic_write(directory.sbatch_path, script, mode=0o700)
+        atomic_write(directory.sbatch_path, self.script(plan, layout, directory), mode=0o700)
         atomic_write(extra_job_path(directory), os.fsencode(render_extra_job(directory)), mode=0o700)
 
     def submission_command(self, directory: TrialDirectory) -> str:

@@ -47,13 +47,7 @@ def refusal_command(options: Sequence[str]) -> str:
     return shlex.join(["sbatch", "--test-only", *shown[:end], "--wrap=true", *shown[end:]])
 
 
-def render_script(
-    plan: RunPlan,
-    layout: Layout,
-    directory: TrialDirectory,
-    *,
-    python: Path | None = None,
-) -> str:
+def render_script(plan: RunPlan, layout: Layout, directory: TrialDirectory, *, python: Path | None = None) -> str:
     """The batch script of a trial, from the shipped template or the user's own.
 
     Args:

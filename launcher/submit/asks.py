@@ -12,13 +12,7 @@ from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, 
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.planner import SUPERVISED
 from corral.launcher.slurm.parse import Node
-from corral.launcher.submit.cluster import (
-    ClusterFacts,
-    gpus_of,
-    most_common_shape,
-    node_shapes,
-    plain_features,
-)
+from corral.launcher.submit.cluster import ClusterFacts, gpus_of, most_common_shape, node_shapes, plain_features
 from corral.scheduling.job_options import ALLOCATION_FIELDS
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import Scheduling

@@ -17,12 +17,7 @@ from corral.experiments.plan import RunPlan
 from corral.launcher.slurm.client import nodes_command
 from corral.launcher.slurm.parse import Node
 from corral.launcher.submit.asks import Ask, leaves_time, partitions_asked, raise_problems
-from corral.launcher.submit.cluster import (
-    ClusterFacts,
-    biggest_nodes,
-    gpus_of,
-    some_nodes,
-)
+from corral.launcher.submit.cluster import ClusterFacts, biggest_nodes, gpus_of, some_nodes
 from corral.launcher.trial.find import node_local_folder
 from corral.scheduling.slurm_formats import expand_host_list, format_time_limit, parse_time_limit
 

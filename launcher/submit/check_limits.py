@@ -20,11 +20,7 @@ from corral.launcher.submit.cluster import ClusterFacts
 from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
 from corral.scheduling.worker_information import parse_worker_id
 
-_FIELD_BY_HOLDER: Mapping[Holder, str] = {
-    Holder.QOS: "qos",
-    Holder.PARTITION: "partition",
-    Holder.ACCOUNT: "account",
-}
+_FIELD_BY_HOLDER: Mapping[Holder, str] = {Holder.QOS: "qos", Holder.PARTITION: "partition", Holder.ACCOUNT: "account"}
 
 
 def check_limits(layout: Layout, plan: RunPlan, facts: ClusterFacts, source: ConfigSource) -> list[str]:

@@ -17,16 +17,7 @@ def render_plan(plan: RunPlan, *, nodes: Sequence[str] = THIS_MACHINE) -> str:
     Args:
         nodes: what runs where, as lines; the launcher's `render_layout` makes them.
     """
-    lines = [
-        *_heading(plan),
-        "",
-        *_groups(plan),
-        "",
-        *nodes,
-        "",
-        *_dataflow(plan.master.calls),
-    ]
-    return "\n".join(lines)
+    return "\n".join([*_heading(plan), "", *_groups(plan), "", *nodes, "", *_dataflow(plan.master.calls)])
 
 
 def _heading(plan: RunPlan) -> Iterator[str]:

@@ -18,11 +18,7 @@ from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_with_source
 from corral.experiments.trial.attempt_end_record import read_end
 from corral.experiments.trial.attempts import last_attempt
-from corral.experiments.trial.directory import (
-    TrialDirectory,
-    next_trial_name,
-    validate_name,
-)
+from corral.experiments.trial.directory import TrialDirectory, next_trial_name, validate_name
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.log_witnesses import read_whole_log
