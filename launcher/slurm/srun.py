@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from corral.experiments.plan import RunPlan
@@ -30,36 +31,30 @@ from corral.scheduling.worker_information import parse_worker_id
 _CLEAN_UP_TIMEOUT_S = 15.0
 
 
+@dataclass(slots=True, kw_only=True)
 class SrunRunner:
     """Starts workers as steps of the trial's allocations; what it is given is as of `Cluster.make_runner`."""
 
-    def __init__(
-        self,
-        *,
-        client: SlurmClient,
-        plan: RunPlan,
-        layout: Layout,
-        directory: TrialDirectory,
-        allocations: Callable[[], RunningAllocations],
-        why_away: Callable[[int], str] = lambda allocation: "its job does not run",
-    ) -> None:
-        self._client = client
-        self._signals = StepSignals(client)
-        self._plan = plan
-        self._layout = layout
-        self._directory = directory
-        self._allocations = allocations
-        self._why_away = why_away
-        self._moved: dict[str, tuple[Step, bool]] = {}
-        self._address_by_host: dict[str, str] = {}
-        self._tasks: dict[str, SrunTask] = {}
+    client: SlurmClient
+    plan: RunPlan
+    layout: Layout
+    directory: TrialDirectory
+    allocations: Callable[[], RunningAllocations]
+    why_away: Callable[[int], str] = lambda allocation: "its job does not run"
+    _signals: StepSignals = field(init=False)
+    _moved: dict[str, tuple[Step, bool]] = field(default_factory=dict)
+    _address_by_host: dict[str, str] = field(default_factory=dict)
+    _tasks: dict[str, SrunTask] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._signals = StepSignals(self.client)
 
     def start(self, spec: TaskSpec) -> SrunTask:
         place = self.place_of(spec.worker)
         if spec.worker in self._tasks:
             self._check_component(spec.worker, place.running)
         contained = self._contain(spec)
-        counts_gpus = self._plan.cluster.gpu_request != "none"
+        counts_gpus = self.plan.cluster.gpu_request != "none"
         command = srun_command(spec.worker, contained, place, counts_gpus=counts_gpus)
         process = start_process(
             command,
@@ -85,11 +80,11 @@ class SrunRunner:
         Raises:
             NodesNotAvailableError: if its nodes are not there at the moment.
         """
-        step, overlaps = self._moved.get(worker, (self._layout.steps[worker], False))
-        allocation = self._layout.allocations[step.allocation]
-        running = self._allocations().get(step.allocation)
+        step, overlaps = self._moved.get(worker, (self.layout.steps[worker], False))
+        allocation = self.layout.allocations[step.allocation]
+        running = self.allocations().get(step.allocation)
         if running is None:
-            why = self._why_away(step.allocation)
+            why = self.why_away(step.allocation)
             raise NodesNotAvailableError(f"{worker} runs in allocation {allocation.name}, and {why}")
         if step.node_index >= len(running.hosts):
             raise NodesNotAvailableError(
@@ -99,7 +94,7 @@ class SrunRunner:
         moved = {other: elsewhere for other, (elsewhere, _) in self._moved.items()}
         sliced = [
             other.cpus
-            for other in {**self._layout.steps, **moved}.values()
+            for other in {**self.layout.steps, **moved}.values()
             if (other.allocation, other.node_index, other.gpu_binding) == (step.allocation, step.node_index, "slice")
         ]
         return StepPlace(
@@ -117,13 +112,13 @@ class SrunRunner:
         self._moved.pop(worker, None)
 
     def bind_address(self, worker: str) -> str:
-        if self._plan.cluster.bind_address != "auto":
-            return self._plan.cluster.bind_address
+        if self.plan.cluster.bind_address != "auto":
+            return self.plan.cluster.bind_address
         return self.address_of(self.place_of(worker).host)
 
     def address_of(self, host: str) -> str:
         if host not in self._address_by_host:
-            name = self._client.node_address(host)
+            name = self.client.node_address(host)
             self._address_by_host[host] = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0].__str__()
         return self._address_by_host[host]
 
@@ -131,25 +126,25 @@ class SrunRunner:
         patiently(lambda: self.address_of(host), f"the address of node {host}")
 
     def clean_up(self) -> None:
-        jobs = sorted({running.steps_job_id for running in self._allocations().values()})
+        jobs = sorted({running.steps_job_id for running in self.allocations().values()})
         deadline = time.monotonic() + _CLEAN_UP_TIMEOUT_S
         while steps := patiently(lambda: self._steps_of(jobs), "what an earlier supervisor has left"):
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"steps {steps} of an earlier supervisor did not end within {_CLEAN_UP_TIMEOUT_S:.0f} s of scancel"
                 )
-            patiently(partial(self._client.cancel_steps, steps, signal_name="KILL"), f"the end of steps {steps}")
+            patiently(partial(self.client.cancel_steps, steps, signal_name="KILL"), f"the end of steps {steps}")
             time.sleep(0.2)
 
     def _steps_of(self, jobs: Sequence[str]) -> list[str]:
-        return [step for ids in self._client.steps(*jobs).values() for step in ids]
+        return [step for ids in self.client.steps(*jobs).values() for step in ids]
 
     def _check_component(self, worker: str, running: RunningAllocation) -> None:
         """Before a restart: a component of a heterogeneous job can be cancelled alone, and then stays away."""
         if not running.own_job_id or running.own_job_id == running.job_id:
             return
         try:
-            leader, own = self._client.job(running.job_id), self._client.job(running.own_job_id)
+            leader, own = self.client.job(running.job_id), self.client.job(running.own_job_id)
         except SlurmError:
             return  # the next restart asks again
         if leader is None or own is None or phase_of(leader.get("JobState", "")) is not JobPhase.RUNNING:
@@ -168,7 +163,7 @@ class SrunRunner:
         return contain(
             spec.command,
             environment,
-            scheduling=self._plan.scheduling[kind].scheduling_of(index),
-            cluster=self._plan.cluster,
-            directory=self._directory.path,
+            scheduling=self.plan.scheduling[kind].scheduling_of(index),
+            cluster=self.plan.cluster,
+            directory=self.directory.path,
         )

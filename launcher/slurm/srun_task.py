@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Collection
+from dataclasses import KW_ONLY, dataclass
 
 from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
@@ -64,33 +65,29 @@ class StepSignals:
         return ExitKind.OWN if phase in (JobPhase.RUNNING, JobPhase.LEAVING) else ExitKind.JOB_GONE
 
 
+@dataclass(slots=True, eq=False)
 class SrunTask:
     """One step, seen through its srun."""
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        *,
-        name: str,
-        node: str,
-        signals: StepSignals,
-        job_id: str,
-    ) -> None:
-        self._process = process
-        self.pid = process.pid
-        self.name = name
-        self.job_id = job_id
-        self.node = node
-        self._signals = signals
-        self._is_ended_by_us = False
+    process: subprocess.Popen[bytes]
+    _: KW_ONLY
+    name: str
+    node: str
+    signals: StepSignals
+    job_id: str
+    _is_ended_by_us: bool = False
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def poll(self) -> int | None:
-        code = self._process.poll()
+        code = self.process.poll()
         return None if code is None else return_code_of_step(code)
 
     def exit_kind(self) -> ExitKind:
-        if self._process.poll() == EXIT_OF_SRUN:
-            return self._signals.why_not_started(self.job_id)
+        if self.process.poll() == EXIT_OF_SRUN:
+            return self.signals.why_not_started(self.job_id)
         is_noticed = self.poll() == -signal.SIGTERM and not self._is_ended_by_us
         return ExitKind.NOTICED if is_noticed else ExitKind.OWN
 
@@ -98,7 +95,7 @@ class SrunTask:
         """SIGTERM to srun itself, which ends its step without time to finish."""
         if self.poll() is None:
             self._is_ended_by_us = True
-            self._process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGTERM)
 
 
 def signal_tasks(tasks: Collection[SrunTask], signals: StepSignals, *, kill: bool) -> None:
