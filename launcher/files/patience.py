@@ -7,6 +7,7 @@ work --momentary error--> pause, work again ... --done--> caller
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from corral.experiments.trial.log_state import UncertainAppendError
@@ -19,15 +20,12 @@ PATIENCE_S = 900.0  # a server that moves to another machine takes minutes
 _PAUSE_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
 class FilePatience:
-    """Of those who can do nothing without the trial's files: what these refuse for a moment is tried again.
+    """Of those who can do nothing without the trial's files: what these refuse for a moment is tried again."""
 
-    Args:
-        is_unwanted: whether nobody wants it done any more, so that the next error is the last.
-    """
-
-    def __init__(self, is_unwanted: Callable[[], bool] = lambda: False) -> None:
-        self._is_unwanted = is_unwanted
+    is_unwanted: Callable[[], bool] = lambda: False
+    """Whether nobody wants it done any more, so that the next error is the last."""
 
     def insist(self, work: Callable[[], T], what: str) -> T:
         """What work returns.
@@ -43,7 +41,7 @@ class FilePatience:
 
         def may_pass(error: Exception) -> bool:
             is_for_good = isinstance(error, OSError) and not is_momentary(error)
-            return isinstance(error, OSError | UncertainAppendError) and not is_for_good and not self._is_unwanted()
+            return isinstance(error, OSError | UncertainAppendError) and not is_for_good and not self.is_unwanted()
 
         return insist(work, may_pass, waiting_for=f"the files of the trial, to {what}")
 

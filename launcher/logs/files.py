@@ -5,7 +5,7 @@ logs/attempt-N/{kind}-{index}.log, logs/slurm-JOB.log --LogFinder--> files --pri
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from corral.experiments.trial.directory import TrialDirectory
@@ -30,21 +30,17 @@ class LogFile:
     path: Path
 
 
+@dataclass(slots=True)
 class LogFinder:
-    """Finds the log files that are meant, again and again while a trial runs.
+    """Finds the log files that are meant, again and again while a trial runs."""
 
-    Args:
-        selectors: kind, kind/index, `redis` or `supervisor` (on SLURM, what the batch step printed); none for every
-            worker.
-        attempt: a number, `all`, or None for the last one.
-    """
-
-    def __init__(self, directory: TrialDirectory, selectors: Sequence[str], *, attempt: str | None = None) -> None:
-        self._directory = directory
-        self._selectors = tuple(selectors)
-        self._attempt = attempt
-        self._jobs: dict[int, str] = {}
-        self._journal_seen: tuple[int, int] = (0, 0)
+    directory: TrialDirectory
+    selectors: Sequence[str]
+    """Kind, kind/index, `redis` or `supervisor` (on SLURM, what the batch step printed); none for every worker."""
+    attempt: str | None = None
+    """A number, `all`, or None for the last one."""
+    _jobs: dict[int, str] = field(default_factory=dict)
+    _journal_seen: tuple[int, int] = (0, 0)
 
     def find(self) -> list[LogFile]:
         """What there is now.
@@ -52,26 +48,26 @@ class LogFinder:
         Raises:
             NoLogsError: saying what there is.
         """
-        attempts = _attempts(self._directory, self._attempt)
+        attempts = _attempts(self.directory, self.attempt)
         files = [log for number in attempts for log in self._files_of(number, with_attempt=len(attempts) > 1)]
-        if self._selectors:
-            chosen = [log for log in files if any(_matches(log.label, selector) for selector in self._selectors)]
+        if self.selectors:
+            chosen = [log for log in files if any(_matches(log.label, selector) for selector in self.selectors)]
         else:
             # Where nothing came so far as to start a worker, the others are all there is to read.
             chosen = [log for log in files if not any(_matches(log.label, other) for other in OTHER_LOGS)] or files
         if not chosen:
             have = ", ".join(sorted({log.label for log in files})) or "none yet"
-            wanted = ", ".join(self._selectors) or "any worker"
-            raise NoLogsError(f"no log of {wanted} in {self._directory.logs_path}; there are: {have}")
+            wanted = ", ".join(self.selectors) or "any worker"
+            raise NoLogsError(f"no log of {wanted} in {self.directory.logs_path}; there are: {have}")
         return chosen
 
     def _files_of(self, attempt: int, *, with_attempt: bool) -> Iterator[LogFile]:
         suffix = f"@{attempt}" if with_attempt else ""
         if job_id := self._job_of(attempt):
-            path = self._directory.logs_path / f"slurm-{job_id}.log"
+            path = self.directory.logs_path / f"slurm-{job_id}.log"
             if path.exists():
                 yield LogFile(label=f"supervisor{suffix}", path=path)
-        for path in sorted(self._directory.attempt_logs(attempt).glob("*.log"), key=_order):
+        for path in sorted(self.directory.attempt_logs(attempt).glob("*.log"), key=_order):
             match = _NAME.fullmatch(path.name)
             label = f"{match['kind']}/{match['index']}" if match else path.stem
             yield LogFile(label=f"{label}{suffix}", path=path)
@@ -84,7 +80,7 @@ class LogFinder:
 
     def _read_jobs(self) -> None:
         """The journal of a long trial is long: it is read again only after it has changed."""
-        path = self._directory.journal_path
+        path = self.directory.journal_path
         try:
             found = path.stat()
         except FileNotFoundError:
