@@ -25,6 +25,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -81,61 +82,52 @@ def find_redis_executable() -> Path:
     )
 
 
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)  # a repr would show the password
 class RedisServer:
     """A `redis-server` child process, in a session of its own, which ends with the process that started it.
 
     To be started from a main thread, see `die_with_parent`.
-
-    Args:
-        directory: for its files; created with mode 0700, or refused if others may enter it.
-        password: of `username`; random and long, since only its SHA-256 protects it in the users file.
-        key_prefix: the keys and channels that `username` may use, ending in '/': `TrialKeys.prefix`.
-        host: the one address to listen on.
-        port: 0 chooses a free one below the ephemeral range, where no outgoing connection can take it during a restart.
-        log_path: receives the server's log; `directory/redis.log` if None.
-        executable: `find_redis_executable()` if None.
     """
 
-    def __init__(
-        self,
-        *,
-        directory: Path,
-        password: str,
-        key_prefix: str,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        username: str = "trial",
-        log_path: Path | None = None,
-        executable: Path | None = None,
-    ) -> None:
-        if not _PREFIX.fullmatch(key_prefix):
-            raise ValueError(f"key_prefix must be like 'corral/<uuid>/', without glob characters; got {key_prefix!r}")
-        if not _USERNAME.fullmatch(username) or username in ("default", _STARTER):
-            raise ValueError(
-                f"username must match [A-Za-z0-9._-]+ and not be 'default' or {_STARTER!r}, got {username!r}"
-            )
-        if not password:
-            raise ValueError("password must not be empty: every user of the node can reach the port")
-        self._directory = directory.absolute()
-        self._password = password
-        self._key_prefix = key_prefix
-        self.host = host
-        self.username = username
-        self._fixed_port = port
-        self._port = port
-        self._log_path = log_path or self._directory / "redis.log"
-        self._executable = executable
-        self._process: subprocess.Popen[bytes] | None = None
+    directory: Path
+    """For its files; created with mode 0700, or refused if others may enter it."""
+    password: str
+    """Of `username`; random and long, since only its SHA-256 protects it in the users file."""
+    key_prefix: str
+    """The keys and channels that `username` may use, ending in '/': `TrialKeys.prefix`."""
+    host: str = "127.0.0.1"
+    """The one address to listen on."""
+    port: int = 0
+    """The one it listens on. 0, which it is until the start, chooses a free one below the ephemeral range, where no
+    outgoing connection can take it during a restart."""
+    username: str = "trial"
+    log_path: Path | None = None
+    """Receives the server's log; `directory/redis.log` if None."""
+    executable: Path | None = None
+    """`find_redis_executable()` if None."""
+    _fixed_port: int = field(init=False)
+    _log_path: Path = field(init=False)
+    _process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def port(self) -> int:
-        """The port it listens on; 0 before it was chosen."""
-        return self._port
+    def __post_init__(self) -> None:
+        if not _PREFIX.fullmatch(self.key_prefix):
+            raise ValueError(
+                f"key_prefix must be like 'corral/<uuid>/', without glob characters; got {self.key_prefix!r}"
+            )
+        if not _USERNAME.fullmatch(self.username) or self.username in ("default", _STARTER):
+            raise ValueError(
+                f"username must match [A-Za-z0-9._-]+ and not be 'default' or {_STARTER!r}, got {self.username!r}"
+            )
+        if not self.password:
+            raise ValueError("password must not be empty: every user of the node can reach the port")
+        self.directory = self.directory.absolute()
+        self._fixed_port = self.port
+        self._log_path = self.log_path or self.directory / "redis.log"
 
     @property
     def pid(self) -> int:
         if self._process is None:
-            raise RuntimeError(f"the Redis server of {self._directory} was not started; call start() first")
+            raise RuntimeError(f"the Redis server of {self.directory} was not started; call start() first")
         return self._process.pid
 
     def is_running(self) -> bool:
@@ -154,24 +146,24 @@ class RedisServer:
             TimeoutError: if it does not answer in time, likewise.
         """
         if self.is_running():
-            raise RuntimeError(f"the Redis server on {self.host}:{self._port} already runs as process {self.pid}")
+            raise RuntimeError(f"the Redis server on {self.host}:{self.port} already runs as process {self.pid}")
         deadline_s = time.monotonic() + timeout_s
-        _make_private_directory(self._directory)
+        _make_private_directory(self.directory)
         attempts = 0
         while True:
             attempts += 1
-            self._port = self._fixed_port or self._port or _choose_port()
+            self.port = self._fixed_port or self.port or _choose_port()
             exit_text = self._try_start(deadline_s, timeout_s)
             if exit_text is None:
-                self._fixed_port = self._port  # clients know it: another port would help nobody
-                logger.info("Redis runs on %s:%d as process %d", self.host, self._port, self.pid)
+                self._fixed_port = self.port  # clients know it: another port would help nobody
+                logger.info("Redis runs on %s:%d as process %d", self.host, self.port, self.pid)
                 return
             is_taken = "Address already in use" in exit_text
             if is_taken and not self._fixed_port and attempts < _MAX_PORT_ATTEMPTS:
-                self._port = 0
+                self.port = 0
                 continue
             advice = "; stop what listens there or set port 0 to choose a free one" if is_taken else ""
-            raise RuntimeError(f"redis-server for {self.host}:{self._port} exited{advice}; its log ends:\n{exit_text}")
+            raise RuntimeError(f"redis-server for {self.host}:{self.port} exited{advice}; its log ends:\n{exit_text}")
 
     def restart(self, *, timeout_s: float = 10.0) -> None:
         """Start, or start again on the same port, after a crash or after stopping it: all keys are gone then."""
@@ -201,11 +193,11 @@ class RedisServer:
 
     def _try_start(self, deadline_s: float, timeout_s: float) -> str | None:
         """None once it answers; the end of this start's log if it exits."""
-        config_path = self._directory / "redis.conf"
+        config_path = self.directory / "redis.conf"
         start_password = secrets.token_hex(16)
-        _write_private(self._directory / "users.acl", self._users_text(start_password))
+        _write_private(self.directory / "users.acl", self._users_text(start_password))
         _write_private(config_path, self._config_text())
-        executable = self._executable or find_redis_executable()
+        executable = self.executable or find_redis_executable()
         log_descriptor = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with open(log_descriptor, "ab") as log, _blocked(_UNHEARD):
             log_start = log.tell()
@@ -215,7 +207,7 @@ class RedisServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                cwd=self._directory,
+                cwd=self.directory,
                 preexec_fn=die_with_parent(),  # nothing in it is durable
             )
         try:
@@ -234,7 +226,7 @@ class RedisServer:
     ) -> str | None:
         with redis.Redis(
             host=self.host,
-            port=self._port,
+            port=self.port,
             username=_STARTER,
             password=start_password,
             socket_timeout=1.0,
@@ -253,7 +245,7 @@ class RedisServer:
                     last_answer = str(error)
                 if time.monotonic() > deadline_s:
                     raise TimeoutError(
-                        f"redis-server did not answer on {self.host}:{self._port} within {timeout_s:g} s "
+                        f"redis-server did not answer on {self.host}:{self.port} within {timeout_s:g} s "
                         f"(last: {last_answer}); its log ends:\n{_log_tail(self._log_path, start=log_start)}"
                     )
                 time.sleep(_POLL_INTERVAL_S)
@@ -261,14 +253,14 @@ class RedisServer:
     def _config_text(self) -> str:
         lines: Sequence[tuple[str, str]] = (
             ("bind", self.host),
-            ("port", str(self._port)),
+            ("port", str(self.port)),
             ("protected-mode", "yes"),
             ("daemonize", "no"),
             ("databases", "1"),
             ("save", '""'),
             ("appendonly", "no"),
-            ("dir", _quote(str(self._directory))),
-            ("aclfile", _quote(str(self._directory / "users.acl"))),
+            ("dir", _quote(str(self.directory))),
+            ("aclfile", _quote(str(self.directory / "users.acl"))),
             ("logfile", '""'),
             # A title would be written over the environment, by which the launcher finds what a dead supervisor left.
             ("set-proc-title", "no"),
@@ -276,11 +268,11 @@ class RedisServer:
         return "".join(f"{key} {value}\n" for key, value in lines)
 
     def _users_text(self, start_password: str) -> str:
-        keys = f"resetkeys ~{self._key_prefix}* resetchannels &{self._key_prefix}*"
+        keys = f"resetkeys ~{self.key_prefix}* resetchannels &{self.key_prefix}*"
         return (
             "user default off resetkeys resetchannels -@all\n"
             f"user {_STARTER} on {_hashed(start_password)} resetkeys resetchannels -@all +ping\n"
-            f"user {self.username} on {_hashed(self._password)} {keys} -@all {_COMMAND_RULES}\n"
+            f"user {self.username} on {_hashed(self.password)} {keys} -@all {_COMMAND_RULES}\n"
         )
 
 
