@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import pytest
 
 from corral.experiments.config.cluster import ClusterConfig, LaunchConfig
@@ -24,6 +25,7 @@ from corral.launcher.evaluation.plan import (
     read_plan,
     write_request,
 )
+from corral.launcher.evaluation.status import EvaluationReader, JobRecord, jobs_folder, record_path
 from corral.launcher.evaluation.watcher import GONE, QueueWatcher
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.scheduling.scheduling import Scheduling
@@ -221,6 +223,26 @@ def test_no_answer_is_no_end() -> None:
 
 def test_a_word_that_nobody_knows_is_no_end() -> None:
     assert watch(FakeQueue(), {"7": ("RESIZING+NEW", "None")}) == [("RESIZING", False)]
+
+
+@pytest.mark.parametrize(
+    ("word", "state"),
+    [
+        ("COMPLETED", "FAILED"),
+        ("OUT_OF_MEMORY", "OOM"),
+        ("TIMEOUT", "TIMED_OUT"),
+        ("LAUNCH_FAILED", "NODE_FAILED"),
+        ("REVOKED", "PREEMPTED"),
+        ("CANCELLED by 1000", "CANCELLED"),
+    ],
+)
+def test_a_job_that_ended_without_a_result_says_how(word: str, state: str, tmp_path: Path) -> None:
+    queue = FakeQueue()
+    queue.shown = {"7": (word, "None")}
+    jobs_folder(tmp_path).mkdir()
+    record_path(tmp_path, 3).write_bytes(msgspec.json.encode(JobRecord(job_id="7", submitted_at=0.0)))
+    (status,) = EvaluationReader(tmp_path, watcher=QueueWatcher(client=queue)).read([3])
+    assert (status.state, status.is_final) == (state, True)
 
 
 def test_an_evaluation_asks_for_what_a_training_rank_gets() -> None:
