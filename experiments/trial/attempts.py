@@ -1,7 +1,7 @@
 """Attempts: each start of a trial leaves one record in control/, and belongs to the one job that claimed it.
 
 control/attempt-0.json  {"attempt": 0, "resume": false, "mode": "slurm", "start_slot": 1, ...}     never changes
-control/claim-0.json    {"job_id": "4711", "restart_count": 0, "nodes": ["n[1-2]"]}                never changes
+control/claim-0.json    {"job_id": "4711", "restart_count": 0, "nodes": ["n1", "n2"]}              never changes
 control/end-0.json      {"attempt": 0, "state": "TIMED_OUT", "cause": "...", ...}        see attempt_end_record.py
 
     rl-submit --record_attempt--> attempt 0, unclaimed --begin_attempt of job 4711--> claimed
@@ -82,7 +82,7 @@ class AttemptClaim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """"" if the file cannot be read: somebody's, who never asks again."""
     restart_count: int
     nodes: tuple[str, ...] = ()
-    """Of the job, in SLURM's words (`n[1-2]`), one text per component."""
+    """Names of those of the job."""
 
     def is_of(self, job_id: str, restart_count: int) -> bool:
         """Whether it is of this start of a job."""
@@ -106,7 +106,7 @@ def begin_attempt(
         job_id: job, or what else tells one start from another (a local trial has no job).
         restart_count: how often SLURM has requeued the job before this start.
         mode: local or slurm.
-        nodes: of the job, in SLURM's words.
+        nodes: names of those of the job.
 
     Raises:
         AttemptRefusedError: nobody recorded an attempt for this start, and the trial may not go on by itself.

@@ -11,7 +11,7 @@ _CAUSE_BY_STATE = {
     EndState.PREEMPTED: "preempted",
     EndState.NODE_FAILED: "a node failed",
     EndState.REQUEUED: "requeued (scontrol requeue)",
-    EndState.UNKNOWN: "SLURM ended the job, and could not be asked why",
+    EndState.UNKNOWN: "the cluster ended the job, and could not be asked why",
     EndState.STOPPED: "SIGTERM to the supervisor",
 }
 

@@ -57,7 +57,7 @@ def is_head_of(own: OwnJobs) -> Callable[[Job], bool]:
 
 
 def _look(queue: JobQueue, is_it: Callable[[Job], bool], cause: ClusterError, looks: int) -> str:
-    """The job that sbatch did not name, "" if there is none."""
+    """The job that the submission did not name, "" if there is none."""
     for number in range(looks):
         if number:
             time.sleep(_LOOK_PAUSE_S)

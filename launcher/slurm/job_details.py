@@ -6,6 +6,7 @@ job --its reason--> nodes:  scontrol show job, sinfo             are all that co
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from corral.launcher.cluster.jobs import Job
@@ -28,15 +29,13 @@ class JobInquiry:
     def look_closer(self, job: Job, *, has_run: bool) -> Job:
         """The job with what its state and reason leave open; where SLURM does not answer, that stays open."""
         word, exit_code, nodes_are_down, exceeded = state_word(job.word), "", False, ""
-        try:
+        with suppress(SlurmError):
             if word == "FAILED":
                 exit_code = self._values(job).get("ExitCode", "")
             elif word == "PENDING" and needs_nodes(job.reason):
                 nodes_are_down = self._are_nodes_down(job)
             elif word == "PENDING" and limit_of_reason(job.reason) in (LimitKind.NOTHING, LimitKind.OTHERS):
                 exceeded = self._ask_exceeded(job)
-        except SlurmError:
-            pass
         verdict = judge_job(
             job.word,
             job.reason,
