@@ -10,21 +10,19 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from corral.workers.algorithms.functional.logprobs import next_token_logprobs
-from corral.workers.backends.base import TrainEngine
-from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.base import AnyEngine, TrainEngine
+from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 
 
 class ModelInterface(Protocol):
     """An algorithm's side of the model function calls of one role. All ranks of the role call it together."""
 
-    def inference(self, engine: TrainEngine, sample: SequenceSample) -> dict[str, npt.NDArray[Any]]:
+    def inference(self, engine: AnyEngine, sample: SequenceSample) -> dict[str, npt.NDArray[Any]]:
         """Keys computed from the sample without changing the model; the call's `output_key_remap` names them."""
 
-    def train_step(self, engine: TrainEngine, sample: SequenceSample, *, version: int) -> dict[str, float]:
+    def train_step(self, engine: AnyEngine, sample: SequenceSample, *, version: int) -> dict[str, float]:
         """Update the model on this rank's share of a global batch.
 
         Args:
@@ -46,12 +44,9 @@ def response_mask(sample: SequenceSample) -> npt.NDArray[np.bool_]:
 
 
 def compute_logprobs(
-    engine: TrainEngine, sample: SequenceSample, *, temperature: float = 1.0
+    engine: TrainEngine[TokenScores], sample: SequenceSample, *, temperature: float = 1.0
 ) -> npt.NDArray[np.float32]:
     """Log-probability of every response token under the engine's weights, packed; 0 on prompt tokens."""
 
-    def post_fn(logits: Tensor, micro_batch: MicroBatch) -> Tensor:
-        return next_token_logprobs(logits, micro_batch.labels, temperature=temperature)[0]
-
-    logprobs = engine.forward(sample.select_keys(["input_ids"]), post_fn=post_fn)
+    logprobs = engine.forward(sample.select_keys(["input_ids"]), temperature=temperature)["logprobs"]
     return np.where(response_mask(sample), logprobs, np.float32(0.0))

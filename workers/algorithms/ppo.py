@@ -13,17 +13,16 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from corral.experiments.config.algorithm import PPOConfig
 from corral.workers.algorithms.base import compute_logprobs, response_mask
 from corral.workers.algorithms.functional.advantages import group_relative
 from corral.workers.algorithms.functional.kl import approximate_kl
-from corral.workers.algorithms.functional.logprobs import next_token_logprobs
 from corral.workers.algorithms.functional.losses import behaviour_weights, ppo_clip_loss
 from corral.workers.backends.base import LossOutput, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 
 
@@ -38,15 +37,15 @@ class PPOActorInterface:
     seed: int = 0
     """Decides, with the policy version, which answers share a mini-batch."""
 
-    def inference(self, engine: TrainEngine, sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
+    def inference(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
         """`logprobs` of the answers under the engine's weights."""
         return {"logprobs": compute_logprobs(engine, sample, temperature=self.temperature)}
 
-    def train_step(self, engine: TrainEngine, sample: SequenceSample, *, version: int) -> dict[str, float]:
+    def train_step(self, engine: TrainEngine[TokenScores], sample: SequenceSample, *, version: int) -> dict[str, float]:
         """One pass over this rank's answers in `n_minibatches` optimizer steps."""
         prepared = prepare_actor_sample(self.config, sample)
         stats = [
-            engine.train_batch(mini_batch, loss_fn=self._loss)
+            engine.train_batch(mini_batch, loss_fn=self._loss, temperature=self.temperature)
             for mini_batch in self._mini_batches(prepared, version=version, dp_rank=engine.context.dp_rank)
         ]
         return merge_mini_batch_stats(stats, loss_name="ppo/loss") | batch_stats(
@@ -62,12 +61,11 @@ class PPOActorInterface:
         parts = np.array_split(order, self.config.n_minibatches)
         return [answers.select([answers.uids[index] for index in sorted(part)]) for part in parts]
 
-    def _loss(self, logits: Tensor, micro_batch: MicroBatch) -> LossOutput:
+    def _loss(self, scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
         keys, config = micro_batch.tensors, self.config
         loss_mask = keys["loss_mask"]
-        logprobs, entropy = next_token_logprobs(logits, micro_batch.labels, temperature=self.temperature)
         ppo = ppo_clip_loss(
-            logprobs,
+            scores.logprobs,
             proximal_logprobs=keys["proximal_logprobs" if config.use_decoupled_loss else "old_logprobs"],
             advantages=keys["advantages"],
             loss_mask=loss_mask,
@@ -81,14 +79,14 @@ class PPOActorInterface:
             "ppo/approx_kl": ppo.approx_kl_sum,
             "ppo/clip_fraction": ppo.clipped_sum,
             "ppo/dual_clip_fraction": ppo.dual_clipped_sum,
-            "ppo/entropy": torch.where(loss_mask, entropy, 0.0).sum(),
+            "ppo/entropy": torch.where(loss_mask, scores.entropy, 0.0).sum(),
         }
         if "behaviour_weights" in keys:
             stats["ppo/behav_weight"] = keys["behaviour_weights"].sum()
         if config.kl_coef > 0.0:
             # Mask before exp(): what stands on prompt tokens must reach neither the sum nor the gradient.
             kl = approximate_kl(
-                torch.where(loss_mask, logprobs, 0.0), torch.where(loss_mask, keys["ref_logprobs"], 0.0)
+                torch.where(loss_mask, scores.logprobs, 0.0), torch.where(loss_mask, keys["ref_logprobs"], 0.0)
             )
             loss_sum = loss_sum + config.kl_coef * kl.sum()
             stats["ppo/ref_kl"] = kl.detach().sum()
@@ -195,5 +193,5 @@ def merge_mini_batch_stats(stats: Sequence[dict[str, float]], *, loss_name: str)
     for mini_batch in stats:
         for name, value in mini_batch.items():
             values[loss_name if name == "loss" else name].append(value)
-    is_count = {"train/tokens", "train/skipped_nonfinite", "train/skipped_empty"}
+    is_count = {"train/tokens", "train/skipped_nonfinite", "train/skipped_empty", "train/skipped_early_stop"}
     return {name: sum(v) if name in is_count else sum(v) / len(v) for name, v in values.items()}

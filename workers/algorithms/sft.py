@@ -8,30 +8,29 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from corral.workers.algorithms.base import compute_logprobs, response_mask
-from corral.workers.algorithms.functional.logprobs import next_token_logprobs
 from corral.workers.algorithms.functional.losses import sft_loss
 from corral.workers.algorithms.ppo import merge_mini_batch_stats
 from corral.workers.backends.base import LossOutput, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 
 
 class SFTInterface:
     """Maximum likelihood of the responses."""
 
-    def inference(self, engine: TrainEngine, sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
+    def inference(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
         """`logprobs` of the responses under the engine's weights."""
         return {"logprobs": compute_logprobs(engine, sample)}
 
-    def train_step(self, engine: TrainEngine, sample: SequenceSample, *, version: int) -> dict[str, float]:
+    def train_step(self, engine: TrainEngine[TokenScores], sample: SequenceSample, *, version: int) -> dict[str, float]:
         """One optimizer step; `version` decides nothing here, since nothing is drawn at random."""
         stats = engine.train_batch(sample.with_key("loss_mask", response_mask(sample)), loss_fn=_loss)
         return merge_mini_batch_stats([stats], loss_name="sft/loss")
 
-    def evaluate(self, engine: TrainEngine, sample: SequenceSample) -> dict[str, float]:
+    def evaluate(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, float]:
         """Loss and perplexity per response token of the ranks' samples together."""
         logprobs = compute_logprobs(engine, sample)
         total = engine.context.sum_over_ranks(
@@ -41,7 +40,6 @@ class SFTInterface:
         return {"sft/eval_loss": loss, "sft/eval_perplexity": math.exp(min(loss, 700.0))}
 
 
-def _loss(logits: Tensor, micro_batch: MicroBatch) -> LossOutput:
-    logprobs, _ = next_token_logprobs(logits, micro_batch.labels)
-    loss_sum, _ = sft_loss(logprobs, loss_mask=micro_batch.tensors["loss_mask"])
+def _loss(scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
+    loss_sum, _ = sft_loss(scores.logprobs, loss_mask=micro_batch.tensors["loss_mask"])
     return LossOutput(loss_sum)

@@ -1,45 +1,60 @@
 """What a training backend offers to the algorithms, and nothing about how it does it.
 
-algorithm ── sample, loss_fn ──► train_batch ──► statistics         the same on every rank
-algorithm ── sample, post_fn ──► forward     ──► one array          this rank's sample only
+    model ──head──► scores of a micro-batch        lm: TokenScores   value: [T] values   scalar: [n] scores
+
+    algorithm ── sample, loss_fn(scores, micro-batch) ──► train_batch ──► statistics      the same on every rank
+    algorithm ── sample ────────────────────────────────► forward ──────► arrays          this rank's sample only
+
+The engine makes the scores and a loss reads them: no loss ever sees logits, so that a head which is cut over the
+vocabulary, computed in chunks, or on the last of several pipeline stages changes no algorithm.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
 
+ScoresT = TypeVar("ScoresT")
+ScoresT_co = TypeVar("ScoresT_co", covariant=True)
+"""What the engine's head makes of a micro-batch: TokenScores of a language model, a Tensor of the other heads."""
+
+LOSS_MASK = "loss_mask"
+
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """Sums over the tokens of one micro-batch's loss mask."""
+    """Sums over one micro-batch: over the True entries of the key that is counted, which is the loss mask."""
 
     loss_sum: Tensor
     """Scalar with gradient."""
     stats: dict[str, Tensor] = field(default_factory=dict)
-    """Scalar sums without gradient; reported divided by the number of loss tokens of the global batch."""
+    """Scalar sums without gradient; reported divided by the number of counted entries of the global batch."""
 
 
-LossFunction: TypeAlias = Callable[[Tensor, MicroBatch], LossOutput]
-"""(logits [T - n, V], micro-batch) -> sums over its loss mask; row t of the logits predicts `micro_batch.labels[t]`."""
+LossFunction: TypeAlias = Callable[[ScoresT, MicroBatch], LossOutput]
+"""(scores, micro-batch) -> sums over it. For a language model, entry t of the scores is that of
+`micro_batch.labels[t]`; values are one per token of the row, scalar scores one per answer."""
 
-PostFunction: TypeAlias = Callable[[Tensor, MicroBatch], Tensor]
-"""(logits [T - n, V], micro-batch) -> [T - n] values."""
+StepCondition: TypeAlias = Callable[[Mapping[str, float]], bool]
+"""Statistics of the global batch, `loss` among them -> whether the optimizer may step on its gradient."""
 
 
-class TrainEngine(Protocol):
-    """One rank's share of a model. All ranks of the gang call the same methods in the same order."""
+class TrainEngine(Protocol[ScoresT_co]):
+    """One rank's share of a model. All ranks of the model's mesh call the same methods in the same order."""
 
     context: ParallelContext
-    """This rank's place in the gang."""
+    """This rank's place in the model's mesh."""
+    micro_batches: MicroBatchSpec
+    """How the samples of the present call are cut; set before each call."""
     step: int
     """Optimizer steps made so far; skipped ones do not count."""
     num_nonfinite: int
@@ -47,16 +62,34 @@ class TrainEngine(Protocol):
     is_damaged: bool
     """Whether a step has made weights that are not finite: what was finite must be loaded again."""
 
-    def train_batch(self, sample: SequenceSample, *, loss_fn: LossFunction) -> dict[str, float]:
-        """One optimizer step on the mean loss over all True entries of `loss_mask`, over all ranks' samples.
+    def train_batch(
+        self,
+        sample: SequenceSample,
+        *,
+        loss_fn: LossFunction[ScoresT_co],
+        temperature: float = 1.0,
+        counted: str = LOSS_MASK,
+        keeps_groups: bool = False,
+        may_step: StepCondition | None = None,
+    ) -> dict[str, float]:
+        """One optimizer step on the mean loss over all True entries of `counted`, over all ranks' samples.
 
-        The mean is over the tokens of the global batch, whatever micro-batches and ranks it is cut into. A loss or a
-        gradient that is not finite changes no weight: `train/skipped_nonfinite` is then 1. Returns the same numbers on
-        every rank.
+        The mean is that of the global batch, whatever micro-batches and ranks it is cut into. A loss or a gradient that
+        is not finite changes no weight: `train/skipped_nonfinite` is then 1. Returns the same numbers on every rank.
+
+        Args:
+            temperature: that the answers were sampled with; logits are divided by it.
+            counted: a boolean key of the sample.
+            keeps_groups: whether all answers of a prompt must be in one micro-batch, as a loss over pairs needs.
+            may_step: None steps whenever all is finite; where it says no, no weight changes and
+                `train/skipped_early_stop` is 1.
         """
 
-    def forward(self, sample: SequenceSample, *, post_fn: PostFunction) -> npt.NDArray[np.float32]:
-        """`post_fn` of every answer, packed per shifted token in the sample's order; no gradient."""
+    def forward(self, sample: SequenceSample, *, temperature: float = 1.0) -> dict[str, npt.NDArray[np.float32]]:
+        """The head's scores of every answer, packed in the sample's order; no gradient.
+
+        lm: `logprobs` and `entropy` per shifted token. value: `values` per token. scalar: `scores` per answer.
+        """
 
     def save_weights(self, directory: Path) -> None:
         """Write the weights in Hugging Face's format: safetensors, config and tokenizer files."""
@@ -69,3 +102,7 @@ class TrainEngine(Protocol):
 
         `on_progress` is called for every parameter, since a large state takes longer than any deadline that is useful.
         """
+
+
+AnyEngine: TypeAlias = TrainEngine[Any]
+"""An engine whose head is known to its interface only."""

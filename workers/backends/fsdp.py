@@ -22,12 +22,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corral.experiments.config.model import OptimizerConfig
+from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
-from corral.workers.backends.base import LossFunction, PostFunction
+from corral.workers.backends.base import LOSS_MASK, LossFunction, StepCondition
 from corral.workers.backends.learning_rate import learning_rate
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
 from corral.workers.backends.packed_attention import PACKED_ATTENTION, register_packed_attention
 from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.token_scores import TokenScores, score_next_tokens
 from corral.workers.data.sequence_sample import SequenceSample
 
 _COMPANION_FILES = (
@@ -39,6 +41,8 @@ _COMPANION_FILES = (
     "chat_template*",
     "generation_config.json",
 )  # what a generation server reads beside the weights
+
+_SKIPPED = {"train/skipped_nonfinite": 0.0, "train/skipped_empty": 0.0, "train/skipped_early_stop": 0.0}
 
 
 class FSDPEngine:
@@ -55,7 +59,7 @@ class FSDPEngine:
         context: ParallelContext,
         optimizer: OptimizerConfig | None,
         total_steps: int = 1,
-        max_tokens_per_micro_batch: int = 16384,
+        micro_batches: MicroBatchSpec | None = None,
         seed: int = 0,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -66,7 +70,7 @@ class FSDPEngine:
             context: this rank's place; the model lives on `context.device`.
             optimizer: None for a model that is never trained (a reference).
             total_steps: optimizer steps of the whole run, which the learning rate's schedule spans.
-            max_tokens_per_micro_batch: budget of one packed forward pass.
+            micro_batches: see `TrainEngine`; None takes whatever comes as one.
             seed: with the step number, decides every random number of a step.
             compute_dtype: float32 or bfloat16.
         """
@@ -75,7 +79,7 @@ class FSDPEngine:
         self.context = context
         self._config = optimizer
         self._total_steps = total_steps
-        self._max_tokens = max_tokens_per_micro_batch
+        self.micro_batches = micro_batches or MicroBatchSpec()
         self._seed = seed
         self._compute_dtype = compute_dtype
         self.step = 0
@@ -89,40 +93,55 @@ class FSDPEngine:
 
     # --- computing --------------------------------------------------------------------------------------------------
 
-    def train_batch(self, sample: SequenceSample, *, loss_fn: LossFunction) -> dict[str, float]:
+    def train_batch(
+        self,
+        sample: SequenceSample,
+        *,
+        loss_fn: LossFunction[TokenScores],
+        temperature: float = 1.0,
+        counted: str = LOSS_MASK,
+        keeps_groups: bool = False,
+        may_step: StepCondition | None = None,
+    ) -> dict[str, float]:
         """See `TrainEngine.train_batch`."""
         optimizer, config = self._require_optimizer()
-        local_tokens = float(np.count_nonzero(sample.data["loss_mask"])) if len(sample) else 0.0
-        num_tokens = self.context.sum_over_ranks({"tokens": local_tokens})["tokens"]
-        if num_tokens == 0.0:
-            return {"train/skipped_empty": 1.0, "train/skipped_nonfinite": 0.0}
+        local_count = float(np.count_nonzero(sample.data[counted])) if len(sample) else 0.0
+        count = self.context.sum_over_ranks({"count": local_count})["count"]
+        if count == 0.0:
+            return _SKIPPED | {"train/skipped_empty": 1.0}
         torch.manual_seed(_step_seed(self._seed, self.step))
         self.model.train()
         optimizer.zero_grad(set_to_none=True)
         sums: dict[str, float] = defaultdict(float)
-        for micro_batch in self._micro_batches(sample):
-            self._backward(micro_batch, loss_fn, num_tokens, sums)
-        return self._apply_gradients(optimizer, config, num_tokens, dict(sums))
+        for micro_batch in self._micro_batches(sample, keeps_groups=keeps_groups):
+            output = loss_fn(self._scores(micro_batch, temperature), micro_batch)
+            torch.autograd.backward(output.loss_sum / count)
+            sums["loss"] += float(output.loss_sum.detach())
+            for name, value in output.stats.items():
+                sums[name] += float(value)
+        return self._apply_gradients(optimizer, config, count, dict(sums), may_step)
 
     @torch.no_grad()
-    def forward(self, sample: SequenceSample, *, post_fn: PostFunction) -> npt.NDArray[np.float32]:
+    def forward(self, sample: SequenceSample, *, temperature: float = 1.0) -> dict[str, npt.NDArray[np.float32]]:
         """See `TrainEngine.forward`."""
         self.model.eval()
-        outputs: list[tuple[MicroBatch, Tensor]] = []
+        outputs: list[tuple[MicroBatch, TokenScores]] = []
         for micro_batch in self._micro_batches(sample):
-            values = post_fn(self._logits(micro_batch), micro_batch)
+            scores = self._scores(micro_batch, temperature)
             if not micro_batch.is_padding:
-                outputs.append((micro_batch, values.float().cpu()))
-        return scatter_to_answers(sample, outputs)
+                outputs.append((micro_batch, scores))
+        return {
+            "logprobs": scatter_to_answers(sample, [(batch, scores.logprobs.cpu()) for batch, scores in outputs]),
+            "entropy": scatter_to_answers(sample, [(batch, scores.entropy.cpu()) for batch, scores in outputs]),
+        }
 
-    def _micro_batches(self, sample: SequenceSample) -> Iterator[MicroBatch]:
+    def _micro_batches(self, sample: SequenceSample, *, keeps_groups: bool = False) -> Iterator[MicroBatch]:
         """This rank's micro-batches, as many as the rank with the most has."""
-        plan = plan_micro_batches(sample, max_tokens=self._max_tokens)
+        plan = plan_micro_batches(sample, self.micro_batches, keeps_groups=keeps_groups)
         count = int(self.context.max_over_ranks({"micro_batches": len(plan)})["micro_batches"])
         return make_micro_batches(sample, plan, count=count, device=self.context.device)
 
-    def _logits(self, micro_batch: MicroBatch) -> Tensor:
-        """[T - n, V] logits of the tokens that have a next token."""
+    def _scores(self, micro_batch: MicroBatch, temperature: float) -> TokenScores:
         with torch.autocast(
             self.context.device.type, dtype=self._compute_dtype, enabled=self._compute_dtype != torch.float32
         ):
@@ -133,30 +152,29 @@ class FSDPEngine:
                 logits_to_keep=micro_batch.predicting,
                 use_cache=False,
             )
-        logits: Tensor = output.logits[0]
-        return logits
-
-    def _backward(
-        self, micro_batch: MicroBatch, loss_fn: LossFunction, num_tokens: float, sums: dict[str, float]
-    ) -> None:
-        output = loss_fn(self._logits(micro_batch), micro_batch)
-        torch.autograd.backward(output.loss_sum / num_tokens)
-        sums["loss"] += float(output.loss_sum.detach())
-        for name, value in output.stats.items():
-            sums[name] += float(value)
+        return score_next_tokens(output.logits[0], micro_batch.labels, temperature=temperature)
 
     def _apply_gradients(
-        self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, num_tokens: float, sums: dict[str, float]
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        count: float,
+        sums: dict[str, float],
+        may_step: StepCondition | None,
     ) -> dict[str, float]:
         """Clip and step, or skip; all ranks decide alike because they decide on the same sums."""
         gradients = [train_state.local(p.grad) for p in self.model.parameters() if p.grad is not None]
         local_norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
         total = self.context.sum_over_ranks(sums | {"squared_norm": local_norm**2})
         norm = math.sqrt(total.pop("squared_norm"))
+        means = {name: value / count for name, value in total.items()}
         if not (math.isfinite(norm) and math.isfinite(total["loss"])):
             optimizer.zero_grad(set_to_none=True)
             self.num_nonfinite += 1
-            return {"train/skipped_nonfinite": 1.0, "train/skipped_empty": 0.0, "train/tokens": num_tokens}
+            return _SKIPPED | {"train/skipped_nonfinite": 1.0, "train/tokens": count}
+        if may_step is not None and not may_step(means):
+            optimizer.zero_grad(set_to_none=True)
+            return means | _SKIPPED | {"train/skipped_early_stop": 1.0, "train/tokens": count}
         if norm > config.gradient_clipping:
             for gradient in gradients:
                 gradient.mul_(config.gradient_clipping / norm)
@@ -167,13 +185,7 @@ class FSDPEngine:
         optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.is_damaged = not self._are_weights_finite()
-        return {name: value / num_tokens for name, value in total.items()} | {
-            "train/grad_norm": norm,
-            "train/lr": rate,
-            "train/tokens": num_tokens,
-            "train/skipped_nonfinite": 0.0,
-            "train/skipped_empty": 0.0,
-        }
+        return means | _SKIPPED | {"train/grad_norm": norm, "train/lr": rate, "train/tokens": count}
 
     @torch.no_grad()
     def _are_weights_finite(self) -> bool:

@@ -9,13 +9,14 @@ with fewer runs padding: a short answer whose loss mask is False throughout.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from corral.scheduling.packing import pack_first_fit_decreasing
+from corral.scheduling.packing import MicroBatchSpec, pack_first_fit_decreasing
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices, key_spec
 
 _PADDING_TOKENS = 2  # the shortest answer that still predicts a token
@@ -46,13 +47,27 @@ class MicroBatch:
         return not self.answers
 
 
-def plan_micro_batches(sample: SequenceSample, *, max_tokens: int) -> list[list[int]]:
-    """Answers of each micro-batch, shorter ones first: attention takes neighbours of equal length together."""
+def plan_micro_batches(sample: SequenceSample, spec: MicroBatchSpec, *, keeps_groups: bool = False) -> list[list[int]]:
+    """Answers of each micro-batch, shorter ones first: attention takes neighbours of equal length together.
+
+    Args:
+        keeps_groups: whether all answers of a prompt go into one micro-batch, in their own order.
+    """
     lengths = sample.answer_lengths() if "input_ids" in sample.seqlens else []
     if not lengths:
         return []
-    bins = pack_first_fit_decreasing(lengths, max_tokens=max_tokens)
-    return [sorted(bin_, key=lambda answer: (lengths[answer], answer)) for bin_ in bins]
+    units = _groups(sample) if keeps_groups else [[answer] for answer in range(len(lengths))]
+    sizes = [sum(lengths[answer] for answer in unit) for unit in units]
+    max_tokens = sum(sizes) if spec.max_tokens_per_micro_batch is None else spec.max_tokens_per_micro_batch
+    bins = pack_first_fit_decreasing(sizes, max_tokens=max(1, max_tokens), min_bins=spec.n_min)
+    ordered = [sorted(bin_, key=lambda unit: (sizes[unit], unit)) for bin_ in bins]
+    return [[answer for unit in bin_ for answer in units[unit]] for bin_ in ordered]
+
+
+def _groups(sample: SequenceSample) -> list[list[int]]:
+    """Numbers of the answers of each prompt."""
+    ends = list(accumulate(sample.num_answers_per_sample()))
+    return [list(range(start, end)) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def make_micro_batches(

@@ -18,6 +18,7 @@ import torch
 
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec
 from corral.scheduling.dataflow import ModelFunctionCall
+from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import ModelInterface
 from corral.workers.algorithms.ppo import PPOActorInterface
 from corral.workers.algorithms.sft import SFTInterface
@@ -125,7 +126,7 @@ class Models:
             context=self._parallel,
             optimizer=role.optimizer,
             total_steps=self._spec.total_steps * n_minibatches,
-            max_tokens_per_micro_batch=role.model.max_tokens_per_micro_batch,
+            micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=role.model.max_tokens_per_micro_batch),
             seed=seed,
             compute_dtype=_DTYPES[role.model.dtype],
         )

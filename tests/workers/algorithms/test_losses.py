@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from corral.workers.algorithms.functional.kl import KLEstimator, approximate_kl
-from corral.workers.algorithms.functional.logprobs import next_token_logprobs
 from corral.workers.algorithms.functional.losses import behaviour_weights, ppo_clip_loss, sft_loss, value_loss
+from corral.workers.backends.token_scores import score_next_tokens
 
 NUM_TOKENS = 200
 Floats = npt.NDArray[np.float64]
@@ -192,15 +192,14 @@ def test_sft_loss_is_the_sum_of_negative_logprobs() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 @pytest.mark.parametrize("chunk_tokens", [3, 1024])
-def test_next_token_logprobs_equal_a_softmax_in_float64(temperature: float, chunk_tokens: int) -> None:
+def test_next_token_scores_equal_a_softmax_in_float64(temperature: float, chunk_tokens: int) -> None:
     rng = np.random.default_rng(4)
     raw, labels = 3 * rng.normal(size=(10, 7)), rng.integers(0, 7, size=10)
     weights = rng.normal(size=10)
     scale = 1.0 / temperature if temperature else 1.0
     logits = torch.tensor(raw, dtype=torch.float32, requires_grad=True)
-    logprobs, entropy = next_token_logprobs(
-        logits, torch.tensor(labels), temperature=temperature, chunk_tokens=chunk_tokens
-    )
+    scores = score_next_tokens(logits, torch.tensor(labels), temperature=temperature, chunk_tokens=chunk_tokens)
+    logprobs, entropy = scores.logprobs, scores.entropy
     (logprobs * torch.tensor(weights, dtype=torch.float32)).sum().backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None
     for t in range(10):
@@ -213,5 +212,5 @@ def test_next_token_logprobs_equal_a_softmax_in_float64(temperature: float, chun
 
 
 def test_a_forbidden_token_does_not_poison_the_entropy() -> None:
-    _, entropy = next_token_logprobs(torch.tensor([[0.0, 0.0, -math.inf]]), torch.tensor([0]))
-    assert float(entropy[0]) == pytest.approx(math.log(2.0), abs=1e-6)
+    scores = score_next_tokens(torch.tensor([[0.0, 0.0, -math.inf]]), torch.tensor([0]))
+    assert float(scores.entropy[0]) == pytest.approx(math.log(2.0), abs=1e-6)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from corral.experiments.config.algorithm import PPOConfig
+from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import compute_logprobs, response_mask
 from corral.workers.algorithms.ppo import PPOActorInterface, batch_stats, prepare_actor_sample, shape_rewards
 from corral.workers.algorithms.sft import SFTInterface
@@ -29,7 +30,7 @@ def make_engine(directory: Path, **overrides: Any) -> FSDPEngine:
         context=ParallelContext(),
         optimizer=optimizer_config(**overrides),
         total_steps=100,
-        max_tokens_per_micro_batch=64,
+        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=64),
     )
 
 

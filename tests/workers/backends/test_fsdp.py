@@ -2,23 +2,24 @@
 
 import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from corral.experiments.config.model import OptimizerConfig
+from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import response_mask
-from corral.workers.algorithms.functional.logprobs import next_token_logprobs
 from corral.workers.algorithms.functional.losses import sft_loss
 from corral.workers.backends.base import LossOutput
 from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.learning_rate import learning_rate
-from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.micro_batches import MicroBatch, plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.training_helpers import (
     load_reference,
@@ -42,7 +43,7 @@ def make_engine(directory: Path, *, max_tokens: int = 40, seed: int = 0, is_trai
         context=ParallelContext(),
         optimizer=optimizer_config() if is_trained else None,
         total_steps=100,
-        max_tokens_per_micro_batch=max_tokens,
+        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=max_tokens),
         seed=seed,
     )
 
@@ -52,10 +53,10 @@ def trainable_sample(lengths: list[list[int]] = LENGTHS, *, seed: int = 0) -> Se
     return sample.select_keys(["input_ids"]).with_key("loss_mask", response_mask(sample))
 
 
-def negative_logprobs(logits: Tensor, micro_batch: MicroBatch) -> LossOutput:
-    logprobs, entropy = next_token_logprobs(logits, micro_batch.labels)
+def negative_logprobs(scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
     loss_mask = micro_batch.tensors["loss_mask"]
-    return LossOutput(sft_loss(logprobs, loss_mask=loss_mask)[0], {"entropy": (entropy * loss_mask).sum()})
+    loss_sum, _ = sft_loss(scores.logprobs, loss_mask=loss_mask)
+    return LossOutput(loss_sum, {"entropy": (scores.entropy * loss_mask).sum()})
 
 
 def padded_logprobs(directory: Path, sample: SequenceSample) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
@@ -72,7 +73,7 @@ def padded_logprobs(directory: Path, sample: SequenceSample) -> np.ndarray[tuple
 
 
 def engine_logprobs(engine: FSDPEngine, sample: SequenceSample) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    return engine.forward(sample, post_fn=lambda logits, mb: next_token_logprobs(logits, mb.labels)[0])
+    return engine.forward(sample)["logprobs"]
 
 
 def save_llama(directory: Path) -> Path:
@@ -201,11 +202,11 @@ def test_bfloat16_compute_keeps_float32_masters_and_publishes_bfloat16(model_dir
 def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(
     where: str, model_directory: Path, tmp_path: Path
 ) -> None:
-    def poisoned(logits: Tensor, micro_batch: MicroBatch) -> LossOutput:
-        output = negative_logprobs(logits, micro_batch)
+    def poisoned(scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
+        output = negative_logprobs(scores, micro_batch)
         if where == "loss":
             return LossOutput(output.loss_sum * math.nan, output.stats)
-        zero = (logits - logits.detach()).sum()
+        zero = (scores.logprobs - scores.logprobs.detach()).sum()
         # sqrt has an infinite slope at 0: the loss stays finite, its gradient does not.
         return LossOutput(output.loss_sum + zero.square().sqrt(), output.stats)
 
@@ -227,6 +228,32 @@ def test_a_step_that_overflows_the_weights_is_seen(model_directory: Path) -> Non
     engine = FSDPEngine(model_directory, context=ParallelContext(), optimizer=optimizer_config(lr=1e39), total_steps=10)
     engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
     assert (engine.num_nonfinite, engine.is_damaged) == (0, True)
+
+
+def test_a_loss_that_says_stop_changes_nothing_and_tells_what_it_saw(model_directory: Path, tmp_path: Path) -> None:
+    engine = make_engine(model_directory)
+    engine.save_state(tmp_path / "before")
+    seen: list[dict[str, float]] = []
+
+    def may_step(stats: Mapping[str, float]) -> bool:
+        seen.append(dict(stats))
+        return False
+
+    stats = engine.train_batch(trainable_sample(), loss_fn=negative_logprobs, may_step=may_step)
+    engine.save_state(tmp_path / "after")
+    assert stats["train/skipped_early_stop"] == 1.0
+    assert seen == [{"loss": stats["loss"], "entropy": stats["entropy"]}]
+    before, after = read_weights(tmp_path / "before"), read_weights(tmp_path / "after")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (engine.step, engine.num_nonfinite) == (0, 0)
+
+
+def test_groups_stay_together_where_a_loss_compares_answers() -> None:
+    sample = make_sample([[5, 9], [3, 4], [8, 2]])
+    spec = MicroBatchSpec(max_tokens_per_micro_batch=17)
+    plan = plan_micro_batches(sample, spec, keeps_groups=True)
+    assert sorted(plan) == [[0, 1], [2, 3, 4, 5]]
+    assert len(plan_micro_batches(sample, MicroBatchSpec(n_min=3), keeps_groups=True)) == 3
 
 
 def test_a_batch_without_a_token_to_train_on_is_skipped(model_directory: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from corral.experiments.config.algorithm import PPOConfig
+from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import compute_logprobs
 from corral.workers.algorithms.ppo import PPOActorInterface
 from corral.workers.backends.fsdp import FSDPEngine
@@ -37,7 +38,7 @@ def make_engine(directory: Path, context: ParallelContext, *, max_tokens: int) -
         context=context,
         optimizer=optimizer_config(),
         total_steps=100,
-        max_tokens_per_micro_batch=max_tokens,
+        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=max_tokens),
     )
 
 

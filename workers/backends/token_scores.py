@@ -1,10 +1,13 @@
 """Logits -> log-probabilities of the tokens that came next, a chunk of tokens at a time.
 
+logits [T - n, V], labels ──► TokenScores(logprobs, entropy)
+
 A row of logits is as long as the vocabulary, so `log_softmax` over a whole micro-batch would hold a second and, in the
 backward pass, a third copy of the largest tensor in training. Here only one chunk's copy exists at any moment; the
 backward pass computes the softmax anew from the logits, which autograd keeps anyway.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,22 +16,29 @@ from torch import Tensor
 _CHUNK_TOKENS = 1024  # 1024 x 150k vocabulary x 4 bytes = 0.6 GB of scratch
 
 
-def next_token_logprobs(
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What a language model says of the tokens that came next in one micro-batch."""
+
+    logprobs: Tensor
+    """[T - n] float32, aligned with `MicroBatch.labels`; with gradient in training."""
+    entropy: Tensor
+    """[T - n] float32 of the distribution that each token came from; without gradient."""
+
+
+def score_next_tokens(
     logits: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk_tokens: int = _CHUNK_TOKENS
-) -> tuple[Tensor, Tensor]:
+) -> TokenScores:
     """Log-probability of each label, and the entropy of the distribution that it came from.
 
     Args:
         logits: [T, V] in any float type; row t predicts `labels[t]`.
         labels: [T] int64 in [0, V).
         temperature: logits are divided by it first, as the sampler did; 0 (greedy) is read as 1.
-
-    Returns:
-        (logprobs, entropy), both [T] float32; the entropy carries no gradient.
     """
     scale = 1.0 / temperature if temperature > 0.0 else 1.0
     logprobs, entropy = _NextTokenLogprobs.apply(logits, labels, scale, chunk_tokens)  # type: ignore[no-untyped-call]
-    return logprobs, entropy
+    return TokenScores(logprobs, entropy)
 
 
 class _NextTokenLogprobs(torch.autograd.Function):
