@@ -10,8 +10,8 @@ the lineage knows their versions. The manager's gate is an optimisation that mak
 """
 
 import logging
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
@@ -32,10 +32,10 @@ class SampleHolders(Protocol):
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         """Load rows of the dataset."""
 
-    async def clear(self, uids: Sequence[str]) -> None:
-        """Free the tensors of samples; nobody is told."""
+    async def clear(self, uids_by_rank: Mapping[int, Sequence[str]]) -> None:
+        """Free the tensors of samples where they are; nobody is told."""
 
-    async def reject(self, uids: Iterable[str], rejection: Rejection) -> None:
+    async def reject(self, uids_by_rank: Mapping[int, Sequence[str]], rejection: Rejection) -> None:
         """Throw samples away and tell the rollout workers why: `stale` issues the prompt again, `consumed` does not."""
 
 
@@ -78,8 +78,7 @@ class DatasetSource:
         return batch
 
     async def give_back(self, batch: Sequence[str]) -> None:
-        self.buffer.release(batch)
-        await self.holders.clear(batch)
+        await self.holders.clear(self.buffer.release(batch))
         self._given_back.extend(batch)
 
     def waiting_for(self) -> str:
@@ -114,19 +113,18 @@ class TrajectorySource:
             self.on_drop(sample.uid, sample.dropped_because)
         remaining -= len(dropped)
         if dropped:
-            self.buffer.release(sample.uid for sample in dropped)
-            await self.holders.clear([sample.uid for sample in dropped])
+            await self.holders.clear(self.buffer.release(sample.uid for sample in dropped))
         ready = [
             ReadySample(uid=sample.uid, order=sample.order, head_version=sample.head_version)
             for sample in self.buffer.ready(self.input_keys)
         ]
         decision = select_batch(ready, version=version, eta=self.eta, batch_size=self.batch_size, remaining=remaining)
         self._missing = decision.waiting_for
-        await self._reject(decision.stale, "stale")
+        await self._give_up(decision.stale)
         return list(decision.batch) if decision.batch else None
 
     async def give_back(self, batch: Sequence[str]) -> None:
-        await self._reject(batch, "stale")  # answered anew: the same tokens would give the same loss
+        await self._give_up(batch)  # answered anew: the same tokens would give the same loss
 
     def waiting_for(self) -> str:
         return f"{self._missing} more of {self.batch_size} trajectories"
@@ -135,18 +133,24 @@ class TrajectorySource:
         return self.producers
 
     async def _take_in(self, samples: list[BufferedSample]) -> None:
-        known = [sample.uid for sample in samples if not self.buffer.put(sample)]
-        consumed = [uid for uid in known if self.buffer.is_consumed(uid)]
-        await self._reject(consumed, "consumed")
-        await self._reject([uid for uid in known if uid not in set(consumed)], "duplicate")
+        known = [sample for sample in samples if not self.buffer.put(sample)]
+        consumed = [sample for sample in known if self.buffer.is_consumed(sample.uid)]
+        await self._turn_away(consumed, "consumed")
+        await self._turn_away([sample for sample in known if not self.buffer.is_consumed(sample.uid)], "duplicate")
         orphans = self.buffer.orphaned(self.lineage.contains)
         if orphans:
             logger.warning("%d samples are from weights that a failure took back; they are issued again", len(orphans))
-        await self._reject(orphans, "stale")
+        await self._give_up(orphans)
 
-    async def _reject(self, uids: Sequence[str], rejection: Rejection) -> None:
-        if not uids:
-            return
-        if rejection != "duplicate":  # the copy that arrived first stays
-            self.buffer.release(uids)
-        await self.holders.reject(uids, rejection)
+    async def _turn_away(self, copies: Iterable[BufferedSample], rejection: Rejection) -> None:
+        """Refuse what the buffer did not take, where it arrived; the copy that came first stays where it is."""
+        uids_by_rank: defaultdict[int, list[str]] = defaultdict(list)
+        for copy in copies:
+            uids_by_rank[copy.owner].append(copy.uid)
+        if uids_by_rank:
+            await self.holders.reject(uids_by_rank, rejection)
+
+    async def _give_up(self, uids: Sequence[str]) -> None:
+        """These prompts are answered anew."""
+        if uids:
+            await self.holders.reject(self.buffer.release(uids), "stale")

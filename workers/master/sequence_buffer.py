@@ -1,13 +1,15 @@
 """SequenceBuffer: where every sample of the trainer stands; metadata only, tensors stay on the model workers.
 
-    put (fetched) ──► READY ──select──► IN BATCH ──amend (outputs of calls)──► consumed (trained)
-                        │
-                        └──► released: stale, orphaned, duplicate: its prompt is issued again, never trained twice
+    put (fetched) ──► READY ──select──► IN BATCH ──amend (outputs of calls)──► consumed (trained) ──┐
+                        │                                                                           ▼
+                        └──► stale, orphaned: its prompt is issued again ────────────────────► released: which ranks
+                                                                                               have to forget it
 
 Pure: events go in, decisions come out. The master's sockets are in trainer_gang.py. That a second copy is turned away
 here saves a train step; what keeps it from counting twice is the ledger.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -47,15 +49,23 @@ class SequenceBuffer:
     samples: dict[str, BufferedSample] = field(default_factory=dict)
     located: dict[tuple[str, str], set[int]] = field(default_factory=dict)
     """Ranks that hold (uid, key)."""
+    holders: dict[str, set[int]] = field(default_factory=dict)
+    """Ranks that hold anything of a sample, be it a second copy."""
     duplicates: int = 0
     """Samples that arrived a second time and were turned away."""
 
     def put(self, sample: BufferedSample) -> bool:
-        """Take a sample in; False if it is here or consumed already, and must be thrown away by its owner."""
+        """Take a sample in; False if it is here or consumed already: the copy that came first counts.
+
+        A second copy may lie where the first one does, and both go when the sample is released.
+        """
         if sample.uid in self.samples or self.is_consumed(sample.uid):
             self.duplicates += 1
+            if sample.uid in self.samples:
+                self.holders[sample.uid].add(sample.owner)
             return False
         self.samples[sample.uid] = sample
+        self.holders[sample.uid] = {sample.owner}
         for key in sample.keys:
             self.located[sample.uid, key] = {sample.owner}
         return True
@@ -78,18 +88,26 @@ class SequenceBuffer:
 
     def amend(self, keys: Iterable[str], ranks_by_uid: Mapping[str, int]) -> None:
         """Record that `keys` now exist for each uid on the rank that computed them."""
+        names = list(keys)
         for uid, rank in ranks_by_uid.items():
-            for key in keys:
+            self.holders[uid].add(rank)
+            for key in names:
                 self.located.setdefault((uid, key), set()).add(rank)
 
     def moved(self, uid: str, key: str, ranks: Iterable[int]) -> None:
         """Record that a transfer has put (uid, key) on further ranks."""
         self.located[uid, key].update(ranks)
+        self.holders[uid].update(ranks)
 
-    def release(self, uids: Iterable[str]) -> None:
-        """Forget samples: trained, stale, or given up."""
+    def release(self, uids: Iterable[str]) -> dict[int, list[str]]:
+        """Forget samples: trained, stale, or given up. Returns what each rank has to forget, by rank."""
         gone = set(uids)
         for uid in gone:
             self.samples.pop(uid, None)
         for place in [place for place in self.located if place[0] in gone]:
             del self.located[place]
+        uids_by_rank: defaultdict[int, list[str]] = defaultdict(list)
+        for uid in sorted(gone):
+            for rank in self.holders.pop(uid, ()):
+                uids_by_rank[rank].append(uid)
+        return dict(uids_by_rank)

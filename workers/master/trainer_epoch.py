@@ -188,8 +188,7 @@ class TrainerEpoch:
         parts.publish(self.version, self._weights)
         self._committing_s = time.monotonic() - saved
         parts.presence.beat(version=str(self.version))
-        parts.buffer.release(batch)
-        await parts.gang.clear(batch)
+        await parts.gang.clear(parts.buffer.release(batch))
         await self._remove_old_weights()
         save_every = parts.spec.control.save_every_steps
         if save_every is not None and self._step % save_every == 0:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _CONTROL_DEADLINE_S = 60.0
 _FETCH_AT_MOST = 1024
+_REPORTING_RANK = 0  # statistics are those of the global batch on every rank, so that one says them for all
 _DEATH_NOTICE_S = 4.0  # longer than the stream gives a worker that has disconnected to come back
 
 
@@ -116,25 +117,21 @@ class TrainerGang:
         await self._all(request, deadline_s=math.inf)
 
     async def fetch(self) -> list[BufferedSample]:
-        return self._samples(await self._now(Fetch(max_samples=_FETCH_AT_MOST)))
+        request = Fetch(max_samples=_FETCH_AT_MOST)
+        return self._samples(await self._tell(dict.fromkeys(range(len(self._workers)), request)))
 
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         """Deal rows of the dataset over the ranks, which read them."""
-        shares = {worker: list(uids[rank :: len(self._workers)]) for rank, worker in enumerate(self._workers)}
-        replies = await self._guard(
-            self._client.post(
-                {worker: LoadRows(uids=share) for worker, share in shares.items() if share},
-                deadline_s=_CONTROL_DEADLINE_S,
-            )
-        )
-        return self._samples(replies)
+        shares = {rank: list(uids[rank :: len(self._workers)]) for rank in range(len(self._workers))}
+        return self._samples(await self._tell({rank: LoadRows(uids=share) for rank, share in shares.items() if share}))
 
-    async def reject(self, uids: Iterable[str], rejection: Rejection) -> None:
-        await self._now(Reject(uids=list(uids), rejection=rejection))
+    async def reject(self, uids_by_rank: Mapping[int, Sequence[str]], rejection: Rejection) -> None:
+        """Let each rank throw its samples away, and tell who sent them."""
+        await self._tell({rank: Reject(uids=list(uids), rejection=rejection) for rank, uids in uids_by_rank.items()})
 
-    async def clear(self, uids: Sequence[str]) -> None:
-        """Free the tensors of samples that were trained on."""
-        await self._now(ClearDataCache(uids=list(uids)))
+    async def clear(self, uids_by_rank: Mapping[int, Sequence[str]]) -> None:
+        """Free the tensors of samples that were trained on, where they are."""
+        await self._tell({rank: ClearDataCache(uids=list(uids)) for rank, uids in uids_by_rank.items()})
 
     async def run_step(self, batch: Sequence[str], buffer: SequenceBuffer, *, step: int) -> TrainReply:
         """Run the dataflow graph on a batch; returns what its train steps did, with their statistics."""
@@ -142,8 +139,10 @@ class TrainerGang:
         done: list[TrainReply] = []
         for level in self.graph.levels:
             calls = [self.graph.call(name) for name in level]
-            pending = [self._post_call(call, batch, partition, buffer, step=step) for call in calls]
-            await self._flush()
+            is_alone = len(calls) == 1  # then the flush rides with it, and costs no message
+            pending = [self._post_call(call, partition, buffer, step=step, flush=is_alone) for call in calls]
+            if not is_alone:
+                await self._flush()
             for call, replies in zip(calls, pending, strict=True):
                 done += self._absorb(call, await self._guard(replies), partition, buffer)
         return TrainReply(
@@ -155,7 +154,9 @@ class TrainerGang:
 
     async def evaluate(self, *, step: int) -> dict[str, float]:
         """Answer the held-out problems with the present weights."""
-        return _stats(await self._all(Evaluate(version=step), deadline_s=self._step_timeout_s))
+        requests: dict[str, Request] = dict.fromkeys(self._workers, Evaluate(version=step, reports=False))
+        requests[self._workers[_REPORTING_RANK]] = Evaluate(version=step)
+        return _stats(await self._run(requests, deadline_s=self._step_timeout_s))
 
     async def save_weights(self, directory: Path) -> None:
         """Write the trained role's weights in Hugging Face format."""
@@ -171,18 +172,26 @@ class TrainerGang:
     def _post_call(
         self,
         call: ModelFunctionCall,
-        batch: Sequence[str],
         partition: list[list[str]],
         buffer: SequenceBuffer,
         *,
         step: int,
+        flush: bool,
     ) -> PendingReplies:
-        kind = TrainStep if call.call_type is CallType.TRAIN_STEP else Inference
-        request: Request = kind(mfc=call.name, uids=list(batch), partition=partition, version=step)
+        """Send every rank its own share of a call; the call's hook is the same for all of them."""
+        requests: dict[str, Request] = {}
+        for rank, (worker, uids) in enumerate(zip(self._workers, partition, strict=True)):
+            if call.call_type is CallType.TRAIN_STEP:
+                reports = rank == _REPORTING_RANK
+                requests[worker] = TrainStep(mfc=call.name, uids=uids, version=step, reports=reports)
+            else:
+                requests[worker] = Inference(mfc=call.name, uids=uids, version=step)
+        hooks = self._transfers(call, partition, buffer)
         return self._client.post(
-            dict.fromkeys(self._workers, request),
+            requests,
             deadline_s=self._step_timeout_s,
-            pre_hooks=self._transfers(call, partition, buffer),
+            pre_hooks=dict.fromkeys(self._workers, hooks),
+            flush=flush,
         )
 
     def _transfers(self, call: ModelFunctionCall, partition: list[list[str]], buffer: SequenceBuffer) -> list[Hook]:
@@ -204,8 +213,8 @@ class TrainerGang:
         partition: list[list[str]],
         buffer: SequenceBuffer,
     ) -> list[TrainReply]:
-        if call.call_type is CallType.TRAIN_STEP:  # the same on every rank, so the first one's stands for all
-            return [reply for reply in replies.values() if isinstance(reply, TrainReply)][:1]
+        if call.call_type is CallType.TRAIN_STEP:
+            return [reply for reply in replies.values() if isinstance(reply, TrainReply)]
         buffer.amend(call.output_keys, {uid: rank for rank, uids in enumerate(partition) for uid in uids})
         return []
 
@@ -227,15 +236,16 @@ class TrainerGang:
 
     async def _all(self, request: Request, *, deadline_s: float) -> dict[str, ReplyPayload]:
         """A blocking request to every rank."""
-        pending = self._client.post(dict.fromkeys(self._workers, request), deadline_s=deadline_s)
-        await self._flush()
-        return await self._guard(pending)
+        return await self._run(dict.fromkeys(self._workers, request), deadline_s=deadline_s)
 
-    async def _now(self, request: Request) -> dict[str, ReplyPayload]:
-        """A non-blocking request to every rank."""
-        return await self._guard(
-            self._client.post(dict.fromkeys(self._workers, request), deadline_s=_CONTROL_DEADLINE_S)
-        )
+    async def _run(self, requests: Mapping[str, Request], *, deadline_s: float) -> dict[str, ReplyPayload]:
+        """Blocking requests to some ranks, which start at once."""
+        return await self._guard(self._client.post(requests, deadline_s=deadline_s, flush=True))
+
+    async def _tell(self, requests: Mapping[int, Request]) -> dict[str, ReplyPayload]:
+        """Non-blocking requests to some ranks."""
+        by_worker = {self._workers[rank]: request for rank, request in requests.items()}
+        return await self._guard(self._client.post(by_worker, deadline_s=_CONTROL_DEADLINE_S))
 
     async def _flush(self) -> None:
         try:
@@ -295,5 +305,5 @@ def _buffered(metadata: SampleMetadata, *, owner: int) -> BufferedSample:
 
 
 def _stats(replies: Mapping[str, ReplyPayload]) -> dict[str, float]:
-    """Statistics are those of the global batch on every rank; the first rank's stand for all."""
+    """Of the rank that reports."""
     return next((dict(reply.stats) for reply in replies.values() if isinstance(reply, StatsReply)), {})

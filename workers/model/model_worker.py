@@ -172,9 +172,10 @@ class ModelWorker(Worker):
             case TrainStep():
                 reply = self._models.train_step(request)
                 self.context.presence.beat(version=str(request.version + (not reply.is_skipped)))
-                return reply
+                return reply if request.reports else OkReply()
             case Evaluate():
-                return StatsReply(stats=self._models.evaluate())
+                stats = self._models.evaluate()
+                return StatsReply(stats=stats) if request.reports else OkReply()
             case SaveWeights():
                 self._models.save_weights(request.role, Path(request.directory))
                 return OkReply()

@@ -77,7 +77,7 @@ class Models:
                 self._store.put(sample.select_keys(["input_ids"]).with_key(key, values).select_keys([key]))
 
     def train_step(self, request: TrainStep) -> TrainReply:
-        """Update a call's model on this rank's share of the batch."""
+        """Update a call's model on this rank's share of the batch; what that did is equal on all ranks."""
         call = self._calls[request.mfc]
         sample, engine = self._inputs(call, request), self._engines[call.role]
         steps_before, nonfinite_before = engine.step, engine.num_nonfinite
@@ -132,9 +132,8 @@ class Models:
         )
 
     def _inputs(self, call: ModelFunctionCall, request: Inference | TrainStep) -> SequenceSample:
-        uids = request.partition[self._parallel.dp_rank]
-        if uids:
-            return self._store.gather(uids, call.input_keys).remap_keys(call.input_key_remap)
+        if request.uids:
+            return self._store.gather(request.uids, call.input_keys).remap_keys(call.input_key_remap)
         # A rank without samples still takes part in every collective, with no rows of the same keys.
         empty = {key: np.empty(0, key_spec(key).dtype) for key in call.input_keys}
         return SequenceSample([], {key: [] for key in empty}, dict(empty)).remap_keys(call.input_key_remap)

@@ -2,6 +2,10 @@
 
     post({worker: request}) --one request id--> workers --replies--> PendingReplies.results()
     flush() --------------------Flush names the ids-------> each worker starts what it got since the last flush
+    post(..., flush=True) ------both in one message
+
+What each rank gets of its own is encoded for it alone, and what several get alike is encoded once: bytes on the wire
+grow with what is said, not with the number of ranks times all of it.
 
 A worker is known from its Hello on:
 
@@ -13,8 +17,9 @@ A worker is known from its Hello on:
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from corral.workers.requests.messages import (
     BlockingRequest,
@@ -90,7 +95,7 @@ class RequestClient(Closing):
             step = client.post({worker: TrainStep(...) for worker in actors}, deadline_s=600)
             forward = client.post({worker: Inference(...) for worker in references}, deadline_s=600)
             await client.flush(deadline_s=30)
-            stats, metadata = await step.results(), await forward.results()
+            stats, done = await step.results(), await forward.results()
     """
 
     def __init__(
@@ -176,23 +181,39 @@ class RequestClient(Closing):
         requests: Mapping[str, Request],
         *,
         deadline_s: float,
-        pre_hooks: Sequence[Hook] = (),
-        post_hooks: Sequence[Hook] = (),
+        pre_hooks: Mapping[str, Sequence[Hook]] = MappingProxyType({}),
+        post_hooks: Mapping[str, Sequence[Hook]] = MappingProxyType({}),
+        flush: bool = False,
     ) -> PendingReplies:
         """Send one request to some workers now, under one id, and wait for the replies later.
 
         Blocking requests start only after `flush`.
 
         Args:
-            requests: by worker id; they may differ, such as in what each rank gets.
+            requests: by worker id; they may differ, such as in what each rank gets. One object that several workers get
+                is encoded once.
             deadline_s: from now; then the replies that are missing are a `StreamTimeoutError`.
+            pre_hooks, post_hooks: by worker id; a worker that is not named has none.
+            flush: these workers start this request at once, after whatever was posted to them before: a flush that
+                costs no message. Nothing is awaited while posting, so that of two requests which two workers share,
+                both start the one that was posted first, first.
         """
         request_id = RequestId(self._epoch, next(self._sequence))
+        level = next(self._level) if flush else None
+        frames_by_content: dict[Hashable, list[Buffer]] = {}
         futures: dict[str, asyncio.Future[ReplyPayload]] = {}
         for worker, request in requests.items():
-            body = WorkerRequest(request=request, pre_hooks=list(pre_hooks), post_hooks=list(post_hooks))
-            frames = self._codec.encode(body, epoch=self._epoch, request_id=str(request_id), deadline_s=deadline_s)
-            futures[worker] = self._ask(worker, request_id, request, frames, deadline_s=deadline_s)
+            before, after = pre_hooks.get(worker, ()), post_hooks.get(worker, ())
+            starts = () if level is None else self._take_unflushed(worker, request_id)
+            content = (id(request), id(before), id(after), starts)
+            if content not in frames_by_content:
+                started = None if level is None else Flush(level=level, request_ids=list(starts))
+                body = WorkerRequest(request=request, pre_hooks=list(before), post_hooks=list(after), flush=started)
+                frames_by_content[content] = self._codec.encode(
+                    body, epoch=self._epoch, request_id=str(request_id), deadline_s=deadline_s
+                )
+            frames = frames_by_content[content]
+            futures[worker] = self._ask(worker, request_id, request, frames, deadline_s=deadline_s, is_flushed=flush)
         return PendingReplies(futures)
 
     async def flush(self, *, deadline_s: float) -> None:
@@ -202,12 +223,9 @@ class RequestClient(Closing):
         """
         level = next(self._level)
         requests: dict[str, Request] = {}
-        for worker_id, worker in self._worker_by_id.items():
-            # What nobody waits for any more, because of an error or a deadline, need not start.
-            waiting = [str(request_id) for request_id in worker.unflushed if request_id in worker.pending]
-            worker.unflushed = []
-            if waiting:
-                requests[worker_id] = Flush(level=level, request_ids=waiting)
+        for worker_id in self._worker_by_id:
+            if waiting := self._take_unflushed(worker_id):
+                requests[worker_id] = Flush(level=level, request_ids=list(waiting))
         await self.post(requests, deadline_s=deadline_s).results()
 
     def close(self) -> None:
@@ -221,8 +239,25 @@ class RequestClient(Closing):
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
+    def _take_unflushed(self, worker_id: str, *more: RequestId) -> tuple[str, ...]:
+        """What a flush of now names for this worker: what was posted since the last one, and these."""
+        worker = self._worker_by_id.get(worker_id)
+        unflushed: list[RequestId] = []
+        if worker is not None:
+            # What nobody waits for any more, because of an error or a deadline, need not start.
+            unflushed = [request_id for request_id in worker.unflushed if request_id in worker.pending]
+            worker.unflushed = []
+        return tuple(str(request_id) for request_id in (*unflushed, *more))
+
     def _ask(
-        self, worker_id: str, request_id: RequestId, request: Request, frames: list[Buffer], *, deadline_s: float
+        self,
+        worker_id: str,
+        request_id: RequestId,
+        request: Request,
+        frames: list[Buffer],
+        *,
+        deadline_s: float,
+        is_flushed: bool,
     ) -> "asyncio.Future[ReplyPayload]":
         asked = f"{type(request).__name__} {request_id}"
         worker = self._worker_by_id.get(worker_id)
@@ -231,7 +266,7 @@ class RequestClient(Closing):
         if worker.is_dead:
             return _failed(_dead(worker.hello, asked))
         future = worker.pending.start(request_id, frames, asked=asked, deadline_s=deadline_s)
-        if isinstance(request, BlockingRequest):
+        if isinstance(request, BlockingRequest) and not is_flushed:
             worker.unflushed.append(request_id)
         self._send(worker, frames)
         return future

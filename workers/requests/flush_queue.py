@@ -6,7 +6,8 @@
 
 Requests contain collectives: if one worker ran A before B and another B before A, both would wait for ever. A master
 sends one request to several workers under one id, and orders levels one after the other, so the order of (level, id)
-is the same for any two workers on all requests that they share.
+is the same for any two workers on all requests that they share. A flush that comes aboard a request is a level like any
+other.
 """
 
 from collections import deque

@@ -3,8 +3,8 @@
     master --DEALER--> I/O thread --non-blocking--> callback in the I/O thread --> reply
                            |  blocking
                            v
-                       FlushQueue --flush--> released --next_blocking()--> main thread --reply()--> I/O thread -->
-                       master
+                       FlushQueue --flush, aboard or apart--> released --next_blocking()--> main thread --reply()-->
+                       I/O thread --> master
 
 Which master is obeyed is decided by epoch: a request of an older epoch than the newest one seen is answered with
 StaleReply, and only Initialize raises the epoch. A request that was answered before gets the same reply again.
@@ -173,20 +173,19 @@ class WorkerRequestStream(Closing):
     def _start(self, request_id: RequestId, message: Message[WorkerRequest]) -> None:
         request = message.body.request
         if isinstance(request, Flush):
-            level_ids = [RequestId.parse(text) for text in request.request_ids]
-            self._waiting.flush(level=request.level, request_ids=level_ids)
             self._finish(request_id, OkReply())
-            self._release()
+            self._release(request)
         elif isinstance(request, NonBlockingRequest):
             self._answer_now(request_id, request)
         elif request_id.epoch > self.max_epoch and not isinstance(request, Initialize):
             self._waiting.settle(request_id)
             self._finish(request_id, _not_initialized(request_id, request, self.max_epoch))
+            self._release(message.body.flush)
         else:
             self._raise_epoch(request_id.epoch)
             pre_hooks, post_hooks = message.body.pre_hooks, message.body.post_hooks
             self._waiting.add(request_id, Envelope(request_id, request, pre_hooks, post_hooks))
-            self._release()
+            self._release(message.body.flush)
 
     def _raise_epoch(self, epoch: int) -> None:
         if epoch > self.max_epoch:
@@ -194,7 +193,11 @@ class WorkerRequestStream(Closing):
             self.max_epoch = epoch
             self._waiting.reset()
 
-    def _release(self) -> None:
+    def _release(self, flush: Flush | None) -> None:
+        """Hand over what may run, now that a request or a flush has come."""
+        if flush is not None:
+            named = [RequestId.parse(text) for text in flush.request_ids]
+            self._waiting.flush(level=flush.level, request_ids=named)
         for envelope in self._waiting.pop_ready():
             self._released.put(envelope)
 

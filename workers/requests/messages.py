@@ -90,28 +90,34 @@ class Initialize(MessageBody, frozen=True, tag="initialize"):
 
 
 class Inference(MessageBody, frozen=True, tag="inference"):
-    """Forward pass of one model function call -> MetadataReply"""
+    """Forward pass of one model function call -> OkReply"""
 
     mfc: str
     uids: list[str]
-    partition: list[list[str]]
-    """The uids of each data-parallel rank."""
+    """The receiver's own share of the batch; without any it takes part in the collectives, with no rows."""
     version: int
 
 
 class TrainStep(MessageBody, frozen=True, tag="train_step"):
-    """One update of one model function call, from `version` to `version + 1` -> TrainReply"""
+    """One update of one model function call, from `version` to `version + 1` -> TrainReply, or OkReply
+
+    What a train step did is equal on all ranks of the call, so that one of them says it for all.
+    """
 
     mfc: str
     uids: list[str]
-    partition: list[list[str]]
+    """The receiver's own share of the batch; without any it takes part in the collectives, with no rows."""
     version: int
+    reports: bool = True
+    """Whether this rank answers with the TrainReply; the others answer OkReply."""
 
 
 class Evaluate(MessageBody, frozen=True, tag="evaluate"):
-    """Answer the held-out problems with the present weights -> StatsReply"""
+    """Answer the held-out problems with the present weights -> StatsReply, or OkReply"""
 
     version: int
+    reports: bool = True
+    """Whether this rank answers with the statistics, which are equal on all ranks; the others answer OkReply."""
 
 
 class SaveWeights(MessageBody, frozen=True, tag="save_weights"):
@@ -131,7 +137,7 @@ class SaveCheckpoint(MessageBody, frozen=True, tag="save_checkpoint"):
 class Flush(MessageBody, frozen=True, tag="flush"):
     """All concurrent requests of this level have been sent: run these -> OkReply
 
-    Sent by `RequestClient.flush`, not by hand.
+    Made by `RequestClient`, not by hand: a message of its own, or aboard the last request that it names.
     """
 
     level: int
@@ -160,6 +166,8 @@ class WorkerRequest(MessageBody, frozen=True, tag="request"):
     request: Request
     pre_hooks: list[Hook] = []
     post_hooks: list[Hook] = []
+    flush: Flush | None = None
+    """Starts this request and those that it names besides; None: a later flush will."""
 
 
 # --- replies --------------------------------------------------------------------------------------------------------

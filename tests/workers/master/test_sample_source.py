@@ -1,7 +1,7 @@
 """Batches are made of what is fresh, whole and new; everything else goes back, with the right verdict."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,11 +14,11 @@ from corral.workers.requests.messages import Rejection
 KEYS = frozenset({"input_ids"})
 
 
-def sample(uid: str, *, order: int = 0, version: str = "1.0", dropped: str = "") -> BufferedSample:
+def sample(uid: str, *, order: int = 0, version: str = "1.0", dropped: str = "", owner: int = 0) -> BufferedSample:
     return BufferedSample(
         uid=uid,
         order=order,
-        owner=0,
+        owner=owner,
         num_tokens=[3],
         versions=frozenset() if dropped else frozenset({PolicyVersion.parse(version)}),
         keys=frozenset() if dropped else KEYS,
@@ -32,6 +32,7 @@ class Holders:
     def __init__(self) -> None:
         self.arrivals: list[BufferedSample] = []
         self.rejected: list[tuple[str, Rejection]] = []
+        self.told: list[tuple[dict[int, list[str]], Rejection]] = []
         self.cleared: list[str] = []
 
     async def fetch(self) -> list[BufferedSample]:
@@ -41,11 +42,12 @@ class Holders:
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         return [sample(uid) for uid in uids]
 
-    async def clear(self, uids: Sequence[str]) -> None:
-        self.cleared += uids
+    async def clear(self, uids_by_rank: Mapping[int, Sequence[str]]) -> None:
+        self.cleared += [uid for uids in uids_by_rank.values() for uid in uids]
 
-    async def reject(self, uids: Iterable[str], rejection: Rejection) -> None:
-        self.rejected += [(uid, rejection) for uid in uids]
+    async def reject(self, uids_by_rank: Mapping[int, Sequence[str]], rejection: Rejection) -> None:
+        self.told.append(({rank: list(uids) for rank, uids in uids_by_rank.items()}, rejection))
+        self.rejected += [(uid, rejection) for uids in uids_by_rank.values() for uid in uids]
 
 
 def source_of(
@@ -93,6 +95,18 @@ def test_tokens_of_a_lost_branch_are_orphans_however_fresh_their_number_is() -> 
     holders.arrivals = [sample("0:orphan", version="1.3"), sample("0:living", order=1, version="1.2")]
     assert asyncio.run(source.poll(version=3, remaining=9)) == ["0:living"]
     assert holders.rejected == [("0:orphan", "stale")]
+
+
+def test_only_the_rank_that_took_a_copy_in_is_told_to_refuse_it() -> None:
+    holders = Holders()
+    source, _, _ = source_of(holders, consumed={"0:done"})
+    holders.arrivals = [
+        sample("0:a", version="0.0"),
+        sample("0:a", version="0.0", owner=3),
+        sample("0:done", version="0.0", owner=5),
+    ]
+    asyncio.run(source.poll(version=0, remaining=9))
+    assert holders.told == [({5: ["0:done"]}, "consumed"), ({3: ["0:a"]}, "duplicate")]
 
 
 def test_a_second_copy_is_thrown_away_and_the_first_stays() -> None:

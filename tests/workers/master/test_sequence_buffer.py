@@ -23,8 +23,18 @@ def test_outputs_and_transfers_add_places_and_a_release_forgets_them_all() -> No
     buffer.amend(["proximal_logprobs"], {"0:a": 0})
     buffer.moved("0:a", "input_ids", [0, 2])
     assert buffer.located == {("0:a", "input_ids"): {0, 1, 2}, ("0:a", "proximal_logprobs"): {0}}
-    buffer.release(["0:a", "0:unknown"])
-    assert not buffer.samples and not buffer.located
+    assert buffer.release(["0:a", "0:unknown"]) == {0: ["0:a"], 1: ["0:a"], 2: ["0:a"]}
+    assert not buffer.samples and not buffer.located and not buffer.holders
+
+
+def test_a_release_names_each_rank_with_its_own_samples_second_copies_among_them() -> None:
+    buffer = SequenceBuffer(is_consumed=lambda uid: False)
+    for uid, owner in (("0:a", 0), ("0:b", 1), ("0:c", 1)):
+        buffer.put(row(uid, order=0, owner=owner))
+    assert not buffer.put(row("0:a", order=0, owner=2))
+    assert buffer.located["0:a", "input_ids"] == {0}  # nothing is computed on a second copy
+    assert buffer.release(["0:a", "0:b"]) == {0: ["0:a"], 1: ["0:b"], 2: ["0:a"]}
+    assert buffer.release(["0:a", "0:c"]) == {1: ["0:c"]}
 
 
 def test_what_is_consumed_is_turned_away() -> None:

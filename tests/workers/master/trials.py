@@ -4,7 +4,7 @@ trial_of(folder) --run_master(trial, gang)--> exit code     gang: what the model
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,10 +86,10 @@ class Gang:
             for uid in uids
         ]
 
-    async def reject(self, uids: Iterable[str], rejection: Rejection) -> None:
+    async def reject(self, uids_by_rank: Mapping[int, Sequence[str]], rejection: Rejection) -> None:
         self.at_call("reject")
 
-    async def clear(self, uids: Sequence[str]) -> None:
+    async def clear(self, uids_by_rank: Mapping[int, Sequence[str]]) -> None:
         self.at_call("clear")
 
     async def run_step(self, batch: Sequence[str], buffer: SequenceBuffer, *, step: int) -> TrainReply:

@@ -9,7 +9,17 @@ import pytest
 
 from corral.workers.model.model_worker import ModelWorker
 from corral.workers.requests.handler import Envelope
-from corral.workers.requests.messages import Evaluate, Initialize, OkReply, Ping, ReplyPayload, Shutdown
+from corral.workers.requests.messages import (
+    Evaluate,
+    Initialize,
+    OkReply,
+    Ping,
+    ReplyPayload,
+    Shutdown,
+    StatsReply,
+    TrainReply,
+    TrainStep,
+)
 from corral.workers.streams.calls import RequestId
 from tests.workers.master.trials import context_of, trial_of
 
@@ -60,6 +70,29 @@ def test_a_request_that_fails_halfway_ends_the_rank(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="no held-out problems"):
             worker._serve(cast(Any, replies), blocking(Evaluate(version=1)))
     assert len(replies.errors) == 1
+
+
+class Statistics:
+    """Stands for the models of a worker."""
+
+    def evaluate(self) -> dict[str, float]:
+        return {"accuracy": 0.5}
+
+    def train_step(self, request: TrainStep) -> TrainReply:
+        return TrainReply(stats={"loss": 0.5}, num_updates=1, num_nonfinite=0)
+
+
+def test_one_rank_reports_what_is_equal_on_all(tmp_path: Path) -> None:
+    replies = Replies()
+    with context_of(*trial_of(tmp_path), "model_worker") as context:
+        worker = ModelWorker(context)
+        worker._models = cast(Any, Statistics())
+        for reports in (True, False):
+            worker._serve(cast(Any, replies), blocking(Evaluate(version=1, reports=reports)))
+            request = TrainStep(mfc="actor_train", uids=[], version=1, reports=reports)
+            worker._serve(cast(Any, replies), blocking(request))
+    trained = TrainReply(stats={"loss": 0.5}, num_updates=1, num_nonfinite=0)
+    assert replies.payloads == [StatsReply(stats={"accuracy": 0.5}), trained, OkReply(), OkReply()]
 
 
 class Part:

@@ -82,7 +82,7 @@ def initialize(models: Models, weights: Path, state: Path | None = None) -> None
 
 
 def train(models: Models, version: int) -> None:
-    reply = models.train_step(TrainStep(mfc="actor_train", uids=UIDS, partition=[UIDS], version=version))
+    reply = models.train_step(TrainStep(mfc="actor_train", uids=UIDS, version=version))
     assert (reply.num_updates, reply.num_nonfinite, reply.is_damaged) == (1, 0, False)
 
 
@@ -97,7 +97,7 @@ def test_outputs_lie_beside_the_inputs_under_the_name_that_the_graph_gives_them(
     store.put(SAMPLE.select_keys(["input_ids", "prompt_mask"]))
     models = models_of(folder, store)
     initialize(models, folder / "actor")
-    models.inference(Inference(mfc="ref_inf", uids=UIDS, partition=[UIDS], version=0))
+    models.inference(Inference(mfc="ref_inf", uids=UIDS, version=0))
     assert {key for key in KEY_LAYOUTS if store.holds("0:1", key)} == {"input_ids", "prompt_mask", "ref_logprobs"}
     held = store.gather(["0:1"], ["input_ids", "ref_logprobs"])
     ids = torch.from_numpy(np.asarray(held.data["input_ids"], dtype=np.int64))
@@ -112,7 +112,7 @@ def test_a_rank_without_samples_takes_part_and_adds_nothing(folder: Path) -> Non
     store = DataStore()
     models = models_of(folder, store)
     initialize(models, folder / "actor")
-    models.inference(Inference(mfc="ref_inf", uids=[], partition=[[]], version=0))
+    models.inference(Inference(mfc="ref_inf", uids=[], version=0))
     assert len(store) == 0
 
 
@@ -148,7 +148,7 @@ def test_a_new_epoch_loads_what_is_trained_and_keeps_what_is_only_read(folder: P
     models.save_weights("actor", folder / "now")
     before, now = read_weights(folder / "actor"), read_weights(folder / "now")
     assert all(torch.equal(before[name], now[name]) for name in before)
-    models.inference(Inference(mfc="ref_inf", uids=UIDS, partition=[UIDS], version=0))
+    models.inference(Inference(mfc="ref_inf", uids=UIDS, version=0))
 
 
 def test_a_model_is_described_before_and_after_it_is_loaded(folder: Path) -> None:

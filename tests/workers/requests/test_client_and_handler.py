@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from corral.scheduling.redistribution import Transfer
@@ -35,7 +36,7 @@ from corral.workers.requests.messages import (
     TrainStep,
     WorkerRequest,
 )
-from corral.workers.streams.codec import MessageCodec
+from corral.workers.streams.codec import Buffer, MessageCodec
 from corral.workers.streams.errors import (
     PeerDeadError,
     RemoteError,
@@ -91,7 +92,7 @@ def with_master(test: Callable[[RequestClient], Awaitable[None]], security: Stre
 
 
 def train(mfc: str = "actor_train", version: int = 0) -> TrainStep:
-    return TrainStep(mfc=mfc, uids=["0:a"], partition=[["0:a"]], version=version)
+    return TrainStep(mfc=mfc, uids=["0:a"], version=version)
 
 
 async def take(stream: WorkerRequestStream) -> Envelope:
@@ -194,13 +195,87 @@ def test_all_workers_get_the_requests_of_a_level_in_the_same_order(as_role: AsRo
     with_master(run, as_role("master_worker"))
 
 
+def test_a_flush_aboard_starts_its_request_after_all_that_was_posted_before(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
+            await initialize(client, stream)
+            client.post({stream.worker_id: train("waits")}, deadline_s=10)
+            await ask(client, stream.worker_id, Ping(), deadline_s=10)
+            assert stream.next_blocking(timeout_s=0) is None
+            client.post({stream.worker_id: train("starts both")}, deadline_s=10, flush=True)
+            client.post({stream.worker_id: train("starts at once")}, deadline_s=10, flush=True)
+            names = [(await take(stream)).request for _ in range(3)]
+            assert names == [train("waits"), train("starts both"), train("starts at once")]
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_a_flush_aboard_of_a_request_that_is_refused_starts_the_others(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
+            await client.wait_for_workers([stream.worker_id], timeout_s=120)
+            early = client.post({stream.worker_id: train("too early")}, deadline_s=10, flush=True)
+            client.post({stream.worker_id: INITIALIZE}, deadline_s=10, flush=True)
+            with pytest.raises(RemoteError, match="came before its Initialize"):
+                await early.results()
+            assert (await take(stream)).request == INITIALIZE
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_each_worker_gets_its_own_share_and_hooks_and_nothing_of_the_others(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        security = as_role("model_worker")
+        with (
+            worker(security, lambda: client.endpoint) as first,
+            worker(security, lambda: client.endpoint, index=1) as second,
+        ):
+            await initialize(client, first, second)
+            shares = {
+                stream.worker_id: Inference(mfc="ref_inf", uids=[stream.worker_id], version=3)
+                for stream in (first, second)
+            }
+            hook = DataTransfer(plan=[], seqlens={}, dtypes={"rewards": "float32"})
+            client.post(shares, deadline_s=10, pre_hooks={second.worker_id: [hook]}, flush=True)
+            for stream, hooks in ((first, []), (second, [hook])):
+                envelope = await take(stream)
+                assert (envelope.request, envelope.pre_hooks) == (shares[stream.worker_id], hooks)
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_what_all_workers_get_alike_is_encoded_once(as_role: AsRole, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[msgspec.Struct] = []
+    encode = MessageCodec.encode
+
+    def count(codec: MessageCodec[Any], body: msgspec.Struct, **more: Any) -> list[Buffer]:
+        encoded.append(body)
+        return encode(codec, body, **more)
+
+    async def run(client: RequestClient) -> None:
+        security = as_role("model_worker")
+        with (
+            worker(security, lambda: client.endpoint) as first,
+            worker(security, lambda: client.endpoint, index=1) as second,
+        ):
+            await initialize(client, first, second)
+            workers = [first.worker_id, second.worker_id]
+            monkeypatch.setattr(MessageCodec, "encode", count)
+            client.post(dict.fromkeys(workers, train("same")), deadline_s=10, flush=True)
+            client.post({name: train(name) for name in workers}, deadline_s=10, flush=True)
+            requests = [body.request for body in encoded if isinstance(body, WorkerRequest)]
+            assert requests == [train("same"), *map(train, workers)]
+
+    with_master(run, as_role("master_worker"))
+
+
 def test_hooks_arrive_with_the_request(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
             transfer = Transfer(key="rewards", source=0, destinations=(1,), uids=("0:a",))
             hook = DataTransfer(plan=[transfer], seqlens={"0:a": {"rewards": [1]}}, dtypes={"rewards": "float32"})
-            client.post({stream.worker_id: train()}, deadline_s=10, pre_hooks=[hook])
+            client.post({stream.worker_id: train()}, deadline_s=10, pre_hooks={stream.worker_id: [hook]})
             await client.flush(deadline_s=10)
             envelope = await take(stream)
             assert (envelope.epoch, envelope.pre_hooks, envelope.post_hooks) == (1, [hook], [])
@@ -212,7 +287,7 @@ def test_metadata_travels_typed(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
-            request = Inference(mfc="ref_inf", uids=["0:a"], partition=[["0:a"], []], version=3)
+            request = Inference(mfc="ref_inf", uids=["0:a"], version=3)
             pending = client.post({stream.worker_id: request}, deadline_s=10)
             await client.flush(deadline_s=10)
             envelope = await take(stream)
@@ -383,15 +458,16 @@ def test_a_request_survives_a_broken_connection_and_is_run_once(as_role: AsRole)
     with_master(run, as_role("master_worker"))
 
 
-def test_requests_posted_while_the_connection_is_broken_arrive_in_order(as_role: AsRole) -> None:
+@pytest.mark.parametrize("flush", [False, True])
+def test_requests_posted_while_the_connection_is_broken_arrive_in_order(as_role: AsRole, flush: bool) -> None:
     async def run(client: RequestClient) -> None:
         cable = Cable(client.endpoint)
         endpoint = await cable.start()
         with worker(as_role("model_worker"), lambda: endpoint) as stream:
             await initialize(client, stream)
             cable.cut()
-            client.post({stream.worker_id: train("a")}, deadline_s=20)
-            client.post({stream.worker_id: train("b")}, deadline_s=20)
+            client.post({stream.worker_id: train("a")}, deadline_s=20, flush=flush)
+            client.post({stream.worker_id: train("b")}, deadline_s=20, flush=flush)
             await client.flush(deadline_s=20)
             assert [(await take(stream)).request for _ in range(2)] == [train("a"), train("b")]
         await cable.stop()

@@ -31,7 +31,7 @@ from tests.workers.stream_helpers import TRIAL
 DTYPES = ["int8", "int16", "int32", "int64", "uint8", "bool", "float16", "float32", "float64", "uint16"]
 
 REQUEST = WorkerRequest(
-    request=TrainStep(mfc="actor_train", uids=["0:a", "0:b"], partition=[["0:a"], ["0:b"]], version=7),
+    request=TrainStep(mfc="actor_train", uids=["0:a", "0:b"], version=7),
     pre_hooks=[
         DataTransfer(
             plan=[Transfer(key="input_ids", source=0, destinations=(1, 2), uids=("0:a",))],
