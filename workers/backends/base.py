@@ -9,7 +9,7 @@ The engine makes the scores and a loss reads them: no loss ever sees logits, so 
 vocabulary, computed in chunks, or on the last of several pipeline stages changes no algorithm.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -89,6 +89,22 @@ class TrainEngine(Protocol[ScoresT_co]):
         """The head's scores of every answer, packed in the sample's order; no gradient.
 
         lm: `logprobs` and `entropy` per shifted token. value: `values` per token. scalar: `scores` per answer.
+        """
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors by their names in Hugging Face's format, one after the other, on this rank's device.
+
+        Every rank of the mesh must read to the end: making a tensor whole may be a collective. A tensor may be the
+        engine's own: copy what must outlive the next step, and write to none.
+        """
+
+    def import_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
+        """Take over weights of the same names and shapes: own = eta * given + (1 - eta) * own.
+
+        Every rank of the mesh is given the same whole tensors and keeps its part; the optimizer's state stays.
+
+        Raises:
+            ValueError: if a weight is missing, unknown, given twice or of another shape, or `eta` is outside [0, 1].
         """
 
     def save_weights(self, directory: Path) -> None:

@@ -9,7 +9,7 @@ sample ─► micro-batches ─► packed forward ─► loss_fn ─► backward
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corral.experiments.config.model import OptimizerConfig
@@ -29,6 +27,7 @@ from corral.workers.backends.learning_rate import learning_rate
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
 from corral.workers.backends.packed_attention import PACKED_ATTENTION, register_packed_attention
 from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.sharding import local, reshard, shard, take_over, whole_parameters
 from corral.workers.backends.token_scores import TokenScores, score_next_tokens
 from corral.workers.data.sequence_sample import SequenceSample
 
@@ -163,7 +162,7 @@ class FSDPEngine:
         may_step: StepCondition | None,
     ) -> dict[str, float]:
         """Clip and step, or skip; all ranks decide alike because they decide on the same sums."""
-        gradients = [train_state.local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        gradients = [local(p.grad) for p in self._parameters().values() if p.grad is not None]
         local_norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
         total = self.context.sum_over_ranks(sums | {"squared_norm": local_norm**2})
         norm = math.sqrt(total.pop("squared_norm"))
@@ -190,7 +189,7 @@ class FSDPEngine:
     @torch.no_grad()
     def _are_weights_finite(self) -> bool:
         """Whether every rank's weights are: a finite gradient and a large learning rate can still overflow them."""
-        finite = [torch.isfinite(train_state.local(parameter)).all() for parameter in self.model.parameters()]
+        finite = [torch.isfinite(local(parameter)).all() for parameter in self._parameters().values()]
         is_finite = bool(torch.stack(finite).all())  # one wait for the device, not one per parameter
         return self.context.sum_over_ranks({"not_finite": float(not is_finite)})["not_finite"] == 0.0
 
@@ -203,11 +202,11 @@ class FSDPEngine:
 
     def save_weights(self, directory: Path) -> None:
         """See `TrainEngine.save_weights`; rank 0 writes, every rank must call."""
-        weights = train_state.gather_parameters(self._parameters(), keep=self.context.rank == 0)
-        if self.context.rank == 0:
+        is_writer = self.context.rank == 0
+        weights = {name: weight.cpu().to(self._compute_dtype) for name, weight in self.export_weights() if is_writer}
+        if is_writer:
             directory.mkdir(parents=True, exist_ok=True)
             # Nothing is read from where the model came from: that may be a commit, which is removed as newer ones come.
-            weights = {name: weight.to(self._compute_dtype) for name, weight in weights.items()}
             _write_model(directory, self._config_of_model, weights)
             for name, content in self._companions.items():
                 (directory / name).write_bytes(content)
@@ -234,7 +233,19 @@ class FSDPEngine:
         )
         self.step, self._seed = header.step, header.seed
 
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine.export_weights`."""
+        yield from whole_parameters(self._parameters())
+
+    def import_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
+        """See `TrainEngine.import_weights`."""
+        take_over(self._parameters(), weights, eta=eta)
+
     def _parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's rows of every parameter, by name; a tied one is there once."""
+        reshard(self.model)
         return dict(self.model.named_parameters())
 
 
@@ -248,23 +259,9 @@ def _load_model(model_directory: Path, context: ParallelContext) -> nn.Module:
     )
     model.to(context.device)
     if context.dp_size > 1:
-        _shard(model, context)
+        shard(model, context)
     loaded: nn.Module = model
     return loaded
-
-
-def _shard(model: Any, context: ParallelContext) -> None:
-    """Cut every layer over the ranks; gradients are added up, not averaged, because losses carry the global mean."""
-    if context.group is None:
-        raise ValueError(f"a gang of {context.dp_size} data-parallel ranks needs a process group; call init_parallel")
-    mesh = DeviceMesh.from_group(context.group, context.device.type)
-    layer_classes = set(model._no_split_modules or ())
-    for module in [*(m for m in model.modules() if type(m).__name__ in layer_classes), model]:
-        fully_shard(module, mesh=mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-            module.set_gradient_divide_factor(1.0)
 
 
 def _make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -19,7 +19,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+
+from corral.workers.backends.sharding import cut_like, local
 
 MANIFEST = "train_state.json"
 _FORMAT = 1
@@ -112,31 +113,10 @@ def read_shards(
 def _whole(shards: Sequence[Any], name: str, like: Tensor) -> Tensor:
     """The tensor of all shards' rows, cut as `like` is."""
     full = torch.cat([shard.get_tensor(name) for shard in shards]) if len(shards) > 1 else shards[0].get_tensor(name)
-    if full.shape != like.shape:
-        raise ValueError(f"stored {name} has shape {tuple(full.shape)}, the model's has {tuple(like.shape)}")
-    full = full.to(like.device)
-    if not isinstance(like, DTensor):
-        return full
-    # src_data_rank=None: every rank has read the whole tensor itself, nothing needs to be sent.
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def gather_parameters(parameters: Mapping[str, nn.Parameter], *, keep: bool) -> dict[str, Tensor]:
-    """Whole parameters on the CPU, for a rank that keeps them; a collective that every rank must join."""
-    gathered: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        tensor = parameter.detach()
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        if keep:
-            gathered[name] = tensor.cpu()
-    return gathered
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that is cut over the ranks, or the tensor itself; without gradient."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    try:
+        return cut_like(full, like)
+    except ValueError as error:
+        raise ValueError(f"stored {name} is of another model: {error}") from error
 
 
 def _check_names(directory: Path, stored: set[str], parameters: Mapping[str, nn.Parameter]) -> None:

@@ -184,6 +184,47 @@ def test_weights_are_saved_whole_after_what_they_were_loaded_from_is_gone(
     AutoModelForCausalLM.from_pretrained(tmp_path / "saved", local_files_only=True)
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "llama_tied"])
+def test_exported_weights_are_those_of_transformers_and_come_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    directory = save_tiny_model(tmp_path / "model") if kind == "qwen2" else save_llama(tmp_path / "model")
+    exported = {name: tensor.clone() for name, tensor in make_engine(directory).export_weights()}
+    saved = read_weights(directory)
+    assert exported.keys() == saved.keys() and all(torch.equal(exported[name], saved[name]) for name in saved)
+    other = make_engine(directory)
+    other.train_batch(trainable_sample(), loss_fn=negative_logprobs)
+    assert not torch.equal(dict(other.export_weights())["model.norm.weight"], saved["model.norm.weight"])
+    other.import_weights(reversed(exported.items()))
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in other.export_weights())
+
+
+def test_an_imported_share_is_an_exponential_moving_average(model_directory: Path, tmp_path: Path) -> None:
+    reference, actor = make_engine(model_directory, is_trained=False), make_engine(model_directory)
+    expected = {name: tensor.double() for name, tensor in reference.export_weights()}
+    for step in range(3):
+        actor.train_batch(trainable_sample(seed=step), loss_fn=negative_logprobs)
+        given = {name: tensor.clone() for name, tensor in actor.export_weights()}
+        reference.import_weights(given.items(), eta=0.3)
+        expected = {name: 0.3 * given[name].double() + 0.7 * own for name, own in expected.items()}
+    for name, tensor in reference.export_weights():
+        np.testing.assert_allclose(tensor, expected[name], atol=1e-6, err_msg=name)
+
+
+def test_weights_of_another_model_are_not_taken_over(model_directory: Path) -> None:
+    engine = make_engine(model_directory)
+    weights = {name: tensor.clone() for name, tensor in engine.export_weights()}
+    name, tensor = weights.popitem()
+    with pytest.raises(ValueError, match=f"1 of {len(weights) + 1} weights were not given: {name}"):
+        engine.import_weights(weights.items())
+    with pytest.raises(ValueError, match="'lora' is no parameter of this model"):
+        engine.import_weights([("lora", tensor)])
+    with pytest.raises(ValueError, match=f"'{name}' was given twice"):
+        engine.import_weights([(name, tensor), (name, tensor)])
+    with pytest.raises(ValueError, match=f"'{name}' does not fit: .* shape"):
+        engine.import_weights([(name, tensor[:-1])])
+    with pytest.raises(ValueError, match="eta must be in"):
+        engine.import_weights(weights.items(), eta=1.5)
+
+
 def test_bfloat16_compute_keeps_float32_masters_and_publishes_bfloat16(model_directory: Path, tmp_path: Path) -> None:
     engine = FSDPEngine(
         model_directory, context=ParallelContext(), optimizer=optimizer_config(), compute_dtype=torch.bfloat16

@@ -117,6 +117,14 @@ def play_rank(rank: int, model_directory: Path, directory: Path) -> None:
         poisoned.data["ref_logprobs"] = np.full_like(np.asarray(poisoned.data["ref_logprobs"]), np.nan)
     seen["poisoned"] = actor.train_step(resumed, poisoned, version=0)
     resumed.save_weights(directory / "after_poison")
+
+    # A forward pass leaves the outermost module whole, and then weights are moved and saved.
+    compute_logprobs(resumed, batch(0).select(UIDS_BY_RANK[rank]))
+    resumed.save_state(directory / "after_forward")
+    lonely.save_weights(directory / "before_blend")
+    compute_logprobs(lonely, batch(0).select(UIDS_BY_RANK[rank]))
+    lonely.import_weights(resumed.export_weights(), eta=0.25)
+    lonely.save_weights(directory / "after_blend")
     (directory / f"rank-{rank}.json").write_text(json.dumps(seen))
     context.close()
 
@@ -230,3 +238,21 @@ def test_one_ranks_bad_numbers_stop_the_step_on_both(scene: dict[str, Any]) -> N
     for seen in scene["pair"]:
         assert seen["poisoned"]["train/skipped_nonfinite"] == 1.0
     assert_close_weights(scene["directory"] / "from_single", scene["directory"] / "after_poison", atol=0.0)
+
+
+def test_a_state_saved_after_a_forward_pass_is_as_good_as_before_it(scene: dict[str, Any]) -> None:
+    directory = scene["directory"]
+    engine = make_engine(directory / "model", ParallelContext(), max_tokens=1000)
+    engine.load_state(directory / "after_forward")
+    engine.save_weights(directory / "restored")
+    assert_close_weights(directory / "after_poison", directory / "restored", atol=0.0)
+
+
+def test_weights_blend_over_two_ranks_as_on_one(scene: dict[str, Any]) -> None:
+    directory = scene["directory"]
+    own, given = read_weights(directory / "before_blend"), read_weights(directory / "after_poison")
+    blended = read_weights(directory / "after_blend")
+    assert not torch.equal(own["lm_head.weight"], given["lm_head.weight"])
+    assert blended.keys() == own.keys()
+    for name, tensor in blended.items():
+        np.testing.assert_allclose(tensor, 0.25 * given[name] + 0.75 * own[name], atol=1e-7, err_msg=name)

@@ -1,0 +1,116 @@
+"""A module cut over the data-parallel ranks by FSDP2, and its parameters made whole and cut again.
+
+    whole module ── shard ──► each rank holds rows of every parameter
+    rows ── whole_parameters ──► whole tensors, one at a time ── take_over ──► rows of another module's parameters
+
+Every function of a cut tensor is a collective of its mesh unless it says otherwise; of a tensor that is not cut it is
+plain arithmetic, so that one rank runs the same code.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from corral.workers.backends.parallel_context import ParallelContext
+
+
+def shard(model: Any, context: ParallelContext) -> None:
+    """Cut every layer over the ranks; gradients are added up, not averaged, because losses carry the global mean."""
+    if context.group is None:
+        raise ValueError(f"a gang of {context.dp_size} data-parallel ranks needs a process group; call init_parallel")
+    mesh = DeviceMesh.from_group(context.group, context.device.type)
+    layer_classes = set(model._no_split_modules or ())
+    for module in [*(m for m in model.modules() if type(m).__name__ in layer_classes), model]:
+        fully_shard(module, mesh=mesh)
+    for module in _cut_modules(model):
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        module.set_gradient_divide_factor(1.0)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward pass left whole, so that the module's parameters are this rank's rows again; no collective.
+
+    FSDP2 keeps the outermost module whole after a forward pass, for the backward pass that follows in training. Without
+    one its parameters would be whole copies, and what is written to them would be lost.
+    """
+    for module in _cut_modules(model):
+        module.reshard()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a tensor that is cut, or the tensor itself; without gradient, no collective."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def cut_like(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a tensor that every rank has whole: cut as `like` is, on its device; no collective.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    if whole.shape != like.shape:
+        raise ValueError(f"the given tensor has shape {tuple(whole.shape)}, the model's has {tuple(like.shape)}")
+    whole = whole.to(like.device)
+    if not isinstance(like, DTensor):
+        return whole
+    # src_data_rank=None: every rank has the whole tensor itself, nothing needs to be sent.
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def whole_parameters(parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter as one tensor, without gradient; only one of them is whole at a time.
+
+    A parameter that is not cut is given as it is, not copied.
+    """
+    for name, parameter in parameters.items():
+        tensor = parameter.detach()
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def take_over(parameters: Mapping[str, nn.Parameter], weights: Iterable[tuple[str, Tensor]], *, eta: float) -> None:
+    """Move every parameter towards the whole tensor of its name: own = eta * given + (1 - eta) * own; no collective.
+
+    Args:
+        weights: each parameter once, in any order, type and place.
+        eta: 1 copies bit for bit; less keeps an exponential moving average.
+
+    Raises:
+        ValueError: if `eta` is outside [0, 1], or the weights are not exactly those of the parameters. Those that came
+            before the first wrong one are taken over by then.
+    """
+    if not 0.0 <= eta <= 1.0:
+        raise ValueError(f"eta must be in [0, 1], got {eta}: own = eta * given + (1 - eta) * own")
+    missing = dict(parameters)
+    for name, weight in weights:
+        parameter = missing.pop(name, None)
+        if parameter is None:
+            problem = "was given twice" if name in parameters else "is no parameter of this model"
+            raise ValueError(f"weight {name!r} {problem}; its parameters are {_first(parameters)}")
+        try:
+            given = local(cut_like(weight.detach(), parameter))
+        except ValueError as error:
+            raise ValueError(f"weight {name!r} does not fit: {error}") from error
+        own = local(parameter)
+        if eta == 1.0:
+            own.copy_(given)
+        else:
+            own.lerp_(given.to(own.dtype), eta)
+    if missing:
+        raise ValueError(f"{len(missing)} of {len(parameters)} weights were not given: {_first(missing)}")
+
+
+def _cut_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _first(names: Iterable[str]) -> str:
+    """a, b, c, ..."""
+    shown = sorted(names)
+    return ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
