@@ -7,7 +7,7 @@
 """
 
 import logging
-from collections.abc import Set
+from collections.abc import Callable, Set
 
 from corral.workers.delivery.messages import (
     Offer,
@@ -53,6 +53,7 @@ class TrajectoryReceiver(Closing):
             capacity_records=capacity_records, capacity_bytes=capacity_bytes
         )
         self._codec: MessageCodec[ToReceiver] = MessageCodec(ToReceiver, trial_uuid=security.trial_uuid)
+        self._on_arrival: Callable[[], None] = _nobody
         self._thread = LoopThread("trajectories")
         self._router: RouterEndpoint[ToReceiver]
 
@@ -84,6 +85,10 @@ class TrajectoryReceiver(Closing):
     def num_held(self) -> int:
         """Records that wait for `drain`."""
         return self._book.num_held
+
+    def announce_to(self, on_arrival: Callable[[], None]) -> None:
+        """From now on call this whenever a record has become ready for `drain`, in the thread that receives it."""
+        self._on_arrival = on_arrival
 
     def start_session(self, session: str) -> None:
         """Forget everything and tell the senders, who then send again what no commit covers.
@@ -118,7 +123,10 @@ class TrajectoryReceiver(Closing):
             self._thread.close()
 
     def _receive(self, peer: Peer, message: Message[ToReceiver]) -> None:
+        held_before = self._book.num_held
         self._send(self._apply(peer.identity, message))
+        if self._book.num_held > held_before:
+            self._on_arrival()
 
     def _apply(self, identity: bytes, message: Message[ToReceiver]) -> Outgoing:
         body = message.body
@@ -139,3 +147,7 @@ class TrajectoryReceiver(Closing):
                 self._router.send(identity, self._codec.encode(message, epoch=0))
             except PeerDeadError:
                 logger.debug("a rollout worker is gone; it asks again when it is back")
+
+
+def _nobody() -> None:
+    """Is told of arrivals before somebody wants to know."""

@@ -2,7 +2,8 @@
 
     event loop --run(action)--> one thread --> weights' manifests, commits, metrics, what is removed
                                     ^
-    LogWatch --twice a second-------+--> stop request, what others wrote into the trial log --> check, stop_requested
+    LogWatch --twice a second-------+--> stop request, what others wrote into the trial log --> on_news
+                                                                                            --> check, stop_requested
 
 One thread, because the trial log is one object and its entries have an order: an action begins when the one before it
 has ended. A file system that takes its time holds up what is written, and neither the streams nor the loop.
@@ -48,12 +49,15 @@ class LogWatch(AsyncClosing):
     It saves a replaced master the rest of a step; that it cannot commit is the trial log's own doing.
 
     Example:
-        async with LogWatch(disk, writer, trial) as watch:
+        async with LogWatch(disk, writer, trial, on_news=event.set) as watch:
             while not watch.stop_requested:
                 watch.check()
+                await event.wait()
     """
 
-    def __init__(self, disk: Disk, writer: LogWriter, trial: TrialDirectory) -> None:
+    def __init__(self, disk: Disk, writer: LogWriter, trial: TrialDirectory, *, on_news: Callable[[], None]) -> None:
+        """on_news: called in the event loop when `check` or `stop_requested` has something to say."""
+        self._on_news = on_news
         self._disk = disk
         self._writer = writer
         self._trial = trial
@@ -61,6 +65,7 @@ class LogWatch(AsyncClosing):
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._look_again_and_again())
+        self._task.add_done_callback(lambda _: self._on_news())
         return self
 
     async def close(self) -> None:
@@ -79,6 +84,8 @@ class LogWatch(AsyncClosing):
     async def _look_again_and_again(self) -> None:
         while True:
             await self._disk.run(self._look)
+            if self.stop_requested:
+                self._on_news()
             await asyncio.sleep(_LOOK_INTERVAL_S)
 
     def _look(self) -> None:

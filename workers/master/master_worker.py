@@ -33,8 +33,9 @@ A whole asynchronous step:
                   chunk                    there is none           agent, the reward   asked again, and goes on
      5 deliver    records of the spool     records at one rank     room at a receiver  Grant, once 6 has taken others;
                                                                                        a new session offers all again
-     6 fetch      what has arrived, or     a batch; verdicts on    rollout workers     5, until enough of it is fresh;
-                  rows of a data set       what cannot be in one                       rows are read at once
+     6 fetch      what has arrived, or     a batch; verdicts on    rollout workers     5: a rank answers when something
+                  rows of a data set       what cannot be in one                       is there, until enough of it is
+                                                                                       fresh; rows are read at once
      7 calls      a batch and its keys     output keys; weights    every rank, level   replies of all ranks; the death
                                            in memory               by level            of one leads to 12
      8 weights    the trained role         weights/vSTEP-eEPOCH,   every rank, disk    OkReply of all ranks
@@ -52,8 +53,8 @@ A whole asynchronous step:
      2, 3   manager/admission.py, routing.py, on the gate of scheduling/staleness.py
      5      delivery/: what is said in messages.py; spool.py, records.py, sender.py at rollout workers, receiver.py at
             model workers; where a record stands is decided by sender_book.py and receiver_book.py
-     6      model/trajectory_inbox.py, data_store.py and samples.py there, sample_source.py and sequence_buffer.py here,
-            the rule in scheduling/staleness.py
+     6      model/trajectory_inbox.py, data_store.py and samples.py there, arrivals.py, sample_source.py and
+            sequence_buffer.py here, the rule in scheduling/staleness.py
      7      trainer_gang.py and trainer_epoch.py here, model/model_worker.py with models.py and transfer.py there, which
             run algorithms/ppo.py on backends/fsdp.py
      8, 9   trainer_epoch.py, checkpoint/checkpoint.py; backends/train_state.py for what training resumes from,

@@ -27,7 +27,7 @@ class SampleHolders(Protocol):
     """What a source asks of the model workers."""
 
     async def fetch(self) -> list[BufferedSample]:
-        """Samples that have arrived from rollout workers since the last call."""
+        """Samples that have arrived from rollout workers since the last call; does not wait for any."""
 
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         """Load rows of the dataset."""

@@ -48,7 +48,6 @@ from corral.workers.requests.messages import TrainReply
 
 logger = logging.getLogger(__name__)
 
-_POLL_INTERVAL_S = 0.02
 _LINE_SIZES = "lines"  # in a checkpoint's manifest
 
 
@@ -95,7 +94,7 @@ class TrainerEpoch:
         self._skipped_updates = 0
         self._committing_s = 0.0
         self._disk = Disk()
-        self._watch = LogWatch(self._disk, parts.writer, parts.trial)
+        self._watch = LogWatch(self._disk, parts.writer, parts.trial, on_news=parts.gang.news.set)
         self._weights: Path = self._initial_weights()
 
     @property
@@ -149,19 +148,19 @@ class TrainerEpoch:
 
     async def _next_batch(self) -> list[str] | None:
         """The uids of the next batch; None if the trial is asked to stop, or the last prompts were dropped."""
-        parts = self._parts
-        while not self._watch.stop_requested:
+        parts, source, news = self._parts, self._parts.source, self._parts.gang.news
+        while True:
+            news.clear()  # before all looks: what happens after one of them ends the wait below
             self._watch.check()
             parts.gang.check_alive()
-            if self._is_complete():
-                return []
-            batch = await parts.source.poll(version=self._step, remaining=self._remaining())
-            if batch is not None:
-                return batch
-            source = parts.source
+            if self._watch.stop_requested:
+                return None
+            batch = await source.poll(version=self._step, remaining=self._remaining())
+            if batch is not None or self._is_complete():
+                return batch or []
             parts.presence.enter("wait for a batch", waiting_for=source.waiting_for(), waits_for=source.waits_for())
-            await asyncio.sleep(_POLL_INTERVAL_S)
-        return None
+            # Woken by an arrival, a worker's death, or the log watch; at the latest by a rank that has nothing to say.
+            await news.wait()
 
     async def _train(self, batch: list[str]) -> None:
         if not batch:

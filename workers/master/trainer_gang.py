@@ -23,13 +23,13 @@ from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.redistribution import Transfer, plan_redistribution
 from corral.workers.data.sequence_sample import key_spec
 from corral.workers.lifecycle.worker import WorkerContext
+from corral.workers.master.arrivals import Arrivals
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
 from corral.workers.requests.client import PendingReplies, RequestClient
 from corral.workers.requests.messages import (
     ClearDataCache,
     DataTransfer,
     Evaluate,
-    Fetch,
     Hook,
     Inference,
     Initialize,
@@ -51,7 +51,6 @@ from corral.workers.streams.errors import PeerDeadError, RemoteError, StreamTime
 logger = logging.getLogger(__name__)
 
 _CONTROL_DEADLINE_S = 60.0
-_FETCH_AT_MOST = 1024
 _REPORTING_RANK = 0  # statistics are those of the global batch on every rank, so that one says them for all
 _DEATH_NOTICE_S = 4.0  # longer than the stream gives a worker that has disconnected to come back
 
@@ -70,7 +69,8 @@ class TrainerGang:
         self._epoch = epoch
         self._workers = [f"model_worker/{rank}" for rank in range(spec.num_model_workers)]
         self._step_timeout_s = context.plan.supervision.step_timeout_s
-        self._lost: asyncio.Event = asyncio.Event()
+        self.news = asyncio.Event()
+        """Set when samples have arrived, and when a worker has died; who looks at either clears it first."""
         self._lost_because = ""
 
     async def __aenter__(self) -> Self:
@@ -86,6 +86,7 @@ class TrainerGang:
                     on_worker_dead=self._note_dead,
                 )
             )
+            self._arrivals = Arrivals(self._client, self._workers, wake=self.news.set)
             owner = f"epoch {self._epoch} {context.incarnation}"
             stack.enter_context(context.lease(context.keys.master_stream(), self._client.endpoint, owner=owner))
             await self._wait_for_workers()
@@ -97,7 +98,7 @@ class TrainerGang:
 
     def check_alive(self) -> None:
         """Raise GangLostError if a model worker has died since the epoch began."""
-        if self._lost.is_set():
+        if self._lost_because:
             raise GangLostError(self._lost_because)
 
     # Requests, in the order of an epoch's life
@@ -117,8 +118,11 @@ class TrainerGang:
         await self._all(request, deadline_s=math.inf)
 
     async def fetch(self) -> list[BufferedSample]:
-        request = Fetch(max_samples=_FETCH_AT_MOST)
-        return self._samples(await self._tell(dict.fromkeys(range(len(self._workers)), request)))
+        """What has arrived since the last call, at once; `news` is set when there is more."""
+        self._arrivals.ask()
+        if self._arrivals.failed is not None:
+            await self._guard(self._arrivals.failed)
+        return [_buffered(metadata, owner=rank) for rank, metadata in self._arrivals.take()]
 
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         """Deal rows of the dataset over the ranks, which read them."""
@@ -276,7 +280,7 @@ class TrainerGang:
 
     def _note_dead(self, worker: str) -> None:
         self._lost_because = f"{worker} died"
-        self._lost.set()
+        self.news.set()
 
 
 def _transfer_hook(plan: list[Transfer], samples: Mapping[str, BufferedSample]) -> DataTransfer:

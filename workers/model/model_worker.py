@@ -31,7 +31,7 @@ from corral.workers.model.gang import joined_gang
 from corral.workers.model.models import Models
 from corral.workers.model.samples import open_samples
 from corral.workers.model.transfer import DataManager, TransferError
-from corral.workers.requests.handler import Envelope, WorkerRequestStream
+from corral.workers.requests.handler import Envelope, Later, WorkerRequestStream
 from corral.workers.requests.messages import (
     ClearDataCache,
     DataTransfer,
@@ -88,6 +88,7 @@ class ModelWorker(Worker):
                     non_blocking=self._answer_now,
                 )
             )
+            self._samples.announce_to(stream.look_again)
             while not self.context.stopping.is_set():
                 self.context.presence.enter("idle", waiting_for="requests of the master")
                 envelope = stream.next_blocking(_POLL_S)
@@ -108,10 +109,11 @@ class ModelWorker(Worker):
 
     # Requests that are answered at once, in the stream's thread
 
-    def _answer_now(self, request: NonBlockingRequest) -> ReplyPayload:
+    def _answer_now(self, request: NonBlockingRequest) -> ReplyPayload | Later:
         match request:
             case Fetch():
-                return MetadataReply(samples=self._samples.fetch(request.max_samples or _FETCH_AT_MOST))
+                arrived = MetadataReply(samples=self._samples.fetch(request.max_samples or _FETCH_AT_MOST))
+                return arrived if arrived.samples or not request.wait_s else Later(request.wait_s, arrived)
             case LoadRows():
                 return MetadataReply(samples=self._samples.load_rows(request.uids))
             case Reject():

@@ -10,7 +10,7 @@ A trial has one source of the two. What the master asks here is answered in the 
 thread computes; only a new epoch (`forget`, `start_session`) is the main thread's.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -37,6 +37,11 @@ class Samples:
     """Reads rows of the dataset; None where samples are trajectories."""
     num_rows: int = 0
     """Rows of the dataset, 0 without one."""
+
+    def announce_to(self, on_arrival: Callable[[], None]) -> None:
+        """From now on call this, in any thread, whenever rollout workers have sent something."""
+        if self.inbox is not None:
+            self.inbox.announce_to(on_arrival)
 
     def fetch(self, max_samples: int) -> list[SampleMetadata]:
         """Store what rollout workers have sent and say what it is."""

@@ -4,7 +4,7 @@ TrajectoryReceiver.drain ──► SequenceSample in the DataStore ──► Sam
 a record that was given up by its rollout worker has no tensors; only its uid and reason are passed on
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from corral.workers.data.sequence_sample import SequenceSample
@@ -26,6 +26,10 @@ class TrajectoryInbox:
         self._receiver = receiver
         self._store = store
         self._delivery_by_uid: dict[str, str] = {}
+
+    def announce_to(self, on_arrival: Callable[[], None]) -> None:
+        """From now on call this, in a thread of the inbox, whenever there is something new to `fetch`."""
+        self._receiver.announce_to(on_arrival)
 
     def start_session(self, session: str) -> None:
         """Forget everything; the senders deliver again what no commit covers."""

@@ -15,6 +15,7 @@ A worker is known from its Hello on:
 """
 
 import asyncio
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
@@ -83,6 +84,16 @@ class PendingReplies:
         """
         replies = await asyncio.gather(*self._future_by_worker.values())
         return dict(zip(self._future_by_worker, replies, strict=True))
+
+    def on_each(self, callback: Callable[[str, ReplyPayload | None], None]) -> None:
+        """Call this with each worker and its payload as it comes; None instead of an error, which `results` raises."""
+
+        def done(worker: str, future: "asyncio.Future[ReplyPayload]") -> None:
+            is_error = future.cancelled() or future.exception() is not None
+            callback(worker, None if is_error else future.result())
+
+        for worker, future in self._future_by_worker.items():
+            future.add_done_callback(functools.partial(done, worker))
 
 
 class RequestClient(Closing):

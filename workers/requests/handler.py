@@ -1,7 +1,8 @@
 """WorkerRequestStream: the model worker's end of the request stream.
 
     master --DEALER--> I/O thread --non-blocking--> callback in the I/O thread --> reply
-                           |  blocking
+                           |                            |  Later: again at each look_again(), until its time is over
+                           |  blocking                  +-------------------------> reply
                            v
                        FlushQueue --flush, aboard or apart--> released --next_blocking()--> main thread --reply()-->
                        I/O thread --> master
@@ -13,6 +14,7 @@ So no request of a master that was replaced runs on models that its successor ha
 write for good is not decided here, but by the trial log.
 """
 
+import asyncio
 import logging
 import os
 import queue
@@ -46,7 +48,26 @@ logger = logging.getLogger(__name__)
 
 _NUM_CACHED_REPLIES = 64
 
-NonBlockingHandler = Callable[[NonBlockingRequest], ReplyPayload]
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """What a handler returns that has nothing to say yet: it is asked again at each `look_again`."""
+
+    wait_s: float
+    """From the request's arrival; then it is answered all the same."""
+    otherwise: ReplyPayload
+    """The answer when the time is over."""
+
+
+NonBlockingHandler = Callable[[NonBlockingRequest], ReplyPayload | Later]
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """A non-blocking request that has no answer yet."""
+
+    request: NonBlockingRequest
+    timer: asyncio.TimerHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +119,7 @@ class WorkerRequestStream(Closing):
         self._codec: MessageCodec[ToWorker] = MessageCodec(ToWorker, trial_uuid=security.trial_uuid)
         self._released: queue.SimpleQueue[Envelope | None] = queue.SimpleQueue()
         self._waiting: FlushQueue[Envelope] = FlushQueue()
+        self._deferred: dict[RequestId, _Deferred] = {}
         self._replies = ReplyCache(_NUM_CACHED_REPLIES)
         self.max_epoch = 0
         """The newest trainer epoch seen; 0 before the first Initialize."""
@@ -144,6 +166,10 @@ class WorkerRequestStream(Closing):
     def reply_error(self, envelope: Envelope, error: BaseException) -> None:
         """Answer a request with an exception; the master's call raises it as `RemoteError`."""
         self.reply(envelope, error_reply(error))
+
+    def look_again(self) -> None:
+        """What a deferred answer waits for may have come; from any thread."""
+        self._thread.post(self._answer_deferred)
 
     def close(self) -> None:
         try:
@@ -192,6 +218,9 @@ class WorkerRequestStream(Closing):
             logger.info("%s follows trainer epoch %d", self.worker_id, epoch)
             self.max_epoch = epoch
             self._waiting.reset()
+            # Whoever asked is no longer our master, and what has arrived for it is sent again in the new session.
+            for request_id in [request_id for request_id in self._deferred if request_id.epoch < epoch]:
+                self._deferred.pop(request_id).timer.cancel()
 
     def _release(self, flush: Flush | None) -> None:
         """Hand over what may run, now that a request or a flush has come."""
@@ -202,11 +231,32 @@ class WorkerRequestStream(Closing):
             self._released.put(envelope)
 
     def _answer_now(self, request_id: RequestId, request: NonBlockingRequest) -> None:
+        answer = self._ask_handler(request)
+        if isinstance(answer, Later):
+            timer = asyncio.get_running_loop().call_later(
+                answer.wait_s, self._settle_deferred, request_id, answer.otherwise
+            )
+            self._deferred[request_id] = _Deferred(request, timer)
+        else:
+            self._finish(request_id, answer)
+
+    def _answer_deferred(self) -> None:
+        for request_id, deferred in list(self._deferred.items()):
+            answer = self._ask_handler(deferred.request)
+            if not isinstance(answer, Later):
+                self._settle_deferred(request_id, answer)
+
+    def _settle_deferred(self, request_id: RequestId, payload: ReplyPayload) -> None:
+        """The one end of a deferred answer: it is kept like any other, and repeated if it is lost on its way."""
+        self._deferred.pop(request_id).timer.cancel()
+        self._finish(request_id, payload)
+
+    def _ask_handler(self, request: NonBlockingRequest) -> ReplyPayload | Later:
         try:
-            self._finish(request_id, self._non_blocking(request))
+            return self._non_blocking(request)
         except Exception as error:  # whatever it is, the master asked and must hear it; the I/O thread must live
             logger.exception("%s failed to answer %s", self.worker_id, type(request).__name__)
-            self._finish(request_id, error_reply(error))
+            return error_reply(error)
 
     def _finish(self, request_id: RequestId, payload: ReplyPayload) -> None:
         if request_id.epoch < self.max_epoch:

@@ -5,7 +5,7 @@
 Epoch, request id and deadline travel in the header of every message (`codec.Header`).
 
     non-blocking   Spec ModelConfig Fetch LoadRows Reject ClearDataCache Ping Shutdown
-                   answered at once, by the I/O thread
+                   answered by the I/O thread, at once; a Fetch that waits, when something has arrived
     blocking       Initialize Inference TrainStep Evaluate SaveWeights SaveCheckpoint
                    collectives inside: queued until a Flush names them, run by the main thread in the order of request
                        ids
@@ -51,9 +51,11 @@ class ModelConfig(MessageBody, frozen=True, tag="model_config"):
 
 
 class Fetch(MessageBody, frozen=True, tag="fetch"):
-    """New samples, from the dataset or from trajectories -> MetadataReply"""
+    """Trajectories that have arrived -> MetadataReply"""
 
     max_samples: int | None = None
+    wait_s: float = 0.0
+    """Answer as soon as something has arrived, and with nothing only after so long."""
 
 
 class LoadRows(MessageBody, frozen=True, tag="load_rows"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -34,6 +35,11 @@ class LoopThread:
             return function()
 
         return self.wait(run(), deadline_s=deadline_s)
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Run `function` on the loop soon, and do not wait for it; after the thread was closed it is not run."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function)
 
     def wait(self, coroutine: Coroutine[Any, Any, ResultT], *, deadline_s: float = _CALL_DEADLINE_S) -> ResultT:
         """Run `coroutine` on the loop until it is done; errors as for `call`."""

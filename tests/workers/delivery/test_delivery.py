@@ -105,6 +105,21 @@ def test_a_record_arrives_as_it_was(as_role: AsRole, receiver: TrajectoryReceive
     with_sender(as_role("rollout_worker"), run)
 
 
+def test_each_record_is_announced_once_it_can_be_drained(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
+    announced: list[int] = []
+    receiver.announce_to(lambda: announced.append(receiver.num_held))
+
+    async def run(sender: TrajectorySender) -> None:
+        sender.set_receivers({0: receiver.endpoint})
+        spool = Spool()
+        for index in range(3):
+            spool.offer(sender, index)
+        await until(lambda: acked(sender) == 3, waiting_for="the acknowledgements")
+        assert announced == [1, 2, 3]
+
+    with_sender(as_role("rollout_worker"), run)
+
+
 def test_a_sender_sends_no_more_than_there_is_room_for(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
     async def run(sender: TrajectorySender) -> None:
         spool = Spool()

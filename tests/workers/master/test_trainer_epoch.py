@@ -1,5 +1,6 @@
 """What the master makes of its model workers' answers, and of its own death, with a real trial directory and log."""
 
+import asyncio
 import json
 import sys
 import threading
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.workers.checkpoint.ledger import Ledger, read_delta
+from corral.workers.master.master_worker import MasterWorker
+from corral.workers.master.trainer_gang import GangLostError
 from corral.workers.requests.messages import TrainReply
 from tests.workers.master.trials import FINE, NUM_STEPS, SKIPPED, Gang, KilledError, run_master, trial_of
 
@@ -88,6 +91,58 @@ def test_weights_that_are_not_finite_are_neither_committed_nor_written(
     assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.NOT_FINITE
     assert len(gang.trained) == 2
     assert TrialLog(trial.log_path).read().commits == () and not list(trial.weights_path.iterdir())
+
+
+# --- waiting for a batch --------------------------------------------------------------------------------------------
+
+
+class NeverReady:
+    """Samples that do not come; `at_poll` is told of each look for them."""
+
+    def __init__(self, at_poll: Callable[[int], None]) -> None:
+        self.num_polls = 0
+        self._at_poll = at_poll
+
+    async def poll(self, *, version: int, remaining: int) -> list[str] | None:
+        self.num_polls += 1
+        self._at_poll(self.num_polls)
+        return None
+
+    def waiting_for(self) -> str:
+        return "samples that never come"
+
+    def waits_for(self) -> tuple[str, ...]:
+        return ()
+
+
+def test_a_stop_request_ends_the_wait_for_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, trial = trial_of(tmp_path)
+    request = StopRequest(requested_at=0.0, by="me@here", now=False, grace_s=60.0)
+    source = NeverReady(at_poll=lambda _: trial.write_stop_request(request))
+    monkeypatch.setattr(MasterWorker, "_source", lambda *_: source)
+    assert run_master(plan, trial, Gang(), monkeypatch) == WorkerExit.DONE
+    assert TrialLog(trial.log_path).read().is_stopped
+    assert source.num_polls == 1  # it looked again only when something had happened
+
+
+def test_an_arrival_and_a_death_end_the_wait_for_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, trial = trial_of(tmp_path, "supervision.max_restarts=0")
+    gang = Gang()
+
+    def look(number: int) -> None:
+        if number == 1:
+            asyncio.get_running_loop().call_soon(gang.news.set)  # while it waits
+        else:
+            monkeypatch.setattr(gang, "check_alive", lost)
+            asyncio.get_running_loop().call_soon(gang.news.set)
+
+    def lost() -> None:
+        raise GangLostError("model_worker/0 died")
+
+    source = NeverReady(look)
+    monkeypatch.setattr(MasterWorker, "_source", lambda *_: source)
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.CANNOT_CONTINUE
+    assert source.num_polls == 2
 
 
 # --- lines of metrics and samples -----------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ class Gang:
     loaded: list[Path] = field(default_factory=list)
     """Weights that each epoch started from."""
     workers: tuple[str, ...] = ("model_worker/0",)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __call__(self, context: object, spec: object, graph: object, *, epoch: int) -> Self:
         return self

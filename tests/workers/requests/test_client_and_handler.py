@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,13 @@ import pytest
 from corral.scheduling.redistribution import Transfer
 from corral.workers.requests import handler
 from corral.workers.requests.client import RequestClient
-from corral.workers.requests.handler import Envelope, WorkerRequestStream
+from corral.workers.requests.handler import WorkerRequestStream
 from corral.workers.requests.messages import (
     DataTransfer,
     Fetch,
     FromWorker,
     Hello,
     Inference,
-    Initialize,
     MetadataReply,
     NonBlockingRequest,
     OkReply,
@@ -45,72 +44,8 @@ from corral.workers.streams.errors import (
     StreamTimeoutError,
 )
 from corral.workers.streams.loop_thread import LoopThread
-from corral.workers.streams.security import StreamSecurity
+from tests.workers.requests.rig import INITIALIZE, AsRole, initialize, take, train, with_master, worker
 from tests.workers.stream_helpers import LOOPBACK, TRIAL, Cable, ask, start_stub, until
-
-AsRole = Callable[[str], StreamSecurity]
-INITIALIZE = Initialize(weights_directory="/weights", state_directory=None, step=0, seed=1)
-
-
-def answer(request: NonBlockingRequest) -> ReplyPayload:
-    """The workers of these tests know how large their dataset is, and cannot fetch."""
-    if isinstance(request, Spec):
-        return SpecReply(num_samples=1000)
-    if isinstance(request, Fetch):
-        raise LookupError("the dataset is gone")
-    return OkReply()
-
-
-@contextlib.contextmanager
-def worker(
-    security: StreamSecurity,
-    address: Callable[[], str],
-    *,
-    index: int = 0,
-    incarnation: str = "a",
-    silence_s: float = 10.0,
-) -> Iterator[WorkerRequestStream]:
-    with WorkerRequestStream(
-        security,
-        address,
-        worker_id=f"model_worker/{index}",
-        incarnation=incarnation,
-        non_blocking=answer,
-        silence_s=silence_s,
-    ) as stream:
-        yield stream
-
-
-def with_master(test: Callable[[RequestClient], Awaitable[None]], security: StreamSecurity, *, epoch: int = 1) -> None:
-    """Run a test on an asyncio loop with a bound master."""
-
-    async def run() -> None:
-        with RequestClient(security, address=LOOPBACK, epoch=epoch, reconnect_grace_s=0.5) as client:
-            await test(client)
-
-    asyncio.run(run())
-
-
-def train(mfc: str = "actor_train", version: int = 0) -> TrainStep:
-    return TrainStep(mfc=mfc, uids=["0:a"], version=version)
-
-
-async def take(stream: WorkerRequestStream) -> Envelope:
-    """The next blocking request; fails if there is none."""
-    envelope = await asyncio.to_thread(stream.next_blocking, 10.0)
-    assert envelope is not None, f"{stream.worker_id} got no request"
-    return envelope
-
-
-async def initialize(client: RequestClient, *streams: WorkerRequestStream) -> None:
-    """Let the workers follow the client's epoch."""
-    await client.wait_for_workers([stream.worker_id for stream in streams], timeout_s=120)
-    pending = client.post({stream.worker_id: INITIALIZE for stream in streams}, deadline_s=10)
-    await client.flush(deadline_s=10)
-    for stream in streams:
-        envelope = await take(stream)
-        await asyncio.to_thread(stream.reply, envelope, OkReply())
-    await pending.results()
 
 
 def test_non_blocking_requests_are_answered_while_a_blocking_one_runs(as_role: AsRole) -> None:

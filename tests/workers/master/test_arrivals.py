@@ -1,0 +1,90 @@
+"""The master hears of arrivals when there are some; it asks each rank once, and again only when it has answered."""
+
+import asyncio
+
+import pytest
+
+from corral.workers.master.arrivals import Arrivals
+from corral.workers.requests.client import RequestClient
+from corral.workers.requests.handler import Later, WorkerRequestStream
+from corral.workers.requests.messages import (
+    Fetch,
+    MetadataReply,
+    NonBlockingRequest,
+    OkReply,
+    ReplyPayload,
+    SampleMetadata,
+)
+from corral.workers.streams.errors import PeerDeadError
+from tests.workers.requests.rig import AsRole, initialize, with_master, worker
+from tests.workers.stream_helpers import until
+
+
+class Rank:
+    """A rank's inbox, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.arrived: list[str] = []
+        self.asked: list[Fetch] = []
+
+    def answer(self, request: NonBlockingRequest) -> ReplyPayload | Later:
+        if not isinstance(request, Fetch):
+            return OkReply()
+        if not any(known is request for known in self.asked):  # else it is looked at again
+            self.asked.append(request)
+        taken, self.arrived = self.arrived, []
+        reply = MetadataReply(samples=[SampleMetadata(uid=uid, seqlens={}) for uid in taken])
+        return reply if taken else Later(request.wait_s, reply)
+
+    def receive(self, stream: WorkerRequestStream, *uids: str) -> None:
+        self.arrived += uids
+        stream.look_again()
+
+
+def names(arrivals: Arrivals) -> list[tuple[int, str]]:
+    return [(rank, sample.uid) for rank, sample in arrivals.take()]
+
+
+def test_each_arrival_wakes_the_master_and_only_who_answered_is_asked_again(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        ranks, security = [Rank(), Rank()], as_role("model_worker")
+        with (
+            worker(security, lambda: client.endpoint, non_blocking=ranks[0].answer) as first,
+            worker(security, lambda: client.endpoint, index=1, non_blocking=ranks[1].answer) as second,
+        ):
+            await initialize(client, first, second)
+            news = asyncio.Event()
+            arrivals = Arrivals(client, [first.worker_id, second.worker_id], wake=news.set)
+            arrivals.ask()
+            arrivals.ask()  # nobody is asked twice
+            await until(lambda: len(ranks[0].asked) + len(ranks[1].asked) == 2, waiting_for="two requests")
+            assert not news.is_set() and names(arrivals) == []
+            ranks[1].receive(second, "0:a", "0:b")
+            await asyncio.wait_for(news.wait(), 60)
+            assert names(arrivals) == [(1, "0:a"), (1, "0:b")] and names(arrivals) == []
+            news.clear()
+            arrivals.ask()
+            ranks[0].receive(first, "0:c")
+            await asyncio.wait_for(news.wait(), 60)
+            assert names(arrivals) == [(0, "0:c")]
+            await until(lambda: len(ranks[1].asked) == 2, waiting_for="the second request")
+            assert len(ranks[0].asked) == 1
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_the_death_of_a_rank_wakes_the_master_too(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        rank = Rank()
+        news = asyncio.Event()
+        with worker(as_role("model_worker"), lambda: client.endpoint, non_blocking=rank.answer) as stream:
+            await initialize(client, stream)
+            arrivals = Arrivals(client, [stream.worker_id], wake=news.set)
+            arrivals.ask()
+            await until(lambda: len(rank.asked) == 1, waiting_for="the request")
+        await asyncio.wait_for(news.wait(), 60)
+        assert arrivals.failed is not None
+        with pytest.raises(PeerDeadError, match=r"model_worker/0 .* died before it answered Fetch"):
+            await arrivals.failed.results()
+
+    with_master(run, as_role("master_worker"))

@@ -1,0 +1,68 @@
+"""Arrivals: what rollout workers have delivered to any rank, as soon as the rank says so.
+
+    ask() ──one Fetch that waits──► every rank that has none ──something arrived, or nothing for a while──► reply
+                                                                                                              │
+    take() ◄── metadata, in order of arrival ◄──────────────────────────────────────────── wake() ◄───────────┘
+
+Nobody polls: a rank holds its Fetch until it has something to say. What it then says is repeated by the request stream
+until it is here, and if it cannot be, the rank counts as dead and the epoch ends: so nothing that a rank has taken in
+is forgotten while the epoch lasts, and the next one's session asks for it again.
+"""
+
+from collections.abc import Callable, Sequence
+
+from corral.workers.requests.client import PendingReplies, RequestClient
+from corral.workers.requests.messages import Fetch, MetadataReply, ReplyPayload, SampleMetadata
+
+_AT_MOST = 1024  # samples in one reply
+_WAIT_S = 60.0  # a rank without arrivals costs a message a minute, and a link that is dead is noticed otherwise
+_DEADLINE_S = _WAIT_S + 60.0
+
+
+class Arrivals:
+    """Belongs to the thread of the client's loop.
+
+    Example:
+        arrivals = Arrivals(client, ["model_worker/0", "model_worker/1"], wake=event.set)
+        arrivals.ask()
+        await event.wait()
+        arrivals.take()     # [(1, SampleMetadata(...)), ...]
+    """
+
+    def __init__(self, client: RequestClient, workers: Sequence[str], *, wake: Callable[[], None]) -> None:
+        """
+        Args:
+            workers: ids of those that receive, by rank.
+            wake: called whenever there is something to take, be it an error.
+        """
+        self._client = client
+        self._workers = workers
+        self._wake = wake
+        self._idle = set(range(len(workers)))  # ranks without a Fetch
+        self._arrived: list[tuple[int, SampleMetadata]] = []
+        self.failed: PendingReplies | None = None
+        """Replies of which one is an error, for whoever awaits them; None while all is well."""
+
+    def ask(self) -> None:
+        """Let every rank say what arrives from now on, if it has not been asked."""
+        if not self._idle:
+            return
+        ranks = sorted(self._idle)
+        self._idle.clear()
+        request = Fetch(max_samples=_AT_MOST, wait_s=_WAIT_S)
+        pending = self._client.post({self._workers[rank]: request for rank in ranks}, deadline_s=_DEADLINE_S)
+        rank_by_worker = {self._workers[rank]: rank for rank in ranks}
+        pending.on_each(lambda worker, reply: self._absorb(rank_by_worker[worker], reply, pending))
+
+    def take(self) -> list[tuple[int, SampleMetadata]]:
+        """(rank that holds it, sample) of what has arrived since the last call."""
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def _absorb(self, rank: int, reply: ReplyPayload | None, pending: PendingReplies) -> None:
+        if reply is None:
+            self.failed = pending
+        elif isinstance(reply, MetadataReply):
+            self._idle.add(rank)
+            self._arrived += [(rank, sample) for sample in reply.samples]
+        self._wake()
