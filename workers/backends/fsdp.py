@@ -87,7 +87,7 @@ class FSDPEngine:
         self.model = _load_model(model_directory, context)
         """The module itself, for evaluation by generation; cut over the ranks where there are several."""
         self._config_of_model = AutoConfig.from_pretrained(model_directory, local_files_only=True)
-        self._companions = _read_companions(model_directory) if context.rank == 0 else {}
+        self._companions = _read_companions(model_directory) if context.is_first else {}
         self._optimizer = None if optimizer is None else _make_optimizer(self.model, optimizer)
 
     # --- computing --------------------------------------------------------------------------------------------------
@@ -201,8 +201,8 @@ class FSDPEngine:
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def save_weights(self, directory: Path) -> None:
-        """See `TrainEngine.save_weights`; rank 0 writes, every rank must call."""
-        is_writer = self.context.rank == 0
+        """See `TrainEngine.save_weights`; the mesh's first rank writes, every rank must call."""
+        is_writer = self.context.is_first
         weights = {name: weight.cpu().to(self._compute_dtype) for name, weight in self.export_weights() if is_writer}
         if is_writer:
             directory.mkdir(parents=True, exist_ok=True)
@@ -250,6 +250,11 @@ class FSDPEngine:
 
 
 def _load_model(model_directory: Path, context: ParallelContext) -> nn.Module:
+    if context.dp_size < context.world_size:
+        raise ValueError(
+            f"layout {context.mesh.dims} of the model from {model_directory} has tensor or pipeline parallelism, but "
+            "the fsdp backend cuts a model over data-parallel ranks only; use d alone"
+        )
     model: Any = AutoModelForCausalLM.from_pretrained(
         model_directory,
         dtype=torch.float32,
@@ -289,6 +294,8 @@ def _write_model(directory: Path, config: Any, weights: dict[str, Tensor]) -> No
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]
     model.load_state_dict(weights, strict=False, assign=True)  # tied weights have no entry of their own
     model.tie_weights()
+    # transformers lets rank 0 of the whole gang write only; who writes for a mesh is decided by the caller.
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
     model.save_pretrained(directory)
 
 

@@ -1,35 +1,84 @@
-"""Which rank of a training gang this process is, and the sums that the ranks form together.
+"""Which rank of a training gang this process is, which meshes it belongs to, and what the ranks of a mesh sum together.
 
     rank 0:      host_store(host) -> address ── name service ──►  other ranks: connect_store(address)
-    every rank:  init_parallel(rank=..., world_size=..., store=...) -> ParallelContext
+    every rank:  init_parallel(rank=..., world_size=..., store=...) ──► the world: ParallelContext of all ranks
+                 mesh_contexts(world, meshes of the plan) ──► {"actor": ParallelContext, "critic": None, ...}
 
-A `ParallelContext` is handed to whoever needs one; nothing reads ranks from the environment or from a module. Only
-tensors travel between ranks: torch's object collectives pickle, so they are not used anywhere.
+The world moves data, and each mesh computes in groups of its own, so that neither waits for the other. A context is
+handed to whoever needs one; nothing reads ranks from the environment or from a module. Only tensors travel between
+ranks: torch's object collectives pickle, so they are not used anywhere.
 """
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore  # re-exported by torch.distributed, but not for type checkers
 
+from corral.scheduling.mesh import Mesh
+from corral.scheduling.parallel import ParallelCoords, ParallelDims
+
 DEFAULT_TIMEOUT_S = 600.0  # longer than any forward pass; the gang's supervisor notices a hung rank much earlier
 
 
-@dataclass(frozen=True, slots=True)
+def data_parallel_mesh(world_size: int) -> Mesh:
+    """All ranks of a gang as data-parallel ranks of one model."""
+    return Mesh(ranks=tuple(range(world_size)), dims=ParallelDims(dp=world_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelContext:
-    """One rank's place in its gang. Data parallelism is the only dimension yet, so `dp_rank` equals `rank`."""
+    """One rank's place in one mesh, and the groups that it computes in there.
+
+    Raises:
+        ValueError: if the rank has no place in the mesh.
+    """
 
     rank: int = 0
-    world_size: int = 1
-    dp_rank: int = 0
-    dp_size: int = 1
+    """Number of this model worker in the gang, in whatever mesh."""
+    mesh: Mesh = data_parallel_mesh(1)
     device: torch.device = torch.device("cpu")
     group: dist.ProcessGroup | None = None
+    """All ranks of the mesh, by place; None where there is one."""
+    dp_group: dist.ProcessGroup | None = None
+    """The ranks that hold the same part of the model as this one, by data-parallel rank; None where there is one."""
     timeout_s: float = DEFAULT_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        self.mesh.coords(self.rank)
+
+    @property
+    def coords(self) -> ParallelCoords:
+        """Where this rank stands in the mesh."""
+        return self.mesh.coords(self.rank)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of a batch this rank works on."""
+        return self.coords.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        """How many shares a batch has."""
+        return self.mesh.dims.dp
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the mesh has."""
+        return self.mesh.dims.world_size
+
+    @property
+    def is_dp_head(self) -> bool:
+        """Whether this rank holds the outputs of its data-parallel rank."""
+        return self.mesh.dp_heads[self.dp_rank] == self.rank
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does what one rank of the mesh does for all, such as writing a file."""
+        return self.mesh.ranks[0] == self.rank
 
     def sum_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
         """Each value added up over the data-parallel ranks, in one collective; all ranks must pass the same names."""
@@ -40,21 +89,22 @@ class ParallelContext:
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def barrier(self) -> None:
-        """Return once every rank has come here."""
-        self.sum_over_ranks({"barrier": 0.0})
+        """Return once every rank of the mesh has come here."""
+        if self.group is not None:
+            dist.all_reduce(torch.zeros(1), group=self.group)
 
     def close(self) -> None:
-        """Leave the process group, if there is one."""
+        """Leave the gang with the groups of all its meshes; for the context that `init_parallel` gave."""
         if self.group is not None:
-            dist.destroy_process_group(self.group)
+            dist.destroy_process_group()
 
     def _reduce(self, values: Mapping[str, float], operation: dist.ReduceOp.RedOpType) -> dict[str, float]:
         names = sorted(values)
-        if self.group is None or not names:
+        if self.dp_group is None or not names:
             return {name: float(values[name]) for name in names}
         # float64 holds every count up to 2^53 exactly; it stays on the CPU, where gloo adds it without a device sync.
         packed = torch.tensor([float(values[name]) for name in names], dtype=torch.float64)
-        dist.all_reduce(packed, op=operation, group=self.group)
+        dist.all_reduce(packed, op=operation, group=self.dp_group)
         return dict(zip(names, packed.tolist(), strict=True))
 
 
@@ -101,7 +151,7 @@ def init_parallel(
     device: torch.device | str = "cpu",
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> ParallelContext:
-    """Join the gang; a gang of one forms no process group and needs no store.
+    """Join the gang, as a context of all its ranks; a gang of one forms no process group and needs no store.
 
     Raises:
         ValueError: if the rank is outside the gang, or a gang of several has no store.
@@ -127,10 +177,58 @@ def init_parallel(
         ) from error
     return ParallelContext(
         rank=rank,
-        world_size=world_size,
-        dp_rank=rank,
-        dp_size=world_size,
+        mesh=data_parallel_mesh(world_size),
         device=device,
         group=dist.group.WORLD,
+        dp_group=dist.group.WORLD,
         timeout_s=timeout_s,
     )
+
+
+def mesh_contexts(world: ParallelContext, meshes: Mapping[str, Mesh]) -> dict[str, ParallelContext | None]:
+    """This rank's place in each mesh, None where it has none; every rank of the world calls it with the same meshes.
+
+    Groups form in the order of the mapping, on all ranks alike, since torch counts them. Meshes of the same ranks share
+    a group, because a rank computes for one of them at a time; none has the world's, in which data moves at any time.
+
+    Raises:
+        ValueError: if a mesh has ranks that the world lacks.
+        TimeoutError: if the other ranks do not form a group in time.
+    """
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    for name, mesh in meshes.items():
+        if unknown := sorted(set(mesh.ranks) - set(world.mesh.ranks)):
+            raise ValueError(f"mesh {name!r} has rank {unknown[0]}, but the gang's ranks are {world.mesh}")
+        for ranks in (mesh.ranks, *_data_parallel_groups(mesh)):
+            if ranks not in groups:
+                groups[ranks] = _form_group(world, name, ranks)
+    return {name: _context_in(mesh, world, groups) if world.rank in mesh else None for name, mesh in meshes.items()}
+
+
+def _form_group(world: ParallelContext, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The group of these ranks, None for a single one; of no use to a rank that is not among them."""
+    if len(ranks) == 1:
+        return None
+    try:
+        # In the order of places, not of rank numbers: place 0 of the group must be data-parallel rank 0 of the mesh.
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=timedelta(seconds=world.timeout_s), sort_ranks=False
+        )
+    except dist.DistError as error:
+        raise TimeoutError(
+            f"rank {world.rank} waited {world.timeout_s:.0f} s for ranks {ranks} to form a group of mesh {name!r}: "
+            f"{error}"
+        ) from error
+    return group
+
+
+def _data_parallel_groups(mesh: Mesh) -> list[tuple[int, ...]]:
+    """The ranks that hold the same part of the model, by data-parallel rank, for each part."""
+    return list(zip(*(mesh.ranks_of_dp(dp_rank) for dp_rank in range(mesh.dims.dp)), strict=True))
+
+
+def _context_in(
+    mesh: Mesh, world: ParallelContext, groups: Mapping[tuple[int, ...], dist.ProcessGroup | None]
+) -> ParallelContext:
+    dp_ranks = next(ranks for ranks in _data_parallel_groups(mesh) if world.rank in ranks)
+    return replace(world, mesh=mesh, group=groups[mesh.ranks], dp_group=groups[dp_ranks])

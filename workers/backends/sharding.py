@@ -21,9 +21,9 @@ from corral.workers.backends.parallel_context import ParallelContext
 
 def shard(model: Any, context: ParallelContext) -> None:
     """Cut every layer over the ranks; gradients are added up, not averaged, because losses carry the global mean."""
-    if context.group is None:
-        raise ValueError(f"a gang of {context.dp_size} data-parallel ranks needs a process group; call init_parallel")
-    mesh = DeviceMesh.from_group(context.group, context.device.type)
+    if context.dp_group is None:
+        raise ValueError(f"{context.dp_size} data-parallel ranks need a process group; call init_parallel")
+    mesh = DeviceMesh.from_group(context.dp_group, context.device.type)
     layer_classes = set(model._no_split_modules or ())
     for module in [*(m for m in model.modules() if type(m).__name__ in layer_classes), model]:
         fully_shard(module, mesh=mesh)

@@ -5,8 +5,6 @@ what it saw; the tests compare that with one rank in this process.
 """
 
 import json
-import multiprocessing
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +12,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-import torch.distributed.distributed_c10d as c10d
 
 from corral.experiments.config.algorithm import PPOConfig
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import compute_logprobs
 from corral.workers.algorithms.ppo import PPOActorInterface
 from corral.workers.backends.fsdp import FSDPEngine
-from corral.workers.backends.parallel_context import ParallelContext, connect_store, host_store, init_parallel
+from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
+from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.training_helpers import make_sample, optimizer_config, read_weights, save_tiny_model
 
-DEADLINE_S = 120.0
 NUM_STEPS = 3
 LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12], [40, 8, 21, 6]]
 UIDS_BY_RANK = (["0:0", "0:1", "0:3"], ["0:2"])  # uneven on purpose: rank 1 has the least to do
@@ -60,31 +57,9 @@ def train(engine: FSDPEngine, uids: list[str], directory: Path) -> dict[str, Any
     return {"stats": stats, "logprobs": first_logprobs.tolist()}
 
 
-def rendezvous(rank: int, directory: Path) -> ParallelContext:
-    address_file = directory / "address"
-    if rank == 0:
-        store, address = host_store("127.0.0.1", timeout_s=DEADLINE_S)
-        (directory / "address.part").write_text(address)
-        (directory / "address.part").rename(address_file)
-        return init_parallel(rank=0, world_size=2, store=store, timeout_s=DEADLINE_S)
-    deadline = time.monotonic() + DEADLINE_S
-    while not address_file.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError("rank 0 published no address")
-        time.sleep(0.02)
-    store = connect_store(address_file.read_text(), timeout_s=DEADLINE_S)
-    return init_parallel(rank=1, world_size=2, store=store, timeout_s=DEADLINE_S)
-
-
-def refuse_objects(*_: Any, **__: Any) -> None:
-    raise RuntimeError("an object collective was used: it pickles")
-
-
-def play_rank(rank: int, model_directory: Path, directory: Path) -> None:
+def play_rank(context: ParallelContext, model_directory: Path, directory: Path) -> None:
     """Everything that one of two ranks does."""
-    c10d._object_to_tensor = refuse_objects
-    torch.set_num_threads(1)
-    context = rendezvous(rank, directory)
+    rank = context.rank
     engine = make_engine(model_directory, context, max_tokens=48)
     seen: dict[str, Any] = train(engine, UIDS_BY_RANK[rank], directory / "trained")
 
@@ -126,7 +101,6 @@ def play_rank(rank: int, model_directory: Path, directory: Path) -> None:
     lonely.import_weights(resumed.export_weights(), eta=0.25)
     lonely.save_weights(directory / "after_blend")
     (directory / f"rank-{rank}.json").write_text(json.dumps(seen))
-    context.close()
 
 
 @pytest.fixture(scope="module")
@@ -138,19 +112,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     single = train(make_engine(model_directory, ParallelContext(), max_tokens=1000), everything, directory / "single")
     small = train(make_engine(model_directory, ParallelContext(), max_tokens=40), everything, directory / "small")
 
-    spawn = multiprocessing.get_context("spawn")
-    ranks = [spawn.Process(target=play_rank, args=(rank, model_directory, directory)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + DEADLINE_S
-    for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
-    exit_codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        if process.is_alive():
-            process.kill()
-            process.join()
-    assert exit_codes == [0, 0]
+    play(play_rank, model_directory, directory, world_size=2, directory=directory)
     pair = [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(2)]
     return {"directory": directory, "single": single, "small": small, "pair": pair}
 

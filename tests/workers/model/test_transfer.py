@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from corral.scheduling.redistribution import Transfer, plan_redistribution
-from corral.workers.backends.parallel_context import ParallelContext, connect_store, host_store, init_parallel
+from corral.workers.backends.parallel_context import (
+    ParallelContext,
+    connect_store,
+    data_parallel_mesh,
+    host_store,
+    init_parallel,
+)
 from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.transfer import DataManager, TransferError
@@ -150,14 +156,14 @@ def test_a_peer_that_does_not_send_is_named_after_the_deadline(ranks: list[dict[
 
 
 def test_a_receiver_without_the_lengths_says_so() -> None:
-    manager = DataManager(DataStore(), ParallelContext(rank=1, world_size=2, dp_rank=1, dp_size=2))
+    manager = DataManager(DataStore(), ParallelContext(rank=1, mesh=data_parallel_mesh(2)))
     transfers = [Transfer(key="rewards", source=0, destinations=(1,), uids=("0:z",))]
     with pytest.raises(ValueError, match=r"rank 1 is to receive samples \['0:z'\]"):
         manager.execute(transfers, metadata())
 
 
 def test_a_source_without_the_values_says_so() -> None:
-    manager = DataManager(DataStore(), ParallelContext(rank=0, world_size=2, dp_size=2))
+    manager = DataManager(DataStore(), ParallelContext(rank=0, mesh=data_parallel_mesh(2)))
     transfers = [Transfer(key="rewards", source=0, destinations=(1,), uids=("0:a",))]
     with pytest.raises(ValueError, match="not in this store"):
         manager.execute(transfers, metadata())

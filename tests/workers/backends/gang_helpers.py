@@ -1,0 +1,71 @@
+"""Ranks as processes: each joins a gang of its own start over loopback and plays its part."""
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from corral.workers.backends.parallel_context import ParallelContext, connect_store, host_store, init_parallel
+
+DEADLINE_S = 120.0
+
+Part = Callable[..., None]
+"""(world, *arguments) -> nothing: what one rank does; what it saw it writes to files."""
+
+
+def play(part: Part, *arguments: Any, world_size: int, directory: Path) -> None:
+    """Have `world_size` processes play the part together, and end them with the deadline at the latest.
+
+    Raises:
+        AssertionError: if one of them did not come to its end.
+    """
+    # The server pays once for the imports that all ranks share.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.workers.backends.imports_of_a_rank"])
+    ranks = [
+        context.Process(target=_play_rank, args=(part, rank, world_size, directory, arguments))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + DEADLINE_S
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    exit_codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    assert exit_codes == [0] * world_size, f"exit codes by rank: {exit_codes}"
+
+
+def _play_rank(part: Part, rank: int, world_size: int, directory: Path, arguments: tuple[Any, ...]) -> None:
+    c10d._object_to_tensor = _refuse_objects
+    torch.set_num_threads(1)
+    world = _rendezvous(rank, world_size, directory)
+    part(world, *arguments)
+    world.close()
+
+
+def _rendezvous(rank: int, world_size: int, directory: Path) -> ParallelContext:
+    address_file = directory / "address"
+    if rank == 0:
+        store, address = host_store("127.0.0.1", timeout_s=DEADLINE_S)
+        (directory / "address.part").write_text(address)
+        (directory / "address.part").rename(address_file)
+        return init_parallel(rank=0, world_size=world_size, store=store, timeout_s=DEADLINE_S)
+    deadline = time.monotonic() + DEADLINE_S
+    while not address_file.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("rank 0 published no address")
+        time.sleep(0.02)
+    store = connect_store(address_file.read_text(), timeout_s=DEADLINE_S)
+    return init_parallel(rank=rank, world_size=world_size, store=store, timeout_s=DEADLINE_S)
+
+
+def _refuse_objects(*_: Any, **__: Any) -> None:
+    raise RuntimeError("an object collective was used: it pickles")
