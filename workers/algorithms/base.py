@@ -10,8 +10,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from corral.workers.backends.base import AnyEngine, TrainEngine
+from corral.workers.algorithms.functional.token_losses import TokenLosses
+from corral.workers.backends.base import AnyEngine, LossOutput, TrainEngine
 from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 
@@ -50,3 +53,13 @@ def compute_logprobs(
 
     logprobs = engine.forward(sample.select_keys(["input_ids"]), temperature=temperature)["logprobs"]
     return np.where(response_mask(sample), logprobs, np.float32(0.0))
+
+
+def sum_over_mask(losses: TokenLosses, loss_mask: Tensor, *, weights: Tensor | None = None) -> LossOutput:
+    """Sums of a micro-batch over the True entries of the mask; the loss of each token times its weight."""
+    weighted = losses.losses if weights is None else losses.losses * weights
+    stats = {
+        name: torch.where(loss_mask, values.detach().to(torch.float32), 0.0).sum()
+        for name, values in losses.stats.items()
+    }
+    return LossOutput(torch.where(loss_mask, weighted, 0.0).sum(), stats)

@@ -15,10 +15,11 @@ import numpy.typing as npt
 import torch
 
 from corral.experiments.config.algorithm import PPOConfig
-from corral.workers.algorithms.base import compute_logprobs, response_mask
+from corral.workers.algorithms.base import compute_logprobs, response_mask, sum_over_mask
 from corral.workers.algorithms.functional.advantages import group_relative
 from corral.workers.algorithms.functional.kl import approximate_kl
-from corral.workers.algorithms.functional.losses import behaviour_weights, ppo_clip_loss
+from corral.workers.algorithms.functional.policy_losses import behaviour_weights, importance_ratio, ppo_clip
+from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.backends.base import LossOutput, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext
@@ -64,33 +65,32 @@ class PPOActorInterface:
     def _loss(self, scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
         keys, config = micro_batch.tensors, self.config
         loss_mask = keys["loss_mask"]
-        ppo = ppo_clip_loss(
-            scores.logprobs,
-            proximal_logprobs=keys["proximal_logprobs" if config.use_decoupled_loss else "old_logprobs"],
+        # Masked before any exp(): what stands on prompt tokens must reach neither a sum nor a gradient.
+        logprobs = torch.where(loss_mask, scores.logprobs, 0.0)
+        center = keys["proximal_logprobs" if config.use_decoupled_loss else "old_logprobs"]
+        ppo = ppo_clip(
+            logprobs,
+            center_logprobs=center,
             advantages=keys["advantages"],
             loss_mask=loss_mask,
             eps_clip=config.eps_clip,
             c_clip=config.c_clip,
-            token_weights=keys.get("behaviour_weights"),
         )
-        loss_sum = ppo.loss_sum
-        stats = {
-            "ppo/importance_weight": ppo.ratio_sum,
-            "ppo/approx_kl": ppo.approx_kl_sum,
-            "ppo/clip_fraction": ppo.clipped_sum,
-            "ppo/dual_clip_fraction": ppo.dual_clipped_sum,
-            "ppo/entropy": torch.where(loss_mask, scores.entropy, 0.0).sum(),
+        ratio, log_ratio = importance_ratio(logprobs.detach(), center, loss_mask)
+        stats = ppo.stats | {
+            "ppo/importance_weight": ratio,
+            "ppo/approx_kl": -log_ratio,
+            "ppo/entropy": scores.entropy,
         }
+        losses = ppo.losses
         if "behaviour_weights" in keys:
-            stats["ppo/behav_weight"] = keys["behaviour_weights"].sum()
+            losses = losses * keys["behaviour_weights"]
+            stats["ppo/behav_weight"] = keys["behaviour_weights"]
         if config.kl_coef > 0.0:
-            # Mask before exp(): what stands on prompt tokens must reach neither the sum nor the gradient.
-            kl = approximate_kl(
-                torch.where(loss_mask, scores.logprobs, 0.0), torch.where(loss_mask, keys["ref_logprobs"], 0.0)
-            )
-            loss_sum = loss_sum + config.kl_coef * kl.sum()
-            stats["ppo/ref_kl"] = kl.detach().sum()
-        return LossOutput(loss_sum, stats)
+            kl = approximate_kl(logprobs, torch.where(loss_mask, keys["ref_logprobs"], 0.0))
+            losses = losses + config.kl_coef * kl
+            stats["ppo/ref_kl"] = kl
+        return sum_over_mask(TokenLosses(losses, stats), loss_mask)
 
 
 def shape_rewards(config: PPOConfig, sample: SequenceSample) -> npt.NDArray[np.float32]:

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from corral.workers.algorithms.base import compute_logprobs, response_mask
+from corral.workers.algorithms.base import compute_logprobs, response_mask, sum_over_mask
 from corral.workers.algorithms.functional.losses import sft_loss
 from corral.workers.algorithms.ppo import merge_mini_batch_stats
 from corral.workers.backends.base import LossOutput, TrainEngine
@@ -41,5 +41,4 @@ class SFTInterface:
 
 
 def _loss(scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
-    loss_sum, _ = sft_loss(scores.logprobs, loss_mask=micro_batch.tensors["loss_mask"])
-    return LossOutput(loss_sum)
+    return sum_over_mask(sft_loss(scores.logprobs), micro_batch.tensors["loss_mask"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from corral.workers.algorithms.functional.advantages import gae, group_relative
+from corral.workers.algorithms.functional.advantages import bootstrap_values, gae, group_relative, rewards_to_go, rloo
 
 
 def slow_gae(rewards: list[float], values: list[float], *, gamma: float, lam: float) -> tuple[list[float], list[float]]:
@@ -75,3 +75,40 @@ def test_a_group_of_equal_rewards_teaches_nothing() -> None:
 def test_group_sizes_must_cover_the_rewards() -> None:
     with pytest.raises(ValueError, match="add up to 3, not to 4"):
         group_relative(torch.zeros(4), [2, 1])
+
+
+@pytest.mark.parametrize("is_truncated", [True, False])
+def test_only_an_answer_that_was_cut_off_expects_more_after_its_last_token(is_truncated: bool) -> None:
+    """Four tokens, two of them response: deltas written out from values V(0..3) and a reward at the end."""
+    gamma, lam, value = 0.9, 0.8, [9.0, 0.5, 0.7, 2.0]
+    values = bootstrap_values(torch.tensor(value), torch.tensor([is_truncated]), [4])
+    advantages, returns = gae(torch.tensor([0.0, 0.0, 1.0]), values, torch.tensor([0, 3]), gamma=gamma, lam=lam)
+    last = 1.0 + gamma * (value[3] if is_truncated else 0.0) - value[2]
+    first = 0.0 + gamma * value[2] - value[1] + gamma * lam * last
+    np.testing.assert_allclose(advantages[1:], [first, last], atol=1e-6)
+    np.testing.assert_allclose(returns[1:], [first + value[1], last + value[2]], atol=1e-6)
+
+
+def test_each_answer_keeps_its_own_last_value() -> None:
+    values = bootstrap_values(torch.arange(1.0, 7.0), torch.tensor([False, True, False]), [3, 2, 1])
+    assert values.tolist() == [1.0, 2.0, 0.0, 4.0, 5.0, 0.0]
+
+
+def test_rloo_compares_each_reward_with_the_mean_of_the_others() -> None:
+    rng = np.random.default_rng(2)
+    sizes, expected, start = [4, 1, 2], list[float](), 0
+    rewards = [float(x) for x in rng.normal(size=sum(sizes))]
+    for size in sizes:
+        group = rewards[start : start + size]
+        for index, reward in enumerate(group):
+            others = group[:index] + group[index + 1 :]
+            expected.append(reward - math.fsum(others) / len(others) if others else 0.0)
+        start += size
+    np.testing.assert_allclose(rloo(torch.tensor(rewards), sizes), expected, atol=1e-6)
+
+
+def test_rewards_to_go_are_discounted_sums_of_what_follows() -> None:
+    rewards, gamma = [[1.0, 2.0, 4.0], [3.0]], 0.5
+    expected = [1.0 + 1.0 + 1.0, 2.0 + 2.0, 4.0, 3.0]
+    actual = rewards_to_go(torch.tensor([r for one in rewards for r in one]), torch.tensor([0, 3, 4]), gamma=gamma)
+    assert actual.tolist() == expected

@@ -1,193 +1,106 @@
-"""Losses, divergences and log-probabilities against slow float64 loops, values and gradients."""
+"""Losses of critics, reward models, preferences and language models against slow loops, values and gradients."""
 
 import math
 from collections.abc import Callable
-from itertools import product
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
+from torch import Tensor
 
-from corral.workers.algorithms.functional.kl import KLEstimator, approximate_kl
-from corral.workers.algorithms.functional.losses import behaviour_weights, ppo_clip_loss, sft_loss, value_loss
+from corral.workers.algorithms.functional.losses import (
+    bradley_terry_loss,
+    dpo_loss,
+    dpo_margins,
+    sft_loss,
+    value_loss,
+)
 from corral.workers.backends.token_scores import score_next_tokens
 
-NUM_TOKENS = 200
-Floats = npt.NDArray[np.float64]
+NUM = 200
 
 
-class Tokens:
-    """Random tokens whose ratios reach well beyond every clip."""
-
-    def __init__(self, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        self.old: Floats = -rng.exponential(size=NUM_TOKENS)
-        self.proximal: Floats = self.old + 0.8 * rng.normal(size=NUM_TOKENS)
-        self.current: Floats = self.proximal + 0.8 * rng.normal(size=NUM_TOKENS)
-        self.advantages: Floats = rng.normal(size=NUM_TOKENS)
-        self.mask: npt.NDArray[np.bool_] = rng.random(NUM_TOKENS) < 0.7
+def gradient_of(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+    point = at.clone().requires_grad_()
+    function(point).sum().backward()  # type: ignore[no-untyped-call]
+    assert point.grad is not None
+    return point.grad
 
 
-def slow_ppo_token(
-    logprob: float, center: float, advantage: float, *, eps: float, c_clip: float | None
-) -> tuple[float, float]:
-    """(loss, derivative by logprob) of one token, case by case as the papers state them."""
-    ratio = math.exp(logprob - center)
-    if advantage >= 0:
-        return (-advantage * ratio, -advantage * ratio) if ratio <= 1 + eps else (-advantage * (1 + eps), 0.0)
-    if ratio < 1 - eps:
-        return -advantage * (1 - eps), 0.0
-    if c_clip is not None and ratio > c_clip:
-        return -advantage * c_clip, 0.0
-    return -advantage * ratio, -advantage * ratio
+def slope(function: Callable[[float], float], at: float) -> float:
+    return (function(at + 1e-6) - function(at - 1e-6)) / 2e-6
 
 
-def slow_ppo(
-    t: Tokens, *, eps: float, c_clip: float | None, cap: float | None, is_decoupled: bool
-) -> tuple[float, int, Floats]:
-    loss, count, gradient = 0.0, 0, np.zeros(NUM_TOKENS)
-    for i in range(NUM_TOKENS):
-        if not t.mask[i]:
-            continue
-        weight = math.exp(t.proximal[i] - t.old[i]) if is_decoupled else 1.0
-        if cap is not None and is_decoupled and weight > cap:
-            continue
-        center = t.proximal[i] if is_decoupled else t.old[i]
-        value, derivative = slow_ppo_token(t.current[i], center, t.advantages[i], eps=eps, c_clip=c_clip)
-        loss += weight * value
-        gradient[i] = weight * derivative
-        count += 1
-    return loss, count, gradient
-
-
-@pytest.mark.parametrize(
-    ("eps", "c_clip", "cap", "is_decoupled"),
-    list(product([0.2, 0.05], [None, 1.5, 3.0], [None], [False]))
-    + list(product([0.2], [None, 2.0], [None, 1.5], [True])),
-)
-def test_ppo_loss_and_gradient_equal_the_slow_loop(
-    eps: float, c_clip: float | None, cap: float | None, is_decoupled: bool
+@pytest.mark.parametrize("huber_delta", [None, 0.7])
+@pytest.mark.parametrize("value_eps_clip", [None, 0.2])
+def test_value_loss_takes_the_larger_of_clipped_and_unclipped(
+    value_eps_clip: float | None, huber_delta: float | None
 ) -> None:
-    t = Tokens()
-    logprobs = torch.tensor(t.current, requires_grad=True)
-    mask, weights = torch.tensor(t.mask), None
-    if is_decoupled:
-        weights, mask = behaviour_weights(torch.tensor(t.proximal), torch.tensor(t.old), mask, cap=cap)
-    result = ppo_clip_loss(
-        logprobs,
-        proximal_logprobs=torch.tensor(t.proximal if is_decoupled else t.old),
-        advantages=torch.tensor(t.advantages),
-        loss_mask=mask,
-        eps_clip=eps,
-        c_clip=c_clip,
-        token_weights=weights,
+    values, old_values, returns = np.random.default_rng(3).normal(size=(3, NUM))
+
+    def slow(value: float, i: int) -> float:
+        def error(distance: float) -> float:
+            if huber_delta is not None and abs(distance) > huber_delta:
+                return huber_delta * (abs(distance) - huber_delta / 2)
+            return distance**2 / 2
+
+        if value_eps_clip is None:
+            return error(value - returns[i])
+        near_old = min(max(value, old_values[i] - value_eps_clip), old_values[i] + value_eps_clip)
+        return max(error(value - returns[i]), error(near_old - returns[i]))
+
+    def fast(at: Tensor) -> Tensor:
+        return value_loss(
+            at,
+            old_values=torch.tensor(old_values),
+            returns=torch.tensor(returns),
+            value_eps_clip=value_eps_clip,
+            huber_delta=huber_delta,
+        ).losses
+
+    at = torch.tensor(values)
+    np.testing.assert_allclose(fast(at), [slow(values[i], i) for i in range(NUM)], atol=1e-9)
+    slopes = [slope(lambda x, i=i: slow(x, i), values[i]) for i in range(NUM)]  # type: ignore[misc]
+    np.testing.assert_allclose(gradient_of(fast, at), slopes, atol=1e-5)
+
+
+def test_value_loss_says_which_values_the_clip_decided() -> None:
+    # old value 0, return 1: at 0.5 the clipped value 0.2 is further off; at 0.1 the clip does not act.
+    result = value_loss(torch.tensor([0.5, 0.1]), old_values=torch.zeros(2), returns=torch.ones(2), value_eps_clip=0.2)
+    assert result.stats["critic/clip_fraction"].tolist() == [True, False]
+
+
+def test_sft_loss_is_the_negative_logprob() -> None:
+    assert sft_loss(torch.tensor([-1.0, -4.0])).losses.tolist() == [1.0, 4.0]
+
+
+def test_the_bradley_terry_loss_is_the_surprise_at_the_winner() -> None:
+    chosen, rejected = np.random.default_rng(5).normal(size=(2, NUM)) * 3
+    surprise = [-math.log(math.exp(c) / (math.exp(c) + math.exp(r))) for c, r in zip(chosen, rejected, strict=True)]
+    np.testing.assert_allclose(bradley_terry_loss(torch.tensor(chosen), torch.tensor(rejected)), surprise, atol=1e-9)
+    pushed = gradient_of(lambda at: bradley_terry_loss(at, torch.tensor(rejected)), torch.tensor(chosen))
+    loses = [math.exp(r) / (math.exp(c) + math.exp(r)) for c, r in zip(chosen, rejected, strict=True)]
+    np.testing.assert_allclose(pushed, [-p for p in loses], atol=1e-9)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_dpo_loss_is_the_likelihood_of_the_preference_under_the_implicit_rewards(label_smoothing: float) -> None:
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected = np.random.default_rng(6).normal(size=(4, NUM)) * 4
+    beta = 0.3
+    expected = []
+    for i in range(NUM):
+        winner = math.exp(beta * (policy_chosen[i] - ref_chosen[i]))
+        loser = math.exp(beta * (policy_rejected[i] - ref_rejected[i]))
+        wins = winner / (winner + loser)
+        expected.append(-(1 - label_smoothing) * math.log(wins) - label_smoothing * math.log(1 - wins))
+    margins = dpo_margins(
+        torch.tensor(policy_chosen),
+        torch.tensor(policy_rejected),
+        ref_chosen_logprobs=torch.tensor(ref_chosen),
+        ref_rejected_logprobs=torch.tensor(ref_rejected),
+        beta=beta,
     )
-    result.loss_sum.backward()  # type: ignore[no-untyped-call]
-    loss, count, gradient = slow_ppo(t, eps=eps, c_clip=c_clip, cap=cap, is_decoupled=is_decoupled)
-    assert float(result.loss_sum.detach()) == pytest.approx(loss, abs=1e-6)
-    assert int(result.num_tokens) == count
-    assert logprobs.grad is not None
-    np.testing.assert_allclose(logprobs.grad.numpy(), gradient, atol=1e-6)
-
-
-def test_the_cap_takes_tokens_out_of_the_denominator_too() -> None:
-    mask = torch.tensor([True, True, True, False])
-    weights, kept = behaviour_weights(torch.tensor([0.0, 2.0, 0.1, 9.0]), torch.zeros(4), mask, cap=5.0)
-    assert kept.tolist() == [True, False, True, False]
-    np.testing.assert_allclose(weights, [1.0, 0.0, math.exp(0.1), 0.0], rtol=1e-6)
-    assert behaviour_weights(torch.tensor([2.0]), torch.zeros(1), torch.tensor([True]), cap=None)[1].tolist() == [True]
-
-
-def test_ppo_statistics_count_what_the_clips_did() -> None:
-    # ratio 2 with a positive advantage: clipped; ratio 4 with a negative one: dual-clipped; ratio 1: neither.
-    result = ppo_clip_loss(
-        torch.tensor([math.log(2.0), math.log(4.0), 0.0, 50.0]),
-        proximal_logprobs=torch.zeros(4),
-        advantages=torch.tensor([1.0, -1.0, 1.0, 1.0]),
-        loss_mask=torch.tensor([True, True, True, False]),
-        eps_clip=0.2,
-        c_clip=3.0,
-    )
-    assert float(result.loss_sum.detach()) == pytest.approx(-1.2 + 3.0 - 1.0, abs=1e-6)
-    assert (int(result.clipped_sum), int(result.dual_clipped_sum), int(result.num_tokens)) == (1, 1, 3)
-    assert float(result.ratio_sum) == pytest.approx(7.0, abs=1e-5)
-    assert float(result.approx_kl_sum) == pytest.approx(-math.log(8.0), abs=1e-6)
-
-
-def test_what_stands_on_masked_tokens_reaches_neither_loss_nor_gradient() -> None:
-    logprobs = torch.tensor([-1.0, math.nan, -math.inf], requires_grad=True)
-    result = ppo_clip_loss(
-        logprobs,
-        proximal_logprobs=torch.tensor([-1.0, 0.0, math.inf]),
-        advantages=torch.tensor([2.0, math.nan, 1.0]),
-        loss_mask=torch.tensor([True, False, False]),
-        eps_clip=0.2,
-    )
-    result.loss_sum.backward()  # type: ignore[no-untyped-call]
-    assert float(result.loss_sum.detach()) == -2.0
-    assert logprobs.grad is not None and logprobs.grad.tolist() == [-2.0, 0.0, 0.0]
-
-
-def test_a_dual_clip_below_one_is_refused() -> None:
-    zeros = torch.zeros(1)
-    with pytest.raises(ValueError, match="must exceed 1"):
-        ppo_clip_loss(
-            zeros, proximal_logprobs=zeros, advantages=zeros, loss_mask=zeros.bool(), eps_clip=0.2, c_clip=0.5
-        )
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_estimators_equal_their_formulas(estimator: KLEstimator) -> None:
-    t = Tokens(1)
-    formula: dict[str, Callable[[float], float]] = {
-        "k1": lambda r: -math.log(r),
-        "k2": lambda r: math.log(r) ** 2 / 2,
-        "k3": lambda r: r - 1 - math.log(r),
-    }
-    expected = [formula[estimator](math.exp(t.old[i] - t.current[i])) for i in range(NUM_TOKENS)]
-    actual = approximate_kl(torch.tensor(t.current), torch.tensor(t.old), estimator=estimator)
-    np.testing.assert_allclose(actual, expected, atol=1e-6)
-
-
-def test_k1_and_k3_average_to_the_exact_divergence() -> None:
-    rng = np.random.default_rng(2)
-    policy = torch.tensor(rng.dirichlet(np.ones(8)))
-    reference = torch.tensor(rng.dirichlet(np.ones(8)))
-    exact = float((policy * (policy / reference).log()).sum())
-    estimators: tuple[KLEstimator, ...] = ("k1", "k3")
-    for estimator in estimators:
-        estimate = approximate_kl(policy.log(), reference.log(), estimator=estimator)
-        assert float((policy * estimate).sum()) == pytest.approx(exact, abs=1e-9)
-
-
-def test_an_unknown_kl_estimator_is_refused() -> None:
-    with pytest.raises(ValueError, match="'k4'; choose k1, k2 or k3"):
-        approximate_kl(torch.zeros(1), torch.zeros(1), estimator="k4")  # type: ignore[arg-type]
-
-
-def test_value_loss_takes_the_larger_of_clipped_and_unclipped() -> None:
-    rng = np.random.default_rng(3)
-    values, old_values, returns = rng.normal(size=(3, NUM_TOKENS))
-    mask = rng.random(NUM_TOKENS) < 0.5
-    expected = 0.0
-    for v, o, r in zip(values[mask], old_values[mask], returns[mask], strict=True):
-        clipped = min(max(v, o - 0.2), o + 0.2)
-        expected += 0.5 * max((v - r) ** 2, (clipped - r) ** 2)
-    loss, count = value_loss(
-        torch.tensor(values),
-        old_values=torch.tensor(old_values),
-        returns=torch.tensor(returns),
-        loss_mask=torch.tensor(mask),
-        value_eps_clip=0.2,
-    )
-    assert float(loss) == pytest.approx(expected, abs=1e-6)
-    assert int(count) == int(mask.sum())
-
-
-def test_sft_loss_is_the_sum_of_negative_logprobs() -> None:
-    loss, count = sft_loss(torch.tensor([-1.0, -2.0, -4.0]), loss_mask=torch.tensor([True, False, True]))
-    assert (float(loss), int(count)) == (5.0, 2)
+    np.testing.assert_allclose(dpo_loss(margins, label_smoothing=label_smoothing), expected, atol=1e-9)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])

@@ -55,8 +55,8 @@ def trainable_sample(lengths: list[list[int]] = LENGTHS, *, seed: int = 0) -> Se
 
 def negative_logprobs(scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
     loss_mask = micro_batch.tensors["loss_mask"]
-    loss_sum, _ = sft_loss(scores.logprobs, loss_mask=loss_mask)
-    return LossOutput(loss_sum, {"entropy": (scores.entropy * loss_mask).sum()})
+    losses = torch.where(loss_mask, sft_loss(scores.logprobs).losses, 0.0)
+    return LossOutput(losses.sum(), {"entropy": (scores.entropy * loss_mask).sum()})
 
 
 def padded_logprobs(directory: Path, sample: SequenceSample) -> np.ndarray[tuple[int], np.dtype[np.float32]]:

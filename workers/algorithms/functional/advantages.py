@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from corral.workers.algorithms.functional.packed import answer_index, per_token, sum_per_answer
+
 _STD_EPS = 1e-6  # far below the spread of any reward that is worth learning from
 
 
@@ -50,6 +52,24 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, *, gamma: float, la
     return advantages.float(), (advantages + values64[~is_bootstrap]).float()
 
 
+def bootstrap_values(values: Tensor, is_truncated: Tensor, lengths: Sequence[int]) -> Tensor:
+    """A critic's values as `gae` wants them: the one after the last token is 0 unless the answer was cut off there.
+
+    An answer that ended has nothing to expect any more. One that the token limit cut off would have gone on, and the
+    critic's value of its last token is the best guess of what would have come (Pardo et al. 2017,
+    https://arxiv.org/abs/1712.00378, sec. 3).
+
+    Args:
+        values: [sum of lengths] float, one per token, those of the prompt included.
+        is_truncated: [n] bool.
+        lengths: tokens of each answer, each at least 1.
+    """
+    last = torch.tensor(lengths, dtype=torch.int64, device=values.device).cumsum(0) - 1
+    ended = values.clone()
+    ended[last[~is_truncated]] = 0.0
+    return ended
+
+
 def group_relative(rewards: Tensor, group_sizes: Sequence[int], *, normalize_std: bool = True) -> Tensor:
     """Rewards relative to those of the other answers to the same prompt.
 
@@ -67,19 +87,43 @@ def group_relative(rewards: Tensor, group_sizes: Sequence[int], *, normalize_std
     Raises:
         ValueError: if the group sizes do not add up to the number of rewards.
     """
+    centred = _centre_groups(rewards, group_sizes)
+    if not normalize_std:
+        return centred.float()
+    std = _group_mean(centred.square(), group_sizes).sqrt()
+    return (centred / (per_token(std, group_sizes) + _STD_EPS)).float()
+
+
+def rloo(rewards: Tensor, group_sizes: Sequence[int]) -> Tensor:
+    """Each reward less the mean of the *other* answers to the same prompt: REINFORCE leave-one-out.
+
+    Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740. A group of one has nobody to compare with and
+    gives 0. Arguments, shape and errors are those of `group_relative`.
+    """
+    centred = _centre_groups(rewards, group_sizes)
+    sizes = torch.tensor(group_sizes, dtype=torch.float64, device=rewards.device)
+    others = sizes / (sizes - 1.0).clamp(min=1.0)  # r - mean of the others = (r - mean of all) * n / (n - 1)
+    return (centred * per_token(others, group_sizes)).float()
+
+
+def rewards_to_go(rewards: Tensor, cu_seqlens: Tensor, *, gamma: float) -> Tensor:
+    """[T] float32 discounted sums of the rewards from each token on: REINFORCE without a baseline.
+
+    With a KL penalty in the rewards and normalised over the global batch, this is REINFORCE++ (Hu 2025,
+    https://arxiv.org/abs/2501.03262): it is GAE at lambda 1 with values of 0.
+    """
+    values = torch.zeros(rewards.shape[0] + cu_seqlens.shape[0] - 1, dtype=rewards.dtype, device=rewards.device)
+    return gae(rewards, values, cu_seqlens, gamma=gamma, lam=1.0)[0]
+
+
+def _centre_groups(rewards: Tensor, group_sizes: Sequence[int]) -> Tensor:
     if sum(group_sizes) != rewards.shape[0]:
         raise ValueError(
             f"group sizes {list(group_sizes)[:8]} add up to {sum(group_sizes)}, not to {rewards.shape[0]} rewards"
         )
-    sizes = torch.as_tensor(group_sizes, dtype=torch.long, device=rewards.device)
-    group = torch.repeat_interleave(torch.arange(len(group_sizes), device=rewards.device), sizes)
-    centred = rewards.double() - _group_mean(rewards.double(), group, sizes)[group]
-    if not normalize_std:
-        return centred.float()
-    std = _group_mean(centred.square(), group, sizes).sqrt()
-    return (centred / (std[group] + _STD_EPS)).float()
+    return rewards.double() - _group_mean(rewards.double(), group_sizes)[answer_index(group_sizes, rewards.device)]
 
 
-def _group_mean(values: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
-    sums = torch.zeros(sizes.shape[0], dtype=values.dtype, device=values.device).index_add_(0, group, values)
-    return sums / sizes.clamp(min=1)
+def _group_mean(values: Tensor, group_sizes: Sequence[int]) -> Tensor:
+    sizes = torch.tensor(group_sizes, dtype=values.dtype, device=values.device)
+    return sum_per_answer(values, group_sizes) / sizes.clamp(min=1.0)

@@ -1,6 +1,6 @@
-"""Estimators of KL(policy || reference) from the log-probabilities of sampled tokens.
+"""The KL divergence to a reference model: estimated from sampled tokens, charged to rewards or losses, controlled.
 
-Source: J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html. With
+Source of the estimators: J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html. With
 r = p_reference(x) / p_policy(x) for x sampled from the policy:
 
     k1 = -log r               unbiased, high variance, can be negative
@@ -8,6 +8,8 @@ r = p_reference(x) / p_policy(x) for x sampled from the policy:
     k3 = r - 1 - log r        unbiased, low variance, never negative; GRPO's choice (arXiv 2402.03300, eq. 4)
 """
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 KLEstimator = Literal["k1", "k2", "k3"]
 
 _MAX_LOG_RATIO = 20.0  # keeps exp() finite in float32 for a token that one of the models all but excludes
+_MAX_RELATIVE_ERROR = 0.2  # one surprising batch must not swing the coefficient
 
 
 def approximate_kl(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLEstimator = "k3") -> Tensor:
@@ -29,3 +32,44 @@ def approximate_kl(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLEstim
         log_ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         return torch.expm1(log_ratio) - log_ratio
     raise ValueError(f"unknown KL estimator {estimator!r}; choose k1, k2 or k3")
+
+
+def token_rewards(
+    answer_rewards: Tensor, kl: Tensor, response_mask: Tensor, lengths: Sequence[int], *, kl_coefficient: float
+) -> Tensor:
+    """Rewards per token: minus the KL penalty at every response token, plus the answer's reward at its last one.
+
+    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, eq. 2.
+
+    Args:
+        answer_rewards: [n].
+        kl: [T] estimate per token (k1), read under the mask only.
+        response_mask: [T] bool.
+        lengths: of each answer in `kl`; an answer without any has no place for its reward.
+
+    Returns:
+        [T] float32.
+    """
+    rewards = torch.where(response_mask, -kl_coefficient * kl.double(), 0.0)
+    counts = torch.tensor(lengths, dtype=torch.int64, device=kl.device)
+    has_tokens = counts > 0
+    rewards[(counts.cumsum(0) - 1)[has_tokens]] += answer_rewards.double()[has_tokens]
+    return rewards.float()
+
+
+def adapt_kl_coefficient(
+    coefficient: float, *, observed_kl: float, target: float, horizon: float, num_answers: float
+) -> float:
+    """The coefficient for the next step: larger if the policy went further from the reference than the target.
+
+    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, sec. 2.2: the relative error, bounded by 0.2 on either
+    side, moves the coefficient by that share for every `horizon` answers. A divergence that is not finite changes
+    nothing.
+
+    Args:
+        observed_kl: nats per answer, mean over the `num_answers` answers of the global batch.
+    """
+    if not math.isfinite(observed_kl):
+        return coefficient
+    error = min(max(observed_kl / target - 1.0, -_MAX_RELATIVE_ERROR), _MAX_RELATIVE_ERROR)
+    return coefficient * (1.0 + error * num_answers / horizon)

@@ -1,0 +1,228 @@
+"""Policy losses against slow float64 loops, values and gradients."""
+
+import math
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from corral.workers.algorithms.functional.policy_losses import behaviour_weights, cispo, gspo, ppo_clip
+from corral.workers.algorithms.functional.token_losses import TokenLosses
+
+NUM_TOKENS = 200
+LENGTHS = [1, 40, 0, 7, 100, 52]
+Floats = npt.NDArray[np.float64]
+
+
+class Tokens:
+    """Random tokens whose ratios reach well beyond every clip."""
+
+    def __init__(self, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.old: Floats = -rng.exponential(size=NUM_TOKENS)
+        self.proximal: Floats = self.old + 0.8 * rng.normal(size=NUM_TOKENS)
+        self.current: Floats = self.proximal + 0.8 * rng.normal(size=NUM_TOKENS)
+        self.advantages: Floats = rng.normal(size=NUM_TOKENS)
+        self.mask: npt.NDArray[np.bool_] = rng.random(NUM_TOKENS) < 0.7
+
+
+def summed(losses: TokenLosses, mask: Tensor, weights: Tensor | None = None) -> Tensor:
+    return torch.where(mask, losses.losses if weights is None else losses.losses * weights, 0.0).sum()
+
+
+def slow_ppo_token(
+    logprob: float, center: float, advantage: float, *, low: float, high: float, c_clip: float | None
+) -> tuple[float, float]:
+    """(loss, derivative by logprob) of one token, case by case as the papers state them."""
+    ratio = math.exp(logprob - center)
+    if advantage >= 0:
+        return (-advantage * ratio, -advantage * ratio) if ratio <= 1 + high else (-advantage * (1 + high), 0.0)
+    if ratio < 1 - low:
+        return -advantage * (1 - low), 0.0
+    if c_clip is not None and ratio > c_clip:
+        return -advantage * c_clip, 0.0
+    return -advantage * ratio, -advantage * ratio
+
+
+def slow_ppo(
+    t: Tokens, *, low: float, high: float, c_clip: float | None, cap: float | None, is_decoupled: bool, truncates: bool
+) -> tuple[float, int, Floats]:
+    loss, count, gradient = 0.0, 0, np.zeros(NUM_TOKENS)
+    for i in range(NUM_TOKENS):
+        if not t.mask[i]:
+            continue
+        weight = math.exp(t.proximal[i] - t.old[i]) if is_decoupled else 1.0
+        if cap is not None and is_decoupled and weight > cap:
+            if not truncates:
+                continue
+            weight = cap
+        center = t.proximal[i] if is_decoupled else t.old[i]
+        value, derivative = slow_ppo_token(t.current[i], center, t.advantages[i], low=low, high=high, c_clip=c_clip)
+        loss += weight * value
+        gradient[i] = weight * derivative
+        count += 1
+    return loss, count, gradient
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "c_clip", "cap", "is_decoupled", "truncates"),
+    [
+        *((low, None, c_clip, None, False, False) for low, c_clip in product([0.2, 0.05], [None, 1.5, 3.0])),
+        (0.2, 0.28, None, None, False, False),
+        (0.2, 0.28, 1.5, None, False, False),
+        *((0.2, None, c_clip, cap, True, False) for c_clip, cap in product([None, 2.0], [None, 1.5])),
+        (0.2, 0.28, None, 1.5, True, True),
+    ],
+)
+def test_ppo_loss_and_gradient_equal_the_slow_loop(
+    low: float, high: float | None, c_clip: float | None, cap: float | None, is_decoupled: bool, truncates: bool
+) -> None:
+    t = Tokens()
+    logprobs = torch.tensor(t.current, requires_grad=True)
+    mask, weights = torch.tensor(t.mask), None
+    if is_decoupled:
+        weights, mask = behaviour_weights(
+            torch.tensor(t.proximal), torch.tensor(t.old), mask, cap=cap, truncates=truncates
+        )
+    result = ppo_clip(
+        logprobs,
+        center_logprobs=torch.tensor(t.proximal if is_decoupled else t.old),
+        advantages=torch.tensor(t.advantages),
+        loss_mask=mask,
+        eps_clip=low,
+        eps_clip_high=high,
+        c_clip=c_clip,
+    )
+    loss_sum = summed(result, mask, weights)
+    loss_sum.backward()  # type: ignore[no-untyped-call]
+    loss, count, gradient = slow_ppo(
+        t, low=low, high=high or low, c_clip=c_clip, cap=cap, is_decoupled=is_decoupled, truncates=truncates
+    )
+    assert float(loss_sum.detach()) == pytest.approx(loss, abs=1e-6)
+    assert int(mask.sum()) == count
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(logprobs.grad.numpy(), gradient, atol=1e-6)
+
+
+def test_the_cap_takes_tokens_out_of_the_denominator_too() -> None:
+    mask = torch.tensor([True, True, True, False])
+    weights, kept = behaviour_weights(torch.tensor([0.0, 2.0, 0.1, 9.0]), torch.zeros(4), mask, cap=5.0)
+    assert kept.tolist() == [True, False, True, False]
+    np.testing.assert_allclose(weights, [1.0, 0.0, math.exp(0.1), 0.0], rtol=1e-6)
+    assert behaviour_weights(torch.tensor([2.0]), torch.zeros(1), torch.tensor([True]), cap=None)[1].tolist() == [True]
+
+
+def test_truncation_keeps_the_token_with_the_cap_as_its_weight() -> None:
+    mask = torch.tensor([True, True, False])
+    weights, kept = behaviour_weights(torch.tensor([0.0, 2.0, 9.0]), torch.zeros(3), mask, cap=5.0, truncates=True)
+    assert (weights.tolist(), kept.tolist()) == ([1.0, 5.0, 0.0], [True, True, False])
+
+
+def test_ppo_statistics_count_what_the_clips_did() -> None:
+    # ratio 2 with a positive advantage: clipped; ratio 4 with a negative one: dual-clipped; ratio 1: neither.
+    result = ppo_clip(
+        torch.tensor([math.log(2.0), math.log(4.0), 0.0, 50.0]),
+        center_logprobs=torch.zeros(4),
+        advantages=torch.tensor([1.0, -1.0, 1.0, 1.0]),
+        loss_mask=torch.tensor([True, True, True, False]),
+        eps_clip=0.2,
+        c_clip=3.0,
+    )
+    np.testing.assert_allclose(result.losses[:3], [-1.2, 3.0, -1.0], atol=1e-6)
+    assert result.stats["ppo/clip_fraction"][:3].tolist() == [True, False, False]
+    assert result.stats["ppo/dual_clip_fraction"][:3].tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("loss", [ppo_clip, gspo, cispo])
+def test_what_stands_on_masked_tokens_reaches_no_gradient(loss: Any) -> None:
+    logprobs = torch.tensor([-1.0, math.nan, -math.inf], requires_grad=True)
+    mask = torch.tensor([True, False, False])
+    settings: dict[str, Any] = {"answer_lengths": [2, 1]} if loss is gspo else {}
+    result = loss(
+        torch.where(mask, logprobs, 0.0),  # as every policy loss is called
+        center_logprobs=torch.tensor([-1.0, 0.0, math.inf]),
+        advantages=torch.tensor([2.0, math.nan, 1.0]),
+        loss_mask=mask,
+        eps_clip=0.2,
+        **settings,
+    )
+    loss_sum = summed(result, mask)
+    loss_sum.backward()  # type: ignore[no-untyped-call]
+    assert math.isfinite(float(loss_sum.detach()))
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [-2.0, 0.0, 0.0]
+
+
+def test_a_dual_clip_below_one_is_refused() -> None:
+    zeros = torch.zeros(1)
+    with pytest.raises(ValueError, match="must exceed 1"):
+        ppo_clip(zeros, center_logprobs=zeros, advantages=zeros, loss_mask=zeros.bool(), eps_clip=0.2, c_clip=0.5)
+
+
+def slow_gspo(t: Tokens, advantage_by_answer: Floats, *, low: float, high: float) -> tuple[float, Floats]:
+    """(mean over answers, gradient) of equation 5: one clipped ratio per answer, differentiated by hand."""
+    loss, gradient, start = 0.0, np.zeros(NUM_TOKENS), 0
+    for length, advantage in zip(LENGTHS, advantage_by_answer, strict=True):
+        tokens = [i for i in range(start, start + length) if t.mask[i]]
+        start += length
+        if not tokens:
+            continue
+        ratio = math.exp(math.fsum(t.current[i] - t.proximal[i] for i in tokens) / len(tokens))
+        clipped = min(max(ratio, 1 - low), 1 + high)
+        loss += max(-advantage * ratio, -advantage * clipped)
+        if -advantage * ratio >= -advantage * clipped:
+            gradient[tokens] = -advantage * ratio / len(tokens)
+    return loss, gradient
+
+
+def test_gspo_clips_whole_answers_by_the_geometric_mean_of_their_ratios() -> None:
+    t = Tokens(3)
+    advantages = np.array([1.0, -0.5, 2.0, 1.5, -1.0, 0.7])
+    mask = torch.tensor(t.mask)
+    logprobs = torch.tensor(t.current, requires_grad=True)
+    result = gspo(
+        logprobs,
+        center_logprobs=torch.tensor(t.proximal),
+        advantages=torch.tensor(np.repeat(advantages, LENGTHS)),
+        loss_mask=mask,
+        answer_lengths=LENGTHS,
+        eps_clip=0.01,
+        eps_clip_high=0.02,
+    )
+    index = torch.tensor(np.repeat(np.arange(len(LENGTHS)), LENGTHS))
+    tokens_in_answer = torch.bincount(index, weights=mask.double(), minlength=len(LENGTHS))
+    loss_sum = summed(result, mask, 1.0 / tokens_in_answer[index].clamp(min=1.0))
+    loss_sum.backward()  # type: ignore[no-untyped-call]
+    loss, gradient = slow_gspo(t, advantages, low=0.01, high=0.02)
+    assert 0.0 < float(result.stats["ppo/clip_fraction"][mask].double().mean()) < 1.0
+    assert float(loss_sum.detach()) == pytest.approx(loss, abs=1e-6)
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(logprobs.grad, gradient, atol=1e-6)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.2, None), (1.0, 0.5)])
+def test_cispo_clips_the_weight_and_never_the_gradient(low: float, high: float | None) -> None:
+    t = Tokens(5)
+    mask, logprobs = torch.tensor(t.mask), torch.tensor(t.current, requires_grad=True)
+    result = cispo(
+        logprobs,
+        center_logprobs=torch.tensor(t.old),
+        advantages=torch.tensor(t.advantages),
+        loss_mask=mask,
+        eps_clip=low,
+        eps_clip_high=high,
+    )
+    loss_sum = summed(result, mask)
+    loss_sum.backward()  # type: ignore[no-untyped-call]
+    loss, gradient = 0.0, np.zeros(NUM_TOKENS)
+    for i in range(NUM_TOKENS):
+        if t.mask[i]:
+            weight = min(max(math.exp(t.current[i] - t.old[i]), 1 - low), 1 + (high or low))
+            loss -= weight * t.advantages[i] * t.current[i]
+            gradient[i] = -weight * t.advantages[i]
+    assert float(loss_sum.detach()) == pytest.approx(loss, abs=1e-6)
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(logprobs.grad, gradient, atol=1e-6)

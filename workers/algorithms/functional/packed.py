@@ -1,0 +1,32 @@
+"""Sums, means and spreading over the answers of a packed row.
+
+values [T]  |--- answer 0 ---|- answer 1 -|---- answer 2 ----|  ──sum_per_answer──►  [n]  ──per_token──►  [T]
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def answer_index(lengths: Sequence[int], device: torch.device | None = None) -> Tensor:
+    """[T] int64: the number of the answer that each value belongs to."""
+    counts = torch.tensor(lengths, dtype=torch.int64, device=device)
+    return torch.repeat_interleave(torch.arange(len(lengths), device=device), counts, output_size=sum(lengths))
+
+
+def sum_per_answer(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[n] sums of the answers' values, in the values' type; an empty answer has 0."""
+    index = answer_index(lengths, values.device)
+    return torch.zeros(len(lengths), dtype=values.dtype, device=values.device).index_add(0, index, values)
+
+
+def mean_per_answer(values: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[n] means of the answers' values where the mask is True; 0 for an answer without any."""
+    sums = sum_per_answer(torch.where(mask, values, 0.0), lengths)
+    return sums / sum_per_answer(mask.to(values.dtype), lengths).clamp(min=1.0)
+
+
+def per_token(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[T]: each answer's value at all of its tokens."""
+    return values[answer_index(lengths, values.device)]

@@ -1,0 +1,141 @@
+"""Policy losses per token, from log-probabilities and advantages.
+
+    behaviour policy  generated the tokens            old_logprobs
+    proximal policy   the weights before this step    proximal_logprobs   center of the clip in the decoupled loss
+    current policy    the weights being trained       logprobs
+
+The center of a loss is the policy that its ratio is taken to: the proximal one, or the behaviour policy in plain PPO.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from corral.workers.algorithms.functional.packed import mean_per_answer, per_token
+from corral.workers.algorithms.functional.token_losses import TokenLosses
+
+_MAX_LOG_RATIO = 20.0  # keeps exp() finite in float32 when trainer and server disagree about a token
+
+
+def importance_ratio(logprobs: Tensor, base_logprobs: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(ratio, log ratio) to the base policy where the mask is True; 1 and 0 elsewhere, whatever stands there."""
+    log_ratio = torch.where(loss_mask, logprobs - base_logprobs, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return torch.exp(log_ratio), log_ratio
+
+
+def behaviour_weights(
+    proximal_logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor, *, cap: float | None, truncates: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Weights proximal / behaviour of decoupled PPO, and the loss mask without the tokens above the cap.
+
+    A token above the cap was all but impossible under the weights of this step; training on it anyway is what makes
+    stale batches diverge. It leaves the loss entirely: numerator *and* denominator. Kept in the denominator, as the
+    system that introduced the cap did, it would shrink the step whenever trainer and generator drift apart.
+
+    With `truncates` such a token stays, with the cap as its weight: truncated importance sampling, Yao et al. 2025,
+    https://fengyao.notion.site/off-policy-rl.
+
+    Returns:
+        (weights [T] float, 0 outside the returned mask; kept mask [T] bool).
+    """
+    weights, _ = importance_ratio(proximal_logprobs, old_logprobs, loss_mask)
+    if cap is None:
+        return torch.where(loss_mask, weights, 0.0), loss_mask
+    if truncates:
+        return torch.where(loss_mask, weights.clamp(max=cap), 0.0), loss_mask
+    kept = loss_mask & (weights <= cap)
+    return torch.where(kept, weights, 0.0), kept
+
+
+def ppo_clip(
+    logprobs: Tensor,
+    *,
+    center_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    eps_clip: float,
+    eps_clip_high: float | None = None,
+    c_clip: float | None = None,
+) -> TokenLosses:
+    """The clipped policy loss.
+
+    - clip: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7;
+    - clip-higher, another bound above 1 than below: DAPO, Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 10;
+    - dual clip, for negative advantages: Ye et al. 2020, https://arxiv.org/abs/1912.09729, eq. 5.
+
+    Args:
+        logprobs: [T] of the current policy, with gradient.
+        center_logprobs: [T].
+        advantages: [T].
+        loss_mask: [T] bool, True on the tokens to train on.
+        eps_clip: the ratio is clipped to [1 - eps_clip, 1 + eps_clip_high].
+        eps_clip_high: None for the same as `eps_clip`.
+        c_clip: bound, in units of |advantage|, on the loss of tokens with a negative advantage; must exceed 1.
+
+    Raises:
+        ValueError: if `c_clip` is not above 1.
+    """
+    if c_clip is not None and c_clip <= 1.0:
+        raise ValueError(f"c_clip is {c_clip}; the dual clip bounds ratios above 1, so it must exceed 1 (or be None)")
+    ratio, _ = importance_ratio(logprobs, center_logprobs, loss_mask)
+    losses, is_clipped = _clip(ratio, advantages, eps_clip, eps_clip if eps_clip_high is None else eps_clip_high)
+    is_dual_clipped = torch.zeros_like(is_clipped)
+    if c_clip is not None:
+        bound = torch.where(advantages < 0, -c_clip * advantages, torch.inf)
+        is_dual_clipped = losses > bound
+        losses = torch.minimum(losses, bound)
+    return TokenLosses(losses, {"ppo/clip_fraction": is_clipped, "ppo/dual_clip_fraction": is_dual_clipped})
+
+
+def gspo(
+    logprobs: Tensor,
+    *,
+    center_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    answer_lengths: Sequence[int],
+    eps_clip: float,
+    eps_clip_high: float | None = None,
+) -> TokenLosses:
+    """Clipping by answers: the ratio of an answer is the geometric mean of those of its tokens.
+
+    GSPO: Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. 7; as written per token in eq. 13 and 14, where the
+    gradient of a token is that of its own log-probability. Its mean is the one per answer (`answer_mean`), and its
+    clips are much narrower than PPO's: 3e-4 below and 4e-4 above in the paper.
+
+    Args:
+        answer_lengths: entries of each answer in the row.
+    """
+    masked = torch.where(loss_mask, logprobs, 0.0)
+    log_ratio = torch.where(loss_mask, logprobs.detach() - center_logprobs, 0.0)
+    mean = mean_per_answer(log_ratio, loss_mask, answer_lengths).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    ratio = torch.exp(per_token(mean, answer_lengths) + masked - masked.detach())
+    losses, is_clipped = _clip(ratio, advantages, eps_clip, eps_clip if eps_clip_high is None else eps_clip_high)
+    return TokenLosses(losses, {"ppo/clip_fraction": is_clipped})
+
+
+def cispo(
+    logprobs: Tensor,
+    *,
+    center_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    eps_clip: float,
+    eps_clip_high: float | None = None,
+) -> TokenLosses:
+    """REINFORCE weighted by the clipped ratio, which carries no gradient: no token is left out of the update.
+
+    CISPO: MiniMax 2025, https://arxiv.org/abs/2506.13585, eq. 4 and 5. The paper bounds the ratio from above only:
+    `eps_clip` of 1 does that.
+    """
+    ratio, _ = importance_ratio(logprobs.detach(), center_logprobs, loss_mask)
+    weights = ratio.clamp(1.0 - eps_clip, 1.0 + (eps_clip if eps_clip_high is None else eps_clip_high))
+    return TokenLosses(-weights * advantages * logprobs, {"ppo/clip_fraction": weights != ratio})
+
+
+def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """(the larger of the losses with and without clip, whether the clip made it larger)."""
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
