@@ -12,14 +12,15 @@ The gate (StalenessGate, which workers/manager/admission.py holds) admits a prom
 where `accepted` counts every finished sample, trained or not, and `version` is the number of finished train steps.
 Each step consumes one batch, so that a sample admitted at `version` is among the first (eta + version + 1) * batch_size
 and is due at version + eta or before: trained in order, it is never more than eta versions old. But a slow sample can
-be overtaken by younger ones and come later than it was due. Hence the rule at consumption (select_batch, which
+be overtaken by younger ones and come later than it was due. Hence the rule at consumption (ReadySamples.take, which
 workers/master/sample_source.py applies): what is older than eta by then is not trained on, but dropped and issued
 again. The gate makes such drops rare; the rule makes the bound hold always.
 
 Both are pure: events in, decisions out. Callers number the steps and send the messages.
 """
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -198,17 +199,6 @@ def is_trainable(min_version: int, trainer_version: int, eta: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadySample:
-    """A sample whose inputs have all arrived."""
-
-    uid: str
-    order: int
-    """Admission number: the lower, the longer it waits."""
-    head_version: int
-    """Policy version of its oldest token, over all answers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchDecision:
     """What to do with the samples that are ready."""
 
@@ -220,32 +210,88 @@ class BatchDecision:
     """Samples that are missing until there is a batch."""
 
 
-def select_batch(
-    ready: Sequence[ReadySample], *, version: int, eta: int, batch_size: int, remaining: int
-) -> BatchDecision:
-    """Choose the samples of the next train step; those of a version that the trainer has not reached are held back.
+class ReadySamples:
+    """Samples whose inputs have all arrived, until a batch or their age takes them out.
 
-    Args:
-        ready: in any order.
-        version: of the policy that will train on them.
-        eta: most versions between a token and the policy that trains on it.
-        batch_size: prompts per step.
-        remaining: prompts that are neither trained nor given up in the whole run, including those that are ready. Where
-            fewer than a batch remain, they are the last, smaller one.
+    They lie in one heap per version of their oldest token. So a batch costs what it takes out and at most eta + 1 looks
+    besides, however many samples are held.
 
-    Raises:
-        ValueError: if more samples are ready than remain, or one twice: then something was counted wrongly.
+    Example:
+        ready = ReadySamples()
+        ready.add("0:b", order=1, head_version=3), ready.add("0:a", order=0, head_version=2)
+        ready.take(version=3, eta=1, batch_size=2, remaining=10).batch      # ("0:a", "0:b")
     """
-    if len({sample.uid for sample in ready}) < len(ready):
-        raise ValueError(f"a sample is ready twice among {sorted(sample.uid for sample in ready)}")
-    if remaining < len(ready):
-        raise ValueError(
-            f"{len(ready)} samples are ready but only {remaining} remain in the run; one was delivered after training"
-        )
-    oldest_first = sorted(ready, key=lambda sample: (sample.order, sample.uid))
-    fresh = [sample.uid for sample in oldest_first if is_trainable(sample.head_version, version, eta)]
-    stale = tuple(sample.uid for sample in oldest_first if version - sample.head_version > eta)
-    needed = min(batch_size, remaining)
-    if needed == 0 or len(fresh) < needed:
-        return BatchDecision(batch=None, stale=stale, waiting_for=needed - len(fresh))
-    return BatchDecision(batch=tuple(fresh[:needed]), stale=stale)
+
+    def __init__(self) -> None:
+        self._uids: set[str] = set()
+        self._heap_by_version: dict[int, list[tuple[int, str]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._uids)
+
+    def add(self, uid: str, *, order: int, head_version: int) -> None:
+        """A sample is complete.
+
+        Args:
+            order: admission number: the lower, the longer it waits.
+            head_version: policy version of its oldest token, over all answers.
+
+        Raises:
+            ValueError: if it is here already: then something was counted wrongly.
+        """
+        if uid in self._uids:
+            raise ValueError(f"sample {uid!r} is ready twice; the second copy had to be turned away")
+        self._uids.add(uid)
+        heapq.heappush(self._heap_by_version.setdefault(head_version, []), (order, uid))
+
+    def take(self, *, version: int, eta: int, batch_size: int, remaining: int) -> BatchDecision:
+        """Choose the samples of the next train step, and forget them and what is stale.
+
+        Samples of a version that the trainer has not reached are held back.
+
+        Args:
+            version: of the policy that will train on them.
+            eta: most versions between a token and the policy that trains on it.
+            batch_size: prompts per step.
+            remaining: prompts that are neither trained nor given up in the whole run, including those that are ready.
+                Where fewer than a batch remain, they are the last, smaller one.
+
+        Raises:
+            ValueError: if more samples are ready than remain: then something was counted wrongly.
+        """
+        if remaining < len(self):
+            raise ValueError(
+                f"{len(self)} samples are ready but only {remaining} remain in the run; one was delivered after "
+                "training"
+            )
+        stale = self._take_stale(version - eta)
+        fresh = [heap for head, heap in self._heap_by_version.items() if is_trainable(head, version, eta)]
+        needed = min(batch_size, remaining)
+        num_fresh = sum(len(heap) for heap in fresh)
+        if needed == 0 or num_fresh < needed:
+            return BatchDecision(batch=None, stale=stale, waiting_for=needed - num_fresh)
+        batch = tuple(_pop_oldest(fresh, needed))
+        self._uids.difference_update(batch)
+        return BatchDecision(batch=batch, stale=stale)
+
+    def _take_stale(self, oldest_version: int) -> tuple[str, ...]:
+        """Samples from before this version, oldest first."""
+        too_old = [head for head in self._heap_by_version if head < oldest_version]
+        taken = sorted(entry for head in too_old for entry in self._heap_by_version.pop(head))
+        stale = tuple(uid for _, uid in taken)
+        self._uids.difference_update(stale)
+        return stale
+
+
+def _pop_oldest(heaps: Iterable[list[tuple[int, str]]], count: int) -> Iterator[str]:
+    """The smallest entries of all heaps together, in order."""
+    heads = [(heap[0], heap) for heap in heaps if heap]
+    heapq.heapify(heads)
+    for _ in range(count):
+        (_, uid), heap = heads[0]
+        heapq.heappop(heap)
+        if heap:
+            heapq.heapreplace(heads, (heap[0], heap))
+        else:
+            heapq.heappop(heads)
+        yield uid

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.scheduling.staleness import BatchDecision, ReadySample, StalenessGate, is_trainable, select_batch
+from corral.scheduling.staleness import BatchDecision, ReadySamples, StalenessGate, is_trainable
 
 
 def open_gate(*, batch_size: int = 2, max_staleness: int = 0, max_concurrent: int | None = None) -> StalenessGate:
@@ -157,8 +157,12 @@ def test_impossible_settings_are_refused_with_the_value() -> None:
         open_gate().rebuild(version=-1, consumed=0)
 
 
-def ready(*samples: tuple[str, int, int]) -> list[ReadySample]:
-    return [ReadySample(uid=uid, order=order, head_version=head_version) for uid, order, head_version in samples]
+def ready(*samples: tuple[str, int, int]) -> ReadySamples:
+    """Samples as (uid, order, head_version)."""
+    made = ReadySamples()
+    for uid, order, head_version in samples:
+        made.add(uid, order=order, head_version=head_version)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -173,43 +177,79 @@ def test_only_what_is_at_most_eta_versions_old_is_trainable(
 
 def test_the_oldest_samples_are_trained_first() -> None:
     samples = ready(("a", 2, 1), ("c", 0, 1), ("b", 1, 1))
-    decision = select_batch(samples, version=1, eta=1, batch_size=2, remaining=10)
+    decision = samples.take(version=1, eta=1, batch_size=2, remaining=10)
     assert decision == BatchDecision(batch=("c", "b"))
 
 
 def test_stale_samples_are_named_and_replaced_by_younger_ones() -> None:
     samples = ready(("old", 0, 1), ("a", 1, 2), ("b", 2, 3))
-    decision = select_batch(samples, version=3, eta=1, batch_size=2, remaining=10)
+    decision = samples.take(version=3, eta=1, batch_size=2, remaining=10)
     assert decision == BatchDecision(batch=("a", "b"), stale=("old",))
 
 
 def test_too_few_samples_wait_for_the_rest() -> None:
-    decision = select_batch(ready(("old", 0, 0), ("a", 1, 3)), version=3, eta=1, batch_size=3, remaining=10)
+    decision = ready(("old", 0, 0), ("a", 1, 3)).take(version=3, eta=1, batch_size=3, remaining=10)
     assert decision == BatchDecision(batch=None, stale=("old",), waiting_for=2)
 
 
 def test_samples_of_a_version_that_the_trainer_has_not_made_are_held_back() -> None:
-    decision = select_batch(ready(("a", 0, 4), ("b", 1, 3)), version=3, eta=1, batch_size=2, remaining=10)
+    decision = ready(("a", 0, 4), ("b", 1, 3)).take(version=3, eta=1, batch_size=2, remaining=10)
     assert decision == BatchDecision(batch=None, waiting_for=1)
 
 
 def test_the_last_batch_is_smaller_and_waits_for_all_that_remain() -> None:
-    assert select_batch(ready(("a", 0, 1)), version=1, eta=0, batch_size=4, remaining=2).waiting_for == 1
+    assert ready(("a", 0, 1)).take(version=1, eta=0, batch_size=4, remaining=2).waiting_for == 1
     samples = ready(("a", 0, 1), ("b", 1, 1))
-    assert select_batch(samples, version=1, eta=0, batch_size=4, remaining=2).batch == ("a", "b")
-    assert select_batch([], version=1, eta=0, batch_size=4, remaining=0) == BatchDecision(batch=None)
+    assert samples.take(version=1, eta=0, batch_size=4, remaining=2).batch == ("a", "b")
+    assert ready().take(version=1, eta=0, batch_size=4, remaining=0) == BatchDecision(batch=None)
 
 
 def test_a_stale_sample_still_remains_to_be_trained() -> None:
-    decision = select_batch(ready(("old", 0, 0), ("a", 1, 5)), version=5, eta=0, batch_size=4, remaining=2)
+    decision = ready(("old", 0, 0), ("a", 1, 5)).take(version=5, eta=0, batch_size=4, remaining=2)
     assert decision == BatchDecision(batch=None, stale=("old",), waiting_for=1)
 
 
 def test_samples_counted_wrongly_are_refused() -> None:
     with pytest.raises(ValueError, match="2 samples are ready but only 1 remain"):
-        select_batch(ready(("a", 0, 1), ("b", 1, 1)), version=1, eta=0, batch_size=4, remaining=1)
+        ready(("a", 0, 1), ("b", 1, 1)).take(version=1, eta=0, batch_size=4, remaining=1)
     with pytest.raises(ValueError, match="ready twice"):
-        select_batch(ready(("a", 0, 1), ("a", 1, 1)), version=1, eta=0, batch_size=4, remaining=9)
+        ready(("a", 0, 1), ("a", 1, 1))
+
+
+def slow_decision(
+    held: dict[str, tuple[int, int]], *, version: int, eta: int, batch_size: int, remaining: int
+) -> BatchDecision:
+    """What `take` must decide, by sorting everything; `held` is (order, head_version) by uid."""
+    oldest_first = sorted(held, key=lambda uid: (held[uid][0], uid))
+    stale = tuple(uid for uid in oldest_first if held[uid][1] < version - eta)
+    fresh = [uid for uid in oldest_first if version - eta <= held[uid][1] <= version]
+    needed = min(batch_size, remaining)
+    if needed == 0 or len(fresh) < needed:
+        return BatchDecision(batch=None, stale=stale, waiting_for=needed - len(fresh))
+    return BatchDecision(batch=tuple(fresh[:needed]), stale=stale)
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), max_size=8), max_size=8),
+    st.integers(0, 3),
+    st.integers(1, 5),
+)
+def test_batches_are_those_that_sorting_everything_would_give(
+    arrivals: list[list[tuple[int, int]]], eta: int, batch_size: int
+) -> None:
+    samples, held, version = ReadySamples(), dict[str, tuple[int, int]](), 0
+    for number, arrived in enumerate(arrivals):
+        for index, (order, head_version) in enumerate(arrived):
+            uid = f"{number}:{index}"
+            samples.add(uid, order=order, head_version=head_version)
+            held[uid] = (order, head_version)
+        remaining = len(held) + (len(arrivals) - number - 1)  # the last batches are smaller
+        expected = slow_decision(held, version=version, eta=eta, batch_size=batch_size, remaining=remaining)
+        assert samples.take(version=version, eta=eta, batch_size=batch_size, remaining=remaining) == expected
+        for uid in (*expected.stale, *(expected.batch or ())):
+            del held[uid]
+        assert len(samples) == len(held)
+        version += bool(expected.batch)
 
 
 @dataclass
@@ -233,6 +273,7 @@ class Simulation:
         self.waiting = [f"0:{number}" for number in range(num_prompts)]
         self.running: dict[str, Rollout] = {}
         self.ready: dict[str, Rollout] = {}
+        self.samples = ReadySamples()
         self.trained: dict[str, int] = {}
         self.num_prompts = num_prompts
         self.trainer_version = self.server_version = 0
@@ -267,7 +308,9 @@ class Simulation:
         if not complete:
             return False
         uid = complete[choice % len(complete)]
-        self.ready[uid] = self.running.pop(uid)
+        rollout = self.ready[uid] = self.running.pop(uid)
+        assert rollout.head_version is not None
+        self.samples.add(uid, order=rollout.order, head_version=rollout.head_version)
         self.gate.finish(uid)
         self.gate.finish(uid)
         return True
@@ -289,12 +332,7 @@ class Simulation:
         return True
 
     def train(self, choice: int) -> bool:
-        decision = select_batch(
-            [
-                ReadySample(uid=uid, order=rollout.order, head_version=rollout.head_version)
-                for uid, rollout in self.ready.items()
-                if rollout.head_version is not None
-            ],
+        decision = self.samples.take(
             version=self.trainer_version,
             eta=self.eta,
             batch_size=self.batch_size,

@@ -9,7 +9,7 @@ rollout worker has reported what it runs and what it has finished: the counts co
 never from the memory of a process that is gone. Pure; the sockets are in gserver_manager.py.
 
 All of it is an optimisation: a gate that counts wrong makes samples that are too old, or too few, and the master trains
-on none of those that are too old, whatever was admitted (`select_batch` in scheduling/staleness.py).
+on none of those that are too old, whatever was admitted (`ReadySamples` in scheduling/staleness.py).
 """
 
 from collections.abc import Iterable, Mapping

@@ -5,18 +5,18 @@
 
 Both hand the master a batch of uids that wait in its SequenceBuffer.
 
-Here the staleness bound holds: no trajectory is in a batch unless `select_batch` finds all its tokens young enough, and
+Here the staleness bound holds: no trajectory is in a batch unless `ReadySamples` finds all its tokens young enough, and
 the lineage knows their versions. The manager's gate is an optimisation that makes rejections rare.
 """
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from corral.scheduling.policy_version import Lineage
-from corral.scheduling.staleness import ReadySample, select_batch
+from corral.scheduling.staleness import ReadySamples
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
 from corral.workers.requests.messages import Rejection
 
@@ -96,29 +96,20 @@ class TrajectorySource:
     holders: SampleHolders
     lineage: Lineage
     _: KW_ONLY
-    input_keys: Collection[str]
+    input_keys: Set[str]
     batch_size: int
     eta: int
     producers: Sequence[str]
     on_drop: Callable[[str, str], None]
+    _ready: ReadySamples = field(default_factory=ReadySamples, init=False)
     _missing: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._missing = self.batch_size
 
     async def poll(self, *, version: int, remaining: int) -> list[str] | None:
-        await self._take_in(await self.holders.fetch())
-        dropped = self.buffer.dropped()
-        for sample in dropped:
-            self.on_drop(sample.uid, sample.dropped_because)
-        remaining -= len(dropped)
-        if dropped:
-            await self.holders.clear(self.buffer.release(sample.uid for sample in dropped))
-        ready = [
-            ReadySample(uid=sample.uid, order=sample.order, head_version=sample.head_version)
-            for sample in self.buffer.ready(self.input_keys)
-        ]
-        decision = select_batch(ready, version=version, eta=self.eta, batch_size=self.batch_size, remaining=remaining)
+        remaining -= await self._take_in(await self.holders.fetch())
+        decision = self._ready.take(version=version, eta=self.eta, batch_size=self.batch_size, remaining=remaining)
         self._missing = decision.waiting_for
         await self._give_up(decision.stale)
         return list(decision.batch) if decision.batch else None
@@ -132,15 +123,35 @@ class TrajectorySource:
     def waits_for(self) -> Sequence[str]:
         return self.producers
 
-    async def _take_in(self, samples: list[BufferedSample]) -> None:
-        known = [sample for sample in samples if not self.buffer.put(sample)]
-        consumed = [sample for sample in known if self.buffer.is_consumed(sample.uid)]
-        await self._turn_away(consumed, "consumed")
-        await self._turn_away([sample for sample in known if not self.buffer.is_consumed(sample.uid)], "duplicate")
-        orphans = self.buffer.orphaned(self.lineage.contains)
+    async def _take_in(self, samples: Iterable[BufferedSample]) -> int:
+        """Decide about what has arrived, each sample once; says how many were given up before they came here."""
+        copies, dropped, orphans = list[BufferedSample](), list[str](), list[str]()
+        for sample in samples:
+            if not self.buffer.put(sample):
+                copies.append(sample)
+            elif sample.dropped_because:
+                dropped.append(sample.uid)
+                self.on_drop(sample.uid, sample.dropped_because)
+            elif not all(map(self.lineage.contains, sample.versions)):
+                orphans.append(sample.uid)
+            else:
+                self._note_ready(sample)
+        await self._turn_away([copy for copy in copies if self.buffer.is_consumed(copy.uid)], "consumed")
+        await self._turn_away([copy for copy in copies if not self.buffer.is_consumed(copy.uid)], "duplicate")
+        if dropped:
+            await self.holders.clear(self.buffer.release(dropped))
         if orphans:
             logger.warning("%d samples are from weights that a failure took back; they are issued again", len(orphans))
         await self._give_up(orphans)
+        return len(dropped)
+
+    def _note_ready(self, sample: BufferedSample) -> None:
+        if lacking := self.input_keys - sample.keys:
+            raise ValueError(
+                f"sample {sample.uid} came without {', '.join(sorted(lacking))}, which the calls of the dataflow graph "
+                f"read and none of them makes; it has {', '.join(sorted(sample.keys))}"
+            )
+        self._ready.add(sample.uid, order=sample.order, head_version=sample.head_version)
 
     async def _turn_away(self, copies: Iterable[BufferedSample], rejection: Rejection) -> None:
         """Refuse what the buffer did not take, where it arrived; the copy that came first stays where it is."""

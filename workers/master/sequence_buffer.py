@@ -42,72 +42,54 @@ class BufferedSample:
 
 @dataclass
 class SequenceBuffer:
-    """Samples that have arrived and are not yet trained on."""
+    """Samples that have arrived and are not yet trained on. Each event costs what it is about, not what is held."""
 
     is_consumed: Callable[[str], bool]
     """Whether a uid is in the ledger already (trained or dropped, committed or not)."""
     samples: dict[str, BufferedSample] = field(default_factory=dict)
-    located: dict[tuple[str, str], set[int]] = field(default_factory=dict)
-    """Ranks that hold (uid, key)."""
-    holders: dict[str, set[int]] = field(default_factory=dict)
-    """Ranks that hold anything of a sample, be it a second copy."""
+    located: dict[str, dict[str, set[int]]] = field(default_factory=dict)
+    """uid -> key -> ranks that hold it."""
     duplicates: int = 0
     """Samples that arrived a second time and were turned away."""
+    _copies: dict[str, set[int]] = field(default_factory=dict)
+    """Ranks where a second copy of a sample has arrived, which is neither read nor counted."""
 
     def put(self, sample: BufferedSample) -> bool:
         """Take a sample in; False if it is here or consumed already: the copy that came first counts.
 
         A second copy may lie where the first one does, and both go when the sample is released.
         """
-        if sample.uid in self.samples or self.is_consumed(sample.uid):
+        is_held = sample.uid in self.samples
+        if is_held or self.is_consumed(sample.uid):
             self.duplicates += 1
-            if sample.uid in self.samples:
-                self.holders[sample.uid].add(sample.owner)
+            if is_held:
+                self._copies.setdefault(sample.uid, set()).add(sample.owner)
             return False
         self.samples[sample.uid] = sample
-        self.holders[sample.uid] = {sample.owner}
-        for key in sample.keys:
-            self.located[sample.uid, key] = {sample.owner}
+        self.located[sample.uid] = {key: {sample.owner} for key in sample.keys}
         return True
-
-    def ready(self, input_keys: Iterable[str]) -> list[BufferedSample]:
-        """Samples with all of `input_keys`, oldest first."""
-        wanted = frozenset(input_keys)
-        found = [sample for sample in self.samples.values() if wanted <= sample.keys and not sample.dropped_because]
-        return sorted(found, key=lambda sample: (sample.order, sample.uid))
-
-    def dropped(self) -> list[BufferedSample]:
-        """Samples that were given up before they reached the trainer."""
-        return [sample for sample in self.samples.values() if sample.dropped_because]
-
-    def orphaned(self, contains: Callable[[PolicyVersion], bool]) -> list[str]:
-        """Samples with a token of weights that the present ones do not descend from."""
-        return [
-            uid for uid, sample in self.samples.items() if not all(contains(version) for version in sample.versions)
-        ]
 
     def amend(self, keys: Iterable[str], ranks_by_uid: Mapping[str, int]) -> None:
         """Record that `keys` now exist for each uid on the rank that computed them."""
         names = list(keys)
         for uid, rank in ranks_by_uid.items():
-            self.holders[uid].add(rank)
+            ranks_by_key = self.located[uid]
             for key in names:
-                self.located.setdefault((uid, key), set()).add(rank)
+                ranks_by_key.setdefault(key, set()).add(rank)
 
     def moved(self, uid: str, key: str, ranks: Iterable[int]) -> None:
         """Record that a transfer has put (uid, key) on further ranks."""
-        self.located[uid, key].update(ranks)
-        self.holders[uid].update(ranks)
+        self.located[uid][key].update(ranks)
 
     def release(self, uids: Iterable[str]) -> dict[int, list[str]]:
         """Forget samples: trained, stale, or given up. Returns what each rank has to forget, by rank."""
-        gone = set(uids)
-        for uid in gone:
-            self.samples.pop(uid, None)
-        for place in [place for place in self.located if place[0] in gone]:
-            del self.located[place]
         uids_by_rank: defaultdict[int, list[str]] = defaultdict(list)
-        for uid in sorted(gone):
-            for rank in self.holders.pop(uid, ()):
+        for uid in uids:
+            sample = self.samples.pop(uid, None)
+            if sample is None:
+                continue
+            # The owner may hold no key of it, but remembers who sent it.
+            ranks = {sample.owner}.union(self._copies.pop(uid, ()), *self.located.pop(uid).values())
+            for rank in ranks:
                 uids_by_rank[rank].append(uid)
         return dict(uids_by_rank)

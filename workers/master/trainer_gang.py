@@ -201,7 +201,7 @@ class TrainerGang:
     def _transfers(self, call: ModelFunctionCall, partition: list[list[str]], buffer: SequenceBuffer) -> list[Hook]:
         """The hook that brings the call's inputs to the ranks that compute on them; none if they are there."""
         wanted = {rank: {(uid, key) for uid in uids for key in call.input_keys} for rank, uids in enumerate(partition)}
-        locations = {place: buffer.located[place] for places in wanted.values() for place in places}
+        locations = {(uid, key): buffer.located[uid][key] for places in wanted.values() for uid, key in places}
         plan = plan_redistribution(locations, wanted)
         if not plan:
             return []

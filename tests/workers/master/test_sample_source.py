@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,6 +127,14 @@ def test_given_up_samples_are_counted_and_make_the_last_batch_smaller() -> None:
     assert asyncio.run(source.poll(version=0, remaining=2)) == ["0:a"]
     assert dropped == {"0:b": "reward_error: boom"} and "0:b" not in buffer.samples
     assert holders.cleared == ["0:b"]  # who received it need not remember it any more
+
+
+def test_a_sample_without_what_the_calls_read_is_an_error_that_names_both() -> None:
+    holders = Holders()
+    source, _, _ = source_of(holders, consumed=set())
+    holders.arrivals = [replace(sample("0:a", version="0.0"), keys=frozenset({"rewards"}))]
+    with pytest.raises(ValueError, match="sample 0:a came without input_ids.*it has rewards"):
+        asyncio.run(source.poll(version=0, remaining=9))
 
 
 def test_rows_are_loaded_in_order_without_those_that_are_consumed() -> None:
