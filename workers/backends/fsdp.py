@@ -17,18 +17,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from corral.experiments.config.model import OptimizerConfig
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
 from corral.workers.backends.base import LOSS_MASK, LossFunction, StepCondition
+from corral.workers.backends.heads import Head, head_named
 from corral.workers.backends.learning_rate import learning_rate
+from corral.workers.backends.loading import load_model
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
-from corral.workers.backends.packed_attention import PACKED_ATTENTION, register_packed_attention
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local, reshard, shard, take_over, whole_parameters
-from corral.workers.backends.token_scores import TokenScores, score_next_tokens
 from corral.workers.data.sequence_sample import SequenceSample
 
 _COMPANION_FILES = (
@@ -45,7 +44,7 @@ _SKIPPED = {"train/skipped_nonfinite": 0.0, "train/skipped_empty": 0.0, "train/s
 
 
 class FSDPEngine:
-    """A `TrainEngine` over a transformers causal language model.
+    """A `TrainEngine` over a transformers model with one of the `HEADS`.
 
     Master weights and optimizer state are float32; `compute_dtype` is the type of the matrix products and of the
     weights that `save_weights` writes. What is known of it besides is told in `TrainEngine`.
@@ -56,6 +55,7 @@ class FSDPEngine:
         model_directory: Path,
         *,
         context: ParallelContext,
+        head: str = "lm",
         optimizer: OptimizerConfig | None,
         total_steps: int = 1,
         micro_batches: MicroBatchSpec | None = None,
@@ -67,13 +67,13 @@ class FSDPEngine:
         Args:
             model_directory: local directory in Hugging Face's format.
             context: this rank's place; the model lives on `context.device`.
+            head: a name of `HEADS`: what the model says of a micro-batch.
             optimizer: None for a model that is never trained (a reference).
             total_steps: optimizer steps of the whole run, which the learning rate's schedule spans.
             micro_batches: see `TrainEngine`; None takes whatever comes as one.
             seed: with the step number, decides every random number of a step.
             compute_dtype: float32 or bfloat16.
         """
-        register_packed_attention()
         self._directory = model_directory
         self.context = context
         self._config = optimizer
@@ -84,9 +84,9 @@ class FSDPEngine:
         self.step = 0
         self.num_nonfinite = 0
         self.is_damaged = False
-        self.model = _load_model(model_directory, context)
+        self._head = head_named(head)
+        self.model: nn.Module = _load_over_ranks(model_directory, self._head, context)
         """The module itself, for evaluation by generation; cut over the ranks where there are several."""
-        self._config_of_model = AutoConfig.from_pretrained(model_directory, local_files_only=True)
         self._companions = _read_companions(model_directory) if context.is_first else {}
         self._optimizer = None if optimizer is None else _make_optimizer(self.model, optimizer)
 
@@ -96,7 +96,7 @@ class FSDPEngine:
         self,
         sample: SequenceSample,
         *,
-        loss_fn: LossFunction[TokenScores],
+        loss_fn: LossFunction[Any],
         temperature: float = 1.0,
         counted: str = LOSS_MASK,
         keeps_groups: bool = False,
@@ -124,15 +124,13 @@ class FSDPEngine:
     def forward(self, sample: SequenceSample, *, temperature: float = 1.0) -> dict[str, npt.NDArray[np.float32]]:
         """See `TrainEngine.forward`."""
         self.model.eval()
-        outputs: list[tuple[MicroBatch, TokenScores]] = []
+        outputs: dict[str, list[tuple[MicroBatch, Tensor]]] = {name: [] for name in self._head.layouts}
         for micro_batch in self._micro_batches(sample):
             scores = self._scores(micro_batch, temperature)
             if not micro_batch.is_padding:
-                outputs.append((micro_batch, scores))
-        return {
-            "logprobs": scatter_to_answers(sample, [(batch, scores.logprobs.cpu()) for batch, scores in outputs]),
-            "entropy": scatter_to_answers(sample, [(batch, scores.entropy.cpu()) for batch, scores in outputs]),
-        }
+                for name, values in self._head.by_name(scores).items():
+                    outputs[name].append((micro_batch, values.cpu()))
+        return {name: scatter_to_answers(sample, outputs[name], layout) for name, layout in self._head.layouts.items()}
 
     def _micro_batches(self, sample: SequenceSample, *, keeps_groups: bool = False) -> Iterator[MicroBatch]:
         """This rank's micro-batches, as many as the rank with the most has."""
@@ -140,7 +138,7 @@ class FSDPEngine:
         count = int(self.context.max_over_ranks({"micro_batches": len(plan)})["micro_batches"])
         return make_micro_batches(sample, plan, count=count, device=self.context.device)
 
-    def _scores(self, micro_batch: MicroBatch, temperature: float) -> TokenScores:
+    def _scores(self, micro_batch: MicroBatch, temperature: float) -> Any:
         with torch.autocast(
             self.context.device.type, dtype=self._compute_dtype, enabled=self._compute_dtype != torch.float32
         ):
@@ -148,10 +146,10 @@ class FSDPEngine:
                 input_ids=micro_batch.input_ids[None],
                 position_ids=micro_batch.position_ids[None],
                 segment_lengths=micro_batch.segment_lengths,
-                logits_to_keep=micro_batch.predicting,
                 use_cache=False,
+                **self._head.arguments(micro_batch),
             )
-        return score_next_tokens(output.logits[0], micro_batch.labels, temperature=temperature)
+        return self._head.scores(output.logits[0], micro_batch, temperature=temperature)
 
     def _apply_gradients(
         self,
@@ -207,7 +205,7 @@ class FSDPEngine:
         if is_writer:
             directory.mkdir(parents=True, exist_ok=True)
             # Nothing is read from where the model came from: that may be a commit, which is removed as newer ones come.
-            _write_model(directory, self._config_of_model, weights)
+            _write_model(directory, self.model.config, self._head, weights)
             for name, content in self._companions.items():
                 (directory / name).write_bytes(content)
         self.context.barrier()
@@ -249,24 +247,17 @@ class FSDPEngine:
         return dict(self.model.named_parameters())
 
 
-def _load_model(model_directory: Path, context: ParallelContext) -> nn.Module:
+def _load_over_ranks(model_directory: Path, head: Head[Any], context: ParallelContext) -> Any:
     if context.dp_size < context.world_size:
         raise ValueError(
             f"layout {context.mesh.dims} of the model from {model_directory} has tensor or pipeline parallelism, but "
             "the fsdp backend cuts a model over data-parallel ranks only; use d alone"
         )
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        model_directory,
-        dtype=torch.float32,
-        attn_implementation=PACKED_ATTENTION,
-        local_files_only=True,
-        use_safetensors=True,  # the other format is pickle
-    )
+    model = load_model(model_directory, head)
     model.to(context.device)
     if context.dp_size > 1:
         shard(model, context)
-    loaded: nn.Module = model
-    return loaded
+    return model
 
 
 def _make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -286,12 +277,12 @@ def _read_companions(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths}
 
 
-def _write_model(directory: Path, config: Any, weights: dict[str, Tensor]) -> None:
+def _write_model(directory: Path, config: Any, head: Head[Any], weights: dict[str, Tensor]) -> None:
     """Write whole weights as transformers would, through a model without memory of its own."""
     dtype = next(iter(weights.values())).dtype
     with torch.device("meta"):
         # A copy, because the model writes its dtype into it.
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]
+        model = head.saved_class.from_config(copy.deepcopy(config), dtype=dtype)
     model.load_state_dict(weights, strict=False, assign=True)  # tied weights have no entry of their own
     model.tie_weights()
     # transformers lets rank 0 of the whole gang write only; who writes for a mesh is decided by the caller.

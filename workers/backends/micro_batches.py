@@ -1,7 +1,7 @@
 """Sample -> micro-batches: answers packed into token budgets, each a set of flat tensors on the training device.
 
     answers of all samples ── pack_first_fit_decreasing ──► bins ──► MicroBatch | MicroBatch | ... | (padding)
-    per-token results of the micro-batches ── scatter_to_answers ──► one array in the sample's order
+    results of the micro-batches, in any layout ── scatter_to_answers ──► one array in the sample's order
 
 Collectives inside a forward pass must be met by every rank, so all ranks run the same number of micro-batches; a rank
 with fewer runs padding: a short answer whose loss mask is False throughout.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from corral.scheduling.packing import MicroBatchSpec, pack_first_fit_decreasing
-from corral.workers.data.sequence_sample import SequenceSample, answer_slices, key_spec
+from corral.workers.data.sequence_sample import KeyLayout, SequenceSample, answer_slices, key_spec
 
 _PADDING_TOKENS = 2  # the shortest answer that still predicts a token
 
@@ -38,6 +38,8 @@ class MicroBatch:
     """[T - n] int64: the places in the row whose logits predict `labels`, all but the last of each segment."""
     labels: Tensor
     """[T - n] int64: the next tokens."""
+    last_tokens: Tensor
+    """[n] int64: the place of each segment's last token in the row."""
     tensors: dict[str, Tensor]
     """Every key of the sample but input_ids, cut to these answers. Keys per shifted token align with `labels`."""
 
@@ -100,7 +102,8 @@ def _pack(
     input_ids = tensors.pop("input_ids").to(torch.int64)
     position_ids = torch.cat([torch.arange(length) for length in segment_lengths])
     has_next = torch.ones(input_ids.shape[0], dtype=torch.bool)
-    has_next[torch.tensor(segment_lengths).cumsum(0) - 1] = False
+    last_tokens = torch.tensor(segment_lengths).cumsum(0) - 1
+    has_next[last_tokens] = False
     predicting = has_next.nonzero().squeeze(1)
     return MicroBatch(
         answers=answers,
@@ -109,17 +112,20 @@ def _pack(
         position_ids=position_ids.to(device),
         predicting=predicting.to(device),
         labels=input_ids[predicting + 1].to(device),
+        last_tokens=last_tokens.to(device),
         tensors={key: tensor.to(device) for key, tensor in tensors.items()},
     )
 
 
-def scatter_to_answers(sample: SequenceSample, outputs: Sequence[tuple[MicroBatch, Tensor]]) -> npt.NDArray[np.float32]:
-    """Results per shifted token of each micro-batch, put back into the sample's order."""
-    lengths = [length - 1 for length in sample.answer_lengths()] if "input_ids" in sample.seqlens else []
+def scatter_to_answers(
+    sample: SequenceSample, outputs: Sequence[tuple[MicroBatch, Tensor]], layout: KeyLayout
+) -> npt.NDArray[np.float32]:
+    """Results of each micro-batch in one layout, put back into the sample's order."""
+    lengths = [layout.length(n) for n in sample.answer_lengths()] if "input_ids" in sample.seqlens else []
     slices = answer_slices(lengths)
     result = np.zeros(sum(lengths), dtype=np.float32)
     for micro_batch, values in outputs:
-        pieces = torch.split(values, [length - 1 for length in micro_batch.segment_lengths])
+        pieces = torch.split(values, [layout.length(n) for n in micro_batch.segment_lengths])
         for answer, piece in zip(micro_batch.answers, pieces, strict=True):
             result[slices[answer]] = piece.numpy()
     return result

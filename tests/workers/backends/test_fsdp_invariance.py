@@ -21,7 +21,14 @@ from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.gang_helpers import play
-from tests.workers.backends.training_helpers import make_sample, optimizer_config, read_weights, save_tiny_model
+from tests.workers.backends.training_helpers import (
+    make_sample,
+    optimizer_config,
+    read_weights,
+    save_tiny_model,
+    score_loss,
+    value_loss,
+)
 
 NUM_STEPS = 3
 LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12], [40, 8, 21, 6]]
@@ -29,10 +36,11 @@ UIDS_BY_RANK = (["0:0", "0:1", "0:3"], ["0:2"])  # uneven on purpose: rank 1 has
 PPO = PPOConfig(eps_clip=0.05, c_clip=2.0, behav_imp_weight_cap=1.2, kl_coef=0.1, mask_no_eos_with_zero=True)
 
 
-def make_engine(directory: Path, context: ParallelContext, *, max_tokens: int) -> FSDPEngine:
+def make_engine(directory: Path, context: ParallelContext, *, max_tokens: int, head: str = "lm") -> FSDPEngine:
     return FSDPEngine(
         directory,
         context=context,
+        head=head,
         optimizer=optimizer_config(),
         total_steps=100,
         micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=max_tokens),
@@ -55,6 +63,19 @@ def train(engine: FSDPEngine, uids: list[str], directory: Path) -> dict[str, Any
     engine.save_state(directory / "last")
     engine.save_weights(directory / "weights")
     return {"stats": stats, "logprobs": first_logprobs.tolist()}
+
+
+def train_classifier(
+    head: str, context: ParallelContext, sample: SequenceSample, model_directory: Path, directory: Path
+) -> list[float]:
+    """Two steps of a model with another head, whose weights are saved; returns what it says afterwards."""
+    engine = make_engine(model_directory, context, max_tokens=48, head=head)
+    loss_fn, counted = {"value": (value_loss, "prompt_mask"), "scalar": (score_loss, "seq_no_eos_mask")}[head]
+    for _ in range(2):
+        engine.train_batch(sample, loss_fn=loss_fn, counted=counted)
+    engine.save_weights(directory / head)
+    (said,) = engine.forward(sample).values()
+    return [float(number) for number in said]
 
 
 def play_rank(context: ParallelContext, model_directory: Path, directory: Path) -> None:
@@ -100,6 +121,10 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
     compute_logprobs(lonely, batch(0).select(UIDS_BY_RANK[rank]))
     lonely.import_weights(resumed.export_weights(), eta=0.25)
     lonely.save_weights(directory / "after_blend")
+
+    # A critic and a reward model.
+    for head in ("value", "scalar"):
+        seen[head] = train_classifier(head, context, batch(0).select(UIDS_BY_RANK[rank]), model_directory, directory)
     (directory / f"rank-{rank}.json").write_text(json.dumps(seen))
 
 
@@ -218,3 +243,15 @@ def test_weights_blend_over_two_ranks_as_on_one(scene: dict[str, Any]) -> None:
     assert blended.keys() == own.keys()
     for name, tensor in blended.items():
         np.testing.assert_allclose(tensor, 0.25 * given[name] + 0.75 * own[name], atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("head", ["value", "scalar"])
+def test_critics_and_reward_models_train_alike_on_one_rank_and_on_two(head: str, scene: dict[str, Any]) -> None:
+    everything = [uid for uids in UIDS_BY_RANK for uid in uids]
+    directory = scene["directory"]
+    expected = train_classifier(
+        head, ParallelContext(), batch(0).select(everything), directory / "model", directory / "single"
+    )
+    assert max(map(abs, expected)) > 1e-3
+    np.testing.assert_allclose(scene["pair"][0][head] + scene["pair"][1][head], expected, atol=1e-5)
+    assert_close_weights(directory / head, directory / "single" / head, atol=1e-5)

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.config.model import OptimizerConfig
+from corral.workers.backends.base import LossOutput
+from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.data.sequence_sample import SequenceSample
 
 VOCAB_SIZE = 64
@@ -67,6 +69,18 @@ def make_sample(
             )
         )
     return SequenceSample.gather(groups)
+
+
+def value_loss(values: torch.Tensor, micro_batch: MicroBatch) -> LossOutput:
+    """Squared distance of the prompts' values from 1; counts the prompt mask."""
+    on_prompt = micro_batch.tensors["prompt_mask"]
+    return LossOutput(((values - 1.0).square() * on_prompt).sum(), {"value": (values.detach() * on_prompt).sum()})
+
+
+def score_loss(scores: torch.Tensor, micro_batch: MicroBatch) -> LossOutput:
+    """Squared distance from the reward of the scores of answers that were cut off; counts their mask."""
+    distance = (scores - micro_batch.tensors["rewards"]) * micro_batch.tensors["seq_no_eos_mask"]
+    return LossOutput(distance.square().sum())
 
 
 def optimizer_config(**overrides: Any) -> OptimizerConfig:

@@ -1,0 +1,116 @@
+"""Heads: what a model says of a micro-batch, and in which form.
+
+    lm      logits [T - n, V] ──► TokenScores, one entry per shifted token     {"logprobs", "entropy"}
+    value   logits [T, 1]     ──► [T] float32, one value per token             {"values"}
+    scalar  logits [T, 1]     ──► [n] float32, one score per answer            {"scores"}
+
+for n answers packed into one row of T tokens. Value and scalar models are transformers' token classifiers with one
+label. They differ in what is read off and in how transformers is told to load what is saved: `scalar` is the reward
+model that the field knows as a sequence classifier, whose weights have the same names.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.token_scores import TokenScores, score_next_tokens
+from corral.workers.data.sequence_sample import KeyLayout
+
+ScoresT = TypeVar("ScoresT")
+
+
+class Head(Protocol[ScoresT]):
+    """One kind of model, from transformers' class to what losses and callers get."""
+
+    model_class: Any
+    """transformers' auto class of the model in memory."""
+    saved_class: Any
+    """transformers' auto class that loads what is saved."""
+    layouts: Mapping[str, KeyLayout]
+    """Names of what `by_name` gives, with the number of values that each answer has."""
+    has_score_layer: bool
+    """Whether a linear layer named `score` makes the logits, which a language model's directory lacks."""
+
+    def arguments(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """What the model's forward pass is told besides the row itself."""
+
+    def scores(self, logits: Tensor, micro_batch: MicroBatch, *, temperature: float) -> ScoresT:
+        """What a loss gets, from the one row of logits that the forward pass gave."""
+
+    def by_name(self, scores: ScoresT) -> dict[str, Tensor]:
+        """What a forward pass without a loss gives."""
+
+
+class LanguageModelHead:
+    """Log-probabilities of the next tokens."""
+
+    model_class = saved_class = AutoModelForCausalLM
+    layouts: Mapping[str, KeyLayout] = MappingProxyType(
+        {"logprobs": KeyLayout.PER_SHIFTED_TOKEN, "entropy": KeyLayout.PER_SHIFTED_TOKEN}
+    )
+    has_score_layer = False
+
+    def arguments(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        return {"logits_to_keep": micro_batch.predicting}
+
+    def scores(self, logits: Tensor, micro_batch: MicroBatch, *, temperature: float) -> TokenScores:
+        return score_next_tokens(logits, micro_batch.labels, temperature=temperature)
+
+    def by_name(self, scores: TokenScores) -> dict[str, Tensor]:
+        return {"logprobs": scores.logprobs, "entropy": scores.entropy}
+
+
+class ValueHead:
+    """A critic: what reward is to be expected after each token; the temperature changes nothing."""
+
+    model_class = saved_class = AutoModelForTokenClassification
+    layouts: Mapping[str, KeyLayout] = MappingProxyType({"values": KeyLayout.PER_TOKEN})
+    has_score_layer = True
+
+    def arguments(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        return {}
+
+    def scores(self, logits: Tensor, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
+        return logits[:, 0].float()
+
+    def by_name(self, scores: Tensor) -> dict[str, Tensor]:
+        return {"values": scores}
+
+
+class ScalarHead:
+    """A reward model: one score for each answer, read at its last token; the temperature changes nothing."""
+
+    model_class = AutoModelForTokenClassification
+    saved_class = AutoModelForSequenceClassification
+    layouts: Mapping[str, KeyLayout] = MappingProxyType({"scores": KeyLayout.PER_ANSWER})
+    has_score_layer = True
+
+    def arguments(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        return {}
+
+    def scores(self, logits: Tensor, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
+        return logits[micro_batch.last_tokens, 0].float()
+
+    def by_name(self, scores: Tensor) -> dict[str, Tensor]:
+        return {"scores": scores}
+
+
+HEADS: Mapping[str, Head[Any]] = MappingProxyType(
+    {"lm": LanguageModelHead(), "value": ValueHead(), "scalar": ScalarHead()}
+)
+
+
+def head_named(name: str) -> Head[Any]:
+    """The head of that name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    head = HEADS.get(name)
+    if head is None:
+        raise ValueError(f"unknown head {name!r}; heads are {', '.join(HEADS)}")
+    return head
