@@ -1,74 +1,163 @@
-"""The plan moves what is missing, once, from one that has it; evenly, and the same on every rank."""
+"""Every rank gets what it lacks, once, from a rank that has it, and each byte comes to a host once."""
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence, Set
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.redistribution import Transfer, UidKey, plan_redistribution
+from corral.scheduling.redistribution import Demand, Parcel, plan_redistribution
 
-items = st.tuples(st.sampled_from(["0:a", "0:b", "0:c", "1:a"]), st.sampled_from(["input_ids", "rewards"]))
-ranks = st.integers(0, 4)
-locations_of_items = st.dictionaries(items, st.sets(ranks, min_size=1), max_size=8)
+Item = tuple[str, str]
+Situation = tuple[dict[str, dict[str, set[int]]], list[Demand], dict[int, str] | None]
+
+UIDS = ("0:a", "0:b", "0:c", "0:d")
+KEYS = ("input_ids", "rewards", "values")
+ranks = st.integers(0, 5)
+locations = st.fixed_dictionaries(
+    {uid: st.fixed_dictionaries({key: st.sets(ranks, min_size=1) for key in KEYS}) for uid in UIDS}
+)
+demands = st.builds(
+    Demand,
+    ranks=st.sets(ranks, min_size=1).map(lambda chosen: tuple(sorted(chosen))),
+    uids=st.lists(st.sampled_from(UIDS), unique=True),
+    keys=st.lists(st.sampled_from(KEYS), unique=True),
+)
+hosts = st.none() | st.fixed_dictionaries({rank: st.sampled_from("ABC") for rank in range(6)})
+situations = st.tuples(locations, st.lists(demands, max_size=5), hosts)
 
 
-@st.composite
-def situations(draw: st.DrawFn) -> tuple[dict[UidKey, set[int]], dict[int, set[UidKey]]]:
-    locations = draw(locations_of_items)
-    known = sorted(locations)
-    wanted = draw(st.dictionaries(ranks, st.sets(st.sampled_from(known)) if known else st.just(set()), max_size=5))
-    return locations, wanted
+def same_size(uid: str, keys: Sequence[str]) -> int:
+    return len(keys)
 
 
-@given(situations())
-def test_every_rank_gets_what_it_lacks_exactly_once(
-    situation: tuple[dict[UidKey, set[int]], dict[int, set[UidKey]]],
+def plan(
+    located: Mapping[str, Mapping[str, Set[int]]], wanted: Sequence[Demand], host_by_rank: Mapping[int, str] | None
+) -> list[Parcel]:
+    return plan_redistribution(located, wanted, size_bytes=same_size, host_by_rank=host_by_rank)
+
+
+def lacking(located: Mapping[str, Mapping[str, Set[int]]], wanted: Sequence[Demand]) -> set[tuple[int, Item]]:
+    return {
+        (rank, (uid, key))
+        for demand in wanted
+        for rank in demand.ranks
+        for uid in demand.uids
+        for key in demand.keys
+        if rank not in located[uid][key]
+    }
+
+
+def items(parcel: Parcel) -> list[Item]:
+    return [(uid, key) for uid in parcel.uids for key in parcel.keys]
+
+
+@given(situations)
+def test_every_rank_gets_what_it_lacks_exactly_once(situation: Situation) -> None:
+    located, wanted, host_by_rank = situation
+    arrivals = Counter(
+        (rank, item)
+        for parcel in plan(located, wanted, host_by_rank)
+        for rank in parcel.destinations
+        for item in items(parcel)
+    )
+    assert arrivals == Counter(lacking(located, wanted))
+
+
+@given(situations)
+def test_every_rank_sends_what_it_has_and_passes_on_what_it_gets(situation: Situation) -> None:
+    located, wanted, host_by_rank = situation
+    parcels = plan(located, wanted, host_by_rank)
+    held = {(rank, (uid, key)) for uid, of_uid in located.items() for key, of_key in of_uid.items() for rank in of_key}
+    got = {
+        (rank, item)
+        for parcel in parcels
+        if not parcel.is_passed_on
+        for rank in parcel.destinations
+        for item in items(parcel)
+    }
+    for parcel in parcels:
+        assert {(parcel.source, item) for item in items(parcel)} <= (got if parcel.is_passed_on else held)
+
+
+@given(situations)
+def test_every_item_comes_to_a_host_that_lacks_it_once_and_to_no_other(situation: Situation) -> None:
+    located, wanted, host_by_rank = situation
+    host = host_by_rank or dict.fromkeys(range(6), "A")
+    crossings: Counter[tuple[str, Item]] = Counter()
+    for parcel in plan(located, wanted, host_by_rank):
+        where = {host[rank] for rank in parcel.destinations}
+        assert len(where) == 1
+        if where != {host[parcel.source]}:
+            assert len(parcel.destinations) == 1 and not parcel.is_passed_on
+            crossings.update((where.copy().pop(), item) for item in items(parcel))
+    hosts_of: defaultdict[Item, set[str]] = defaultdict(set)
+    for uid, of_uid in located.items():
+        for key, holders in of_uid.items():
+            hosts_of[uid, key] = {host[rank] for rank in holders}
+    needed = {(host[rank], item) for rank, item in lacking(located, wanted) if host[rank] not in hosts_of[item]}
+    assert crossings == Counter(needed)
+
+
+@given(situations)
+def test_the_plan_does_not_depend_on_the_order_of_what_is_known(situation: Situation) -> None:
+    located, wanted, host_by_rank = situation
+    parcels = plan(located, wanted, host_by_rank)
+    turned = {uid: dict(reversed(of_uid.items())) for uid, of_uid in reversed(located.items())}
+    assert plan(turned, wanted[::-1], host_by_rank) == parcels
+    assert [parcel.tag for parcel in parcels] == list(range(len(parcels)))
+
+
+@given(locations, st.integers(0, 5), st.integers(0, 5))
+def test_all_keys_of_a_sample_come_in_one_message_where_one_rank_has_them(
+    located: dict[str, dict[str, set[int]]], holder: int, taker: int
 ) -> None:
-    locations, wanted = situation
-    arrivals: Counter[tuple[int, UidKey]] = Counter()
-    for transfer in plan_redistribution(locations, wanted):
-        for uid in transfer.uids:
-            assert transfer.source in locations[uid, transfer.key]
-            arrivals.update((rank, (uid, transfer.key)) for rank in transfer.destinations)
-    lacking = {(rank, item) for rank, items in wanted.items() for item in items if rank not in locations[item]}
-    assert arrivals == Counter(lacking)
+    for of_uid in located.values():
+        for holders in of_uid.values():
+            holders.add(holder)
+            holders.discard(taker)
+        of_uid["input_ids"] = {holder} - {taker}
+    wanted = [Demand(ranks=(taker,), uids=UIDS, keys=KEYS)]
+    if holder != taker:
+        assert plan(located, wanted, None) == [
+            Parcel(tag=0, source=holder, destinations=(taker,), uids=UIDS, keys=tuple(sorted(KEYS)))
+        ]
 
 
-@given(situations())
-def test_the_plan_does_not_depend_on_the_order_of_what_is_known(
-    situation: tuple[dict[UidKey, set[int]], dict[int, set[UidKey]]],
-) -> None:
-    locations, wanted = situation
-    plan = plan_redistribution(locations, wanted)
-    assert plan_redistribution(dict(reversed(locations.items())), dict(reversed(wanted.items()))) == plan
-    assert len({(transfer.key, transfer.source, transfer.destinations) for transfer in plan}) == len(plan)
-
-
-def test_what_goes_the_same_way_goes_together() -> None:
-    locations = {("0:b", "input_ids"): {0}, ("0:a", "input_ids"): {0}, ("0:a", "rewards"): {0}}
-    wanted = {2: set(locations), 3: {("0:a", "input_ids"), ("0:b", "input_ids")}, 0: set(locations)}
-    assert plan_redistribution(locations, wanted) == [
-        Transfer(key="input_ids", source=0, destinations=(2, 3), uids=("0:a", "0:b")),
-        Transfer(key="rewards", source=0, destinations=(2,), uids=("0:a",)),
+def test_between_hosts_the_first_rank_that_gets_something_passes_it_on() -> None:
+    located = {"0:a": {"input_ids": {0}, "rewards": {0}}}
+    wanted = [Demand(ranks=(1, 2, 3), uids=("0:a",), keys=("rewards", "input_ids"))]
+    parcels = plan_redistribution(
+        located, wanted, size_bytes=same_size, host_by_rank={0: "A", 1: "A", 2: "B", 3: "B"}, first_tag=7
+    )
+    both = ("input_ids", "rewards")
+    assert parcels == [
+        Parcel(tag=7, source=0, destinations=(1,), uids=("0:a",), keys=both),
+        Parcel(tag=8, source=0, destinations=(2,), uids=("0:a",), keys=both),
+        Parcel(tag=9, source=2, destinations=(3,), uids=("0:a",), keys=both, is_passed_on=True),
     ]
 
 
-def test_sources_share_the_work() -> None:
-    locations = {(f"0:{number}", "input_ids"): {0, 1, 2} for number in range(9)}
-    plan = plan_redistribution(locations, {3: set(locations)})
-    assert {transfer.source: len(transfer.uids) for transfer in plan} == {0: 3, 1: 3, 2: 3}
+def test_a_holder_on_the_same_host_sends() -> None:
+    located = {f"0:{number}": {"input_ids": {0, 2}} for number in range(8)}
+    wanted = [Demand(ranks=(3,), uids=tuple(located), keys=("input_ids",))]
+    (parcel,) = plan(located, wanted, {0: "A", 2: "B", 3: "B"})
+    assert (parcel.source, parcel.destinations) == (2, (3,))
 
 
-def test_sources_share_bytes_where_sizes_are_known() -> None:
-    sizes = {(f"0:{number}", "input_ids"): size for number, size in enumerate([100, 20, 30, 50])}
-    plan = plan_redistribution({item: {0, 1} for item in sizes}, {2: set(sizes)}, sizes=sizes)
-    sent = {transfer.source: sum(sizes[uid, transfer.key] for uid in transfer.uids) for transfer in plan}
-    assert sent == {0: 100, 1: 100}
+def test_sources_share_bytes() -> None:
+    size = {f"0:{number}": size for number, size in enumerate([100, 20, 30, 50])}
+    located = {uid: {"input_ids": {0, 1}} for uid in size}
+    wanted = [Demand(ranks=(2,), uids=tuple(size), keys=("input_ids",))]
+    parcels = plan_redistribution(located, wanted, size_bytes=lambda uid, keys: size[uid])
+    assert {parcel.source: sum(size[uid] for uid in parcel.uids) for parcel in parcels} == {0: 100, 1: 100}
 
 
 def test_what_nobody_has_is_named_with_who_wants_it() -> None:
+    wanted = [Demand(ranks=(1, 2), uids=("0:a",), keys=("values",))]
     with pytest.raises(ValueError, match=r"no rank holds 'values' of '0:a' \(for ranks \[1, 2\]\)"):
-        plan_redistribution({("0:a", "input_ids"): {0}}, {1: {("0:a", "values")}, 2: {("0:a", "values")}})
+        plan({"0:a": {"input_ids": {0}}}, wanted, None)
+    many = [Demand(ranks=(1,), uids=tuple(f"0:{number}" for number in range(8)), keys=("x",))]
     with pytest.raises(ValueError, match="and 3 more"):
-        plan_redistribution({("0:0", "x"): set()}, {1: {(f"0:{number}", "x") for number in range(8)}})
+        plan({"0:0": {"x": set()}}, many, None)

@@ -2,7 +2,7 @@
 
     run_step(batch) ──► level by level of the dataflow graph: post every call, flush, await ──► amend ──► statistics
                               │
-                              └─ for each call: balance the batch over data-parallel ranks, plan who sends what to whom
+                              └─ for each call: balance the batch over data-parallel ranks, plan who gives what to whom
 
 One gang serves one trainer epoch: it binds the epoch's request stream, and dies with the first model worker that does.
 """
@@ -10,7 +10,6 @@ One gang serves one trainer epoch: it binds the epoch's request stream, and dies
 import asyncio
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,17 +19,15 @@ from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.dataflow import CallType, DataflowGraph, ModelFunctionCall
 from corral.scheduling.packing import balanced_partition, sequence_flops
 from corral.scheduling.policy_version import PolicyVersion
-from corral.scheduling.redistribution import Transfer, plan_redistribution
-from corral.workers.data.sequence_sample import key_spec
+from corral.scheduling.redistribution import Demand
 from corral.workers.lifecycle.worker import WorkerContext
 from corral.workers.master.arrivals import Arrivals
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
+from corral.workers.master.transfers import TransferPlanner, Transfers
 from corral.workers.requests.client import PendingReplies, RequestClient
 from corral.workers.requests.messages import (
     ClearDataCache,
-    DataTransfer,
     Evaluate,
-    Hook,
     Inference,
     Initialize,
     LoadRows,
@@ -90,6 +87,7 @@ class TrainerGang:
             owner = f"epoch {self._epoch} {context.incarnation}"
             stack.enter_context(context.lease(context.keys.master_stream(), self._client.endpoint, owner=owner))
             await self._wait_for_workers()
+            self._transfers = TransferPlanner(self._host_by_rank())
             self._opened = stack.pop_all()
         return self
 
@@ -141,16 +139,27 @@ class TrainerGang:
         """Run the dataflow graph on a batch; returns what its train steps did, with their statistics."""
         partition = self._balance([buffer.samples[uid] for uid in batch])
         done: list[TrainReply] = []
+        moved_bytes = 0
         for level in self.graph.levels:
             calls = [self.graph.call(name) for name in level]
             is_alone = len(calls) == 1  # then the flush rides with it, and costs no message
-            pending = [self._post_call(call, partition, buffer, step=step, flush=is_alone) for call in calls]
+            # Planned one after the other: what one call brings to a rank, the next one finds there.
+            transfers = [self._transfers.plan(_demands(call, partition), buffer) for call in calls]
+            moved_bytes += sum(of_call.size_bytes for of_call in transfers)
+            given = [self._post_gives(of_call) for of_call in transfers]
+            pending = [
+                self._post_call(call, partition, of_call, step=step, flush=is_alone)
+                for call, of_call in zip(calls, transfers, strict=True)
+            ]
             if not is_alone:
                 await self._flush()
+            for gives in given:  # a rank that lacks what it is to give says so, and nobody waits for it in vain
+                await self._guard(gives)
             for call, replies in zip(calls, pending, strict=True):
                 done += self._absorb(call, await self._guard(replies), partition, buffer)
         return TrainReply(
-            stats={name: value for reply in done for name, value in reply.stats.items()},
+            stats={name: value for reply in done for name, value in reply.stats.items()}
+            | {"data/transfer_bytes": float(moved_bytes)},
             num_updates=sum(reply.num_updates for reply in done),
             num_nonfinite=sum(reply.num_nonfinite for reply in done),
             is_damaged=any(reply.is_damaged for reply in done),
@@ -177,12 +186,12 @@ class TrainerGang:
         self,
         call: ModelFunctionCall,
         partition: list[list[str]],
-        buffer: SequenceBuffer,
+        transfers: Transfers,
         *,
         step: int,
         flush: bool,
     ) -> PendingReplies:
-        """Send every rank its own share of a call; the call's hook is the same for all of them."""
+        """Send every rank its own share of a call, and what it has to take for it."""
         requests: dict[str, Request] = {}
         for rank, (worker, uids) in enumerate(zip(self._workers, partition, strict=True)):
             if call.call_type is CallType.TRAIN_STEP:
@@ -190,25 +199,17 @@ class TrainerGang:
                 requests[worker] = TrainStep(mfc=call.name, uids=uids, version=step, reports=reports)
             else:
                 requests[worker] = Inference(mfc=call.name, uids=uids, version=step)
-        hooks = self._transfers(call, partition, buffer)
         return self._client.post(
             requests,
             deadline_s=self._step_timeout_s,
-            pre_hooks=dict.fromkeys(self._workers, hooks),
+            pre_hooks={self._workers[rank]: [hook] for rank, hook in transfers.takes.items()},
             flush=flush,
         )
 
-    def _transfers(self, call: ModelFunctionCall, partition: list[list[str]], buffer: SequenceBuffer) -> list[Hook]:
-        """The hook that brings the call's inputs to the ranks that compute on them; none if they are there."""
-        wanted = {rank: {(uid, key) for uid in uids for key in call.input_keys} for rank, uids in enumerate(partition)}
-        locations = {(uid, key): buffer.located[uid][key] for places in wanted.values() for uid, key in places}
-        plan = plan_redistribution(locations, wanted)
-        if not plan:
-            return []
-        for transfer in plan:
-            for uid in transfer.uids:
-                buffer.moved(uid, transfer.key, transfer.destinations)
-        return [_transfer_hook(plan, buffer.samples)]
+    def _post_gives(self, transfers: Transfers) -> PendingReplies:
+        """Let every rank send what others take from it for a call, whatever it computes at present."""
+        requests = {self._workers[rank]: give for rank, give in transfers.gives.items()}
+        return self._client.post(requests, deadline_s=_CONTROL_DEADLINE_S)
 
     def _absorb(
         self,
@@ -273,6 +274,10 @@ class TrainerGang:
         """The model workers, by rank."""
         return self._workers
 
+    def _host_by_rank(self) -> dict[int, str]:
+        hellos = {rank: self._client.hello_of(worker) for rank, worker in enumerate(self._workers)}
+        return {rank: hello.host if hello is not None else "" for rank, hello in hellos.items()}
+
     async def _wait_for_workers(self) -> None:
         timeout_s = self._context.plan.supervision.setup_timeout_s
         with self._context.presence.during("connect", waits_for=self._workers, deadline_s=None):
@@ -283,17 +288,9 @@ class TrainerGang:
         self.news.set()
 
 
-def _transfer_hook(plan: list[Transfer], samples: Mapping[str, BufferedSample]) -> DataTransfer:
-    lengths: defaultdict[str, dict[str, list[int]]] = defaultdict(dict)
-    for transfer in plan:
-        layout = key_spec(transfer.key).layout
-        for uid in transfer.uids:
-            lengths[uid][transfer.key] = [layout.length(tokens) for tokens in samples[uid].num_tokens]
-    return DataTransfer(
-        plan=plan,
-        seqlens=dict(lengths),
-        dtypes={transfer.key: key_spec(transfer.key).dtype.name for transfer in plan},
-    )
+def _demands(call: ModelFunctionCall, partition: list[list[str]]) -> list[Demand]:
+    """Each rank needs the call's inputs for its share of the batch."""
+    return [Demand(ranks=(rank,), uids=uids, keys=call.input_keys) for rank, uids in enumerate(partition)]
 
 
 def _buffered(metadata: SampleMetadata, *, owner: int) -> BufferedSample:

@@ -1,8 +1,11 @@
 """Where a model worker keeps its samples: uid -> the keys that it holds, as numpy arrays on the host.
 
-rollout worker ──► put ┐                       ┌─► gather(uids, keys) ──► algorithm
-transfer ────────► put ┼─► {uid: SequenceSample} ─► without_data      ──► reply to the master worker
-algorithm's output put ┘                       └─► drop(uids)             on clear_data_cache
+rollout worker ──► put ┐                          ┌─► gather(uids, keys) ──► algorithm
+data plane ──────► put ┼─► {uid: SequenceSample} ─┼─► arrays(uids, keys) ──► data plane, to other ranks
+algorithm's output put ┘                          └─► drop(uids)             on clear_data_cache
+
+Where there are other ranks, the arrays lie in memory that those of the same host can map. An array that is here is
+never changed, only replaced or dropped, so that whoever has got hold of it may read it without a lock.
 """
 
 import threading
@@ -10,13 +13,19 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.data.sequence_sample import Array, SequenceSample
+from corral.workers.model.host_memory import HostMemory
 
 
 class DataStore:
     """Samples by uid; the stream's thread puts arrivals in while the main thread computes on others."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: HostMemory | None = None) -> None:
+        """
+        Args:
+            memory: where arrays are kept for other processes to see; None where there is no other rank.
+        """
+        self._memory = memory
         self._lock = threading.RLock()
         self._samples: dict[str, SequenceSample] = {}
         self.size_bytes = 0
@@ -25,7 +34,9 @@ class DataStore:
     def put(self, sample: SequenceSample) -> None:
         """Add samples, or keys of samples that are here already; a key that is here already is replaced."""
         for piece in sample.unpack():
-            if len(sample) > 1:
+            if self._memory is not None:
+                piece.data.update(self._memory.store(piece.data))
+            elif len(sample) > 1:
                 # A view would keep the whole batch's memory alive until its last sample is dropped.
                 piece.data.update({key: np.array(array) for key, array in piece.data.items()})
             with self._lock:
@@ -48,14 +59,27 @@ class DataStore:
             ValueError: naming the samples or keys that are not here.
         """
         wanted = list(keys)
-        missing = [(uid, key) for uid in uids for key in wanted if not self.holds(uid, key)]
+        with self._lock:
+            self._check_held(uids, wanted)
+            return SequenceSample.gather([self._samples[uid] for uid in uids], keys=wanted)
+
+    def arrays(self, uids: Sequence[str], keys: Sequence[str]) -> list[Array]:
+        """The first key of each of these samples, then the second of each, and so on; nothing is copied.
+
+        Raises:
+            ValueError: naming the samples or keys that are not here.
+        """
+        with self._lock:
+            self._check_held(uids, keys)
+            return [self._samples[uid].data[key] for key in keys for uid in uids]
+
+    def _check_held(self, uids: Sequence[str], keys: Sequence[str]) -> None:
+        missing = [(uid, key) for uid in uids for key in keys if not self.holds(uid, key)]
         if missing:
             raise ValueError(
-                f"{len(missing)} of {len(uids) * len(wanted)} values are not in this store, first {missing[0]}: "
+                f"{len(missing)} of {len(uids) * len(keys)} values are not in this store, first {missing[0]}: "
                 "they must be transferred here, or the sample was dropped"
             )
-        with self._lock:
-            return SequenceSample.gather([self._samples[uid] for uid in uids], keys=wanted)
 
     def holds(self, uid: str, key: str) -> bool:
         """Whether the values of `key` of this sample are here."""

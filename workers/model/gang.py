@@ -3,6 +3,7 @@
     rank 0:       host_store ──► its address ──► name-resolve, under the gang's incarnation
     other ranks:  name-resolve ──wait──► the address ──► connect_store
     every rank:   init_parallel ──► ParallelContext; left again when the worker leaves
+                  the store, in which the data plane meets, too
 
 The incarnation in the name is what keeps two starts of the gang apart: a rank of an earlier one, which may still be on
 its way out, looks under another name.
@@ -10,6 +11,7 @@ its way out, looks under another name.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch._C._distributed_c10d import Store  # re-exported by torch.distributed, but not for type checkers
@@ -20,8 +22,17 @@ from corral.workers.backends.parallel_context import ParallelContext, connect_st
 from corral.workers.lifecycle.worker import WorkerContext
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedGang:
+    """This rank's place among the others, and where all of them meet."""
+
+    parallel: ParallelContext
+    rendezvous: Store | None
+    """None in a gang of one."""
+
+
 @contextmanager
-def joined_gang(context: WorkerContext, spec: ModelWorkerSpec) -> Iterator[ParallelContext]:
+def joined_gang(context: WorkerContext, spec: ModelWorkerSpec) -> Iterator[JoinedGang]:
     """This rank's place among the others, for as long as the block runs.
 
     Raises:
@@ -29,7 +40,7 @@ def joined_gang(context: WorkerContext, spec: ModelWorkerSpec) -> Iterator[Paral
     """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if spec.world_size == 1:
-        yield init_parallel(device=device)
+        yield JoinedGang(init_parallel(device=device), None)
         return
     timeout_s = context.plan.supervision.setup_timeout_s
     peers = [worker for worker in context.workers("model_worker") if worker != context.worker_id]
@@ -40,7 +51,7 @@ def joined_gang(context: WorkerContext, spec: ModelWorkerSpec) -> Iterator[Paral
         rank=spec.index, world_size=spec.world_size, store=store, device=device, timeout_s=timeout_s
     )
     try:
-        yield parallel
+        yield JoinedGang(parallel, store)
     finally:
         parallel.close()
 

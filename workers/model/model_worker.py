@@ -4,11 +4,11 @@
     samples   Fetch  LoadRows  Reject  ClearDataCache  Spec     Initialize: forgets the last epoch's
     models    ModelConfig                                       Initialize  Inference  TrainStep  Evaluate
                                                                 SaveWeights  SaveCheckpoint
-    transfer                                                    the hook before a call, which brings its inputs here
+    data plane  Give                                            the hook before a call, which takes its inputs
     itself    Ping  Shutdown
 
     gang.py ──► ParallelContext ──► models.py ◄──► data_store.py ◄── samples.py ◄── trajectory_inbox.py, row_loader.py
-                      └────────────────────────► transfer.py ◄──► the other ranks' stores
+                      └────────────────────────► data_plane.py ◄──► the other ranks' stores
 
 All ranks of the gang run the same requests of the right column in the same order, so that their collectives meet.
 """
@@ -16,7 +16,8 @@ All ranks of the gang run the same requests of the right column in the same orde
 import logging
 import re
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,21 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.worker_specs import ModelWorkerSpec
-from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.lifecycle.worker import GangBrokenError, Worker, WorkerContext
+from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
 from corral.workers.model.data_store import DataStore
-from corral.workers.model.gang import joined_gang
+from corral.workers.model.gang import JoinedGang, joined_gang
+from corral.workers.model.host_memory import HostMemory, host_identity
 from corral.workers.model.models import Models
+from corral.workers.model.network import TransferError
 from corral.workers.model.samples import open_samples
-from corral.workers.model.transfer import DataManager, TransferError
 from corral.workers.requests.handler import Envelope, Later, WorkerRequestStream
 from corral.workers.requests.messages import (
     ClearDataCache,
     DataTransfer,
     Evaluate,
     Fetch,
+    Give,
     Inference,
     Initialize,
     LoadRows,
@@ -73,7 +76,9 @@ class ModelWorker(Worker):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._spec = context.specification(ModelWorkerSpec)
-        self._store = DataStore()
+        self._moved = TransferCounts()
+        self._memory = HostMemory()
+        self._store = DataStore(self._memory if self._spec.world_size > 1 else None)
 
     def run(self) -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -85,6 +90,7 @@ class ModelWorker(Worker):
                     lambda: self.context.names.get(self.context.keys.master_stream()),
                     worker_id=self.context.worker_id,
                     incarnation=self.context.incarnation,
+                    host=host_identity(),
                     non_blocking=self._answer_now,
                 )
             )
@@ -96,16 +102,28 @@ class ModelWorker(Worker):
                     self._serve(stream, envelope)
 
     def status(self) -> dict[str, Any]:
-        return {"samples": len(self._store), "bytes": self._store.size_bytes}
+        return {"samples": len(self._store), "bytes": self._store.size_bytes, **asdict(self._moved)}
 
     def _set_up(self, stack: ExitStack) -> None:
         """The parts that answer; nothing is asked of them before all are there."""
         context, spec = self.context, self._spec
-        parallel = stack.enter_context(joined_gang(context, spec))
-        self._transfer = DataManager(self._store, parallel)
-        self._models = Models(spec, self._store, parallel, seed=context.plan.seed)
+        gang = stack.enter_context(joined_gang(context, spec))
+        self._plane = stack.enter_context(
+            closing(DataPlane(self._store, self._memory, self._membership(gang), self._moved))
+        )
+        self._models = Models(spec, self._store, gang.parallel, seed=context.plan.seed)
         tokenizer = self._models.trained.model.path
         self._samples = stack.enter_context(open_samples(context, spec, self._store, tokenizer=tokenizer))
+
+    def _membership(self, gang: JoinedGang) -> Membership:
+        return Membership(
+            rank=self._spec.index,
+            world_size=self._spec.world_size,
+            rendezvous=gang.rendezvous,
+            address=self.context.address,
+            host=host_identity(),
+            timeout_s=self.context.plan.supervision.setup_timeout_s,
+        )
 
     # Requests that are answered at once, in the stream's thread
 
@@ -118,6 +136,9 @@ class ModelWorker(Worker):
                 return MetadataReply(samples=self._samples.load_rows(request.uids))
             case Reject():
                 self._samples.reject(request.uids, request.rejection)
+                return OkReply()
+            case Give():
+                self._plane.give(request.parcels)
                 return OkReply()
             case ClearDataCache():
                 self._samples.clear(request.uids)
@@ -142,7 +163,7 @@ class ModelWorker(Worker):
         try:
             for hook in envelope.pre_hooks:
                 if isinstance(hook, DataTransfer):
-                    self._move(hook)
+                    self._plane.take(hook.parcels, hook.num_tokens)
             payload = self._run(envelope)
         except (TransferError, torch.distributed.DistError) as error:
             stream.reply_error(envelope, error)
@@ -155,12 +176,6 @@ class ModelWorker(Worker):
             raise
         stream.reply(envelope, payload)
         logger.debug("%s took %.3f s", name, time.monotonic() - started)
-
-    def _move(self, hook: DataTransfer) -> None:
-        uids = sorted(hook.seqlens)
-        keys = sorted(hook.dtypes)
-        seqlens = {key: [hook.seqlens[uid].get(key, []) for uid in uids] for key in keys}
-        self._transfer.execute(hook.plan, SequenceSample(uids, seqlens))
 
     def _run(self, envelope: Envelope) -> ReplyPayload:
         request = envelope.request
@@ -189,6 +204,7 @@ class ModelWorker(Worker):
     def _initialize(self, request: Initialize, *, epoch: int) -> None:
         """A new epoch: what an earlier one left here is forgotten, and freed before anything is loaded."""
         self._samples.forget()
+        self._plane.begin(epoch)
         self._models.initialize(request, on_progress=self.context.presence.beat)
         self._samples.start_session(f"{epoch}-{self.context.incarnation}")
         self.context.presence.beat(version=str(request.step))

@@ -101,6 +101,7 @@ class WorkerRequestStream(Closing):
         *,
         worker_id: str,
         incarnation: str,
+        host: str = "",
         non_blocking: NonBlockingHandler,
         silence_s: float = 10.0,
     ) -> None:
@@ -109,12 +110,14 @@ class WorkerRequestStream(Closing):
             address_provider: the master's endpoint; see `DealerLink`. Asked again after a disconnect or a silence.
             worker_id: "model_worker/3".
             incarnation: new in every process.
+            host: equal for workers that may be able to share memory.
             non_blocking: answers non-blocking requests, in the I/O thread, also while the main thread runs a blocking
                 one.
             silence_s: look for another master when this one has said nothing for so long.
         """
         self.worker_id = worker_id
         self._incarnation = incarnation
+        self._host = host
         self._non_blocking = non_blocking
         self._codec: MessageCodec[ToWorker] = MessageCodec(ToWorker, trial_uuid=security.trial_uuid)
         self._released: queue.SimpleQueue[Envelope | None] = queue.SimpleQueue()
@@ -180,7 +183,13 @@ class WorkerRequestStream(Closing):
     # --- everything below runs in the I/O thread --------------------------------------------------------------------
 
     def _say_hello(self) -> None:
-        hello = Hello(worker=self.worker_id, incarnation=self._incarnation, pid=os.getpid(), max_epoch=self.max_epoch)
+        hello = Hello(
+            worker=self.worker_id,
+            incarnation=self._incarnation,
+            pid=os.getpid(),
+            host=self._host,
+            max_epoch=self.max_epoch,
+        )
         self._link.send(self._codec.encode(hello, epoch=self.max_epoch))
 
     def _handle_down(self, reason: str) -> None:

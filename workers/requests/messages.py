@@ -4,7 +4,7 @@
 
 Epoch, request id and deadline travel in the header of every message (`codec.Header`).
 
-    non-blocking   Spec ModelConfig Fetch LoadRows Reject ClearDataCache Ping Shutdown
+    non-blocking   Spec ModelConfig Fetch LoadRows Reject Give ClearDataCache Ping Shutdown
                    answered by the I/O thread, at once; a Fetch that waits, when something has arrived
     blocking       Initialize Inference TrainStep Evaluate SaveWeights SaveCheckpoint
                    collectives inside: queued until a Flush names them, run by the main thread in the order of request
@@ -13,7 +13,7 @@ Epoch, request id and deadline travel in the header of every message (`codec.Hea
 
 from typing import Literal
 
-from corral.scheduling.redistribution import Transfer
+from corral.scheduling.redistribution import Parcel
 from corral.workers.streams.calls import ErrorReply
 from corral.workers.streams.codec import MessageBody
 
@@ -21,13 +21,11 @@ from corral.workers.streams.codec import MessageBody
 
 
 class DataTransfer(MessageBody, frozen=True, tag="data_transfer"):
-    """Bring keys of samples to the ranks that need them."""
+    """Take the parcels that come to this rank, and pass on those that it is the source of."""
 
-    plan: list[Transfer]
-    seqlens: dict[str, dict[str, list[int]]]
-    """uid -> key -> lengths, so that receivers know the sizes beforehand."""
-    dtypes: dict[str, str]
-    """key -> wire dtype."""
+    parcels: list[Parcel]
+    num_tokens: dict[str, list[int]]
+    """uid -> tokens of each answer, so that the sizes of what comes are known beforehand."""
 
 
 Hook = DataTransfer
@@ -69,6 +67,12 @@ class Reject(MessageBody, frozen=True, tag="reject"):
 
     uids: list[str]
     rejection: Rejection
+
+
+class Give(MessageBody, frozen=True, tag="give"):
+    """Send these parcels, of samples that are here, to the ranks that take them -> OkReply"""
+
+    parcels: list[Parcel]
 
 
 class ClearDataCache(MessageBody, frozen=True, tag="clear_data_cache"):
@@ -157,7 +161,7 @@ class Shutdown(MessageBody, frozen=True, tag="shutdown"):
     reason: str
 
 
-NonBlockingRequest = Spec | ModelConfig | Fetch | LoadRows | Reject | ClearDataCache | Ping | Shutdown
+NonBlockingRequest = Spec | ModelConfig | Fetch | LoadRows | Reject | Give | ClearDataCache | Ping | Shutdown
 BlockingRequest = Initialize | Inference | TrainStep | Evaluate | SaveWeights | SaveCheckpoint
 Request = NonBlockingRequest | BlockingRequest | Flush
 
@@ -259,6 +263,8 @@ class Hello(MessageBody, frozen=True, tag="hello"):
     incarnation: str
     """New in every process of this worker."""
     pid: int
+    host: str
+    """Equal for workers that may be able to share memory."""
     max_epoch: int
     """The newest epoch that it has seen; 0 if none."""
 

@@ -32,5 +32,6 @@ def test_a_rank_of_another_start_is_not_met() -> None:
 
 def test_a_gang_of_one_needs_nobody(tmp_path: Path) -> None:
     with context_of(*trial_of(tmp_path), "model_worker") as context:
-        with joined_gang(context, context.specification(ModelWorkerSpec)) as parallel:
-            assert (parallel.rank, parallel.world_size, parallel.group) == (0, 1, None)
+        with joined_gang(context, context.specification(ModelWorkerSpec)) as gang:
+            assert (gang.parallel.rank, gang.parallel.world_size, gang.parallel.group) == (0, 1, None)
+            assert gang.rendezvous is None

@@ -96,13 +96,16 @@ def test_one_rank_reports_what_is_equal_on_all(tmp_path: Path) -> None:
 
 
 class Part:
-    """Stands for both parts of a worker, and writes down what is asked of them."""
+    """Stands for the parts of a worker, and writes down what is asked of them."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
 
     def forget(self) -> None:
         self.asked.append("forget")
+
+    def begin(self, epoch: int) -> None:
+        self.asked.append(f"meet for epoch {epoch}")
 
     def initialize(self, request: Initialize, **_: object) -> None:
         self.asked.append(f"load {request.weights_directory}")
@@ -115,11 +118,11 @@ def test_a_new_epoch_forgets_the_last_one_then_loads_and_only_then_asks_for_samp
     replies, part = Replies(), Part()
     with context_of(*trial_of(tmp_path), "model_worker") as context:
         worker = ModelWorker(context)
-        worker._samples = worker._models = cast(Any, part)
+        worker._samples = worker._models = worker._plane = cast(Any, part)
         request = Initialize(weights_directory="w", state_directory=None, step=3, seed=0)
         worker._serve(cast(Any, replies), blocking(request))
         assert replies.payloads == [OkReply()]
-        assert part.asked == ["forget", "load w", f"session 1-{context.incarnation}"]
+        assert part.asked == ["forget", "meet for epoch 1", "load w", f"session 1-{context.incarnation}"]
 
 
 def blocking(request: msgspec.Struct) -> Envelope:

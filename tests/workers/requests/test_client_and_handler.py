@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from corral.scheduling.redistribution import Transfer
+from corral.scheduling.redistribution import Parcel
 from corral.workers.requests import handler
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.handler import WorkerRequestStream
@@ -170,7 +170,7 @@ def test_each_worker_gets_its_own_share_and_hooks_and_nothing_of_the_others(as_r
                 stream.worker_id: Inference(mfc="ref_inf", uids=[stream.worker_id], version=3)
                 for stream in (first, second)
             }
-            hook = DataTransfer(plan=[], seqlens={}, dtypes={"rewards": "float32"})
+            hook = DataTransfer(parcels=[], num_tokens={"0:a": [1]})
             client.post(shares, deadline_s=10, pre_hooks={second.worker_id: [hook]}, flush=True)
             for stream, hooks in ((first, []), (second, [hook])):
                 envelope = await take(stream)
@@ -208,8 +208,8 @@ def test_hooks_arrive_with_the_request(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
-            transfer = Transfer(key="rewards", source=0, destinations=(1,), uids=("0:a",))
-            hook = DataTransfer(plan=[transfer], seqlens={"0:a": {"rewards": [1]}}, dtypes={"rewards": "float32"})
+            parcel = Parcel(tag=0, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
+            hook = DataTransfer(parcels=[parcel], num_tokens={"0:a": [1]})
             client.post({stream.worker_id: train()}, deadline_s=10, pre_hooks={stream.worker_id: [hook]})
             await client.flush(deadline_s=10)
             envelope = await take(stream)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_strategies
 from numpy.typing import NDArray
 
-from corral.scheduling.redistribution import Transfer
+from corral.scheduling.redistribution import Parcel
 from corral.workers.requests.messages import (
     DataTransfer,
     FromWorker,
@@ -34,9 +34,8 @@ REQUEST = WorkerRequest(
     request=TrainStep(mfc="actor_train", uids=["0:a", "0:b"], version=7),
     pre_hooks=[
         DataTransfer(
-            plan=[Transfer(key="input_ids", source=0, destinations=(1, 2), uids=("0:a",))],
-            seqlens={"0:a": {"input_ids": [3, 4]}},
-            dtypes={"input_ids": "int64"},
+            parcels=[Parcel(tag=5, source=0, destinations=(1, 2), uids=("0:a",), keys=("input_ids",))],
+            num_tokens={"0:a": [3, 4]},
         )
     ],
 )

@@ -1,0 +1,120 @@
+"""Several ranks in one process: each has a store, host memory and a data plane, and a real network between them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+
+from corral.scheduling.redistribution import Demand, Locations, Parcel, plan_redistribution
+from corral.workers.data.sequence_sample import Array, SequenceSample, key_spec
+from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
+from corral.workers.model.data_store import DataStore
+from corral.workers.model.host_memory import HostMemory
+
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of them."""
+
+    store: DataStore
+    plane: DataPlane
+
+
+@contextmanager
+def connected_ranks(hosts: Sequence[str], *, timeout_s: float = DEADLINE_S, epoch: int = 1) -> Iterator[list[Rank]]:
+    """Ranks that have begun an epoch together; those of one host share memory."""
+    rendezvous = dist.HashStore()
+    ranks = []
+    for number, host in enumerate(hosts):
+        memory = HostMemory(segment_bytes=2**16)
+        store = DataStore(memory)
+        member = Membership(
+            rank=number,
+            world_size=len(hosts),
+            rendezvous=rendezvous,
+            address="127.0.0.1",
+            host=host,
+            timeout_s=timeout_s,
+        )
+        ranks.append(Rank(store, DataPlane(store, memory, member, TransferCounts())))
+    try:
+        on_all(ranks, lambda _, rank: rank.plane.begin(epoch))
+        yield ranks
+    finally:
+        on_all(ranks, lambda _, rank: rank.plane.close())
+
+
+def on_all(ranks: Sequence[Rank], act: Callable[[int, Rank], None]) -> None:
+    """Let every rank do something at the same time."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        pending: list[Future[None]] = [threads.submit(act, number, rank) for number, rank in enumerate(ranks)]
+        for future in pending:
+            future.result(DEADLINE_S)
+
+
+def random_sample(uid: str, lengths: Sequence[int], keys: Sequence[str]) -> SequenceSample:
+    """Bits of every kind: not-a-numbers, huge token ids, and true where a bool is."""
+    rng = np.random.default_rng(abs(hash((uid, *lengths))) % 2**32)
+    seqlens = {key: [[key_spec(key).layout.length(tokens) for tokens in lengths]] for key in keys}
+    return SequenceSample([uid], seqlens, {key: _bits(rng, key, sum(seqlens[key][0])) for key in keys})
+
+
+def _bits(rng: np.random.Generator, key: str, count: int) -> Array:
+    dtype = key_spec(key).dtype
+    if dtype == np.bool_:
+        return rng.random(count) < 0.5
+    return np.frombuffer(rng.bytes(count * dtype.itemsize), dtype)
+
+
+def redistribute(
+    ranks: Sequence[Rank],
+    plan: Sequence[Parcel],
+    num_tokens: Mapping[str, Sequence[int]],
+    *,
+    takes_first: Sequence[int] = (),
+) -> None:
+    """Let every rank play its part of a plan; some take before anybody gives."""
+
+    def play(number: int, rank: Rank) -> None:
+        mine = [parcel for parcel in plan if number in parcel.destinations or _passes_on(parcel, number)]
+        given = [parcel for parcel in plan if parcel.source == number and not parcel.is_passed_on]
+        if number in takes_first:
+            with ThreadPoolExecutor(1) as thread:
+                taken = thread.submit(rank.plane.take, mine, num_tokens)
+                rank.plane.give(given)
+                taken.result(DEADLINE_S)
+        else:
+            rank.plane.give(given)
+            rank.plane.take(mine, num_tokens)
+
+    on_all(ranks, play)
+
+
+def _passes_on(parcel: Parcel, rank: int) -> bool:
+    return parcel.source == rank and parcel.is_passed_on
+
+
+def plan_for(
+    ranks: Sequence[Rank], wanted: Sequence[Demand], hosts: Sequence[str] | None, *, first_tag: int = 0
+) -> list[Parcel]:
+    """The plan for what the stores really hold."""
+    return plan_redistribution(
+        locations_of(ranks, wanted),
+        wanted,
+        size_bytes=lambda uid, keys: len(keys),
+        host_by_rank=None if hosts is None else dict(enumerate(hosts)),
+        first_tag=first_tag,
+    )
+
+
+def locations_of(ranks: Sequence[Rank], wanted: Sequence[Demand]) -> Locations:
+    places = {(uid, key) for demand in wanted for uid in demand.uids for key in demand.keys}
+    locations: dict[str, dict[str, set[int]]] = {uid: {} for demand in wanted for uid in demand.uids}
+    for uid, key in places:
+        locations[uid][key] = {number for number, rank in enumerate(ranks) if rank.store.holds(uid, key)}
+    return locations

@@ -1,0 +1,248 @@
+"""Samples go from any owners to any ranks, once and bit for bit, whatever they are doing; or an error names a rank."""
+
+import itertools
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from corral.scheduling.redistribution import Demand, Parcel
+from corral.workers.backends.parallel_context import connect_store, host_store
+from corral.workers.data.sequence_sample import KEY_LAYOUTS, KeyLayout, KeySpec, SequenceSample
+from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
+from corral.workers.model.data_store import DataStore
+from corral.workers.model.host_memory import HostMemory
+from corral.workers.model.network import TransferError
+from tests.workers.model.planes import DEADLINE_S, Rank, connected_ranks, on_all, plan_for, random_sample, redistribute
+
+WIDE = {
+    "test_positions": KeySpec(KeyLayout.PER_TOKEN, np.dtype(np.int64)),
+    "test_bfloat16_values": KeySpec(KeyLayout.PER_SHIFTED_TOKEN, np.dtype(np.uint16)),
+}
+KEYS = ("input_ids", "prompt_mask", "old_logprobs", "rewards", *WIDE)
+UIDS = ("0:a", "0:b", "0:c", "0:d", "0:e")
+LAYOUTS = {"apart": "ABCD", "together": "AAAA", "pairs": "AABB"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def wide_keys() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for key, spec in WIDE.items():
+            patch.setitem(cast(dict[str, Any], KEY_LAYOUTS), key, spec)
+        yield
+
+
+@dataclass
+class Group:
+    """Four ranks on some hosts, and the numbers that their parcels have not had."""
+
+    hosts: str
+    ranks: list[Rank]
+    tags: "itertools.count[int]"
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    hosts = LAYOUTS[request.param]
+    with connected_ranks(hosts) as ranks:
+        yield Group(hosts, ranks, itertools.count(step=1000))
+
+
+numbers = st.integers(0, 3)
+demands = st.builds(
+    Demand,
+    ranks=st.sets(numbers, min_size=1).map(lambda ranks: tuple(sorted(ranks))),
+    uids=st.lists(st.sampled_from(UIDS), unique=True),
+    keys=st.lists(st.sampled_from(KEYS), unique=True),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.fixed_dictionaries({uid: st.lists(st.integers(1, 3000), min_size=1, max_size=3) for uid in UIDS}),
+    owners=st.fixed_dictionaries({(uid, key): st.sets(numbers, min_size=1) for uid in UIDS for key in KEYS}),
+    wanted=st.lists(demands, max_size=4),
+    takes_first=st.sets(numbers),
+)
+def test_any_ownership_becomes_any_layout_bit_for_bit(
+    group: Group,
+    lengths: dict[str, list[int]],
+    owners: dict[tuple[str, str], set[int]],
+    wanted: list[Demand],
+    takes_first: set[int],
+) -> None:
+    samples = {uid: random_sample(uid, lengths[uid], KEYS) for uid in UIDS}
+    for rank in group.ranks:
+        rank.store.drop(UIDS)
+    for (uid, key), holders in owners.items():
+        for number in holders:
+            group.ranks[number].store.put(samples[uid].select_keys([key]))
+    before = [(rank.plane.counts.sent_bytes, rank.plane.counts.shown_bytes) for rank in group.ranks]
+    plan = plan_for(group.ranks, wanted, group.hosts, first_tag=next(group.tags))
+    redistribute(group.ranks, plan, lengths, takes_first=sorted(takes_first))
+
+    expected = {(number, place) for place, holders in owners.items() for number in holders}
+    needed = {(n, (uid, key)) for demand in wanted for n in demand.ranks for uid in demand.uids for key in demand.keys}
+    held = {(n, place) for n in range(4) for place in owners if group.ranks[n].store.holds(*place)}
+    assert held >= expected | needed
+    for number, (uid, key) in needed:
+        assert_same(group.ranks[number].store.gather([uid], [key]), samples[uid], key)
+    lacking = sum(samples[uid].data[key].nbytes for _, (uid, key) in needed - expected)
+    moved = [
+        (rank.plane.counts.sent_bytes - sent, rank.plane.counts.shown_bytes - shown)
+        for rank, (sent, shown) in zip(group.ranks, before, strict=True)
+    ]
+    if group.hosts == LAYOUTS["apart"]:
+        assert held == expected | needed
+        assert sum(sent for sent, _ in moved) == lacking
+    if group.hosts == LAYOUTS["together"]:
+        assert held == expected | needed
+        assert sum(shown for _, shown in moved) == lacking
+        assert sum(sent for sent, _ in moved) <= 24 * len(needed)  # where it lies, and no values
+
+
+def assert_same(actual: SequenceSample, expected: SequenceSample, key: str) -> None:
+    assert actual.data[key].dtype == expected.data[key].dtype
+    assert actual.data[key].tobytes() == expected.data[key].tobytes()
+    assert actual.seqlens[key] == expected.seqlens[key]
+
+
+def test_values_cross_to_a_host_once_and_are_passed_on_there() -> None:
+    sample = random_sample("0:a", [500, 20], KEYS)
+    hosts = "ABBB"
+    with connected_ranks(hosts) as ranks:
+        ranks[0].store.put(sample)
+        wanted = [Demand(ranks=(1, 2, 3), uids=["0:a"], keys=KEYS)]
+        redistribute(ranks, plan_for(ranks, wanted, hosts), {"0:a": [500, 20]})
+        for rank in ranks[1:]:
+            for key in KEYS:
+                assert_same(rank.store.gather(["0:a"], [key]), sample, key)
+        assert ranks[0].plane.counts.sent_bytes == sample.size_bytes
+        assert ranks[1].plane.counts.shown_bytes == 2 * sample.size_bytes
+        assert [rank.plane.counts.shown_bytes for rank in (ranks[0], ranks[2], ranks[3])] == [0, 0, 0]
+
+
+def test_a_rank_whose_main_thread_is_busy_still_gives() -> None:
+    sample = random_sample("0:a", [7], KEYS)
+    with connected_ranks("AB") as ranks:
+        ranks[0].store.put(sample)
+        plan = plan_for(ranks, [Demand(ranks=(1,), uids=["0:a"], keys=KEYS)], "AB")
+        taken = threading.Event()
+        was_taken: list[bool] = []
+
+        def play(number: int, rank: Rank) -> None:
+            if number == 0:  # computes until the other one has what it needs
+                io_thread = threading.Thread(target=rank.plane.give, args=(plan,))
+                io_thread.start()
+                was_taken.append(taken.wait(30.0))
+                io_thread.join()
+            else:
+                rank.plane.take(plan, {"0:a": [7]})
+                taken.set()
+
+        on_all(ranks, play)
+        assert was_taken == [True]
+        assert_same(ranks[1].store.gather(["0:a"], ["input_ids"]), sample, "input_ids")
+
+
+def test_what_was_given_is_what_was_there_when_it_was_given() -> None:
+    first, second = random_sample("0:a", [40], ["rewards"]), random_sample("0:a", [41], ["rewards"])
+    assert first.data["rewards"] != second.data["rewards"]
+    with connected_ranks("AB") as ranks:
+        ranks[0].store.put(first)
+        plan = plan_for(ranks, [Demand(ranks=(1,), uids=["0:a"], keys=["rewards"])], "AB")
+        ranks[0].plane.give(plan)
+        ranks[0].store.put(second)
+        ranks[0].store.drop(["0:a"])
+        ranks[1].plane.take(plan, {"0:a": [40]})
+        assert_same(ranks[1].store.gather(["0:a"], ["rewards"]), first, "rewards")
+
+
+def test_what_is_not_here_is_not_given() -> None:
+    with connected_ranks("AB") as ranks, pytest.raises(ValueError, match="'0:a', 'rewards'"):
+        ranks[0].plane.give([Parcel(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))])
+
+
+def test_a_length_that_nobody_said_is_named() -> None:
+    parcel = Parcel(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
+    with connected_ranks("AB") as ranks, pytest.raises(ValueError, match=r"\['0:a'\] are to come from rank 0"):
+        ranks[1].plane.take([parcel], {})
+
+
+@pytest.mark.parametrize("hosts", ["AB", "AA"])
+def test_a_peer_that_gives_nothing_is_named_with_the_deadline(hosts: str) -> None:
+    parcel = Parcel(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
+    with (
+        connected_ranks(hosts, timeout_s=1.0) as ranks,
+        pytest.raises(TransferError, match=r"rank 1 did not get rewards of 1 samples from rank 0 within 1 s"),
+    ):
+        ranks[1].plane.take([parcel], {"0:a": [3]})
+
+
+def test_samples_that_were_dropped_too_early_are_not_taken_for_others() -> None:
+    parcel = Parcel(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("input_ids",))
+    with connected_ranks("AA") as ranks:
+        ranks[0].store.put(random_sample("0:a", [70_000], ["input_ids"]))  # more than a segment holds: its own
+        ranks[0].plane.give([parcel])
+        ranks[0].store.drop(["0:a"])
+        with pytest.raises(TransferError, match="rank 0 has dropped samples before they were taken"):
+            ranks[1].plane.take([parcel], {"0:a": [70_000]})
+
+
+def test_a_new_epoch_forgets_what_nobody_took() -> None:
+    old, new = random_sample("0:a", [9], ["rewards"]), random_sample("0:a", [10], ["rewards"])
+    parcel = Parcel(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
+    with connected_ranks("AB") as ranks:
+        ranks[0].store.put(old)
+        ranks[0].plane.give([parcel])
+        ranks[0].store.put(new)
+        on_all(ranks, lambda _, rank: rank.plane.begin(2))
+        ranks[0].plane.give([parcel])
+        ranks[1].plane.take([parcel], {"0:a": [10]})
+        assert_same(ranks[1].store.gather(["0:a"], ["rewards"]), new, "rewards")
+
+
+def join_and_wait(address: str, ready: Connection) -> None:
+    """Rank 1: there, until it is killed."""
+    rendezvous = connect_store(address, timeout_s=DEADLINE_S)
+    memory = HostMemory()
+    member = Membership(
+        rank=1, world_size=2, rendezvous=rendezvous, address="127.0.0.1", host="B", timeout_s=DEADLINE_S
+    )
+    plane = DataPlane(DataStore(memory), memory, member, TransferCounts())
+    plane.begin(1)
+    ready.send_bytes(b"begun")
+    ready.recv_bytes()
+
+
+def test_a_peer_that_dies_is_named_at_once() -> None:
+    rendezvous, address = host_store("127.0.0.1", timeout_s=DEADLINE_S)
+    spawn = multiprocessing.get_context("spawn")
+    ours, its = spawn.Pipe()
+    peer = spawn.Process(target=join_and_wait, args=(address, its))
+    peer.start()
+    memory = HostMemory()
+    member = Membership(
+        rank=0, world_size=2, rendezvous=rendezvous, address="127.0.0.1", host="A", timeout_s=DEADLINE_S
+    )
+    with closing(DataPlane(DataStore(memory), memory, member, TransferCounts())) as plane:
+        plane.begin(1)
+        assert ours.poll(DEADLINE_S)
+        parcel = Parcel(tag=1, source=1, destinations=(0,), uids=("0:a",), keys=("rewards",))
+        with ThreadPoolExecutor(1) as thread:
+            taking = thread.submit(plane.take, [parcel], {"0:a": [3]})
+            peer.kill()
+            peer.join(DEADLINE_S)
+            with pytest.raises(
+                TransferError, match="rank 0 (did not get rewards of 1 samples|cannot receive) from rank 1"
+            ):
+                taking.result(DEADLINE_S / 2)

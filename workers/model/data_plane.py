@@ -1,0 +1,243 @@
+"""DataPlane: what redistribution plans becomes true; samples go from the ranks that hold them to those that need them.
+
+    master ──Give──► give ──► courier ──┬─ to ranks of this host: where the values lie ─┐
+                                        └─ to others: the values themselves ────────────┴──► network ──┐
+    master ──hook before a call──► take: post, wait, put in the store, pass on ◄───────────────────────┘
+
+Samples stay on the host as numpy, and a thread and a network of their own carry them: a rank whose main thread computes
+still gives away what it holds, and a call never waits for a computation on other ranks to get its inputs.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch._C._distributed_c10d import PrefixStore, Store  # re-exported by torch.distributed, but not for type checkers
+
+from corral.scheduling.redistribution import Parcel
+from corral.workers.data.sequence_sample import Array
+from corral.workers.model.data_store import DataStore
+from corral.workers.model.host_memory import Bytes, Extent, HostMemory, NotSharedError, Place
+from corral.workers.model.neighbours import meet_neighbours
+from corral.workers.model.network import Network, Receiving, TransferError
+from corral.workers.model.parcel_layout import IncomingParcel, NumTokens, keys_in_order, pack
+
+logger = logging.getLogger(__name__)
+
+_NOWHERE = Place(-1, -1, 0)  # of an array without values
+
+
+@dataclass(slots=True)
+class TransferCounts:
+    """What one rank has moved since it started."""
+
+    sent_bytes: int = 0
+    """Over the network."""
+    received_bytes: int = 0
+    """Over the network."""
+    shown_bytes: int = 0
+    """Values that ranks of this host were told the place of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """Which rank of a gang this is, and how it reaches the others."""
+
+    rank: int
+    world_size: int
+    rendezvous: Store | None
+    """All ranks meet here; None for a gang of one."""
+    address: str
+    """IP address of the interface to listen on."""
+    host: str
+    """Equal for ranks that may be able to share memory; see `host_identity`."""
+    timeout_s: float
+    """How long a peer is waited for."""
+
+
+class DataPlane:
+    """Moves samples between the stores of the ranks of a gang.
+
+    Example:
+        plane.begin(epoch)                     # on all ranks, before anything else
+        plane.give(parcels)                    # any thread of a rank that holds what is in them
+        plane.take(parcels, num_tokens)        # the main thread of a rank that needs it
+    """
+
+    def __init__(self, store: DataStore, memory: HostMemory, member: Membership, counts: TransferCounts) -> None:
+        """
+        Args:
+            memory: in which `store` keeps its arrays.
+            counts: what this adds to.
+        """
+        self.counts = counts
+        self._store = store
+        self._memory = memory
+        self._member = member
+        self._links: _Links | None = None
+
+    def begin(self, epoch: int) -> None:
+        """Meet the other ranks for a new epoch of the master; what was under way in an earlier one is given up.
+
+        Raises:
+            TransferError: if another rank does not come in time.
+        """
+        self.close()
+        if self._member.rendezvous is not None:
+            store = PrefixStore(f"data plane {epoch}", self._member.rendezvous)
+            self._links = _Links(store, self._member, self._memory, self.counts)
+
+    def give(self, parcels: Sequence[Parcel]) -> None:
+        """Send what this rank holds, as it is now; returns at once.
+
+        Raises:
+            ValueError: if something of it is not here; then nothing is sent.
+        """
+        links = self._begun()
+        arrays = [self._store.arrays(parcel.uids, keys_in_order(parcel)) for parcel in parcels]
+        for parcel, of_parcel in zip(parcels, arrays, strict=True):
+            links.send(parcel, of_parcel)
+
+    def take(self, parcels: Sequence[Parcel], num_tokens: NumTokens) -> None:
+        """Wait for the parcels that have this rank as a destination, and pass on those that have it as their source.
+
+        Everything is posted before anything is waited for, and what is passed on is waited for last: no order of gives
+        and takes of any ranks can deadlock.
+
+        Args:
+            num_tokens: of each answer of every sample that comes, by uid.
+
+        Raises:
+            TransferError: if a peer does not play its part before the deadline.
+            ValueError: if the length of a sample is not stated.
+        """
+        links, rank = self._begun(), self._member.rank
+        deadline = time.monotonic() + self._member.timeout_s
+        expected = [IncomingParcel.expected(parcel, num_tokens) for parcel in parcels if rank in parcel.destinations]
+        arrivals = [links.expect(incoming) for incoming in expected]
+        for is_passed_on in (False, True):
+            for arrival in arrivals:
+                if arrival.incoming.parcel.is_passed_on is is_passed_on:
+                    for sample in arrival.incoming.samples(links.wait(arrival, deadline=deadline)):
+                        self._store.put(sample)
+            if not is_passed_on:
+                self.give([parcel for parcel in parcels if parcel.source == rank])
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        if self._links is not None:
+            self._links.close()
+            self._links = None
+
+    def _begun(self) -> "_Links":
+        if self._links is None:
+            raise RuntimeError(f"rank {self._member.rank} is asked to move samples before an epoch has begun")
+        return self._links
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A parcel that is on its way: as `values`, or as the places where they lie."""
+
+    incoming: IncomingParcel
+    receiving: Receiving
+    values: Bytes | None
+    places: Array | None
+
+
+class _Links:
+    """One epoch's connections of one rank, and the thread that sends."""
+
+    def __init__(self, store: Store, member: Membership, memory: HostMemory, counts: TransferCounts) -> None:
+        self._memory = memory
+        self._counts = counts
+        self._network = Network(
+            PrefixStore("network", store),
+            rank=member.rank,
+            world_size=member.world_size,
+            address=member.address,
+            timeout_s=member.timeout_s,
+        )
+        self._pid_by_neighbour: Mapping[int, int] = meet_neighbours(
+            store, memory, rank=member.rank, host=member.host, barrier=self._network.barrier
+        )
+        self._outgoing: queue.SimpleQueue[tuple[Parcel, list[Array]] | None] = queue.SimpleQueue()
+        self._courier = threading.Thread(target=self._carry, name=f"courier of rank {member.rank}", daemon=True)
+        self._courier.start()
+
+    def send(self, parcel: Parcel, arrays: list[Array]) -> None:
+        """Let the courier send these arrays to the parcel's destinations."""
+        self._outgoing.put((parcel, arrays))
+
+    def expect(self, incoming: IncomingParcel) -> _Arrival:
+        """Post the receive of a parcel."""
+        parcel = incoming.parcel
+        if parcel.source in self._pid_by_neighbour:
+            places = np.empty((len(incoming.array_bytes), 3), np.int64)
+            return _Arrival(incoming, self._network.receive(places, parcel.source, tag=parcel.tag), None, places)
+        # Received where others can map it, since it may have to be passed on.
+        extent: Extent = self._memory.allocate(incoming.size_bytes)
+        receiving = self._network.receive(extent.target, parcel.source, tag=parcel.tag)
+        return _Arrival(incoming, receiving, extent.values, None)
+
+    def wait(self, arrival: _Arrival, *, deadline: float) -> list[Bytes]:
+        """The bytes of each array of a parcel, once they are here."""
+        incoming, parcel = arrival.incoming, arrival.incoming.parcel
+        arrival.receiving.wait(f"{', '.join(parcel.keys)} of {len(parcel.uids)} samples", deadline=deadline)
+        if arrival.values is not None:
+            self._counts.received_bytes += incoming.size_bytes
+            return incoming.cut(arrival.values)
+        assert arrival.places is not None
+        self._counts.received_bytes += arrival.places.nbytes
+        pid = self._pid_by_neighbour[parcel.source]
+        try:
+            return [
+                self._memory.open(pid, Place(*place), size_bytes) if size_bytes else np.empty(0, np.uint8)
+                for place, size_bytes in zip(arrival.places.tolist(), incoming.array_bytes, strict=True)
+            ]
+        except NotSharedError as error:
+            raise TransferError(f"rank {parcel.source} has dropped samples before they were taken: {error}") from error
+
+    def close(self) -> None:
+        """End the thread and the connections; what nobody has taken is not sent any more."""
+        self._outgoing.put(None)
+        self._courier.join()
+        self._network.close()
+
+    def _carry(self) -> None:
+        while self._carry_next():
+            pass
+
+    def _carry_next(self) -> bool:
+        """Post the next parcel that is given; False at the end. Its arrays are held no longer than that takes."""
+        outgoing = self._outgoing.get()
+        if outgoing is None:
+            return False
+        parcel, arrays = outgoing
+        try:
+            self._post(parcel, arrays)
+        except TransferError as error:  # whoever waits for it says so, too, and to the master
+            logger.warning("parcel %d is not sent: %s", parcel.tag, error)
+        return True
+
+    def _post(self, parcel: Parcel, arrays: Sequence[Array]) -> None:
+        here = [rank for rank in parcel.destinations if rank in self._pid_by_neighbour]
+        if here:
+            self._counts.shown_bytes += len(here) * sum(array.nbytes for array in arrays)
+            self._send_to(here, parcel, np.array([self._place_of(array) for array in arrays], np.int64))
+        if elsewhere := [rank for rank in parcel.destinations if rank not in self._pid_by_neighbour]:
+            self._send_to(elsewhere, parcel, pack(arrays))
+
+    def _send_to(self, ranks: Sequence[int], parcel: Parcel, message: Array) -> None:
+        for rank in ranks:
+            self._counts.sent_bytes += message.nbytes  # first, so that whoever has got it finds it counted
+            self._network.send(message, rank, tag=parcel.tag)
+
+    def _place_of(self, array: Array) -> tuple[int, int, int]:
+        place = self._memory.place_of(array) if array.size else _NOWHERE
+        assert place is not None, "a store with neighbours keeps its arrays in host memory"
+        return place.fd, place.inode, place.offset
