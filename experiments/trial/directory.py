@@ -274,14 +274,19 @@ def write_new_file(path: Path, data: bytes, *, mode: int = 0o600) -> None:
 
 
 def link_files(source: Path, target: Path) -> None:
-    """Makes the directory `target` with a second name for every file of `source`: no byte is written twice."""
+    """Makes the directory `target` with a second name for every file of `source`, and forces it to disk.
+
+    No byte is written twice, unless the file system has no hard links, or `target` is on another one.
+    """
     target.mkdir(mode=0o700, parents=True)
     for path in source.iterdir():
         if path.is_file():
             try:
                 os.link(path, target / path.name)
-            except OSError:  # another file system, or one without hard links
+            except OSError:
                 shutil.copy2(path, target / path.name)
+                _fsync_file(target / path.name)
+    fsync_directory(target)
 
 
 def list_names(folder: Path) -> list[str]:
@@ -307,6 +312,11 @@ def write_all(descriptor: int, data: bytes) -> None:
     remaining = memoryview(data)
     while remaining:
         remaining = remaining[os.write(descriptor, remaining) :]
+
+
+def _fsync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def fsync_directory(path: Path) -> None:
