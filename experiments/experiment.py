@@ -254,7 +254,8 @@ class Experiment(FrozenConfig):
             control=self.control,
             eval_every_steps=self.evaluation.every_steps if self.evaluation is not None else None,
             num_model_workers=self.num_training_ranks,
-            initial_weights=self.trained.path,
+            initial_weights={self.roles[0]: self.trained.path},
+            published_role=self.roles[0],
             shuffle=self.dataset.shuffle,
         )
 

@@ -72,8 +72,10 @@ class MasterWorkerSpec(FrozenConfig):
     """None without held-out problems."""
     num_model_workers: int = Field(ge=1)
     """Training ranks."""
-    initial_weights: Path
-    """Weights of version 0."""
+    initial_weights: dict[str, Path]
+    """Weights of version 0 of every role that is trained."""
+    published_role: str
+    """The one of them whose weights are published: servers answer with them, and exports are copies of them."""
     shuffle: bool = True
     """Whether each pass over a dataset source has an order of its own."""
 

@@ -25,7 +25,7 @@ def _heading(plan: RunPlan) -> Iterator[str]:
     kind = plan.config.get("experiment")
     yield f"trial      {plan.trial.experiment}/{plan.trial.trial}   ({kind}, {plan.mode}, seed {plan.seed})"
     yield f"folder     {display_path(plan.trial.directory)}"
-    yield f"model      {display_path(master.initial_weights)}"
+    yield f"model      {display_path(master.initial_weights[master.published_role])}"
     yield f"data       {_data(plan)}"
     yield _steps(master, steps)
     if master.source == "trajectories":

@@ -73,7 +73,8 @@ def make_plan(
             control=TrainControl(max_steps=3),
             eval_every_steps=None,
             num_model_workers=max(model_workers, 1),
-            initial_weights=directory,
+            initial_weights={"actor": directory},
+            published_role="actor",
         )
     ]
     workers += [

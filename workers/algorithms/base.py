@@ -3,10 +3,10 @@
     INFERENCE    sample ─► interface.inference(engine, sample)            ─► new keys, one packed array each
     TRAIN_STEP   sample ─► interface.train_step(engine, sample, version=) ─► statistics
 
-Interfaces hold configuration only: everything that a checkpoint must keep lives in the engine.
+What a checkpoint must keep lives in the engine, or in numbers that a `StatefulInterface` gives and takes.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from torch import Tensor
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.backends.base import AnyEngine, LossOutput, TrainEngine
 from corral.workers.backends.token_scores import TokenScores
+from corral.workers.backends.train_state import Numbers
 from corral.workers.data.sequence_sample import SequenceSample
 
 
@@ -35,6 +36,20 @@ class ModelInterface(Protocol):
         Returns:
             Statistics of the global batch, equal on all ranks.
         """
+
+
+@runtime_checkable
+class StatefulInterface(ModelInterface, Protocol):
+    """An interface that learns numbers of its own, such as a value normaliser's moments: they are in every commit.
+
+    It begins as it was made, and goes on from the commit that its epoch continues.
+    """
+
+    def state_dict(self) -> Numbers:
+        """The numbers, equal on all ranks."""
+
+    def load_state_dict(self, state: Numbers) -> None:
+        """Go on from what `state_dict` gave."""
 
 
 def response_mask(sample: SequenceSample) -> npt.NDArray[np.bool_]:

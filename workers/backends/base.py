@@ -21,6 +21,8 @@ from torch import Tensor
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.train_state import Numbers
+from corral.workers.checkpoint.durable_file import FileEntry, no_progress
 from corral.workers.data.sequence_sample import SequenceSample
 
 ScoresT = TypeVar("ScoresT")
@@ -107,16 +109,34 @@ class TrainEngine(Protocol[ScoresT_co]):
             ValueError: if a weight is missing, unknown, given twice or of another shape, or `eta` is outside [0, 1].
         """
 
-    def save_weights(self, directory: Path) -> None:
-        """Write the weights in Hugging Face's format: safetensors, config and tokenizer files."""
+    def save_weights(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> dict[str, FileEntry]:
+        """Write the weights in Hugging Face's format: safetensors, config and tokenizer files.
 
-    def save_state(self, directory: Path) -> None:
-        """Write what training resumes from, bit for bit: full-precision weights, optimizer, step count, seed."""
+        Every rank writes some of the files; all of them together are the model. What is returned is on disk.
 
-    def load_state(self, directory: Path, *, on_progress: Callable[[], None] = lambda: None) -> None:
+        Returns:
+            The files that this rank wrote, by name.
+        """
+
+    def save_state(
+        self, directory: Path, *, extra: Numbers | None = None, on_progress: Callable[[], None] = no_progress
+    ) -> dict[str, FileEntry]:
+        """Write what training resumes from, bit for bit: full-precision weights, optimizer, step count, seed.
+
+        Args:
+            extra: numbers that belong to the role and to none of its parameters; the same on every rank.
+
+        Returns:
+            The files that this rank wrote, by name; they are on disk.
+        """
+
+    def load_state(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> Numbers:
         """Continue from what `save_state` wrote, possibly with another number of ranks.
 
         `on_progress` is called for every parameter, since a large state takes longer than any deadline that is useful.
+
+        Returns:
+            The extra numbers that were saved.
         """
 
 

@@ -6,7 +6,6 @@ sample ─► micro-batches ─► packed forward ─► loss_fn ─► backward
                               │ finite ─► clip ─► AdamW ─► weights finite? │ not finite ─► nothing changes, counted
 """
 
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -19,26 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from corral.experiments.config.model import OptimizerConfig
+from corral.experiments.trial.directory import fsync_directory
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
 from corral.workers.backends.base import LOSS_MASK, LossFunction, StepCondition
+from corral.workers.backends.companion_files import companion_files
 from corral.workers.backends.heads import Head, head_named
 from corral.workers.backends.learning_rate import learning_rate
 from corral.workers.backends.loading import load_model
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local, reshard, shard, take_over, whole_parameters
+from corral.workers.backends.weight_files import as_stored, write_weights
+from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 from corral.workers.data.sequence_sample import SequenceSample
-
-_COMPANION_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-)  # what a generation server reads beside the weights
 
 _SKIPPED = {"train/skipped_nonfinite": 0.0, "train/skipped_empty": 0.0, "train/skipped_early_stop": 0.0}
 
@@ -87,7 +80,10 @@ class FSDPEngine:
         self._head = head_named(head)
         self.model: nn.Module = _load_over_ranks(model_directory, self._head, context)
         """The module itself, for evaluation by generation; cut over the ranks where there are several."""
-        self._companions = _read_companions(model_directory) if context.is_first else {}
+        self._companions: dict[str, bytes] = {}
+        if context.is_first:
+            config: Any = self.model.config
+            self._companions = companion_files(model_directory, config, self._head, dtype=compute_dtype)
         self._optimizer = None if optimizer is None else _make_optimizer(self.model, optimizer)
 
     # --- computing --------------------------------------------------------------------------------------------------
@@ -198,38 +194,57 @@ class FSDPEngine:
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
-    def save_weights(self, directory: Path) -> None:
-        """See `TrainEngine.save_weights`; the mesh's first rank writes, every rank must call."""
-        is_writer = self.context.is_first
-        weights = {name: weight.cpu().to(self._compute_dtype) for name, weight in self.export_weights() if is_writer}
-        if is_writer:
-            directory.mkdir(parents=True, exist_ok=True)
-            # Nothing is read from where the model came from: that may be a commit, which is removed as newer ones come.
-            _write_model(directory, self.model.config, self._head, weights)
-            for name, content in self._companions.items():
-                (directory / name).write_bytes(content)
-        self.context.barrier()
-
-    def save_state(self, directory: Path) -> None:
-        """See `TrainEngine.save_state`; every rank writes its own shard."""
-        optimizer, _ = self._require_optimizer()
-        rank, num_ranks = self.context.dp_rank, self.context.dp_size
+    def save_weights(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> dict[str, FileEntry]:
+        """See `TrainEngine.save_weights`."""
         directory.mkdir(parents=True, exist_ok=True)
-        train_state.write_shard(directory, self._parameters(), optimizer, rank=rank, num_ranks=num_ranks)
-        self.context.barrier()  # the header says that the shards are complete
-        if rank == 0:
-            header = train_state.TrainStateHeader(step=self.step, seed=self._seed, num_ranks=num_ranks)
-            train_state.write_header(directory, header)
-        self.context.barrier()
+        files = write_weights(
+            directory,
+            as_stored(self.model, self.export_weights(), dtype=self._compute_dtype),
+            rank=self.context.place,
+            num_ranks=self.context.world_size,
+            on_progress=on_progress,
+        )
+        for name, content in self._companions.items():
+            files[name] = write_durable(directory / name, [content])
+        fsync_directory(directory)
+        return files
 
-    def load_state(self, directory: Path, *, on_progress: Callable[[], None] = lambda: None) -> None:
+    def save_state(
+        self,
+        directory: Path,
+        *,
+        extra: train_state.Numbers | None = None,
+        on_progress: Callable[[], None] = no_progress,
+    ) -> dict[str, FileEntry]:
+        """See `TrainEngine.save_state`; no rank waits for another one."""
+        optimizer, _ = self._require_optimizer()
+        rank, num_ranks = self.context.place, self.context.world_size
+        directory.mkdir(parents=True, exist_ok=True)
+        files = train_state.write_shard(
+            directory, self._parameters(), optimizer, rank=rank, num_ranks=num_ranks, on_progress=on_progress
+        )
+        if rank == 0:
+            header = train_state.TrainStateHeader(
+                step=self.step, seed=self._seed, num_ranks=num_ranks, extra=extra or {}
+            )
+            files |= train_state.write_header(directory, header)
+        fsync_directory(directory)
+        return files
+
+    def load_state(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> train_state.Numbers:
         """See `TrainEngine.load_state`."""
         optimizer, _ = self._require_optimizer()
         header = train_state.read_header(directory)
         train_state.read_shards(
-            directory, self._parameters(), optimizer, num_ranks=header.num_ranks, on_progress=on_progress
+            directory,
+            self._parameters(),
+            optimizer,
+            num_files=header.num_ranks,
+            first_file=self.context.place * header.num_ranks // self.context.world_size,
+            on_progress=on_progress,
         )
         self.step, self._seed = header.step, header.seed
+        return header.extra
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -269,25 +284,6 @@ def _make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
         weight_decay=config.weight_decay,
         fused=True,
     )
-
-
-def _read_companions(directory: Path) -> dict[str, bytes]:
-    """The files that belong to a model beside its weights and its configuration."""
-    paths = [path for pattern in _COMPANION_FILES for path in directory.glob(pattern) if path.is_file()]
-    return {path.name: path.read_bytes() for path in paths}
-
-
-def _write_model(directory: Path, config: Any, head: Head[Any], weights: dict[str, Tensor]) -> None:
-    """Write whole weights as transformers would, through a model without memory of its own."""
-    dtype = next(iter(weights.values())).dtype
-    with torch.device("meta"):
-        # A copy, because the model writes its dtype into it.
-        model = head.saved_class.from_config(copy.deepcopy(config), dtype=dtype)
-    model.load_state_dict(weights, strict=False, assign=True)  # tied weights have no entry of their own
-    model.tie_weights()
-    # transformers lets rank 0 of the whole gang write only; who writes for a mesh is decided by the caller.
-    model.should_save_on_this_rank = lambda is_main_process: is_main_process
-    model.save_pretrained(directory)
 
 
 def _step_seed(seed: int, step: int) -> int:

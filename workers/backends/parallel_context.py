@@ -71,6 +71,11 @@ class ParallelContext:
         return self.mesh.dims.world_size
 
     @property
+    def place(self) -> int:
+        """Number of this rank within the mesh."""
+        return self.mesh.ranks.index(self.rank)
+
+    @property
     def is_dp_head(self) -> bool:
         """Whether this rank holds the outputs of its data-parallel rank."""
         return self.mesh.dp_heads[self.dp_rank] == self.rank
@@ -78,7 +83,7 @@ class ParallelContext:
     @property
     def is_first(self) -> bool:
         """Whether this rank does what one rank of the mesh does for all, such as writing a file."""
-        return self.mesh.ranks[0] == self.rank
+        return self.place == 0
 
     def sum_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
         """Each value added up over the data-parallel ranks, in one collective; all ranks must pass the same names."""

@@ -1,30 +1,40 @@
-"""What training resumes from: parameters, AdamW's moments and the step, as safetensors and one JSON file.
+"""What training resumes from: parameters, what the optimizer keeps of each, and a role's own numbers.
 
-    train_state.json                       step, seed, number of ranks
-    train_state-00000-of-00002.safetensors parameter.<name>, exp_avg.<name>, exp_avg_sq.<name>, step.<name>: rank 0
-    train_state-00001-of-00002.safetensors                        ... rank 1
+    train_state.json                        step, seed, number of files, numbers that belong to no parameter
+    train_state-00000-of-00002.safetensors  parameter.<name>, exp_avg.<name>, exp_avg_sq.<name>, step.<name>: rank 0
+    train_state-00001-of-00002.safetensors                         ... rank 1
 
-Parameters are cut along dimension 0, so a file's rows concatenated in rank order are the whole tensor, and another
-number of ranks can cut them anew. There is no random state to keep: every step seeds itself from (seed, step).
+A file holds one rank's pieces: each tensor's metadata say which box of the whole tensor it is. A reader takes the boxes
+that it lacks from whatever files have them, so another number of ranks, cut otherwise, can go on. Which tensors there
+are is the optimizer's business: AdamW keeps two moments and a step, others keep others.
+
+There is no random state to keep: every step seeds itself from (seed, step).
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from corral.workers.backends.sharding import cut_like, local
+from corral.workers.backends.sharding import local
+from corral.workers.backends.tensor_file import write_tensors
+from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 
-MANIFEST = "train_state.json"
-_FORMAT = 1
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+HEADER = "train_state.json"
+_FORMAT = 2
+_PARAMETER = "parameter"
+_BOXES = "boxes"  # in a file's metadata
+
+Numbers: TypeAlias = dict[str, float | list[float]]
+"""What belongs to a role and to none of its parameters: a value normaliser's moments, a KL controller's coefficient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +44,24 @@ class TrainStateHeader:
     step: int
     seed: int
     num_ranks: int
+    """Files, one of each rank that wrote."""
+    extra: Numbers = field(default_factory=dict)
     format: int = _FORMAT
 
 
+class Box(NamedTuple):
+    """A part of a tensor."""
+
+    start: tuple[int, ...]
+    """Its first index, by dimension."""
+    shape: tuple[int, ...]
+    """Its own size."""
+    whole: tuple[int, ...]
+    """Size of the tensor that it is cut out of."""
+
+
 def shard_name(rank: int, num_ranks: int) -> str:
-    """File of one rank's rows."""
+    """File of one rank's pieces."""
     return f"train_state-{rank:05d}-of-{num_ranks:05d}.safetensors"
 
 
@@ -49,19 +72,36 @@ def write_shard(
     *,
     rank: int,
     num_ranks: int,
-) -> None:
-    """Write this rank's rows of every parameter and moment."""
-    tensors: dict[str, Tensor] = {}
+    on_progress: Callable[[], None] = no_progress,
+) -> dict[str, FileEntry]:
+    """Write this rank's pieces of every parameter, and of everything that the optimizer keeps of it.
+
+    Raises:
+        ValueError: if the optimizer keeps something else than tensors.
+    """
+    pieces = dict(_pieces(parameters, optimizer))
+    boxes = {name: _box_of(tensor) for name, tensor in pieces.items()}
+    entry = write_tensors(
+        directory / shard_name(rank, num_ranks),
+        {name: local(tensor) for name, tensor in pieces.items()},
+        metadata={_BOXES: json.dumps(boxes)},
+        on_progress=on_progress,
+    )
+    return {shard_name(rank, num_ranks): entry}
+
+
+def _pieces(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in parameters.items():
-        tensors[f"parameter.{name}"] = local(parameter)
+        yield f"{_PARAMETER}.{name}", parameter
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}.{name}"] = local(value)
-    save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, directory / shard_name(rank, num_ranks))
+            if not isinstance(value, Tensor):
+                raise ValueError(f"the optimizer keeps {key}={value!r} of {name}; only tensors are saved: make it one")
+            yield f"{key}.{name}", value
 
 
-def write_header(directory: Path, header: TrainStateHeader) -> None:
-    """Write the JSON file; the shards must all be there before."""
-    (directory / MANIFEST).write_text(json.dumps(asdict(header), indent=1) + "\n", encoding="utf-8")
+def write_header(directory: Path, header: TrainStateHeader) -> dict[str, FileEntry]:
+    """Write the JSON file."""
+    return {HEADER: write_durable(directory / HEADER, [json.dumps(asdict(header), indent=1).encode()])}
 
 
 def read_header(directory: Path) -> TrainStateHeader:
@@ -70,9 +110,9 @@ def read_header(directory: Path) -> TrainStateHeader:
     Raises:
         ValueError: if it is of another format than this version of corral writes.
     """
-    fields: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    fields: dict[str, Any] = json.loads((directory / HEADER).read_text(encoding="utf-8"))
     if fields.get("format") != _FORMAT:
-        raise ValueError(f"{directory / MANIFEST} has format {fields.get('format')}; this version reads {_FORMAT}")
+        raise ValueError(f"{directory / HEADER} has format {fields.get('format')}; this version reads {_FORMAT}")
     return TrainStateHeader(**fields)
 
 
@@ -82,41 +122,116 @@ def read_shards(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     *,
-    num_ranks: int,
-    on_progress: Callable[[], None] = lambda: None,
+    num_files: int,
+    first_file: int = 0,
+    on_progress: Callable[[], None] = no_progress,
 ) -> None:
-    """Load parameters and moments that `num_ranks` ranks wrote; each rank keeps the rows it holds now.
+    """Load parameters and optimizer state; each rank takes the pieces that it holds now, and reads no others.
 
-    `on_progress` is called after every parameter.
+    Args:
+        num_files: that were written.
+        first_file: where to look first. A rank that looks into its own file, of ranks as many as before, opens no
+            other.
+        on_progress: called after every parameter.
 
     Raises:
         ValueError: if the files' parameters are not exactly this model's.
     """
+    names = [shard_name(file, num_files) for file in range(num_files)]
     with ExitStack() as stack:
-        paths = [directory / shard_name(rank, num_ranks) for rank in range(num_ranks)]
-        shards = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
-        stored = set(shards[0].keys())
-        _check_names(
-            directory, {n.removeprefix("parameter.") for n in stored if n.startswith("parameter.")}, parameters
-        )
+        files = _Files([directory / name for name in names[first_file:] + names[:first_file]], stack)
+        stored = files.names()
+        _check_names(directory, {n.partition(".")[2] for n in stored if n.startswith(f"{_PARAMETER}.")}, parameters)
+        keys: dict[str, list[str]] = {name: [] for name in parameters}
+        for key, _, name in (stored_name.partition(".") for stored_name in sorted(stored)):
+            if key != _PARAMETER:
+                keys[name].append(key)
         for name, parameter in parameters.items():
             on_progress()
-            whole = _whole(shards, f"parameter.{name}", parameter)
-            local(parameter).copy_(local(whole))
-            if f"step.{name}" not in stored:
-                optimizer.state.pop(parameter, None)
+            local(parameter).copy_(local(files.read(f"{_PARAMETER}.{name}", like=parameter)))
+            optimizer.state.pop(parameter, None)
+            if keys[name]:
+                optimizer.state[parameter] = {key: files.read(f"{key}.{name}", like=parameter) for key in keys[name]}
+
+
+class _Files:
+    """The files of all ranks, opened when something is sought in them."""
+
+    def __init__(self, paths: Sequence[Path], stack: ExitStack) -> None:
+        self._paths = paths
+        self._stack = stack
+        self._opened: list[tuple[Any, dict[str, Box]]] = []
+
+    def names(self) -> set[str]:
+        """Of the stored tensors; every file has a piece of each, be it empty."""
+        return set(next(self._each())[1])
+
+    def read(self, name: str, *, like: Tensor) -> Tensor:
+        """A stored tensor, cut as `like` is, on its device; one without dimensions is the same for all.
+
+        Raises:
+            ValueError: if it is not of the same shape, or pieces of it are missing.
+        """
+        _, boxes = next(self._each())
+        if boxes[name].whole == ():
+            file, _ = next(self._each())
+            scalar: Tensor = file.get_tensor(name)
+            return scalar.to(like.device)
+        if boxes[name].whole != tuple(like.shape):
+            raise ValueError(f"stored {name} has shape {boxes[name].whole}, the model's has {tuple(like.shape)}")
+        piece = self._read_box(name, _box_of(like)).to(like.device)
+        if not isinstance(like, DTensor):
+            return piece
+        return DTensor.from_local(
+            piece, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    def _read_box(self, name: str, wanted: Box) -> Tensor:
+        piece: Tensor | None = None
+        missing = torch.Size(wanted.shape).numel()
+        seen: set[Box] = set()
+        for file, boxes in self._each():
+            if boxes[name] in seen:  # ranks that hold the same have all written it
                 continue
-            state: dict[str, Tensor] = {key: _whole(shards, f"{key}.{name}", parameter) for key in _MOMENTS}
-            optimizer.state[parameter] = {"step": shards[0].get_tensor(f"step.{name}"), **state}
+            seen.add(boxes[name])
+            source, target = _overlap(boxes[name], wanted)
+            values = file.get_slice(name)[source]
+            if piece is None:
+                piece = torch.empty(wanted.shape, dtype=values.dtype)
+            piece[target] = values
+            missing -= values.numel()
+            if not missing:
+                return piece
+        raise ValueError(f"{self._paths[0].parent} lacks {missing} of the values of {name}: shards are missing")
+
+    def _each(self) -> Iterator[tuple[Any, dict[str, Box]]]:
+        for index, path in enumerate(self._paths):
+            if index == len(self._opened):
+                file = self._stack.enter_context(safe_open(path, framework="pt"))
+                boxes = json.loads(file.metadata()[_BOXES])
+                self._opened.append((file, {name: Box(*map(tuple, box)) for name, box in boxes.items()}))
+            yield self._opened[index]
 
 
-def _whole(shards: Sequence[Any], name: str, like: Tensor) -> Tensor:
-    """The tensor of all shards' rows, cut as `like` is."""
-    full = torch.cat([shard.get_tensor(name) for shard in shards]) if len(shards) > 1 else shards[0].get_tensor(name)
-    try:
-        return cut_like(full, like)
-    except ValueError as error:
-        raise ValueError(f"stored {name} is of another model: {error}") from error
+def _overlap(stored: Box, wanted: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """What two boxes of one tensor have in common, as indices into each."""
+    source, target = [], []
+    for stored_start, stored_size, start, size in zip(
+        stored.start, stored.shape, wanted.start, wanted.shape, strict=True
+    ):
+        first = max(stored_start, start)
+        last = max(first, min(stored_start + stored_size, start + size))
+        source.append(slice(first - stored_start, last - stored_start))
+        target.append(slice(first - start, last - start))
+    return tuple(source), tuple(target)
+
+
+def _box_of(tensor: Tensor) -> Box:
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Box((0,) * len(shape), shape, shape)
+    own, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Box(tuple(start), tuple(own), shape)
 
 
 def _check_names(directory: Path, stored: set[str], parameters: Mapping[str, nn.Parameter]) -> None:

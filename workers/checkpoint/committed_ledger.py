@@ -17,8 +17,9 @@ from typing import Final
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import Commit, LoggedCommit
-from corral.workers.checkpoint.checkpoint import CorruptCheckpointError, committed_ledger
+from corral.workers.checkpoint.checkpoint import committed_ledger
 from corral.workers.checkpoint.ledger import CorruptLedgerError, Ledger, read_delta
+from corral.workers.checkpoint.manifest import CorruptCheckpointError
 
 logger = logging.getLogger(__name__)
 

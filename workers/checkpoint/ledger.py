@@ -24,6 +24,7 @@ import msgspec
 
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.log_state import Commit
+from corral.workers.checkpoint.durable_file import FileEntry, write_durable
 from corral.workers.checkpoint.uid_table import UidTable
 
 LEDGER_NAME: Final = "ledger.json"
@@ -187,9 +188,9 @@ def read_delta(trial_directory: TrialDirectory, commit: Commit) -> LedgerDelta:
     return delta
 
 
-def write_whole(checkpoint: Path, ledger: LedgerDelta) -> None:
+def write_whole(checkpoint: Path, ledger: LedgerDelta) -> FileEntry:
     """Puts the whole ledger into a checkpoint that is not sealed yet; its manifest will vouch for it."""
-    (checkpoint / LEDGER_NAME).write_bytes(msgspec.json.encode(ledger))
+    return write_durable(checkpoint / LEDGER_NAME, [msgspec.json.encode(ledger)])
 
 
 def read_whole(checkpoint: Path, *, sha256: str) -> Ledger:

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from corral.workers.checkpoint.checkpoint import MANIFEST_NAME, CorruptCheckpointError, verify_manifest
+from corral.workers.checkpoint.manifest import MANIFEST_NAME, CorruptCheckpointError, verify_manifest
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"

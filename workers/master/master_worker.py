@@ -12,9 +12,9 @@ A whole asynchronous step:
       │   agent,       │  token ids   version ┌─▼───────┐ │                │                     │
       │   reward       │◄────────────────────►│ servers │◄┼──── reads ─────┤ weights/            │
       └───┬────────▲───┘  tokens back         └─────────┘ │                │                     │
-     spool│        │ 6 verdicts                           │ 10 publish     │                     │
+     spool│        │ 6 verdicts                           │ 9 publish      │                     │
  5 deliver▼        │                                      │                │                     │
-      ┌────────────┴───┐  6 what arrived     ┌────────────┴──┐  9 commit   │                     │
+      ┌────────────┴───┐  6 what arrived     ┌────────────┴──┐  10 commit  │                     │
       │ model workers: ├────────────────────►│    master:    ├────────────►│ checkpoints/        │
       │   samples,     │◄────────────────────┤ what is where,│             │ ledger/ log/        │
       │   models       │  7 calls            │ what is next  │◄──── 12 ────┤                     │
@@ -25,8 +25,8 @@ A whole asynchronous step:
     loop          consumes                 produces                waits for           unblocked by
      1 prompts    the uids of its share    a task for each group   the gate of 2       Allocation: a new version, or a
                   that are not settled                                                 group's end, opens the gate
-     2 admission  Allocate, Finish,        order numbers           a first version,    10; the Report of each rollout
-                  Report, covered uids                             all reports, room   worker; 10 or Finish
+     2 admission  Allocate, Finish,        order numbers           a first version,    9; the Report of each rollout
+                  Report, covered uids                             all reports, room   worker; 9 or Finish
      3 routing    Schedule                 a server's URL          a server READY at   its update, and its own word
                                                                    this version        for the version that it holds
      4 generation a prompt, chunk by       a judged group, or why  3, the server, the  tokens; where none come, 3 is
@@ -38,13 +38,13 @@ A whole asynchronous step:
                                                                                        fresh; rows are read at once
      7 calls      a batch and its keys     output keys; weights    every rank, level   replies of all ranks; the death
                                            in memory               by level            of one leads to 12
-     8 weights    the trained role         weights/vSTEP-eEPOCH,   every rank, disk    OkReply of all ranks
+     8 weights    the trained role         weights/vSTEP-eEPOCH,   every rank, disk    FilesReply of all ranks
                                            under a manifest
-     9 commit     shards, weights, ledger, a checkpoint, and an    every rank, disk    link(2) of the next slot; a later
-                  when one is due          entry that names it                         claim there ends this epoch
-    10 publish    the version, its path    a leased record; the    nobody              nothing; the manager looks for a
+     9 publish    the version, its path    a leased record; the    nobody              nothing; the manager looks for a
                                            updates of all servers                      version ten times a second
-    11 covered    new entries of the log   space in spools, room   the master          9; or a fall-back, after which
+    10 commit     shards, weights, ledger, a checkpoint, and an    every rank, disk    link(2) of the next slot; a later
+                  when one is due          entry that names it                         claim there ends this epoch
+    11 covered    new entries of the log   space in spools, room   the master          10; or a fall-back, after which
                                            at the gate                                 prompts are issued again
     12 recovery   the log, checkpoints     a claim, an epoch,      disk; all ranks     Hello of all ranks of one start,
                                            Initialize, sessions    of a gang           then OkReply of all
@@ -57,10 +57,10 @@ A whole asynchronous step:
             sequence_buffer.py here, the rule in scheduling/staleness.py
      7      trainer_gang.py and trainer_epoch.py here, model/model_worker.py with models.py and transfer.py there, which
             run algorithms/ppo.py on backends/fsdp.py
-     8, 9   trainer_epoch.py, checkpoint/checkpoint.py; backends/train_state.py for what training resumes from,
-            checkpoint/ledger.py, which refuses a sample twice, and experiments/trial/log.py, whose entries mean what
-            log_state.py says
-    10      `_publish` below, manager/gserver_manager.py
+     8, 10  trainer_epoch.py, durable_state.py, checkpoint/; backends/weight_files.py for weights, train_state.py for
+            what training resumes from, checkpoint/ledger.py, which refuses a sample twice, and
+            experiments/trial/log.py, whose entries mean what log_state.py says
+     9      `_publish` below, manager/gserver_manager.py
     11      checkpoint/committed_ledger.py, followed by gserver_manager.py and rollout_worker.py
     12      `_main` and `_recover` below, trainer_gang.py, checkpoint/checkpoint.py, backends/train_state.py
 
@@ -112,9 +112,10 @@ from corral.workers.lifecycle.worker import (
     WorkerContext,
     run_async,
 )
+from corral.workers.master.epoch_parts import EpochParts
 from corral.workers.master.sample_source import DatasetSource, SampleSource, TrajectorySource
 from corral.workers.master.sequence_buffer import SequenceBuffer
-from corral.workers.master.trainer_epoch import EpochParts, NotFiniteError, Outcome, TrainerEpoch
+from corral.workers.master.trainer_epoch import NotFiniteError, Outcome, TrainerEpoch
 from corral.workers.master.trainer_gang import GangLostError, TrainerGang
 from corral.workers.streams.errors import StaleEpochError
 

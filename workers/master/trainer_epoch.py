@@ -3,7 +3,7 @@
     initialize from the last commit ──► publish its weights ──► evaluate (when due)
          ┌───────────────────────────────────────────────────────────┘
          ▼
-    wait for a batch ──► run the dataflow graph ──► write weights ──► metrics ──► commit (when due) ──► publish ──┐
+    wait for a batch ──► run the dataflow graph ──► write weights ──► publish ──► metrics ──► commit (when due) ──┐
          ▲                  │ loss not finite                                                                  │
          ├── samples go back, nothing is written; too often in a row: NotFiniteError                           │
          └──────────────── evaluate (when due) ◄── free the samples ◄──────────────────────────────────────────┘
@@ -12,43 +12,18 @@ What counts is decided through the LogWriter of this epoch: once a later epoch h
 one ends without a trace in it. Files are looked at and written in a thread (`Disk`), never in the event loop.
 """
 
-import asyncio
 import logging
-import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum
-from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from corral.experiments.trial.directory import TrialDirectory, link_files
-from corral.experiments.trial.journal import Journal
-from corral.experiments.trial.log import LogWriter
-from corral.experiments.worker_specs import MasterWorkerSpec
-from corral.scheduling.policy_version import Lineage, PolicyVersion
-from corral.workers.checkpoint.checkpoint import (
-    CheckpointWriter,
-    RecoveryPoint,
-    collect_garbage,
-    read_manifest,
-    write_manifest,
-)
-from corral.workers.checkpoint.ledger import Ledger, write_delta, write_whole
-from corral.workers.lifecycle.presence import Presence
+from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.master.disk import Disk, LogWatch
-from corral.workers.master.metrics import LineSizes, StepLines
-from corral.workers.master.old_weights import remove_old_weights, weights_name
-from corral.workers.master.sample_source import SampleSource
-from corral.workers.master.sequence_buffer import SequenceBuffer
-from corral.workers.master.trainer_gang import TrainerGang
+from corral.workers.master.durable_state import DurableState
+from corral.workers.master.epoch_parts import EpochParts
 from corral.workers.requests.messages import TrainReply
 
 logger = logging.getLogger(__name__)
-
-_LINE_SIZES = "lines"  # in a checkpoint's manifest
 
 
 class Outcome(Enum):
@@ -60,42 +35,19 @@ class NotFiniteError(RuntimeError):
     """Loss or gradient was not finite too often in a row: only weights from before can still be trained."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpochParts:
-    """What an epoch works with."""
-
-    spec: MasterWorkerSpec
-    trial: TrialDirectory
-    presence: Presence
-    journal: Journal
-    gang: TrainerGang
-    writer: LogWriter
-    recovery: RecoveryPoint
-    ledger: Ledger
-    lineage: Lineage
-    buffer: SequenceBuffer
-    source: SampleSource
-    publish: Callable[[PolicyVersion, Path], None]
-    """Make weights known to the generation-server manager."""
-    weights_in_use: Callable[[], frozenset[Path] | None]
-    """Directories of weights that generation servers are reading; None if nobody knows at the moment."""
-    step_timeout_s: float
-
-
 class TrainerEpoch:
     """Trains from the last commit on; `run` returns how it ended."""
 
     def __init__(self, parts: EpochParts) -> None:
         self._parts = parts
         self._step = parts.recovery.commit.step if parts.recovery.commit else 0
-        self._committed_step = self._step
         self._evaluated_step: int | None = None
         self._nonfinite_in_a_row = 0
         self._skipped_updates = 0
         self._committing_s = 0.0
         self._disk = Disk()
         self._watch = LogWatch(self._disk, parts.writer, parts.trial, on_news=parts.gang.news.set)
-        self._weights: Path = self._initial_weights()
+        self._durable = DurableState(parts, self._disk)
 
     @property
     def version(self) -> PolicyVersion:
@@ -115,11 +67,12 @@ class TrainerEpoch:
 
     async def _run(self) -> Outcome:
         parts = self._parts
-        self._lines = await self._disk.run(self._open_lines)
-        state = parts.trial.inside(parts.recovery.commit.directory) if parts.recovery.commit else None
+        await self._durable.open_lines()
         with parts.presence.during("initialize", waits_for=parts.gang.workers, deadline_s=None):
-            await parts.gang.initialize(step=self._step, weights=self._weights, state=state)
-        parts.publish(self.version, self._weights)
+            await parts.gang.initialize(
+                step=self._step, weights=self._durable.initial_weights, states=self._durable.initial_states
+            )
+        parts.publish(self.version, self._durable.weights)
         parts.presence.enter("train")
         parts.presence.beat(version=str(self.version))
         while not self._is_complete():
@@ -130,7 +83,7 @@ class TrainerEpoch:
             await self._train(batch)
         await self._evaluate_if_due(last=True)
         await self._commit_if_due(force=True)
-        await self._disk.run(self._export, "final")
+        await self._durable.export("final", self.version)
         await self._disk.run(parts.writer.done)
         return Outcome.COMPLETE
 
@@ -179,19 +132,19 @@ class TrainerEpoch:
         trained = time.monotonic()
         self._step += 1
         parts.ledger.train(self._step, batch)
-        await self._write_weights()
+        # Servers need not wait for the commit: if it never comes, these weights are orphans, and so is what they make.
+        parts.publish(self.version, await self._durable.write_weights(self.version))
         saved = time.monotonic()
         timing = {"time/train_s": trained - started, "time/save_s": saved - trained + self._committing_s}
-        await self._disk.run(self._write_lines, dict(reply.stats) | timing, batch)
+        await self._durable.add_step(self._step, dict(reply.stats) | timing | self._skipped(), batch)
         await self._commit_if_due()
-        parts.publish(self.version, self._weights)
         self._committing_s = time.monotonic() - saved
         parts.presence.beat(version=str(self.version))
         await parts.gang.clear(parts.buffer.release(batch))
-        await self._remove_old_weights()
+        await self._durable.remove_old_weights(self.version)
         save_every = parts.spec.control.save_every_steps
         if save_every is not None and self._step % save_every == 0:
-            await self._disk.run(self._export, f"step-{self._step:08d}")
+            await self._durable.export(f"step-{self._step:08d}", self.version)
 
     async def _note_nonfinite(self, reply: TrainReply, batch: Sequence[str]) -> None:
         """Bound how long nothing is learned; a step of which only some mini-batches were finite counts, too."""
@@ -207,6 +160,11 @@ class TrainerEpoch:
         if reply.is_damaged or self._nonfinite_in_a_row >= parts.spec.control.max_nonfinite_steps:
             raise NotFiniteError(cause)
 
+    def _skipped(self) -> dict[str, float]:
+        """Updates that were tried since the last step's line, and changed nothing."""
+        skipped, self._skipped_updates = self._skipped_updates, 0
+        return {"train/skipped_nonfinite": float(skipped)}
+
     async def _evaluate_if_due(self, *, last: bool = False) -> None:
         every = self._parts.spec.eval_every_steps
         if every is None or (self._step % every != 0 and not last) or self._evaluated_step == self._step:
@@ -215,82 +173,15 @@ class TrainerEpoch:
         with parts.presence.during("evaluate", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
             values = await parts.gang.evaluate(step=self._step)
         self._evaluated_step = self._step
-        await self._disk.run(
-            self._lines.add_metrics, self._step, {f"eval/{key}": value for key, value in values.items()}
-        )
+        await self._durable.add_metrics(self._step, {f"eval/{key}": value for key, value in values.items()})
 
-    # Durable writes
-
-    def _initial_weights(self) -> Path:
-        commit = self._parts.recovery.commit
-        if commit is None:
-            return self._parts.spec.initial_weights
-        return self._parts.trial.inside(commit.directory) / "weights"
-
-    def _open_lines(self) -> StepLines:
-        """The files of metrics and samples, without what the commit that this epoch continues does not cover."""
-        parts, commit = self._parts, self._parts.recovery.commit
-        lines = StepLines(parts.trial.metrics_path, parts.trial.trajectories_path, epoch=parts.writer.epoch)
-        if commit is None:
-            lines.cut_back(LineSizes(metrics=0, trajectories=0))
-        else:
-            manifest = read_manifest(parts.trial.inside(commit.directory), commit.manifest_sha256)
-            lines.cut_back(msgspec.convert(manifest.extra[_LINE_SIZES], LineSizes))
-        return lines
-
-    def _write_lines(self, stats: dict[str, float], batch: Sequence[str]) -> None:
-        parts = self._parts
-        parts.writer.check()  # the files are the present epoch's
-        stats["data/samples_trained"] = float(parts.ledger.trained_count)
-        stats["data/samples_dropped"] = float(parts.ledger.dropped_count)
-        stats["data/samples_buffered"] = float(len(parts.buffer.samples) - len(batch))
-        stats["data/duplicates"] = float(parts.buffer.duplicates)
-        # With those that were tried since the last line, and changed nothing.
-        stats["train/skipped_nonfinite"], self._skipped_updates = float(self._skipped_updates), 0
-        self._lines.add_metrics(self._step, stats)
-        self._lines.add_samples(self._step, [parts.buffer.samples[uid] for uid in batch])
-
-    async def _write_weights(self) -> None:
-        parts = self._parts
-        directory = parts.trial.weights_path / weights_name(self.version)
-        await self._disk.run(directory.mkdir, mode=0o700, exist_ok=True)
-        with parts.presence.during("write weights", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
-            await parts.gang.save_weights(directory)
-            await self._disk.run(
-                write_manifest, directory, {"version": str(self.version)}, on_progress=parts.presence.beat
-            )
-        self._weights = directory
+    # The end of a step, and of the epoch
 
     async def _commit_if_due(self, *, force: bool = False) -> None:
-        control, parts = self._parts.spec.control, self._parts
-        is_new = self._step > self._committed_step or parts.ledger.has_pending
-        if not is_new or not (force or self._step % control.commit_every_steps == 0):
-            return
-        with parts.presence.during("commit", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
-            checkpoint = await self._disk.run(CheckpointWriter, parts.trial, epoch=parts.writer.epoch, step=self._step)
-            await parts.gang.save_state(checkpoint.path, step=self._step)
-            await self._disk.run(self._commit, checkpoint)
-        await self._remove_old_checkpoints()
-
-    def _commit(self, checkpoint: CheckpointWriter) -> None:
-        parts = self._parts
-        link_files(self._weights, checkpoint.path / "weights")
-        write_whole(checkpoint.path, parts.ledger.whole(epoch=parts.writer.epoch, step=self._step))
-        extra: dict[str, Any] = {"version": str(self.version), _LINE_SIZES: msgspec.to_builtins(self._lines.seal())}
-        digest = checkpoint.write_manifest(extra, on_progress=parts.presence.beat)
-        delta = parts.ledger.delta_for(epoch=parts.writer.epoch, step=self._step)
-        ledger_file, ledger_sha256 = write_delta(parts.trial, delta)
-        parts.writer.commit(
-            step=self._step,
-            directory=checkpoint.relative_path,
-            manifest_sha256=digest,
-            ledger_file=ledger_file,
-            ledger_sha256=ledger_sha256,
-            trained=delta.trained_count,
-            dropped=len(delta.dropped),
-        )
-        parts.ledger.mark_committed(delta)
-        self._committed_step = self._step
+        is_new = self._step > self._durable.committed_step or self._parts.ledger.has_pending
+        if is_new and (force or self._step % self._parts.spec.control.commit_every_steps == 0):
+            await self._durable.commit(self._step, self.version)
+            await self._durable.remove_old_checkpoints()
 
     async def _stop(self) -> Outcome:
         """Commit what is trained and end the attempt in the log; `rl-submit --resume` goes on from there."""
@@ -301,40 +192,4 @@ class TrainerEpoch:
     def _append_stop(self) -> None:
         request = self._parts.trial.read_stop_request()
         by, then = (request.by, request.then) if request else ("master_worker", "")
-        self._parts.writer.stop(by=by, reason=f"checkpointed at step {self._committed_step}", then=then)
-
-    def _export(self, name: str) -> None:
-        """Keep a permanent copy of the present weights as exports/{name}."""
-        target = self._parts.trial.exports_path / name
-        if target.exists():
-            shutil.rmtree(target)
-        link_files(self._weights, target)
-        self._parts.journal.append("weights_exported", version=str(self.version), directory=str(target))
-
-    # What nobody needs any more
-
-    async def _remove_old_checkpoints(self) -> None:
-        parts = self._parts
-        in_use = await asyncio.to_thread(parts.weights_in_use)
-        if in_use is None:
-            return
-        # Servers start from the weights of a commit after every start of the trainer.
-        read_now = {
-            parts.trial.relative(path.parent) for path in in_use if path.parent.parent == parts.trial.checkpoints_path
-        }
-        await self._disk.run(
-            collect_garbage,
-            parts.trial,
-            parts.writer.state,
-            epoch=parts.writer.epoch,
-            keep=parts.spec.control.keep_commits,
-            protect=read_now,
-        )
-
-    async def _remove_old_weights(self) -> None:
-        parts = self._parts
-        in_use = await asyncio.to_thread(parts.weights_in_use)
-        if in_use is not None:
-            await self._disk.run(
-                remove_old_weights, parts.trial.weights_path, parts.lineage, present=self.version, in_use=in_use
-            )
+        self._parts.writer.stop(by=by, reason=f"checkpointed at step {self._durable.committed_step}", then=then)

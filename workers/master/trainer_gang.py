@@ -20,6 +20,7 @@ from corral.scheduling.dataflow import CallType, DataflowGraph, ModelFunctionCal
 from corral.scheduling.packing import balanced_partition, sequence_flops
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.redistribution import Demand
+from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.lifecycle.worker import WorkerContext
 from corral.workers.master.arrivals import Arrivals
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
@@ -28,6 +29,7 @@ from corral.workers.requests.client import PendingReplies, RequestClient
 from corral.workers.requests.messages import (
     ClearDataCache,
     Evaluate,
+    FilesReply,
     Inference,
     Initialize,
     LoadRows,
@@ -101,15 +103,15 @@ class TrainerGang:
 
     # Requests, in the order of an epoch's life
 
-    async def initialize(self, *, step: int, weights: Path, state: Path | None) -> None:
-        """Let every rank load weights and, where there is a commit, optimizer state; whatever it held is forgotten.
+    async def initialize(self, *, step: int, weights: Mapping[str, Path], states: Mapping[str, Path]) -> None:
+        """Let every rank load its roles' weights and, where there is a commit, state; whatever it held is forgotten.
 
         How long that takes depends on the size of the model and on the file system. Each rank watches its own progress
         and leaves when there is none, so this waits for as long as all of them live.
         """
         request = Initialize(
-            weights_directory=str(weights),
-            state_directory=str(state) if state else None,
+            weights={role: str(directory) for role, directory in weights.items()},
+            states={role: str(directory) for role, directory in states.items()},
             step=step,
             seed=self._context.plan.seed,
         )
@@ -171,14 +173,17 @@ class TrainerGang:
         requests[self._workers[_REPORTING_RANK]] = Evaluate(version=step)
         return _stats(await self._run(requests, deadline_s=self._step_timeout_s))
 
-    async def save_weights(self, directory: Path) -> None:
-        """Write the trained role's weights in Hugging Face format."""
-        role = next(call.role for call in self.graph.calls if call.call_type is CallType.TRAIN_STEP)
-        await self._all(SaveWeights(role=role, directory=str(directory)), deadline_s=self._step_timeout_s)
+    async def save_weights(self, role: str, directory: Path) -> dict[str, FileEntry]:
+        """Write a role's weights in Hugging Face format; the files, which are on disk then."""
+        return _files(
+            await self._all(SaveWeights(role=role, directory=str(directory)), deadline_s=self._step_timeout_s)
+        )
 
-    async def save_state(self, directory: Path, *, step: int) -> None:
-        """Write every rank's shard of the optimizer state."""
-        await self._all(SaveCheckpoint(directory=str(directory), step=step), deadline_s=self._step_timeout_s)
+    async def save_state(self, role: str, directory: Path) -> dict[str, FileEntry]:
+        """Write what a role's training resumes from; the files of all ranks, which are on disk then."""
+        return _files(
+            await self._all(SaveCheckpoint(role=role, directory=str(directory)), deadline_s=self._step_timeout_s)
+        )
 
     # Parts
 
@@ -303,6 +308,16 @@ def _buffered(metadata: SampleMetadata, *, owner: int) -> BufferedSample:
         keys=frozenset(metadata.seqlens),
         dropped_because=metadata.dropped_because,
     )
+
+
+def _files(replies: Mapping[str, ReplyPayload]) -> dict[str, FileEntry]:
+    """What all ranks have written together; each file is one rank's."""
+    return {
+        name: entry
+        for reply in replies.values()
+        if isinstance(reply, FilesReply)
+        for name, entry in reply.files.items()
+    }
 
 
 def _stats(replies: Mapping[str, ReplyPayload]) -> dict[str, float]:

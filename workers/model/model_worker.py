@@ -39,6 +39,7 @@ from corral.workers.requests.messages import (
     DataTransfer,
     Evaluate,
     Fetch,
+    FilesReply,
     Give,
     Inference,
     Initialize,
@@ -178,7 +179,7 @@ class ModelWorker(Worker):
         logger.debug("%s took %.3f s", name, time.monotonic() - started)
 
     def _run(self, envelope: Envelope) -> ReplyPayload:
-        request = envelope.request
+        request, beat = envelope.request, self.context.presence.beat
         match request:
             case Initialize():
                 self._initialize(request, epoch=envelope.epoch)
@@ -194,11 +195,13 @@ class ModelWorker(Worker):
                 stats = self._models.evaluate()
                 return StatsReply(stats=stats) if request.reports else OkReply()
             case SaveWeights():
-                self._models.save_weights(request.role, Path(request.directory))
-                return OkReply()
+                return FilesReply(
+                    files=self._models.save_weights(request.role, Path(request.directory), on_progress=beat)
+                )
             case SaveCheckpoint():
-                self._models.save_checkpoint(Path(request.directory))
-                return OkReply()
+                return FilesReply(
+                    files=self._models.save_state(request.role, Path(request.directory), on_progress=beat)
+                )
         raise _not_served(request)
 
     def _initialize(self, request: Initialize, *, epoch: int) -> None:

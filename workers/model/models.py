@@ -9,8 +9,9 @@
 All of them but ModelConfig contain collectives and are the main thread's; every rank runs them in the same order.
 """
 
+import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,12 @@ import torch
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec
 from corral.scheduling.dataflow import ModelFunctionCall
 from corral.scheduling.packing import MicroBatchSpec
-from corral.workers.algorithms.base import ModelInterface
+from corral.workers.algorithms.base import ModelInterface, StatefulInterface
 from corral.workers.algorithms.ppo import PPOActorInterface
 from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.data.sequence_sample import SequenceSample, key_spec
 from corral.workers.evaluation.held_out import Evaluator
 from corral.workers.lifecycle.worker import BadConfigurationError
@@ -47,9 +49,8 @@ class Models:
         self._parallel = parallel
         self._calls = {call.name: call for call in spec.calls}
         self._roles = {role.role: role for role in spec.roles}
-        self._interfaces = {
-            role.role: _make_interface(role, temperature=spec.temperature, seed=seed) for role in spec.roles
-        }
+        self._seed = seed
+        self._interfaces = {role.role: self._make_interface(role) for role in spec.roles}
         self._engines: dict[str, FSDPEngine] = {}
         self._evaluator = _make_evaluator(spec, self.trained, parallel)
 
@@ -59,12 +60,28 @@ class Models:
         Args:
             on_progress: called for every piece of optimizer state that was read.
         """
+        self._free([role.role for role in self._spec.roles if role.optimizer is not None])
         for role in self._spec.roles:
-            if role.optimizer is not None or role.role not in self._engines:
-                directory = Path(request.weights_directory) if role.optimizer is not None else role.model.path
+            if role.role not in self._engines:
+                directory = Path(request.weights.get(role.role, role.model.path))
+                self._interfaces[role.role] = self._make_interface(role)
                 self._engines[role.role] = self._make_engine(role, directory, seed=request.seed)
-        if request.state_directory is not None:
-            self._engines[self.trained.role].load_state(Path(request.state_directory), on_progress=on_progress)
+            if role.role in request.states:
+                self._load_state(role.role, Path(request.states[role.role]), on_progress=on_progress)
+
+    def _load_state(self, role: str, directory: Path, *, on_progress: Callable[[], None]) -> None:
+        numbers = self._engines[role].load_state(directory, on_progress=on_progress)
+        interface = self._interfaces[role]
+        if isinstance(interface, StatefulInterface):
+            interface.load_state_dict(numbers)
+
+    def _free(self, roles: Iterable[str]) -> None:
+        """Give up engines before others are loaded: there is not always memory for both."""
+        for role in roles:
+            self._engines.pop(role, None)
+        gc.collect()  # modules and their hooks refer to each other
+        if self._parallel.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def inference(self, request: Inference) -> None:
         """Compute a call's output keys and keep them beside its inputs."""
@@ -99,13 +116,15 @@ class Models:
             raise ValueError("the plan has no held-out problems to evaluate on")
         return self._evaluator.evaluate(self._engines[self.trained.role].model)
 
-    def save_weights(self, role: str, directory: Path) -> None:
-        """Write a role's weights in Hugging Face format."""
-        self._engines[role].save_weights(directory)
+    def save_weights(self, role: str, directory: Path, *, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
+        """Write this rank's files of a role's weights in Hugging Face format."""
+        return self._engines[role].save_weights(directory, on_progress=on_progress)
 
-    def save_checkpoint(self, directory: Path) -> None:
-        """Write this rank's shard of the optimizer state."""
-        self._engines[self.trained.role].save_state(directory)
+    def save_state(self, role: str, directory: Path, *, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
+        """Write this rank's pieces of what a role's training resumes from."""
+        interface = self._interfaces[role]
+        numbers = interface.state_dict() if isinstance(interface, StatefulInterface) else {}
+        return self._engines[role].save_state(directory, extra=numbers, on_progress=on_progress)
 
     def describe(self, role: str) -> ModelConfigReply:
         """The shape of a role's model; no parameters are counted before it is loaded."""
@@ -118,6 +137,9 @@ class Models:
             hidden_size=int(config.get("hidden_size", 0)),
             vocab_size=int(config.get("vocab_size", 0)),
         )
+
+    def _make_interface(self, role: ModelRoleSpec) -> ModelInterface:
+        return _make_interface(role, temperature=self._spec.temperature, seed=self._seed)
 
     def _make_engine(self, role: ModelRoleSpec, directory: Path, *, seed: int) -> FSDPEngine:
         n_minibatches = role.ppo.n_minibatches if role.ppo is not None else 1

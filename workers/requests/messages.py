@@ -14,6 +14,7 @@ Epoch, request id and deadline travel in the header of every message (`codec.Hea
 from typing import Literal
 
 from corral.scheduling.redistribution import Parcel
+from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.streams.calls import ErrorReply
 from corral.workers.streams.codec import MessageBody
 
@@ -87,10 +88,10 @@ class Initialize(MessageBody, frozen=True, tag="initialize"):
     The only request that raises a worker's epoch.
     """
 
-    weights_directory: str
-    """Weights of `step` in Hugging Face format."""
-    state_directory: str | None
-    """The commit's optimizer state; None: a fresh optimizer."""
+    weights: dict[str, str]
+    """Directory with the weights of `step` in Hugging Face format, of every role that is trained."""
+    states: dict[str, str]
+    """Directory with what the role's training resumes from; a role without one starts with a fresh optimizer."""
     step: int
     seed: int
 
@@ -127,17 +128,17 @@ class Evaluate(MessageBody, frozen=True, tag="evaluate"):
 
 
 class SaveWeights(MessageBody, frozen=True, tag="save_weights"):
-    """Write the role's weights in Hugging Face format -> OkReply"""
+    """Write the role's weights in Hugging Face format, each rank some of the files -> FilesReply"""
 
     role: str
     directory: str
 
 
 class SaveCheckpoint(MessageBody, frozen=True, tag="save_checkpoint"):
-    """Write this rank's shard of the optimizer state into the directory -> OkReply"""
+    """Write this rank's pieces of what the role's training resumes from into the directory -> FilesReply"""
 
+    role: str
     directory: str
-    step: int
 
 
 class Flush(MessageBody, frozen=True, tag="flush"):
@@ -244,6 +245,13 @@ class TrainReply(MessageBody, frozen=True, tag="train"):
         return self.num_updates == 0 and self.num_nonfinite > 0
 
 
+class FilesReply(MessageBody, frozen=True, tag="files"):
+    """Files that this rank has written, and forced to disk; nobody has to read them again to know what they hold."""
+
+    files: dict[str, FileEntry]
+    """By path relative to the directory of the request."""
+
+
 class StaleReply(MessageBody, frozen=True, tag="stale"):
     """The request comes from an epoch that is over."""
 
@@ -251,7 +259,15 @@ class StaleReply(MessageBody, frozen=True, tag="stale"):
 
 
 ReplyPayload = (
-    OkReply | SpecReply | ModelConfigReply | MetadataReply | StatsReply | TrainReply | ErrorReply | StaleReply
+    OkReply
+    | SpecReply
+    | ModelConfigReply
+    | MetadataReply
+    | StatsReply
+    | TrainReply
+    | FilesReply
+    | ErrorReply
+    | StaleReply
 )
 
 

@@ -21,7 +21,8 @@ from corral.workers.checkpoint.checkpoint import (
     last_valid_commit,
     verify_checkpoint,
 )
-from corral.workers.checkpoint.ledger import Ledger, read_delta, write_delta, write_whole
+from corral.workers.checkpoint.durable_file import write_durable
+from corral.workers.checkpoint.ledger import Ledger, read_delta, write_delta
 from corral.workers.delivery.spool import Spool
 
 _UIDS = ("0:a", "0:b", "0:c")
@@ -79,8 +80,9 @@ def _attempt(trial: TrialDirectory, spool: Spool) -> None:
         step += 1
         ledger.train(step, waiting[:1])
         checkpoint = CheckpointWriter(trial, epoch=writer.epoch, step=step)
-        (checkpoint.path / "weights").write_text(" ".join(ledger.trained))
-        write_whole(checkpoint.path, ledger.whole(epoch=writer.epoch, step=step))
+        names = " ".join(ledger.trained).encode()
+        checkpoint.add("state", {"names": write_durable(checkpoint.folder("state") / "names", [names])})
+        checkpoint.add_ledger(ledger.whole(epoch=writer.epoch, step=step))
         digest = checkpoint.write_manifest({})
         delta = ledger.delta_for(epoch=writer.epoch, step=step)
         ledger_file, ledger_sha256 = write_delta(trial, delta)
@@ -134,7 +136,7 @@ def _require_exactly_once(trial: TrialDirectory) -> None:
     for logged in state.commits[-2:]:
         folder = trial.inside(logged.commit.directory)
         verify_checkpoint(trial, logged.commit)
-        assert (folder / "weights").read_text().split() == list(_UIDS)[: logged.commit.step]
+        assert (folder / "state" / "names").read_text().split() == list(_UIDS)[: logged.commit.step]
 
 
 def test_a_crash_at_any_system_call_neither_loses_nor_repeats_a_sample(tmp_path: Path) -> None:

@@ -12,19 +12,22 @@ from hypothesis import strategies as st
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import LogWriter, TrialLog
 from corral.experiments.trial.log_state import Commit, LoggedCommit
-from corral.workers.checkpoint import checkpoint
+from corral.workers.checkpoint import durable_file
+from corral.workers.checkpoint import manifest as manifests
 from corral.workers.checkpoint.checkpoint import (
+    WEIGHTS,
     CheckpointWriter,
-    CorruptCheckpointError,
     NoValidCheckpointError,
     collect_garbage,
     committed_ledger,
     last_valid_commit,
+    state_folder,
     verify_checkpoint,
-    verify_manifest,
-    write_manifest,
 )
-from corral.workers.checkpoint.ledger import Ledger, LedgerViolationError, write_delta, write_whole
+from corral.workers.checkpoint.durable_file import write_durable
+from corral.workers.checkpoint.ledger import Ledger, LedgerViolationError, write_delta
+from corral.workers.checkpoint.manifest import CorruptCheckpointError, SealedDirectory, verify_manifest, write_manifest
+from tests.workers.checkpoint.sealing import describe
 
 
 @pytest.fixture
@@ -36,14 +39,17 @@ def trial(tmp_path: Path) -> TrialDirectory:
 
 def _save(trial: TrialDirectory, writer: LogWriter, step: int, trained: list[str]) -> LoggedCommit:
     new = CheckpointWriter(trial, epoch=writer.epoch, step=step)
-    (new.path / "rank-0.safetensors").write_bytes(f"weights after {step}".encode() * 20)
-    (new.path / "optimizer").mkdir()
-    (new.path / "optimizer" / "rank-0.distcp").write_bytes(bytes(100))
-    (new.path / "state.json").write_text("{}")
+    folder = new.folder(state_folder("actor"))
+    shard = write_durable(folder / "rank-0.safetensors", [f"state after {step}".encode() * 20])
+    new.add(
+        state_folder("actor"),
+        {"rank-0.safetensors": shard, "state.json": write_durable(folder / "state.json", [b"{}"])},
+    )
+    new.link(WEIGHTS, _published(trial, step))
     parent = writer.state.last_commit
     ledger = committed_ledger(trial, parent) if parent else Ledger()
     ledger.train(step, trained)
-    write_whole(new.path, ledger.whole(epoch=writer.epoch, step=step))
+    new.add_ledger(ledger.whole(epoch=writer.epoch, step=step))
     digest = new.write_manifest({"layout": "d2"})
     delta = ledger.delta_for(epoch=writer.epoch, step=step)
     file, ledger_sha256 = write_delta(trial, delta)
@@ -58,6 +64,14 @@ def _save(trial: TrialDirectory, writer: LogWriter, step: int, trained: list[str
     )
 
 
+def _published(trial: TrialDirectory, step: int) -> SealedDirectory:
+    """A version of the weights."""
+    path = trial.weights_path / f"v{step}-{len(os.listdir(trial.weights_path))}"
+    path.mkdir()
+    file = write_durable(path / "model.safetensors", [f"weights after {step}".encode() * 20])
+    return write_manifest(path, {"model.safetensors": file}, {})
+
+
 def _directory(trial: TrialDirectory, logged: LoggedCommit) -> Path:
     return trial.path / logged.commit.directory
 
@@ -69,21 +83,38 @@ def test_a_manifest_seals_every_file_with_size_and_digest(tmp_path: Path) -> Non
     (folder / "sub" / "empty").write_bytes(b"")
     (folder / "sub" / "manifest.json").write_bytes(b"not the manifest")
     (folder / ".nfs0001").write_bytes(b"removed while open")
-    digest = write_manifest(folder, {"version": "1.3"})
-    manifest = verify_manifest(folder, digest)
+    sealed = write_manifest(folder, describe(folder), {"version": "1.3"})
+    manifest = verify_manifest(folder, sealed.sha256)
+    assert sealed.files == describe(folder) and sealed.path == folder
     assert manifest.files["a.safetensors"].size == 3
     assert manifest.files["a.safetensors"].sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert sorted(manifest.files) == ["a.safetensors", "sub/empty", "sub/manifest.json"]
     assert manifest.extra == {"version": "1.3"} and verify_manifest(folder, None) == manifest
 
 
-def test_only_files_and_folders_can_be_sealed(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("/etc/hostname")
-    with pytest.raises(ValueError, match="neither a file nor a folder"):
-        write_manifest(tmp_path, {})
-    (tmp_path / "link").unlink()
+def test_what_is_no_json_cannot_be_sealed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON"):
-        write_manifest(tmp_path, {"loss": object()})
+        write_manifest(tmp_path, {}, {"loss": object()})
+
+
+def test_sealing_reads_nothing(trial: TrialDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> str:
+        raise AssertionError("a file was read to be sealed")
+
+    monkeypatch.setattr(manifests, "_digest", refuse)
+    writer = TrialLog(trial.log_path).claim("job 1")
+    logged = _save(trial, writer, 10, ["0:a"])
+    monkeypatch.undo()
+    verify_checkpoint(trial, logged.commit)
+
+
+def test_a_commit_gives_the_published_weights_a_second_name(trial: TrialDirectory) -> None:
+    new = CheckpointWriter(trial, epoch=1, step=1)
+    published = _published(trial, 1)
+    new.link(WEIGHTS, published)
+    for name in ("model.safetensors", "manifest.json"):
+        assert (new.path / WEIGHTS / name).samefile(published.path / name)
+    verify_manifest(new.path, new.write_manifest({}))
 
 
 Damage = Callable[[Path], None]
@@ -97,16 +128,25 @@ def _edit(name: str, change: Callable[[bytes], bytes]) -> Damage:
 
 
 def _replace_by_link(folder: Path) -> None:
-    (folder / "state.json").unlink()
-    (folder / "state.json").symlink_to("/etc/hostname")
+    (folder / "state" / "actor" / "state.json").unlink()
+    (folder / "state" / "actor" / "state.json").symlink_to("/etc/hostname")
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "truncated shard": (_edit("rank-0.safetensors", lambda data: data[:-1]), "rank-0.safetensors: expected .* bytes"),
-    "flipped bit": (_edit("rank-0.safetensors", lambda data: data[:9] + b"\x00" + data[10:]), "SHA-256 .* got"),
-    "zeroed shard": (_edit("rank-0.safetensors", lambda data: bytes(len(data))), "SHA-256 .* got"),
-    "grown shard": (_edit("state.json", lambda data: data + b" "), "state.json: expected 2 bytes, got 3"),
-    "missing shard": (lambda folder: (folder / "optimizer" / "rank-0.distcp").unlink(), "rank-0.distcp: .* no file"),
+    "truncated shard": (
+        _edit("state/actor/rank-0.safetensors", lambda data: data[:-1]),
+        "rank-0.safetensors: expected .* bytes",
+    ),
+    "flipped bit": (
+        _edit("state/actor/rank-0.safetensors", lambda data: data[:9] + b"\x00" + data[10:]),
+        "SHA-256 .* got",
+    ),
+    "zeroed shard": (_edit("state/actor/rank-0.safetensors", lambda data: bytes(len(data))), "SHA-256 .* got"),
+    "grown shard": (_edit("state/actor/state.json", lambda data: data + b" "), "state.json: expected 2 bytes, got 3"),
+    "missing shard": (
+        lambda folder: (folder / "weights" / "model.safetensors").unlink(),
+        "model.safetensors: .* no file",
+    ),
     "missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "never finished"),
     "truncated manifest": (_edit("manifest.json", lambda data: data[:-10]), "manifest.json: expected SHA-256"),
     "other manifest": (_edit("manifest.json", lambda data: data.replace(b"d2", b"d4")), "expected SHA-256"),
@@ -181,7 +221,7 @@ def test_a_checkpoint_without_a_ledger_is_no_place_to_continue_from(trial: Trial
 def test_forgetting_to_fall_back_is_noticed_by_the_ledger(trial: TrialDirectory) -> None:
     writer = TrialLog(trial.log_path).claim("job 1")
     _save(trial, writer, 10, ["0:a"])
-    (_directory(trial, _save(trial, writer, 20, ["0:b"])) / "state.json").unlink()
+    (_directory(trial, _save(trial, writer, 20, ["0:b"])) / "state" / "actor" / "state.json").unlink()
     second = TrialLog(trial.log_path).claim("job 2")
     assert last_valid_commit(second.state, trial).slot == 2
     with pytest.raises(LedgerViolationError, match="'0:b'"):
@@ -189,13 +229,14 @@ def test_forgetting_to_fall_back_is_noticed_by_the_ledger(trial: TrialDirectory)
 
 
 def test_every_piece_that_is_hashed_counts_as_progress(trial: TrialDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(manifests, "PIECE_BYTES", 100)
+    monkeypatch.setattr(durable_file, "PIECE_BYTES", 100)
     folder = trial.checkpoints_path / "sealed"
     folder.mkdir()
-    (folder / "rank-0").write_bytes(os.urandom(1050))
     pieces: list[int] = []
-    digest = write_manifest(folder, {}, on_progress=lambda: pieces.append(1))
+    file = write_durable(folder / "rank-0", [os.urandom(50), os.urandom(1000)], on_progress=lambda: pieces.append(1))
     assert len(pieces) == 11
+    digest = write_manifest(folder, {"rank-0": file}, {}).sha256
     verify_manifest(folder, digest, on_progress=lambda: pieces.append(1))
     assert len(pieces) == 22
 
@@ -205,7 +246,7 @@ def test_an_error_of_the_file_system_is_no_damage_until_it_stays(
 ) -> None:
     writer = TrialLog(trial.log_path).claim("job 1")
     good, newest = (_save(trial, writer, step, [f"0:{step}"]) for step in (1, 2))
-    real, failures = checkpoint._digest, [OSError(errno.ESTALE, "stale"), OSError(errno.EIO, "I/O error")]
+    real, failures = manifests._digest, [OSError(errno.ESTALE, "stale"), OSError(errno.EIO, "I/O error")]
 
     def fail_first(*arguments: Any) -> str:
         if failures:
@@ -213,8 +254,8 @@ def test_an_error_of_the_file_system_is_no_damage_until_it_stays(
         return real(*arguments)
 
     pauses: list[float] = []
-    monkeypatch.setattr(checkpoint, "_digest", fail_first)
-    monkeypatch.setattr(checkpoint.time, "sleep", pauses.append)
+    monkeypatch.setattr(manifests, "_digest", fail_first)
+    monkeypatch.setattr(manifests.time, "sleep", pauses.append)
     assert last_valid_commit(writer.state, trial).commit == newest.commit
     assert not failures and len(pauses) == 2
 
@@ -223,7 +264,7 @@ def test_an_error_of_the_file_system_is_no_damage_until_it_stays(
             raise OSError(errno.EIO, "I/O error")
         return real(file, on_progress)
 
-    monkeypatch.setattr(checkpoint, "_digest", fail_in_newest)
+    monkeypatch.setattr(manifests, "_digest", fail_in_newest)
     assert last_valid_commit(writer.state, trial).commit == good.commit
 
 
@@ -257,7 +298,7 @@ def test_any_change_of_any_byte_is_noticed(trial: TrialDirectory, data: st.DataO
         folder.mkdir()
         for index in range(3):
             (folder / f"rank-{index}").write_bytes(os.urandom(64))
-        (trial.path / "digest").write_text(write_manifest(folder, {}))
+        (trial.path / "digest").write_text(write_manifest(folder, describe(folder), {}).sha256)
     path = folder / data.draw(st.sampled_from(["rank-0", "rank-1", "rank-2", "manifest.json"]))
     whole = path.read_bytes()
     cut = data.draw(st.integers(0, len(whole) - 1))
@@ -279,7 +320,7 @@ def test_swapped_shards_are_noticed(trial: TrialDirectory) -> None:
     folder.mkdir()
     for index in range(2):
         (folder / f"rank-{index}").write_bytes(bytes([index]) * 64)
-    digest = write_manifest(folder, {})
+    digest = write_manifest(folder, describe(folder), {}).sha256
     os.rename(folder / "rank-0", folder / "x")
     os.rename(folder / "rank-1", folder / "rank-0")
     os.rename(folder / "x", folder / "rank-1")
@@ -312,9 +353,17 @@ def test_everything_a_commit_names_is_on_disk_before_the_commit(
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "link", link)
     commit = _save(trial, writer, 1, ["0:a"]).commit
-    names = ["rank-0.safetensors", "optimizer/rank-0.distcp", "state.json", "optimizer"]
+    names = [
+        "state/actor/rank-0.safetensors",
+        "state/actor/state.json",
+        "state/actor",
+        "state",
+        "weights",
+        "ledger.json",
+    ]
     expected = [f"{commit.directory}/{name}" for name in names]
-    assert {*expected, commit.directory, "checkpoints", "ledger"} <= set(at_commit)
+    linked = "weights/v1-0/model.safetensors"
+    assert {*expected, linked, commit.directory, "checkpoints", "ledger"} <= set(at_commit)
     # Files that are renamed into place are synced under their temporary names.
     for folder, name in ((commit.directory, "manifest.json"), ("ledger", "1-1-"), ("log", "00000002")):
         assert [path for path in at_commit if path.startswith(f"{folder}/.") and name in path]
@@ -369,7 +418,7 @@ def test_nothing_is_removed_before_the_own_commit_or_below_two(trial: TrialDirec
 def test_after_a_fall_back_the_commits_continued_from_stay(trial: TrialDirectory) -> None:
     first = TrialLog(trial.log_path).claim("job 1")
     saved = [_save(trial, first, step, [f"0:{step}"]) for step in (1, 2, 3)]
-    (_directory(trial, saved[2]) / "state.json").unlink()
+    (_directory(trial, saved[2]) / "state" / "actor" / "state.json").unlink()
     second = TrialLog(trial.log_path).claim("job 2")
     second.fall_back_to(last_valid_commit(second.state, trial).slot, reason="state.json is gone")
     new = _save(trial, second, 3, ["0:3"])

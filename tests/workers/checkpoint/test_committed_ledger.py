@@ -8,7 +8,7 @@ from corral.experiments.trial.log import LogWriter, TrialLog
 from corral.experiments.trial.log_state import LoggedCommit
 from corral.workers.checkpoint.checkpoint import CheckpointWriter
 from corral.workers.checkpoint.committed_ledger import CommittedLedger, LedgerNews
-from corral.workers.checkpoint.ledger import Ledger, write_delta, write_whole
+from corral.workers.checkpoint.ledger import Ledger, write_delta
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ class Trainer:
         for uid in dropped:
             self.ledger.drop(uid, "reward_error")
         checkpoint = CheckpointWriter(self.trial, epoch=self.writer.epoch, step=step)
-        write_whole(checkpoint.path, self.ledger.whole(epoch=self.writer.epoch, step=step))
+        checkpoint.add_ledger(self.ledger.whole(epoch=self.writer.epoch, step=step))
         manifest = checkpoint.write_manifest({})
         delta = self.ledger.delta_for(epoch=self.writer.epoch, step=step)
         file, digest = write_delta(self.trial, delta)

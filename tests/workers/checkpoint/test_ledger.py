@@ -137,6 +137,7 @@ def test_the_whole_ledger_of_a_checkpoint_is_that_which_its_manifest_names(tmp_p
     write_whole(tmp_path, ledger.whole(epoch=1, step=1))
     digest = hashlib.sha256((tmp_path / "ledger.json").read_bytes()).hexdigest()
     assert read_whole(tmp_path, sha256=digest).trained == {"0:a": 1}
+    (tmp_path / "ledger.json").unlink()
     write_whole(tmp_path, ledger.whole(epoch=1, step=2))
     with pytest.raises(CorruptLedgerError, match=f"its commit vouches for {digest}"):
         read_whole(tmp_path, sha256=digest)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from corral.workers.checkpoint.checkpoint import write_manifest
+from corral.workers.checkpoint.manifest import write_manifest
 from corral.workers.engine.engine import (
     GenerationEngine,
     GenerationRequest,
@@ -22,6 +22,7 @@ from corral.workers.engine.engine import (
 )
 from corral.workers.engine.linear import Linear
 from corral.workers.engine.weights import WeightLayout, stage_weights
+from tests.workers.checkpoint.sealing import describe
 from tests.workers.engine.tiny_models import load_reference, reference_greedy, save_tiny_model
 
 REQUEST = GenerationRequest(
@@ -170,7 +171,7 @@ def test_unreadable_weights_are_refused(old_directory: Path, new_directory: Path
 def test_weights_must_be_those_of_their_manifest(old_directory: Path, new_directory: Path, tmp_path: Path) -> None:
     published = tmp_path / "v1"
     shutil.copytree(new_directory, published)
-    sha256 = write_manifest(published, {})
+    sha256 = write_manifest(published, describe(published), {}).sha256
     engine = GenerationEngine(old_directory, version="1.0")
     with pytest.raises(WeightsRejectedError, match="could not be read"):
         engine.update_weights(published, version="1.1", manifest_sha256="0" * 64)

@@ -19,6 +19,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve import MemoryNameService, TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION
+from corral.workers.checkpoint.durable_file import FileEntry, write_durable
 from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
@@ -69,9 +70,9 @@ class Gang:
     def check_alive(self) -> None:
         pass
 
-    async def initialize(self, *, step: int, weights: Path, state: Path | None) -> None:
+    async def initialize(self, *, step: int, weights: Mapping[str, Path], states: Mapping[str, Path]) -> None:
         self.at_call("initialize")
-        self.loaded.append(weights)
+        self.loaded.append(weights["actor"])
 
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         self.at_call("load_rows")
@@ -103,13 +104,14 @@ class Gang:
         self.at_call("evaluate")
         return {"accuracy": 0.25}
 
-    async def save_weights(self, directory: Path) -> None:
+    async def save_weights(self, role: str, directory: Path) -> dict[str, FileEntry]:
         self.at_call("save_weights")
-        await asyncio.to_thread((directory / "model.safetensors").write_bytes, b"weights")
+        file = await asyncio.to_thread(write_durable, directory / "model.safetensors", [b"weights"])
+        return {"model.safetensors": file}
 
-    async def save_state(self, directory: Path, *, step: int) -> None:
+    async def save_state(self, role: str, directory: Path) -> dict[str, FileEntry]:
         self.at_call("save_state")
-        await asyncio.to_thread((directory / "train_state.json").write_text, str(step))
+        return {"train_state.json": await asyncio.to_thread(write_durable, directory / "train_state.json", [b"{}"])}
 
 
 def trial_of(folder: Path, *overrides: str) -> tuple[RunPlan, TrialDirectory]:

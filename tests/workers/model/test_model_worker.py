@@ -108,7 +108,7 @@ class Part:
         self.asked.append(f"meet for epoch {epoch}")
 
     def initialize(self, request: Initialize, **_: object) -> None:
-        self.asked.append(f"load {request.weights_directory}")
+        self.asked.append(f"load {request.weights['actor']}")
 
     def start_session(self, session: str) -> None:
         self.asked.append(f"session {session}")
@@ -119,7 +119,7 @@ def test_a_new_epoch_forgets_the_last_one_then_loads_and_only_then_asks_for_samp
     with context_of(*trial_of(tmp_path), "model_worker") as context:
         worker = ModelWorker(context)
         worker._samples = worker._models = worker._plane = cast(Any, part)
-        request = Initialize(weights_directory="w", state_directory=None, step=3, seed=0)
+        request = Initialize(weights={"actor": "w"}, states={}, step=3, seed=0)
         worker._serve(cast(Any, replies), blocking(request))
         assert replies.payloads == [OkReply()]
         assert part.asked == ["forget", "meet for epoch 1", "load w", f"session 1-{context.incarnation}"]

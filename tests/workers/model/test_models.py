@@ -1,7 +1,9 @@
 """What a rank makes of model function calls: outputs, updates, weights and checkpoints of its roles."""
 
 import shutil
+import weakref
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -10,8 +12,14 @@ import torch
 from corral.experiments.config.model import ModelConfig
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, RewardSpec
 from corral.scheduling.dataflow import CallType, ModelFunctionCall, ModelName
+from corral.workers.algorithms.base import ModelInterface
+from corral.workers.algorithms.sft import SFTInterface
+from corral.workers.backends.base import AnyEngine
+from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.data.sequence_sample import KEY_LAYOUTS
+from corral.workers.backends.train_state import Numbers
+from corral.workers.checkpoint.durable_file import no_progress
+from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
 from corral.workers.lifecycle.worker import BadConfigurationError
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.models import Models
@@ -77,7 +85,8 @@ def models_of(folder: Path, store: DataStore) -> Models:
 
 
 def initialize(models: Models, weights: Path, state: Path | None = None) -> None:
-    request = Initialize(weights_directory=str(weights), state_directory=str(state) if state else None, step=0, seed=0)
+    states = {"actor": str(state)} if state else {}
+    request = Initialize(weights={"actor": str(weights)}, states=states, step=0, seed=0)
     models.initialize(request, on_progress=lambda: None)
 
 
@@ -122,16 +131,16 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(folder: P
     for name in ("first", "second", "state"):
         (folder / name).mkdir()
     train(through, 0)
-    through.save_weights("actor", folder / "first")
-    through.save_checkpoint(folder / "state")
+    through.save_weights("actor", folder / "first", on_progress=no_progress)
+    through.save_state("actor", folder / "state", on_progress=no_progress)
     train(through, 1)
-    through.save_weights("actor", folder / "second")
+    through.save_weights("actor", folder / "second", on_progress=no_progress)
 
     resumed = models_of(folder, filled_store())
     initialize(resumed, folder / "first", folder / "state")
     train(resumed, 1)
     (folder / "again").mkdir()
-    resumed.save_weights("actor", folder / "again")
+    resumed.save_weights("actor", folder / "again", on_progress=no_progress)
     expected, actual = read_weights(folder / "second"), read_weights(folder / "again")
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
@@ -145,10 +154,85 @@ def test_a_new_epoch_loads_what_is_trained_and_keeps_what_is_only_read(folder: P
     shutil.rmtree(folder / "ref")
     initialize(models, folder / "actor")
     (folder / "now").mkdir()
-    models.save_weights("actor", folder / "now")
+    models.save_weights("actor", folder / "now", on_progress=no_progress)
     before, now = read_weights(folder / "actor"), read_weights(folder / "now")
     assert all(torch.equal(before[name], now[name]) for name in before)
     models.inference(Inference(mfc="ref_inf", uids=UIDS, version=0))
+
+
+def test_an_old_engine_is_gone_before_a_new_one_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = models_of(folder, filled_store())
+    initialize(models, folder / "actor")
+    train(models, 0)
+    model = weakref.ref(models._engines["actor"].model)
+    alive: list[bool] = []
+    make = models._make_engine
+
+    def note(role: ModelRoleSpec, directory: Path, *, seed: int) -> FSDPEngine:
+        alive.append(model() is not None)
+        return make(role, directory, seed=seed)
+
+    monkeypatch.setattr(models, "_make_engine", note)
+    initialize(models, folder / "actor")
+    assert alive == [False]
+
+
+def test_every_trained_role_goes_on_from_its_own_weights_and_numbers(folder: Path) -> None:
+    spec = specification(folder)
+    save_tiny_model(folder / "critic", seed=3)
+    critic = spec.roles[1].model_copy(update={"role": "critic", "model": ModelConfig(path=folder / "critic")})
+    critic_train = spec.calls[1].model_copy(update={"name": "critic_train", "model_name": ModelName("critic")})
+    spec = spec.model_copy(update={"roles": [*spec.roles, critic], "calls": [*spec.calls, critic_train]})
+
+    def started(weights: Path, state: Path | None) -> Models:
+        models = CountingModels(spec, filled_store(), ParallelContext(), seed=0)
+        directories = {role: str(weights / role) for role in ("actor", "critic")}
+        states = {role: str(state / role) for role in directories} if state else {}
+        models.initialize(Initialize(weights=directories, states=states, step=0, seed=0), on_progress=no_progress)
+        return models
+
+    first = started(folder, None)
+    for role in ("actor", "critic", "critic"):
+        first.train_step(TrainStep(mfc=f"{role}_train", uids=UIDS, version=0))
+    for role in ("actor", "critic"):
+        first.save_weights(role, folder / "weights" / role, on_progress=no_progress)
+        first.save_state(role, folder / "state" / role, on_progress=no_progress)
+    second = started(folder / "weights", folder / "state")
+    assert [second._engines[role].step for role in ("actor", "critic")] == [1, 2]
+    assert [cast(Counting, second._interfaces[role]).steps for role in ("actor", "critic")] == [1.0, 2.0]
+    for role in ("actor", "critic"):
+        second.save_weights(role, folder / "again" / role, on_progress=no_progress)
+        before, after = read_weights(folder / "weights" / role), read_weights(folder / "again" / role)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    actor, critic = (read_weights(folder / "weights" / role) for role in ("actor", "critic"))
+    assert not any(torch.equal(actor[name], critic[name]) for name in actor if name.endswith("proj.weight"))
+
+    # A new epoch with nothing committed starts from the beginning, with these numbers, too.
+    weights = {role: str(folder / role) for role in ("actor", "critic")}
+    second.initialize(Initialize(weights=weights, states={}, step=0, seed=0), on_progress=no_progress)
+    assert [cast(Counting, second._interfaces[role]).steps for role in ("actor", "critic")] == [0.0, 0.0]
+
+
+class Counting(SFTInterface):
+    """An interface with a number of its own."""
+
+    def __init__(self) -> None:
+        self.steps = 0.0
+
+    def train_step(self, engine: AnyEngine, sample: SequenceSample, *, version: int) -> dict[str, float]:
+        self.steps += 1.0
+        return super().train_step(engine, sample, version=version)
+
+    def state_dict(self) -> Numbers:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Numbers) -> None:
+        self.steps = float(cast(float, state["steps"]))
+
+
+class CountingModels(Models):
+    def _make_interface(self, role: ModelRoleSpec) -> ModelInterface:
+        return Counting()
 
 
 def test_a_model_is_described_before_and_after_it_is_loaded(folder: Path) -> None:

@@ -1,0 +1,152 @@
+"""A training state, whatever the optimizer keeps and however its ranks cut it, is read back exactly by any others."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from corral.workers.backends.train_state import (
+    HEADER,
+    Numbers,
+    TrainStateHeader,
+    read_header,
+    read_shards,
+    write_header,
+    write_shard,
+)
+from tests.workers.checkpoint.sealing import describe
+
+SHAPES = {"embed.weight": (7, 4), "norm.weight": (3,), "head.weight": (1, 6)}
+Cut = tuple[tuple[int, ...], tuple[Placement, ...]]
+"""Mesh and placements."""
+WHOLE: Cut = ((1,), (Replicate(),))
+CUTS: list[Cut] = [
+    WHOLE,
+    ((2,), (Shard(0),)),
+    ((5,), (Shard(0),)),
+    ((2, 2), (Shard(0), Replicate())),
+    ((3, 2), (Replicate(), Shard(0))),
+]
+
+
+@contextmanager
+def rank_of(cut: Cut, place: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    """What one rank of a mesh is, without the others; gives a function that takes its part of a whole tensor."""
+    shape, placements = cut
+    world_size = torch.Size(shape).numel()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        # Rank 0 at every place in turn: torch keeps what it knows of equal meshes, and where this process stands in it.
+        ranks = torch.tensor([(other - place) % world_size for other in range(world_size)])
+        mesh = DeviceMesh("cpu", ranks.reshape(shape))
+        yield lambda whole: distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    finally:
+        dist.destroy_process_group()
+
+
+def whole_tensors(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def trained(parameters: dict[str, nn.Parameter], part: Callable[[Tensor], Tensor]) -> torch.optim.Optimizer:
+    """An optimizer with two moments of each parameter but the last, which it has not stepped on yet."""
+    optimizer = torch.optim.AdamW(list(parameters.values()))
+    for name in list(parameters)[:-1]:
+        optimizer.state[parameters[name]] = {
+            "exp_avg": part(whole_tensors(1)[name]),
+            "momentum_buffer": part(whole_tensors(2)[name]),
+            "step": torch.tensor(5.0),
+        }
+    return optimizer
+
+
+def parameters_of(part: Callable[[Tensor], Tensor], seed: int) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(part(tensor)) for name, tensor in whole_tensors(seed).items()}
+
+
+@pytest.mark.parametrize("after", CUTS, ids=str)
+@pytest.mark.parametrize("before", CUTS, ids=str)
+def test_a_state_is_the_same_however_it_is_cut_before_and_after(before: Cut, after: Cut, tmp_path: Path) -> None:
+    num_before, num_after = (torch.Size(cut[0]).numel() for cut in (before, after))
+    files = {}
+    for rank in range(num_before):
+        with rank_of(before, rank) as part:
+            parameters = parameters_of(part, seed=0)
+            optimizer = trained(parameters, part)
+            files |= write_shard(tmp_path, parameters, optimizer, rank=rank, num_ranks=num_before)
+    assert files == describe(tmp_path)
+    for rank in range(num_after):
+        with rank_of(after, rank) as part:
+            parameters = parameters_of(part, seed=9)
+            expected = parameters_of(part, seed=0)
+            optimizer = torch.optim.AdamW(list(parameters.values()))
+            # What was there before a fall-back must be gone.
+            optimizer.state[parameters["head.weight"]] = {"exp_avg": torch.zeros(1)}
+            first = rank * num_before // num_after
+            read_shards(tmp_path, parameters, optimizer, num_files=num_before, first_file=first)
+            wanted = trained(expected, part)
+            for name, parameter in parameters.items():
+                assert_same(parameter, expected[name])
+                state = optimizer.state.get(parameter, {})
+                assert state.keys() == wanted.state.get(expected[name], {}).keys()
+                for key, value in state.items():
+                    assert_same(value, wanted.state[expected[name]][key])
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    if isinstance(expected, DTensor):
+        assert isinstance(actual, DTensor) and actual.placements == expected.placements
+        actual, expected = actual.to_local(), expected.to_local()
+    assert torch.equal(actual, expected)
+
+
+def test_ranks_as_many_as_before_open_their_own_file_only(tmp_path: Path) -> None:
+    cut: Cut = ((3,), (Shard(0),))
+    for rank in range(3):
+        with rank_of(cut, rank) as part:
+            parameters = parameters_of(part, seed=0)
+            write_shard(tmp_path, parameters, trained(parameters, part), rank=rank, num_ranks=3)
+    for rank in (0, 2):
+        (tmp_path / f"train_state-{rank:05d}-of-00003.safetensors").unlink()
+    with rank_of(cut, 1) as part:
+        parameters = parameters_of(part, seed=9)
+        optimizer = torch.optim.AdamW(list(parameters.values()))
+        read_shards(tmp_path, parameters, optimizer, num_files=3, first_file=1)
+        for name, expected in parameters_of(part, seed=0).items():
+            assert_same(parameters[name], expected)
+
+
+def test_a_missing_piece_is_an_error_that_counts_what_is_missing(tmp_path: Path) -> None:
+    with rank_of(((2,), (Shard(0),)), 0) as part:
+        parameters = parameters_of(part, seed=0)
+        write_shard(tmp_path, parameters, trained(parameters, part), rank=0, num_ranks=1)
+    with rank_of(WHOLE, 0) as part:
+        parameters = parameters_of(part, seed=9)
+        with pytest.raises(ValueError, match=r"lacks 12 of the values of parameter\.embed\.weight"):
+            read_shards(tmp_path, parameters, torch.optim.AdamW(list(parameters.values())), num_files=1)
+
+
+def test_what_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.state[parameter] = {"step": 3}
+    with pytest.raises(ValueError, match="step=3 of w"):
+        write_shard(tmp_path, {"w": parameter}, optimizer, rank=0, num_ranks=1)
+
+
+def test_numbers_of_a_role_come_back_exactly(tmp_path: Path) -> None:
+    numbers: Numbers = {"mean": 0.1 + 0.2, "moments": [1e-300, float("inf"), -0.0]}
+    header = TrainStateHeader(step=3, seed=2**62 + 1, num_ranks=2, extra=numbers)
+    assert write_header(tmp_path, header) == describe(tmp_path)
+    assert read_header(tmp_path) == header
+    (tmp_path / HEADER).write_text('{"format": 1}')
+    with pytest.raises(ValueError, match="has format 1; this version reads 2"):
+        read_header(tmp_path)

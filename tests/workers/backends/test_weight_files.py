@@ -1,0 +1,149 @@
+"""Weights that several ranks write together are those that transformers and the embedded engine load, bit for bit."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from corral.workers.backends.tensor_file import write_tensors
+from corral.workers.backends.weight_files import as_stored, write_weights
+from corral.workers.checkpoint.durable_file import FileEntry
+from corral.workers.engine.weights import WeightLayout, copy_weights, stage_weights
+from tests.workers.backends.training_helpers import load_reference, read_weights, save_tiny_model
+from tests.workers.checkpoint.sealing import describe
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    bits = torch.randint(0, 2, shape) if dtype == torch.bool else torch.randint(-100, 100, shape)
+    return bits.to(dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), min_size=1, max_size=8))
+def test_a_file_holds_what_the_format_s_own_reader_finds(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[torch.dtype, list[int]]]
+) -> None:
+    path = tmp_path_factory.mktemp("tensors") / "x.safetensors"
+    tensors = {f"t{index}": random_tensor(tuple(shape), dtype) for index, (dtype, shape) in enumerate(kinds)}
+    entry = write_tensors(path, tensors, metadata={"of": "a test"})
+    assert {"x.safetensors": entry} == describe(path.parent)
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    assert all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in tensors.items()
+    )
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "of": "a test"}
+
+
+def test_a_transposed_tensor_is_written_row_by_row(tmp_path: Path) -> None:
+    tensor = torch.arange(6.0).reshape(2, 3).T
+    write_tensors(tmp_path / "x.safetensors", {"t": tensor})
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["t"], tensor)
+
+
+def test_a_type_that_the_format_has_not_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tensor t is of torch.complex64"):
+        write_tensors(tmp_path / "x.safetensors", {"t": torch.zeros(1, dtype=torch.complex64)})
+    assert not list(tmp_path.iterdir())
+
+
+def parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
+
+
+def write(directory: Path, model: Any, *, num_ranks: int, max_shard_bytes: int) -> dict[str, FileEntry]:
+    """All ranks, one after the other."""
+    files: dict[str, FileEntry] = {}
+    for rank in range(num_ranks):
+        weights = as_stored(model, parameters(model), dtype=torch.float32)
+        own = write_weights(directory, weights, rank=rank, num_ranks=num_ranks, max_shard_bytes=max_shard_bytes)
+        assert not files.keys() & own.keys()
+        files |= own
+    return files
+
+
+@pytest.mark.parametrize(("num_ranks", "max_shard_bytes"), [(1, 2**30), (3, 2**30), (1, 20_000), (3, 20_000), (2, 1)])
+def test_files_of_any_number_of_ranks_are_one_model(num_ranks: int, max_shard_bytes: int, tmp_path: Path) -> None:
+    source = save_tiny_model(tmp_path / "model")
+    model = load_reference(source)
+    directory = tmp_path / "written"
+    directory.mkdir()
+    files = write(directory, model, num_ranks=num_ranks, max_shard_bytes=max_shard_bytes)
+    assert files == describe(directory)
+    assert ("model.safetensors" in files) == (max_shard_bytes == 2**30)
+    expected = read_weights(source)
+    found = read_weights(directory)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    for name in files:
+        if name.endswith(".safetensors"):
+            sizes = [tensor.nbytes for tensor in load_file(directory / name).values()]
+            assert len(sizes) == 1 or sum(sizes) <= max_shard_bytes
+
+    (directory / "config.json").write_bytes((source / "config.json").read_bytes())
+    loaded = load_reference(directory)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.zero_()
+    copy_weights(stage_weights(directory, WeightLayout.of(loaded)), loaded)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+
+
+def test_experts_are_stored_one_by_one_as_transformers_stores_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=32,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    (tmp_path / "written").mkdir()
+    write(tmp_path / "written", model, num_ranks=2, max_shard_bytes=4000)
+    expected, found = read_weights(tmp_path / "model"), read_weights(tmp_path / "written")
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in expected
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_after_all_weights_were_seen(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for name in ("a", "b", "c"):
+            seen.append(name)
+            yield name, torch.zeros(4)
+
+    (tmp_path / ".model-00001.part").touch()
+    with pytest.raises(FileExistsError):
+        write_weights(tmp_path, weights(), rank=0, num_ranks=1, max_shard_bytes=16)
+    assert seen == ["a", "b", "c"]
+
+
+def test_the_index_says_how_large_the_model_is(tmp_path: Path) -> None:
+    weights = [("a", torch.zeros(4)), ("b", torch.zeros(4, dtype=torch.bfloat16))]
+    write_weights(tmp_path, weights, rank=0, num_ranks=1, max_shard_bytes=16)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 24
+    assert index["weight_map"] == {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00002-of-00002.safetensors",
+    }

@@ -1,0 +1,75 @@
+"""safetensors files, written tensor by tensor: nothing is held twice, and every byte is hashed on its way to the disk.
+
+    header: names, types, shapes, offsets ──► the tensors, largest elements first ──► write_durable ──► FileEntry
+
+The format is https://huggingface.co/docs/safetensors: the header's length (u64), the header as JSON, the values.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
+
+_DTYPE_NAMES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGNMENT: Final = 8  # of the values within the file, so that a reader can map the widest of them in place
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    on_progress: Callable[[], None] = no_progress,
+) -> FileEntry:
+    """Writes tensors of any device as a new safetensors file, and forces it to disk.
+
+    One tensor at a time is brought to the host, and made contiguous.
+
+    Raises:
+        ValueError: if a tensor's type has no name in the format.
+    """
+    # Wide elements first: then each tensor begins at a multiple of its own element's size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header = _header({name: tensors[name] for name in names}, metadata or {})
+    return write_durable(path, chain([header], _values(tensors[name] for name in names)), on_progress=on_progress)
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}  # transformers refuses other formats
+    start = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise ValueError(f"tensor {name} is of {tensor.dtype}, which safetensors files are not written with here")
+        end = start + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _values(tensors: Iterator[Tensor]) -> Iterator[memoryview]:
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        yield flat.view(torch.uint8).numpy().data

@@ -1,0 +1,136 @@
+"""Weights in Hugging Face's format, written by all ranks together, each some of the files.
+
+    every rank:  (name, whole tensor) ... ──► shards of bounded size ──┬─ its own: a thread writes them ──► FileEntry
+                                                                       └─ another rank's: let go
+    one shard:   model.safetensors
+    several:     model-00001-of-00003.safetensors ...   and, by rank 0, model.safetensors.index.json
+
+All ranks see the same names and sizes in the same order, so each knows the whole index, and nothing is said between
+them. A rank holds two shards at most: the one that is written, and the one that grows meanwhile.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from corral.workers.backends.tensor_file import write_tensors
+from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
+
+MAX_SHARD_BYTES: Final = 2**30  # small enough that every rank of a large model's mesh has files to write
+_NUMBERED: Final = re.compile(r".*?\.\d+(?=\.)")
+_INDEX: Final = "model.safetensors.index.json"
+
+
+def as_stored(model: Any, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """A transformers model's parameters by the names and in the pieces that files have, which some are loaded from.
+
+    Mixture-of-experts models, for one, are computed with all experts of a layer in one tensor, and stored one by one.
+
+    Args:
+        weights: its whole parameters, layer by layer; one layer at a time is held.
+        dtype: they are converted to.
+    """
+    for _, parameters in groupby(weights, key=lambda weight: _layer_of(weight[0])):
+        layer = {name: tensor.to(dtype) for name, tensor in parameters}
+        yield from revert_weight_conversion(model, layer).items()
+
+
+def _layer_of(name: str) -> str:
+    """ "model.layers.3" of all that is in that layer; of what is in none, its own name."""
+    numbered = _NUMBERED.match(name)
+    return numbered[0] if numbered else name
+
+
+def write_weights(
+    directory: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    rank: int,
+    num_ranks: int,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    on_progress: Callable[[], None] = no_progress,
+) -> dict[str, FileEntry]:
+    """Writes this rank's files of a model, and says which they are.
+
+    Args:
+        weights: the same on every rank; read to its end whatever happens to the files, since it may be a collective.
+        rank: among those that write, of which there are `num_ranks`.
+        max_shard_bytes: of the tensors of one file; a larger tensor has a file of its own.
+
+    Raises:
+        OSError: the first file that could not be written, once `weights` has ended.
+    """
+    shards = _Shards(max_shard_bytes)
+    parts: dict[int, Future[FileEntry]] = {}
+    growing: dict[str, Tensor] = {}
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights") as writer:
+
+        def write(shard: int) -> None:
+            wait(parts.values())
+            if growing:
+                parts[shard] = writer.submit(
+                    write_tensors, directory / _part_name(shard), dict(growing), on_progress=on_progress
+                )
+                growing.clear()
+
+        for name, tensor in weights:
+            before = shards.last
+            shard = shards.place(name, tensor.numel() * tensor.element_size())
+            if shard != before:
+                write(before)
+            if shard % num_ranks == rank:
+                growing[name] = tensor.detach().cpu()
+            del tensor
+        write(shards.last)
+    files: dict[str, FileEntry] = {}
+    for shard, part in parts.items():
+        files[shards.file_name(shard)] = part.result()
+        os.rename(directory / _part_name(shard), directory / shards.file_name(shard))
+    if rank == 0 and shards.last > 0:
+        files[_INDEX] = write_durable(directory / _INDEX, [shards.index()])
+    return files
+
+
+@dataclass
+class _Shards:
+    """Which tensor is in which file: they fill up one after the other."""
+
+    max_bytes: int
+    last: int = 0
+    total_bytes: int = 0
+    _bytes_in_last: int = 0
+    _shard_by_name: dict[str, int] = field(default_factory=dict)
+
+    def place(self, name: str, size: int) -> int:
+        """The shard of the next tensor."""
+        if self._bytes_in_last and self._bytes_in_last + size > self.max_bytes:
+            self.last, self._bytes_in_last = self.last + 1, 0
+        self._bytes_in_last += size
+        self.total_bytes += size
+        self._shard_by_name[name] = self.last
+        return self.last
+
+    def file_name(self, shard: int) -> str:
+        """Only known when all tensors have their place: it tells how many files there are."""
+        if self.last == 0:
+            return "model.safetensors"
+        return f"model-{shard + 1:05d}-of-{self.last + 1:05d}.safetensors"
+
+    def index(self) -> bytes:
+        """Where a reader finds each tensor, as transformers and SGLang read it."""
+        weight_map = {name: self.file_name(shard) for name, shard in self._shard_by_name.items()}
+        return json.dumps({"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}, indent=2).encode()
+
+
+def _part_name(shard: int) -> str:
+    return f".model-{shard + 1:05d}.part"  # hidden: no part of the content until it has its name

@@ -1,0 +1,191 @@
+"""A manifest makes a directory all or nothing: a checkpoint, or a version of the weights.
+
+    write_durable, where the bytes are ──► {path: FileEntry} ──► write_manifest ──► SealedDirectory
+    read_manifest (is it the one that was named?) ──► verify_manifest (are the files what it says?)
+
+Sealing reads nothing: it trusts the digests of those who wrote. Only a reader reads. Whoever verifies is told of every
+piece that was hashed (`on_progress`), so that a deadline can be one without progress, whatever the size.
+"""
+
+import hashlib
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import RawIOBase
+from pathlib import Path, PurePosixPath
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from corral.experiments.trial.directory import atomic_write, fsync_directory
+from corral.workers.checkpoint.durable_file import PIECE_BYTES, FileEntry, no_progress
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MANIFEST_NAME: Final = "manifest.json"
+_HASH_THREADS: Final = 4  # hashing releases the interpreter lock; more threads saturate the file system instead
+_RETRY_PAUSES_S: Final = (1.0, 5.0, 20.0)  # a file server that failed over, or a handle that went stale
+
+
+class CorruptCheckpointError(Exception):
+    """A directory is not what its manifest says; names the file, what was expected, and what is there."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Content of a directory."""
+
+    files: dict[str, FileEntry]
+    """By path relative to the directory, with '/' between parts."""
+    extra: dict[str, Any]
+    """JSON that belongs to the files, e.g. step, epoch, layout."""
+    version: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SealedDirectory:
+    """A directory that is whole, and on disk."""
+
+    path: Path
+    files: Mapping[str, FileEntry]
+    """All of them, the manifest too."""
+
+    @property
+    def sha256(self) -> str:
+        """Of the manifest, which stands for the whole content."""
+        return self.files[MANIFEST_NAME].sha256
+
+
+def write_manifest(directory: Path, files: Mapping[str, FileEntry], extra: Mapping[str, Any]) -> SealedDirectory:
+    """Seals a directory whose files are on disk, and forces the names of all of them there, too.
+
+    Args:
+        files: by path relative to `directory`, as `write_durable` described each to whoever wrote it.
+
+    Raises:
+        ValueError: if `extra` is not JSON.
+    """
+    try:
+        data = msgspec.json.encode(Manifest(files=dict(sorted(files.items())), extra=dict(extra)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the extra data of the manifest of {directory} is not JSON ({error})") from error
+    for folder in sorted({folder for name in files for folder in PurePosixPath(name).parents}):
+        fsync_directory(directory / folder)
+    atomic_write(directory / MANIFEST_NAME, data)
+    # The directory's own name must be on disk, too, before a commit names it.
+    fsync_directory(directory.parent)
+    manifest = FileEntry(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    return SealedDirectory(directory, {**files, MANIFEST_NAME: manifest})
+
+
+def read_manifest(directory: Path, sha256: str | None) -> Manifest:
+    """The manifest alone, without looking at the files.
+
+    Raises:
+        CorruptCheckpointError: it is missing, damaged, or not the one with this SHA-256.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        data = _patiently(path.read_bytes)
+    except OSError as error:
+        raise CorruptCheckpointError(
+            f"{path} cannot be read ({error}); the directory was never finished, or lost it"
+        ) from error
+    actual = hashlib.sha256(data).hexdigest()
+    if sha256 is not None and actual != sha256:
+        raise CorruptCheckpointError(f"{path}: expected SHA-256 {sha256}, got {actual}")
+    try:
+        return msgspec.json.decode(data, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptCheckpointError(f"{path}: expected a manifest, got something else ({error})") from error
+
+
+def verify_manifest(directory: Path, sha256: str | None, *, on_progress: Callable[[], None] = no_progress) -> Manifest:
+    """Reads every file of `directory` and compares it with the manifest.
+
+    Args:
+        sha256: of the manifest itself; None trusts the manifest that is there.
+        on_progress: called in any thread for every piece that was read; what it raises ends the work.
+
+    Raises:
+        CorruptCheckpointError: at the first file that differs, is missing, or is not listed.
+    """
+    manifest = read_manifest(directory, sha256)
+    try:
+        present = {path.relative_to(directory).as_posix() for path in _content(directory)}
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpointError(f"{directory}: expected the files of its manifest, got {error}") from error
+    for name in sorted(present - manifest.files.keys()):
+        # A loader that takes every file of a folder would take this one.
+        raise CorruptCheckpointError(f"{directory / name}: expected no such file, got one; move it elsewhere")
+    for name in sorted(manifest.files.keys() - present):
+        raise CorruptCheckpointError(f"{directory / name}: expected {manifest.files[name].size} bytes, got no file")
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        problems = pool.map(
+            lambda name: _problem_of(directory / name, manifest.files[name], on_progress), manifest.files
+        )
+        for problem in problems:
+            if problem:
+                raise CorruptCheckpointError(problem)
+    return manifest
+
+
+def _content(directory: Path) -> Iterator[Path]:
+    """All files below `directory`, in a fixed order, without its manifest and hidden ones."""
+    manifest = directory / MANIFEST_NAME
+    yield from (path for path in _files_below(directory) if path != manifest)
+
+
+def _files_below(directory: Path) -> Iterator[Path]:
+    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+        path = Path(entry.path)
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files_below(path)
+        elif entry.is_file(follow_symlinks=False):
+            yield path
+        else:
+            raise ValueError(f"{path} is neither a file nor a folder; a checkpoint holds nothing else, so remove it")
+
+
+def _problem_of(path: Path, expected: FileEntry, on_progress: Callable[[], None]) -> str:
+    def problem() -> str:
+        with open(path, "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size != expected.size:
+                return f"{path}: expected {expected.size} bytes, got {status.st_size}"
+            actual = _digest(file, on_progress)
+        return "" if actual == expected.sha256 else f"{path}: expected SHA-256 {expected.sha256}, got {actual}"
+
+    try:
+        return _patiently(problem)
+    except OSError as error:
+        return f"{path}: expected {expected.size} bytes, got {error}"
+
+
+def _patiently(read: Callable[[], T]) -> T:
+    """What `read` gives; an error of the file system is tried again, since a fall-back cannot be taken back."""
+    for pause_s in _RETRY_PAUSES_S:
+        try:
+            return read()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            logger.warning("%s; trying again in %.0f s", error, pause_s)
+            time.sleep(pause_s)
+    return read()
+
+
+def _digest(file: RawIOBase, on_progress: Callable[[], None]) -> str:
+    digest = hashlib.sha256()
+    piece = memoryview(bytearray(PIECE_BYTES))
+    while size := file.readinto(piece):
+        digest.update(piece[:size])
+        on_progress()
+    return digest.hexdigest()

@@ -1,0 +1,219 @@
+"""What an epoch leaves on disk: versions of the weights, commits, lines of metrics, exports; and what may go again.
+
+    write_weights   ranks write and hash ──► manifest ──► weights/vSTEP-eEPOCH, which may be published
+    commit          ranks write and hash ──► + second names of the published weights, the ledger ──► manifest
+                                                                              ledger delta ──► entry of the trial log
+
+The master writes nothing but manifests, ledgers and lines, and reads no byte of what the ranks have written: their
+replies say what it is. Every method that touches a file does so in the epoch's one thread for that (`Disk`).
+"""
+
+import asyncio
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from corral.experiments.trial.directory import link_files
+from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.checkpoint.checkpoint import (
+    WEIGHTS,
+    CheckpointWriter,
+    collect_garbage,
+    state_folder,
+    weights_folder,
+)
+from corral.workers.checkpoint.durable_file import FileEntry
+from corral.workers.checkpoint.ledger import write_delta
+from corral.workers.checkpoint.manifest import SealedDirectory, read_manifest, write_manifest
+from corral.workers.master.disk import Disk
+from corral.workers.master.epoch_parts import EpochParts
+from corral.workers.master.metrics import LineSizes, StepLines
+from corral.workers.master.old_weights import remove_old_weights, weights_name
+
+_LINE_SIZES = "lines"  # in a checkpoint's manifest
+
+
+class DurableState:
+    """The files of one epoch."""
+
+    def __init__(self, parts: EpochParts, disk: Disk) -> None:
+        self._parts = parts
+        self._disk = disk
+        self.committed_step = parts.recovery.commit.step if parts.recovery.commit else 0
+        self._written: SealedDirectory | None = None
+        """The newest version of the published weights that this epoch has written."""
+
+    async def open_lines(self) -> None:
+        """Cut the lines back to what the commit covers that this epoch continues."""
+        self._lines = await self._disk.run(self._open_lines)
+
+    # What the epoch starts from
+
+    @property
+    def weights(self) -> Path:
+        """The present weights of the published role."""
+        return self._written.path if self._written is not None else self.initial_weights[self._published_role]
+
+    @property
+    def initial_weights(self) -> dict[str, Path]:
+        """Where each trained role's weights are at the start of the epoch."""
+        checkpoint = self._checkpoint()
+        if checkpoint is None:
+            return dict(self._parts.spec.initial_weights)
+        return {role: checkpoint / self._weights_folder(role) for role in self._roles}
+
+    @property
+    def initial_states(self) -> dict[str, Path]:
+        """Where each trained role's training state is; none where nothing was committed yet."""
+        checkpoint = self._checkpoint()
+        return {role: checkpoint / state_folder(role) for role in self._roles} if checkpoint is not None else {}
+
+    def _checkpoint(self) -> Path | None:
+        commit = self._parts.recovery.commit
+        return self._parts.trial.inside(commit.directory) if commit is not None else None
+
+    # Weights
+
+    async def write_weights(self, version: PolicyVersion) -> Path:
+        """Write the published role's weights; when they have their manifest they may be published."""
+        parts = self._parts
+        directory = parts.trial.weights_path / weights_name(version)
+        await self._disk.run(directory.mkdir, mode=0o700)
+        with parts.presence.during("write weights", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
+            files = await parts.gang.save_weights(self._published_role, directory)
+            self._written = await self._disk.run(self._seal, directory, files, version)
+        return directory
+
+    def _seal(self, directory: Path, files: Mapping[str, FileEntry], version: PolicyVersion) -> SealedDirectory:
+        self._parts.writer.check()  # a master that was replaced publishes nothing: its successor has the say
+        return write_manifest(directory, files, {"version": str(version)})
+
+    # Commits
+
+    async def commit(self, step: int, version: PolicyVersion) -> None:
+        """Make the present state count: weights, what training resumes from, and which samples have been consumed."""
+        parts = self._parts
+        with parts.presence.during("commit", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
+            checkpoint = await self._disk.run(CheckpointWriter, parts.trial, epoch=parts.writer.epoch, step=step)
+            for role in self._roles:
+                await self._add_state(checkpoint, role)
+                if role == self._published_role and self._written is not None:
+                    await self._disk.run(checkpoint.link, WEIGHTS, self._written)
+                else:
+                    await self._add_weights(checkpoint, role, version)
+            await self._disk.run(self._append_commit, checkpoint, version)
+        self.committed_step = step
+
+    async def _add_state(self, checkpoint: CheckpointWriter, role: str) -> None:
+        folder = state_folder(role)
+        path = await self._disk.run(checkpoint.folder, folder)
+        checkpoint.add(folder, await self._parts.gang.save_state(role, path))
+
+    async def _add_weights(self, checkpoint: CheckpointWriter, role: str, version: PolicyVersion) -> None:
+        folder = self._weights_folder(role)
+        path = await self._disk.run(checkpoint.folder, folder)
+        files = await self._parts.gang.save_weights(role, path)
+        checkpoint.add(folder, (await self._disk.run(self._seal, path, files, version)).files)
+
+    def _append_commit(self, checkpoint: CheckpointWriter, version: PolicyVersion) -> None:
+        parts, epoch, step = self._parts, self._parts.writer.epoch, checkpoint.step
+        checkpoint.add_ledger(parts.ledger.whole(epoch=epoch, step=step))
+        extra: dict[str, Any] = {"version": str(version), _LINE_SIZES: msgspec.to_builtins(self._lines.seal())}
+        digest = checkpoint.write_manifest(extra)
+        delta = parts.ledger.delta_for(epoch=epoch, step=step)
+        ledger_file, ledger_sha256 = write_delta(parts.trial, delta)
+        parts.writer.commit(
+            step=step,
+            directory=checkpoint.relative_path,
+            manifest_sha256=digest,
+            ledger_file=ledger_file,
+            ledger_sha256=ledger_sha256,
+            trained=delta.trained_count,
+            dropped=len(delta.dropped),
+        )
+        parts.ledger.mark_committed(delta)
+
+    # Lines of metrics and samples
+
+    async def add_metrics(self, step: int, stats: dict[str, float]) -> None:
+        await self._disk.run(self._lines.add_metrics, step, stats)
+
+    async def add_step(self, step: int, stats: dict[str, float], batch: Sequence[str]) -> None:
+        """A train step's line, and one for each of its samples."""
+        await self._disk.run(self._add_step, step, stats, batch)
+
+    def _open_lines(self) -> StepLines:
+        parts, commit = self._parts, self._parts.recovery.commit
+        lines = StepLines(parts.trial.metrics_path, parts.trial.trajectories_path, epoch=parts.writer.epoch)
+        if commit is None:
+            lines.cut_back(LineSizes(metrics=0, trajectories=0))
+        else:
+            manifest = read_manifest(parts.trial.inside(commit.directory), commit.manifest_sha256)
+            lines.cut_back(msgspec.convert(manifest.extra[_LINE_SIZES], LineSizes))
+        return lines
+
+    def _add_step(self, step: int, stats: dict[str, float], batch: Sequence[str]) -> None:
+        parts = self._parts
+        parts.writer.check()  # the files are the present epoch's
+        stats["data/samples_trained"] = float(parts.ledger.trained_count)
+        stats["data/samples_dropped"] = float(parts.ledger.dropped_count)
+        stats["data/samples_buffered"] = float(len(parts.buffer.samples) - len(batch))
+        stats["data/duplicates"] = float(parts.buffer.duplicates)
+        self._lines.add_metrics(step, stats)
+        self._lines.add_samples(step, [parts.buffer.samples[uid] for uid in batch])
+
+    # Exports, and what nobody needs any more
+
+    async def export(self, name: str, version: PolicyVersion) -> None:
+        """Keep a permanent copy of the present weights as exports/{name}."""
+        await self._disk.run(self._export, name, version)
+
+    def _export(self, name: str, version: PolicyVersion) -> None:
+        target = self._parts.trial.exports_path / name
+        if target.exists():
+            shutil.rmtree(target)
+        link_files(self.weights, target)
+        self._parts.journal.append("weights_exported", version=str(version), directory=str(target))
+
+    async def remove_old_checkpoints(self) -> None:
+        parts = self._parts
+        in_use = await asyncio.to_thread(parts.weights_in_use)
+        if in_use is None:
+            return
+        # Servers start from the weights of a commit after every start of the trainer.
+        read_now = {
+            parts.trial.relative(path.parent) for path in in_use if path.parent.parent == parts.trial.checkpoints_path
+        }
+        await self._disk.run(
+            collect_garbage,
+            parts.trial,
+            parts.writer.state,
+            epoch=parts.writer.epoch,
+            keep=parts.spec.control.keep_commits,
+            protect=read_now,
+        )
+
+    async def remove_old_weights(self, present: PolicyVersion) -> None:
+        parts = self._parts
+        in_use = await asyncio.to_thread(parts.weights_in_use)
+        if in_use is not None:
+            await self._disk.run(
+                remove_old_weights, parts.trial.weights_path, parts.lineage, present=present, in_use=in_use
+            )
+
+    # Roles
+
+    @property
+    def _roles(self) -> list[str]:
+        """Those that are trained."""
+        return list(self._parts.spec.initial_weights)
+
+    @property
+    def _published_role(self) -> str:
+        return self._parts.spec.published_role
+
+    def _weights_folder(self, role: str) -> str:
+        return WEIGHTS if role == self._published_role else weights_folder(role)

@@ -1,0 +1,39 @@
+"""What one trainer epoch works with, all of it made by the master before the epoch begins."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.journal import Journal
+from corral.experiments.trial.log import LogWriter
+from corral.experiments.worker_specs import MasterWorkerSpec
+from corral.scheduling.policy_version import Lineage, PolicyVersion
+from corral.workers.checkpoint.checkpoint import RecoveryPoint
+from corral.workers.checkpoint.ledger import Ledger
+from corral.workers.lifecycle.presence import Presence
+from corral.workers.master.sample_source import SampleSource
+from corral.workers.master.sequence_buffer import SequenceBuffer
+from corral.workers.master.trainer_gang import TrainerGang
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochParts:
+    """What an epoch works with."""
+
+    spec: MasterWorkerSpec
+    trial: TrialDirectory
+    presence: Presence
+    journal: Journal
+    gang: TrainerGang
+    writer: LogWriter
+    recovery: RecoveryPoint
+    ledger: Ledger
+    lineage: Lineage
+    buffer: SequenceBuffer
+    source: SampleSource
+    publish: Callable[[PolicyVersion, Path], None]
+    """Make weights known to the generation-server manager."""
+    weights_in_use: Callable[[], frozenset[Path] | None]
+    """Directories of weights that generation servers are reading; None if nobody knows at the moment."""
+    step_timeout_s: float
