@@ -57,6 +57,8 @@ class TrainEngine(Protocol[ScoresT_co]):
     """This rank's place in the model's mesh."""
     micro_batches: MicroBatchSpec
     """How the samples of the present call are cut; set before each call."""
+    num_parameters: int
+    """Of the whole model."""
     step: int
     """Optimizer steps made so far; skipped ones do not count."""
     num_nonfinite: int
@@ -108,6 +110,15 @@ class TrainEngine(Protocol[ScoresT_co]):
         Raises:
             ValueError: if a weight is missing, unknown, given twice or of another shape, or `eta` is outside [0, 1].
         """
+
+    def offload(self) -> None:
+        """Move parameters and optimizer state to host memory, until `onload` or the next use.
+
+        Tensors that `export_weights` gave must not be read meanwhile.
+        """
+
+    def onload(self) -> None:
+        """Bring back what `offload` moved; nothing happens if it is here."""
 
     def save_weights(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> dict[str, FileEntry]:
         """Write the weights in Hugging Face's format: safetensors, config and tokenizer files.

@@ -27,6 +27,7 @@ from corral.workers.backends.heads import Head, head_named
 from corral.workers.backends.learning_rate import learning_rate
 from corral.workers.backends.loading import load_model
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
+from corral.workers.backends.offload import Offloaded, offload, own_state
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local, reshard, shard, take_over, whole_parameters
 from corral.workers.backends.weight_files import as_stored, write_weights
@@ -78,13 +79,24 @@ class FSDPEngine:
         self.num_nonfinite = 0
         self.is_damaged = False
         self._head = head_named(head)
-        self.model: nn.Module = _load_over_ranks(model_directory, self._head, context)
-        """The module itself, for evaluation by generation; cut over the ranks where there are several."""
+        self._model: nn.Module = _load_over_ranks(model_directory, self._head, context)
+        self._offloaded: Offloaded | None = None
+        self.num_parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        """Of the whole model."""
         self._companions: dict[str, bytes] = {}
         if context.is_first:
-            config: Any = self.model.config
+            config: Any = self._model.config
             self._companions = companion_files(model_directory, config, self._head, dtype=compute_dtype)
         self._optimizer = None if optimizer is None else _make_optimizer(self.model, optimizer)
+
+    @property
+    def model(self) -> nn.Module:
+        """The module itself, for evaluation by generation; cut over the ranks where there are several.
+
+        Whatever reads weights comes by here, and finds them on the device.
+        """
+        self.onload()
+        return self._model
 
     # --- computing --------------------------------------------------------------------------------------------------
 
@@ -255,6 +267,19 @@ class FSDPEngine:
     def import_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
         """See `TrainEngine.import_weights`."""
         take_over(self._parameters(), weights, eta=eta)
+
+    def offload(self) -> None:
+        """See `TrainEngine.offload`."""
+        if self._offloaded is None:
+            parameters = self._parameters().values()
+            moments = () if self._optimizer is None else own_state(self._optimizer)
+            self._offloaded = offload([*parameters, *moments])
+
+    def onload(self) -> None:
+        """See `TrainEngine.onload`."""
+        if self._offloaded is not None:
+            self._offloaded.bring_back()
+            self._offloaded = None
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """This rank's rows of every parameter, by name; a tied one is there once."""

@@ -59,8 +59,9 @@ def cut_like(whole: Tensor, like: Tensor) -> Tensor:
     whole = whole.to(like.device)
     if not isinstance(like, DTensor):
         return whole
-    # src_data_rank=None: every rank has the whole tensor itself, nothing needs to be sent.
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    # src_data_rank=None: every rank has the whole tensor itself, nothing needs to be sent. The rows are a view of it,
+    # which would keep all of it in memory.
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).clone()
 
 
 def whole_parameters(parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:

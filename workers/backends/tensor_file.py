@@ -5,6 +5,7 @@
 The format is https://huggingface.co/docs/safetensors: the header's length (u64), the header as JSON, the values.
 """
 
+import ctypes
 import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
@@ -71,5 +72,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 
 def _values(tensors: Iterator[Tensor]) -> Iterator[memoryview]:
     for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        yield flat.view(torch.uint8).numpy().data
+        flat = tensor.detach().cpu().contiguous()
+        # Not by way of numpy: torch would never again let the memory go of a tensor that numpy has seen.
+        in_place = (ctypes.c_ubyte * (flat.numel() * flat.element_size())).from_address(flat.data_ptr())
+        yield memoryview(in_place).cast("B")

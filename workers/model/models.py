@@ -132,7 +132,7 @@ class Models:
         engine = self._engines.get(role)
         return ModelConfigReply(
             architecture=str(config.get("model_type", "")),
-            num_parameters=sum(parameter.numel() for parameter in engine.model.parameters()) if engine else 0,
+            num_parameters=engine.num_parameters if engine else 0,
             num_layers=int(config.get("num_hidden_layers", 0)),
             hidden_size=int(config.get("hidden_size", 0)),
             vocab_size=int(config.get("vocab_size", 0)),

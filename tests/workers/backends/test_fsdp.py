@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +57,11 @@ def negative_logprobs(scores: TokenScores, micro_batch: MicroBatch) -> LossOutpu
     loss_mask = micro_batch.tensors["loss_mask"]
     losses = torch.where(loss_mask, sft_loss(scores.logprobs).losses, 0.0)
     return LossOutput(losses.sum(), {"entropy": (scores.entropy * loss_mask).sum()})
+
+
+def moments(engine: FSDPEngine) -> list[torch.Tensor]:
+    optimizer, _ = engine._require_optimizer()
+    return [value for state in optimizer.state.values() for value in state.values()]
 
 
 def padded_logprobs(directory: Path, sample: SequenceSample) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
@@ -223,6 +228,59 @@ def test_weights_of_another_model_are_not_taken_over(model_directory: Path) -> N
         engine.import_weights([(name, tensor[:-1])])
     with pytest.raises(ValueError, match="eta must be in"):
         engine.import_weights(weights.items(), eta=1.5)
+
+
+USES: dict[str, Callable[[FSDPEngine, Path], object]] = {
+    "train": lambda engine, _: engine.train_batch(trainable_sample(seed=1), loss_fn=negative_logprobs),
+    "forward": lambda engine, _: engine.forward(trainable_sample(seed=1))["logprobs"].tolist(),
+    "export": lambda engine, _: {name: tensor.tolist() for name, tensor in engine.export_weights()},
+    "import": lambda engine, _: engine.import_weights(
+        [(name, torch.ones_like(tensor)) for name, tensor in engine.export_weights()], eta=0.5
+    ),
+    "save weights": lambda engine, directory: engine.save_weights(directory / "weights"),
+    "save state": lambda engine, directory: engine.save_state(directory / "state"),
+    "evaluate": lambda engine, _: engine.model(input_ids=torch.arange(5)[None], segment_lengths=(5,)).logits.tolist(),
+    "bring back": lambda engine, _: engine.onload(),
+}
+
+
+@pytest.mark.parametrize("use", list(USES))
+def test_an_offloaded_engine_has_no_memory_and_comes_back_unchanged_with_its_next_use(
+    use: str, model_directory: Path, tmp_path: Path
+) -> None:
+    engines = [make_engine(model_directory), make_engine(model_directory)]
+    for engine in engines:
+        engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
+    tensors = [*engines[0].model.parameters(), *moments(engines[0])]
+    sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
+    assert min(sizes) > 0
+    for _ in range(2):  # the second changes nothing
+        engines[0].offload()
+        assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == 0
+
+    results = [USES[use](engine, tmp_path / str(number)) for number, engine in enumerate(engines)]
+    assert results[0] == results[1]
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == sizes
+    for number, engine in enumerate(engines):
+        engine.save_state(tmp_path / f"state-{number}")
+    states = [read_weights(tmp_path / f"state-{number}") for number in range(2)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_state_is_loaded_into_an_offloaded_engine(model_directory: Path, tmp_path: Path) -> None:
+    engine = make_engine(model_directory)
+    engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
+    engine.save_state(tmp_path / "before")
+    engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
+    engine.offload()
+    engine.load_state(tmp_path / "before")
+    engine.offload()
+    # What was read from a file may be mapped: then the engine's own copy has taken its place.
+    assert sum(tensor.untyped_storage().nbytes() for tensor in moments(engine)) == 0
+    engine.save_state(tmp_path / "after")
+    before, after = read_weights(tmp_path / "before"), read_weights(tmp_path / "after")
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_bfloat16_compute_keeps_float32_masters_and_publishes_bfloat16(model_directory: Path, tmp_path: Path) -> None:

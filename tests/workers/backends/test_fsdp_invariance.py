@@ -19,6 +19,7 @@ from corral.workers.algorithms.base import compute_logprobs
 from corral.workers.algorithms.ppo import PPOActorInterface
 from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.sharding import local
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.training_helpers import (
@@ -78,6 +79,13 @@ def train_classifier(
     return [float(number) for number in said]
 
 
+def offload_and_count(engine: FSDPEngine) -> int:
+    """Bytes of parameters that are left in an offloaded engine."""
+    rows = [local(parameter) for parameter in engine.model.parameters()]
+    engine.offload()
+    return sum(tensor.untyped_storage().nbytes() for tensor in rows)
+
+
 def play_rank(context: ParallelContext, model_directory: Path, directory: Path) -> None:
     """Everything that one of two ranks does."""
     rank = context.rank
@@ -107,7 +115,8 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
     )
     seen["mini_batch_steps"] = lonely.step
 
-    # One rank's numbers are not finite.
+    # One rank's numbers are not finite, after all memory of the model was given back.
+    seen["bytes"] = offload_and_count(resumed)
     poisoned = batch(0).select(UIDS_BY_RANK[rank])
     if rank == 1:
         poisoned.data["ref_logprobs"] = np.full_like(np.asarray(poisoned.data["ref_logprobs"]), np.nan)
@@ -119,6 +128,7 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
     resumed.save_state(directory / "after_forward")
     lonely.save_weights(directory / "before_blend")
     compute_logprobs(lonely, batch(0).select(UIDS_BY_RANK[rank]))
+    seen["bytes"] += offload_and_count(lonely) + offload_and_count(resumed)
     lonely.import_weights(resumed.export_weights(), eta=0.25)
     lonely.save_weights(directory / "after_blend")
 
@@ -233,6 +243,11 @@ def test_a_state_saved_after_a_forward_pass_is_as_good_as_before_it(scene: dict[
     engine.load_state(directory / "after_forward")
     engine.save_weights(directory / "restored")
     assert_close_weights(directory / "after_poison", directory / "restored", atol=0.0)
+
+
+def test_an_offloaded_model_has_no_memory_on_any_rank(scene: dict[str, Any]) -> None:
+    # That it comes back as it was is what the weights after it say, in the tests around this one.
+    assert [seen["bytes"] for seen in scene["pair"]] == [0, 0]
 
 
 def test_weights_blend_over_two_ranks_as_on_one(scene: dict[str, Any]) -> None:
