@@ -122,7 +122,10 @@ class AsyncPPOExperiment(Experiment):
     def initial_setup(self) -> ExperimentConfig:
         dataset = self.read_dataset()
         calls = self.calls()
-        master = self.master_spec(dataset, calls, max_head_offpolicyness=self.rollout.max_head_offpolicyness)
+        models: dict[str, ModelConfig] = {"actor": self.actor} | ({} if self.ref is None else {"ref": self.ref})
+        master = self.master_spec(
+            dataset, calls, models=models, max_head_offpolicyness=self.rollout.max_head_offpolicyness
+        )
         workers: list[WorkerSpec] = [master, *self._model_workers(dataset, calls)]
         workers += [
             GenerationServerSpec(index=index, initial_weights=self.actor.path, engine=self.engine)

@@ -33,10 +33,10 @@ from corral.experiments.config.cluster import (
 )
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
-from corral.experiments.config.model import TrainedModelConfig
+from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.inputs.dataset_file import DatasetReader
-from corral.experiments.inputs.model_directory import ModelFacts
+from corral.experiments.inputs.model_directory import ModelFacts, transformer_shape
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.trial.directory import validate_name
 from corral.experiments.worker_specs import DatasetSpec, MasterWorkerSpec, ModelWorkerSpec, WorkerSpec
@@ -243,8 +243,18 @@ class Experiment(FrozenConfig):
             yield from check_evaluation(self.evaluation, self.trained.path, facts, needs_answer=self.needs_answers)
 
     def master_spec(
-        self, dataset: DatasetSpec, calls: list[ModelFunctionCall], *, max_head_offpolicyness: int
+        self,
+        dataset: DatasetSpec,
+        calls: list[ModelFunctionCall],
+        *,
+        models: Mapping[str, ModelConfig],
+        max_head_offpolicyness: int,
     ) -> MasterWorkerSpec:
+        """
+        Args:
+            models: of each role.
+        """
+        shapes = {role: transformer_shape(model.path) for role, model in models.items()}
         return MasterWorkerSpec(
             calls=calls,
             train_batch_size=self.train_batch_size,
@@ -256,6 +266,7 @@ class Experiment(FrozenConfig):
             num_model_workers=self.num_training_ranks,
             initial_weights={self.roles[0]: self.trained.path},
             published_role=self.roles[0],
+            shape_by_role={role: shape for role, shape in shapes.items() if shape is not None},
             shuffle=self.dataset.shuffle,
         )
 

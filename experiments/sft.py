@@ -72,7 +72,7 @@ class SFTExperiment(Experiment):
     def initial_setup(self) -> ExperimentConfig:
         dataset = self.read_dataset()
         calls = self.calls()
-        master = self.master_spec(dataset, calls, max_head_offpolicyness=0)
+        master = self.master_spec(dataset, calls, models={"actor": self.model}, max_head_offpolicyness=0)
         role = ModelRoleSpec(
             role="actor", model=self.model.without_optimizer(), interface="sft", optimizer=self.model.optimizer
         )

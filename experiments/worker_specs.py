@@ -12,6 +12,7 @@ from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.config.model import ModelConfig, OptimizerConfig
 from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, ImportPath, RolloutConfig
 from corral.scheduling.dataflow import ModelFunctionCall
+from corral.scheduling.packing import TransformerShape
 
 
 class DatasetSpec(FrozenConfig):
@@ -76,6 +77,8 @@ class MasterWorkerSpec(FrozenConfig):
     """Weights of version 0 of every role that is trained."""
     published_role: str
     """The one of them whose weights are published: servers answer with them, and exports are copies of them."""
+    shape_by_role: dict[str, TransformerShape] = {}
+    """Sizes of each role's model, by which work is balanced; a model whose config.json does not say them is missing."""
     shuffle: bool = True
     """Whether each pass over a dataset source has an order of its own."""
 

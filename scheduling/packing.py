@@ -1,12 +1,14 @@
 """Sequence lengths -> micro-batches that fit a token budget, and parts that cost the same.
 
 pack_first_fit_decreasing   memory: no micro-batch holds more than max_tokens
-balanced_partition          time: data-parallel ranks get equal work; sequence_flops counts attention's quadratic share
+balanced_partition          time: data-parallel ranks get equal work; forward_flops counts attention's quadratic share
+partition_near_owners       time and traffic: as good as equal work, and what need not move stays where it is
 """
 
 import bisect
 import heapq
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pydantic import Field
@@ -103,26 +105,45 @@ class TransformerShape:
     hidden_size: int
     intermediate_size: int
     vocab_size: int
-    key_value_share: float = 1.0
-    """Key/value heads per attention head: 1 without grouped-query attention."""
+    attention_size: int
+    """Attention heads x size of a head; mostly, but not always, the hidden size."""
+    key_value_size: int
+    """Key/value heads x size of a head; less than `attention_size` with grouped-query attention."""
 
 
 # Balancing needs only the ratio of linear to quadratic work: where the true shape is unknown, that of a 7-billion model
 TYPICAL_SHAPE = TransformerShape(
-    num_layers=28, hidden_size=3584, intermediate_size=18944, vocab_size=152064, key_value_share=1 / 7
+    num_layers=28,
+    hidden_size=3584,
+    intermediate_size=18944,
+    vocab_size=152064,
+    attention_size=3584,
+    key_value_size=512,
 )
 
 
 def sequence_flops(length: int, *, shape: TransformerShape = TYPICAL_SHAPE) -> float:
-    """Floating-point operations of one forward pass over a sequence of `length` tokens (causal; training is 3x).
+    """Floating-point operations of one forward pass over a sequence of `length` tokens (causal; training is 3x)."""
+    return forward_flops([[length]], [shape])[0]
 
-    Per layer and token: 2 * (2 + 2 * key_value_share) * hidden^2 for the projections of queries, outputs, keys and
-    values, 6 * hidden * intermediate for the gated MLP, and 2 * length * hidden for attention (the unmasked half).
+
+def forward_flops(groups: Iterable[Sequence[int]], shapes: Sequence[TransformerShape]) -> list[float]:
+    """Floating-point operations that each group of sequences takes in one forward pass of each of these models.
+
+    Per layer and token: 4 * hidden * (attention + key_value) for the projections of queries and outputs, keys and
+    values, 6 * hidden * intermediate for the gated MLP, and 2 * length * attention for attention (the unmasked half).
+
+    Args:
+        groups: lengths in tokens.
+        shapes: a model that is trained counts three times.
     """
-    hidden = shape.hidden_size
-    linear = 4 * (1 + shape.key_value_share) * hidden**2 + 6 * hidden * shape.intermediate_size
-    per_layer = length * linear + 2 * length**2 * hidden
-    return float(shape.num_layers * per_layer + 2 * length * hidden * shape.vocab_size)
+    per_token = per_square = 0
+    for shape in shapes:
+        projections = 4 * shape.hidden_size * (shape.attention_size + shape.key_value_size)
+        mlp = 6 * shape.hidden_size * shape.intermediate_size
+        per_token += shape.num_layers * (projections + mlp) + 2 * shape.hidden_size * shape.vocab_size
+        per_square += shape.num_layers * 2 * shape.attention_size
+    return [float(per_token * sum(group) + per_square * sum(length * length for length in group)) for group in groups]
 
 
 def balanced_partition(costs: Sequence[float], *, num_parts: int) -> list[list[int]]:
@@ -135,30 +156,145 @@ def balanced_partition(costs: Sequence[float], *, num_parts: int) -> list[list[i
         `num_parts` ascending lists of indices into `costs`, each index exactly once; none is empty if there are at
         least as many items as parts. The same input gives the same parts on every rank.
     """
+    _check(costs, num_parts=num_parts)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    _fill(parts, range(len(costs)), costs)
+    _refine(parts, costs, num_exchanges=_MAX_REFINEMENTS)
+    return [sorted(part) for part in parts]
+
+
+def partition_near_owners(
+    costs: Sequence[float], owners: Sequence[int | None], *, num_parts: int, max_over_mean: float = 1.05
+) -> list[list[int]]:
+    """Split items such that each stays in the part that owns it, but for what the balance of the parts takes.
+
+    The heaviest part costs at most `max_over_mean` times the mean where the items allow it, and little is moved for
+    that: a part that is too heavy gives away no more than its excess, as far as its items add up to that.
+
+    Example:
+        partition_near_owners([5, 5, 1, 5, 4], [0, 0, 0, 1, 1], num_parts=2)    # [[0, 1], [2, 3, 4]]
+
+    Args:
+        costs: of each item.
+        owners: the part that holds each item; None for an item that no part holds.
+
+    Returns:
+        As `balanced_partition`.
+    """
+    _check(costs, num_parts=num_parts)
+    if len(owners) != len(costs):
+        raise ValueError(f"{len(costs)} items need as many owners, got {len(owners)}")
+    limit = max_over_mean * sum(costs) / num_parts
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    homeless = [index for index, owner in enumerate(owners) if owner is None]
+    for index, owner in enumerate(owners):
+        if owner is not None:
+            parts[owner].append(index)
+    for part in parts:
+        homeless += _take_excess(part, costs, limit=limit)
+    _fill(parts, homeless, costs)
+    _fill_empty(parts, costs)
+    _refine(parts, costs, num_exchanges=_MAX_REFINEMENTS + 2 * num_parts, enough=limit)
+    if _heaviest(parts, costs) > limit:
+        dealt_anew = balanced_partition(costs, num_parts=num_parts)
+        if _heaviest(dealt_anew, costs) < _heaviest(parts, costs):
+            parts = _near_owners(dealt_anew, costs, owners)
+    return [sorted(part) for part in parts]
+
+
+def _check(costs: Sequence[float], *, num_parts: int) -> None:
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, got {num_parts}")
     for index, cost in enumerate(costs):
         if not cost >= 0:
             raise ValueError(f"item {index} has the cost {cost}; costs must be 0 or more")
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    lightest = [(0.0, 0, number) for number in range(num_parts)]  # cost, items, part
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+
+
+def _load(part: Sequence[int], costs: Sequence[float]) -> float:
+    return sum(costs[index] for index in part)
+
+
+def _heaviest(parts: Sequence[Sequence[int]], costs: Sequence[float]) -> float:
+    return max(_load(part, costs) for part in parts)
+
+
+def _fill(parts: list[list[int]], items: Sequence[int], costs: Sequence[float]) -> None:
+    """Add items to the parts, the costliest first, each to the lightest part."""
+    lightest = [(_load(part, costs), len(part), number) for number, part in enumerate(parts)]
+    heapq.heapify(lightest)
+    for index in sorted(items, key=lambda index: (-costs[index], index)):
         load, count, number = lightest[0]
         parts[number].append(index)
         heapq.heapreplace(lightest, (load + costs[index], count + 1, number))
-    _refine(parts, costs)
-    return [sorted(part) for part in parts]
+
+
+def _take_excess(part: list[int], costs: Sequence[float], *, limit: float) -> list[int]:
+    """Take items out of a part until it is not above the limit; they cost little more than they have to."""
+    excess = _load(part, costs) - limit
+    kept: list[int] = []
+    taken: list[int] = []
+    for index in sorted(part, key=lambda index: (-costs[index], index)):
+        if costs[index] <= min(excess, limit):  # what is above the limit alone would be so anywhere
+            taken.append(index)
+            excess -= costs[index]
+        else:
+            kept.append(index)
+    if excess > 0 and len(kept) > 1 and costs[kept[-1]] <= limit:
+        taken.append(kept.pop())  # the cheapest of those that make up for the rest
+    part[:] = kept
+    return taken
+
+
+def _fill_empty(parts: list[list[int]], costs: Sequence[float]) -> None:
+    """Give each part an item, as far as there are any: a rank without work would still have to wait for the others."""
+    for part in parts:
+        if not part:
+            donor = max(
+                (other for other in parts if len(other) > 1), key=lambda other: _load(other, costs), default=part
+            )
+            if donor is not part:
+                smallest = min(donor, key=lambda index: (costs[index], index))
+                donor.remove(smallest)
+                part.append(smallest)
+
+
+def _near_owners(parts: Sequence[list[int]], costs: Sequence[float], owners: Sequence[int | None]) -> list[list[int]]:
+    """The same parts in the order in which the most stays with its owner, as far as taking the best first finds it."""
+    stays: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for number, part in enumerate(parts):
+        for index in part:
+            owner = owners[index]
+            if owner is not None:
+                stays[number, owner] += costs[index]
+    place_by_part: dict[int, int] = {}
+    used: set[int] = set()
+    for number, owner in sorted(stays, key=lambda pair: (-stays[pair], pair)):
+        if number not in place_by_part and owner not in used:
+            place_by_part[number] = owner
+            used.add(owner)
+    free = iter(sorted(set(range(len(parts))) - used))
+    placed: list[list[int]] = [[] for _ in parts]
+    for number, part in enumerate(parts):
+        placed[place_by_part[number] if number in place_by_part else next(free)] = part
+    return placed
 
 
 _MAX_REFINEMENTS = 64  # each one lowers the heaviest part; the first few bring nearly all of the gain
 _NOTHING = -1  # in place of an item's index: the exchange is a plain move
 
 
-def _refine(parts: list[list[int]], costs: Sequence[float]) -> None:
-    """Move or exchange items between the heaviest and the lightest part while that lowers the heaviest."""
-    loads = [sum(costs[index] for index in part) for part in parts]
-    for _ in range(_MAX_REFINEMENTS):
+def _refine(parts: list[list[int]], costs: Sequence[float], *, num_exchanges: int, enough: float = 0.0) -> None:
+    """Move or exchange items between the heaviest and the lightest part while that lowers the heaviest.
+
+    Args:
+        num_exchanges: at most.
+        enough: what the heaviest part may cost; then nothing more is moved.
+    """
+    loads = [_load(part, costs) for part in parts]
+    for _ in range(num_exchanges):
         heavy = max(range(len(parts)), key=lambda number: (loads[number], -number))
+        if loads[heavy] <= enough:
+            return
         light = min(range(len(parts)), key=lambda number: (loads[number], number))
         exchange = _best_exchange(parts[heavy], parts[light], costs, gap=loads[heavy] - loads[light])
         if exchange is None:
@@ -170,7 +306,7 @@ def _refine(parts: list[list[int]], costs: Sequence[float]) -> None:
             parts[light].remove(taken)
             parts[heavy].append(taken)
         for number in (heavy, light):
-            loads[number] = sum(costs[index] for index in parts[number])
+            loads[number] = _load(parts[number], costs)
 
 
 def _best_exchange(

@@ -1,6 +1,7 @@
 """A model on disk in Hugging Face format: directory -> the facts that submission checks, or what is missing.
 
 config.json, tokenizer.json, and the headers of the weights are read, and compared with each other; no tensor is.
+The shape of the model goes into the plan: by it the master gives all ranks equal work.
 """
 
 import json
@@ -15,6 +16,7 @@ import msgspec
 from corral.experiments.errors import ConfigProblem, display_path, show_value
 from corral.experiments.inputs.regular_file import open_regular, read_regular
 from corral.experiments.inputs.tokens import eos_token_ids
+from corral.scheduling.packing import TransformerShape
 
 _LFS_BEGINNING = b"version https://git-lfs"
 _HEADER_LENGTH_BYTES = 8  # a safetensors file starts with the length of its JSON header
@@ -23,6 +25,7 @@ _COUNTS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings",
 )  # fmt: skip
+_SHAPE_KEYS = {"num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"}
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EMBEDDINGS = "embed_tokens.weight"
 
@@ -56,12 +59,33 @@ def inspect_model(directory: Path) -> tuple[ModelFacts | None, list[ConfigProble
     return facts, problems
 
 
-def _facts(config: dict[str, Any]) -> ModelFacts:
-    def positive(key: str) -> int | None:
-        value = config.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+def transformer_shape(directory: Path) -> TransformerShape | None:
+    """The sizes that decide how much work a sequence is; None if config.json does not say all of them."""
+    config, _ = _read_config(directory)
+    counts = {key: count for key in _COUNTS if (count := _positive(config or {}, key)) is not None}
+    if not counts.keys() >= _SHAPE_KEYS:
+        return None
+    heads = counts["num_attention_heads"]
+    head_size = counts.get("head_dim", counts["hidden_size"] // heads)
+    return TransformerShape(
+        num_layers=counts["num_hidden_layers"],
+        hidden_size=counts["hidden_size"],
+        intermediate_size=counts["intermediate_size"],
+        vocab_size=counts["vocab_size"],
+        attention_size=heads * head_size,
+        key_value_size=counts.get("num_key_value_heads", heads) * head_size,
+    )
 
-    return ModelFacts(max_position_embeddings=positive("max_position_embeddings"), vocab_size=positive("vocab_size"))
+
+def _positive(config: Mapping[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _facts(config: Mapping[str, Any]) -> ModelFacts:
+    return ModelFacts(
+        max_position_embeddings=_positive(config, "max_position_embeddings"), vocab_size=_positive(config, "vocab_size")
+    )
 
 
 def _read_config(directory: Path) -> tuple[dict[str, Any] | None, list[ConfigProblem]]:

@@ -44,6 +44,16 @@ def test_plan_survives_the_round_trip_through_json(folder: Path, name: str) -> N
     assert read.to_json() == plan.to_json()
 
 
+def test_the_plan_says_the_shape_of_each_role(folder: Path) -> None:
+    config = json.loads((folder / "model" / "config.json").read_text())
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    (folder / "model" / "config.json").write_text(json.dumps(config | sizes))
+    shapes = RunPlan.from_json(_plan(folder / "ppo.yaml").to_json()).master.shape_by_role
+    assert shapes.keys() == {"actor"}
+    assert (shapes["actor"].intermediate_size, shapes["actor"].key_value_size) == (96, 32)
+
+
 def test_equal_experiments_have_equal_digests_and_others_not(folder: Path) -> None:
     assert _plan(folder / "ppo.yaml").digest == _plan(folder / "ppo.yaml").digest
     assert _plan(folder / "ppo.yaml").digest != _plan(folder / "ppo.yaml", "seed=4").digest

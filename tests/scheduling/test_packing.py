@@ -1,6 +1,8 @@
 """Packing keeps the token budget with few bins; partitions keep the work equal; both lose and repeat nothing."""
 
 import itertools
+import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,10 +10,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from corral.scheduling.packing import (
+    TYPICAL_SHAPE,
     MicroBatchSpec,
     TransformerShape,
     balanced_partition,
+    forward_flops,
     pack_first_fit_decreasing,
+    partition_near_owners,
     sequence_flops,
 )
 
@@ -107,6 +112,87 @@ def test_refinement_finds_what_longest_first_misses() -> None:
     assert balanced_partition([8, 7, 6, 5, 4], num_parts=2) == [[2, 3, 4], [0, 1]]
 
 
+owned_items = st.integers(1, 6).flatmap(
+    lambda num_parts: st.tuples(
+        st.lists(st.tuples(st.integers(0, 1000), st.none() | st.integers(0, num_parts - 1)), max_size=40),
+        st.just(num_parts),
+    )
+)
+
+
+@given(owned_items)
+def test_a_partition_near_owners_loses_nothing_and_leaves_no_part_empty(
+    situation: tuple[list[tuple[int, int | None]], int],
+) -> None:
+    items, num_parts = situation
+    parts = partition_near_owners([cost for cost, _ in items], [owner for _, owner in items], num_parts=num_parts)
+    assert len(parts) == num_parts
+    assert sorted(itertools.chain(*parts)) == list(range(len(items)))
+    assert all(part == sorted(part) for part in parts)
+    if len(items) >= num_parts:
+        assert all(parts)
+
+
+@given(owned_items)
+def test_a_partition_near_owners_is_balanced_wherever_a_new_deal_would_be(
+    situation: tuple[list[tuple[int, int | None]], int],
+) -> None:
+    items, num_parts = situation
+    costs = [cost for cost, _ in items]
+    parts = partition_near_owners(costs, [owner for _, owner in items], num_parts=num_parts)
+    anew = balanced_partition(costs, num_parts=num_parts)
+    limit = 1.05 * sum(costs) / num_parts
+    assert heaviest(parts, costs) <= max(limit, heaviest(anew, costs)) * (1 + 1e-9)
+
+
+@given(owned_items)
+def test_nothing_moves_where_the_owners_have_balanced_work(
+    situation: tuple[list[tuple[int, int | None]], int],
+) -> None:
+    items, num_parts = situation
+    costs = [cost for cost, _ in items]
+    settled = partition_near_owners(costs, [owner for _, owner in items], num_parts=num_parts)
+    owners: list[int | None] = [None] * len(items)
+    for number, part in enumerate(settled):
+        for index in part:
+            owners[index] = number
+    limit = max(1.05 * sum(costs) / num_parts, heaviest(settled, costs))
+    tolerance = limit * num_parts / sum(costs) if any(costs) else 1.05
+    assert partition_near_owners(costs, owners, num_parts=num_parts, max_over_mean=tolerance * (1 + 1e-9)) == settled
+
+
+@pytest.mark.parametrize("per_rank", [8, 16, 128])
+def test_little_more_than_the_excess_moves_for_log_normal_lengths_on_64_ranks(per_rank: int) -> None:
+    draw = random.Random(per_rank)
+    num_parts, count = 64, 64 * per_rank
+    costs = [sum(sequence_flops(int(draw.lognormvariate(7, 0.8)) + 16) for _ in range(8)) for _ in range(count)]
+    owners = [index % num_parts for index in range(count)]
+    parts = partition_near_owners(costs, owners, num_parts=num_parts)
+    limit = 1.05 * sum(costs) / num_parts
+    assert heaviest(parts, costs) <= limit
+    moved = sum(costs[index] for number, part in enumerate(parts) for index in part if owners[index] != number)
+    held = [sum(costs[index] for index in range(number, count, num_parts)) for number in range(num_parts)]
+    excess = sum(max(0.0, load - limit) for load in held)
+    assert excess <= moved <= 2 * excess
+    anew = balanced_partition(costs, num_parts=num_parts)
+    moved_anew = sum(costs[index] for number, part in enumerate(anew) for index in part if owners[index] != number)
+    assert moved < moved_anew / 10
+
+
+def heaviest(parts: list[list[int]], costs: list[int] | list[float]) -> float:
+    return max(sum(costs[index] for index in part) for part in parts)
+
+
+def test_partitions_near_owners_match_the_documented_example_and_keep_what_is_too_large_anywhere() -> None:
+    assert partition_near_owners([5, 5, 1, 5, 4], [0, 0, 0, 1, 1], num_parts=2) == [[0, 1], [2, 3, 4]]
+    assert partition_near_owners([100, 30, 30], [1, 1, 0], num_parts=2) == [[1, 2], [0]]
+
+
+def test_every_item_needs_an_owner_or_none() -> None:
+    with pytest.raises(ValueError, match="2 items need as many owners, got 1"):
+        partition_near_owners([1, 2], [0], num_parts=2)
+
+
 def test_work_is_balanced_by_attention_and_not_by_tokens() -> None:
     lengths = [100_000] + [10_000] * 10
     by_tokens = balanced_partition(lengths, num_parts=2)
@@ -118,9 +204,19 @@ def test_work_is_balanced_by_attention_and_not_by_tokens() -> None:
 
 
 def test_flops_are_counted_as_by_hand() -> None:
-    shape = TransformerShape(num_layers=2, hidden_size=8, intermediate_size=16, vocab_size=32, key_value_share=0.5)
-    projections = 2 * (8 * 8 + 8 * 4 + 8 * 4 + 8 * 8)
+    shape = TransformerShape(
+        num_layers=2, hidden_size=8, intermediate_size=16, vocab_size=32, attention_size=12, key_value_size=4
+    )
+    projections = 2 * (8 * 12 + 8 * 4 + 8 * 4 + 12 * 8)
     mlp = 2 * 3 * 8 * 16
     attention_pairs = 10 * 10 / 2
-    attention = 2 * 2 * 8 * attention_pairs
+    attention = 2 * 2 * 12 * attention_pairs
     assert sequence_flops(10, shape=shape) == 2 * (10 * (projections + mlp) + attention) + 10 * 2 * 8 * 32
+
+
+def test_groups_take_what_their_sequences_take_in_each_model() -> None:
+    other = replace(TYPICAL_SHAPE, hidden_size=896, attention_size=1024)
+    groups = [[10, 2000, 7], [], [31]]
+    assert forward_flops(groups, [TYPICAL_SHAPE, other, other]) == [
+        pytest.approx(sum(sequence_flops(n) + 2 * sequence_flops(n, shape=other) for n in group)) for group in groups
+    ]

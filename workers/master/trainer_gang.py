@@ -17,7 +17,7 @@ from typing import Self
 
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.dataflow import CallType, DataflowGraph, ModelFunctionCall
-from corral.scheduling.packing import balanced_partition, sequence_flops
+from corral.scheduling.packing import TYPICAL_SHAPE, forward_flops, partition_near_owners
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.redistribution import Demand
 from corral.workers.checkpoint.durable_file import FileEntry
@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 _CONTROL_DEADLINE_S = 60.0
 _REPORTING_RANK = 0  # statistics are those of the global batch on every rank, so that one says them for all
+_TRAINING_FORWARDS = 3  # a backward pass takes as much as two forward passes
 _DEATH_NOTICE_S = 4.0  # longer than the stream gives a worker that has disconnected to come back
 
 
@@ -229,11 +230,16 @@ class TrainerGang:
         return []
 
     def _balance(self, samples: Sequence[BufferedSample]) -> list[list[str]]:
-        """The uids of each data-parallel rank, such that all have the same work."""
+        """The uids of each data-parallel rank, such that all have the same work, and little has to move for that."""
         if len(self._workers) == 1:
             return [[sample.uid for sample in samples]]
-        costs = [float(sum(sequence_flops(length) for length in sample.num_tokens)) for sample in samples]
-        parts = balanced_partition(costs, num_parts=len(self._workers))
+        shapes = [
+            self._spec.shape_by_role.get(call.role, TYPICAL_SHAPE)
+            for call in self.graph.calls
+            for _ in range(_TRAINING_FORWARDS if call.call_type is CallType.TRAIN_STEP else 1)
+        ]
+        costs = forward_flops((sample.num_tokens for sample in samples), shapes)
+        parts = partition_near_owners(costs, [sample.owner for sample in samples], num_parts=len(self._workers))
         return [[samples[index].uid for index in part] for part in parts]
 
     def _samples(self, replies: Mapping[str, ReplyPayload]) -> list[BufferedSample]:
