@@ -85,7 +85,12 @@ _WHICH: dict[str, slice] = {"newest": slice(-1, None), "older": slice(None, -1),
 
 def _checkpoint_cases() -> Iterator[Case]:
     expected = {"newest": Outcome.FALLS_BACK, "older": Outcome.GOES_ON, "all": Outcome.REFUSED}
-    for pattern in ("train_state-*.safetensors", "weights/model.safetensors", "ledger.json", "manifest.json"):
+    for pattern in (
+        "state/actor/train_state-*.safetensors",
+        "weights/model.safetensors",
+        "ledger.json",
+        "manifest.json",
+    ):
         for which, place in _WHICH.items():
             for damage in DAMAGES:
                 yield Case(

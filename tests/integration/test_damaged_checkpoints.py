@@ -50,7 +50,7 @@ def test_a_trial_falls_back_past_a_damaged_checkpoint_and_goes_on(start_trial: C
 def damage_newest_state(trial: Trial) -> None:
     history = History.of(trial)
     directory = trial.directory.path / history.entries[history.last_commit()]["directory"]
-    (shard,) = directory.glob("train_state-*.safetensors")
+    (shard,) = directory.glob("state/actor/train_state-*.safetensors")
     flip(shard)
 
 

@@ -103,6 +103,19 @@ def test_going_back_to_an_earlier_commit_asks_everybody_again() -> None:
     assert admission.allocate(WORKER, "0:c").order is None
 
 
+def test_a_version_that_was_lost_and_made_again_leaves_no_place_taken() -> None:
+    admission = opened(batch_size=1, eta=0)
+    for step, uid in enumerate(["0:a", "0:b"]):  # 1.1 was published, then lost before its commit
+        admission.at_version(PolicyVersion(1, step), consumed=0, workers=[WORKER])
+        assert admission.allocate(WORKER, uid).order == step
+        admission.finish(WORKER, uid, delivered=True)
+    # The manager was busy while the trainer stood at step 0 again: it sees 2.1 next.
+    admission.at_version(PolicyVersion(2, 1), consumed=0, workers=[WORKER])
+    assert admission.allocate(WORKER, "0:c").order is None
+    assert admission.allocate(WORKER, "0:b").order == 2  # what 1.1 has made was rejected: its prompt comes again
+    assert admission.allocate(WORKER, "0:c").order is None
+
+
 @given(
     st.lists(st.tuples(st.sampled_from(["allocate", "finish", "drop", "die", "step"]), st.integers(0, 9)), max_size=60)
 )

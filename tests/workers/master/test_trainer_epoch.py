@@ -145,6 +145,58 @@ def test_an_arrival_and_a_death_end_the_wait_for_a_batch(tmp_path: Path, monkeyp
     assert source.num_polls == 2
 
 
+# --- publication and commit ------------------------------------------------------------------------------------------
+
+
+def test_weights_are_published_before_the_commit_that_covers_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    seen: list[tuple[str, int]] = []
+
+    def look(name: str) -> None:
+        if name == "save_state":
+            seen.append((gang.published(), len(TrialLog(trial.log_path).read().commits)))
+
+    gang = Gang(at_call=look)
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    assert seen == [(f"1.{step}", step - 1) for step in range(1, NUM_STEPS + 1)]
+
+
+def test_what_is_published_and_lost_before_its_commit_gets_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+
+    def die(name: str) -> None:
+        if name == "save_state" and lost.published() == "1.3":
+            raise KilledError(name)
+
+    lost, next_one = Gang(at_call=die), Gang()
+    with pytest.raises(KilledError):
+        run_master(plan, trial, lost, monkeypatch)
+    versions: list[str] = []
+    next_one.at_call = lambda name: versions.append(next_one.published()) if name != "initialize" else None
+    assert run_master(plan, trial, next_one, monkeypatch) == WorkerExit.DONE
+    assert list(dict.fromkeys(versions)) == ["1.2", "2.3", "2.4", "2.5"]
+    assert lost.trained[2] == next_one.trained[0]  # the batch of the lost step, once
+    assert ledger_of(trial).trained_count == 8 * NUM_STEPS
+    assert "v00000003-e1" not in {path.name for path in trial.weights_path.iterdir()}
+
+
+def test_a_master_that_was_replaced_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, trial = trial_of(tmp_path)
+
+    def replace(name: str) -> None:
+        if name == "save_weights":
+            TrialLog(trial.log_path).claim("its successor")
+
+    gang = Gang(at_call=replace)
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.SUPERSEDED
+    assert gang.published() == "0.0"
+    assert not list(trial.weights_path.glob("*/manifest.json"))
+
+
 # --- lines of metrics and samples -----------------------------------------------------------------------------------
 
 

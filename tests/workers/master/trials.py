@@ -4,6 +4,7 @@ trial_of(folder) --run_master(trial, gang)--> exit code     gang: what the model
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,8 +59,14 @@ class Gang:
     workers: tuple[str, ...] = ("model_worker/0",)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def __call__(self, context: object, spec: object, graph: object, *, epoch: int) -> Self:
+    def __call__(self, context: WorkerContext, spec: object, graph: object, *, epoch: int) -> Self:
+        self.context = context
         return self
+
+    def published(self) -> str:
+        """The version that the manager sees."""
+        record = self.context.names.get(self.context.keys.policy_version())
+        return str(json.loads(record)["version"])
 
     async def __aenter__(self) -> Self:
         return self
