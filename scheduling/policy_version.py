@@ -2,7 +2,8 @@
 
 A failure may take the trainer back to its last commit. The steps after it are trained again by a new epoch and give
 other weights under the same step number, so a version is the pair (epoch, step), written "3.17". Versions of a lost
-branch are orphans: they are never compared with living ones by number alone.
+branch are orphans: they are never compared with living ones by number alone. Weights are published before the commit
+that covers them, so servers may hold an orphan, and samples may have been made by one.
 
     commits:   (epoch 1, step 2)   (epoch 1, step 4)        (epoch 3, step 6)
     lineage:   0.0  1.1  1.2       1.3  1.4                 3.5  3.6        then, in epoch 4: 4.7, 4.8 ...
