@@ -15,7 +15,6 @@ A worker is known from its Hello on:
 """
 
 import asyncio
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
@@ -33,7 +32,7 @@ from corral.workers.requests.messages import (
     StaleReply,
     WorkerRequest,
 )
-from corral.workers.streams.calls import ErrorReply, PendingCalls, RequestId, remote_error
+from corral.workers.streams.calls import ErrorReply, PendingCalls, RequestId, mark_seen, remote_error
 from corral.workers.streams.closing import Closing
 from corral.workers.streams.codec import Buffer, Message, MessageCodec
 from corral.workers.streams.errors import (
@@ -41,6 +40,7 @@ from corral.workers.streams.errors import (
     PeerDeadError,
     StaleEpochError,
     StreamClosedError,
+    StreamError,
     StreamTimeoutError,
 )
 from corral.workers.streams.router import Peer, RouterEndpoint
@@ -68,10 +68,24 @@ class _Worker:
 
 
 class PendingReplies:
-    """Replies that are on their way, of one request to some workers."""
+    """Replies that are on their way, of one request to some workers. Belongs to the client's loop."""
 
-    def __init__(self, future_by_worker: Mapping[str, "asyncio.Future[ReplyPayload]"]) -> None:
-        self._future_by_worker = dict(future_by_worker)
+    def __init__(self, workers: Iterable[str]) -> None:
+        self._missing = dict.fromkeys(workers)
+        self._workers = tuple(self._missing)
+        self._ended: dict[str, ReplyPayload | None] = {}
+        self._deadline: asyncio.TimerHandle | None = None
+        self._watchers: list[Callable[[str, ReplyPayload | None], None]] = []
+        # One future for all of them: a future and a deadline per worker would cost more than the messages.
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._done.add_done_callback(mark_seen)
+        if not self._missing:
+            self._done.set_result(None)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The workers of which neither a payload nor an error has come."""
+        return tuple(self._missing)
 
     async def results(self) -> dict[str, ReplyPayload]:
         """Every worker's payload, or the first error.
@@ -82,18 +96,52 @@ class PendingReplies:
             PeerDeadError: if a worker's process is gone.
             StreamTimeoutError: if a worker did not answer before the deadline.
         """
-        replies = await asyncio.gather(*self._future_by_worker.values())
-        return dict(zip(self._future_by_worker, replies, strict=True))
+        await self._done
+        return {worker: payload for worker in self._workers if (payload := self._ended[worker]) is not None}
 
     def on_each(self, callback: Callable[[str, ReplyPayload | None], None]) -> None:
         """Call this with each worker and its payload as it comes; None instead of an error, which `results` raises."""
+        for worker, payload in self._ended.items():
+            callback(worker, payload)
+        self._watchers.append(callback)
 
-        def done(worker: str, future: "asyncio.Future[ReplyPayload]") -> None:
-            is_error = future.cancelled() or future.exception() is not None
-            callback(worker, None if is_error else future.result())
+    def expire_by(self, deadline: asyncio.TimerHandle) -> None:
+        """This timer ends what is missing by then; once nothing is, it is cancelled."""
+        self._deadline = deadline
+        if not self._missing:
+            deadline.cancel()
 
-        for worker, future in self._future_by_worker.items():
-            future.add_done_callback(functools.partial(done, worker))
+    def end(self, worker: str, payload: ReplyPayload | None, error: StreamError | None = None) -> bool:
+        """What has come of a worker, once; False if nobody waits for it any more."""
+        if worker not in self._missing:
+            return False
+        del self._missing[worker]
+        self._ended[worker] = payload
+        is_awaited = not self._done.cancelled()
+        if not self._done.done():
+            if error is not None:
+                self._done.set_exception(error)
+            elif not self._missing:
+                self._done.set_result(None)
+        if not self._missing and self._deadline is not None:
+            self._deadline.cancel()
+        for callback in self._watchers:
+            callback(worker, payload)
+        return is_awaited
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """One worker's part of what is on its way."""
+
+    replies: PendingReplies
+    worker: str
+
+    def settle(self, reply: ReplyPayload) -> bool:
+        return self.replies.end(self.worker, reply)
+
+    def fail(self, error: StreamError) -> bool:
+        return self.replies.end(self.worker, None, error)
 
 
 class RequestClient(Closing):
@@ -212,7 +260,7 @@ class RequestClient(Closing):
         request_id = RequestId(self._epoch, next(self._sequence))
         level = next(self._level) if flush else None
         frames_by_content: dict[Hashable, list[Buffer]] = {}
-        futures: dict[str, asyncio.Future[ReplyPayload]] = {}
+        replies = PendingReplies(requests)
         for worker, request in requests.items():
             before, after = pre_hooks.get(worker, ()), post_hooks.get(worker, ())
             starts = () if level is None else self._take_unflushed(worker, request_id)
@@ -223,9 +271,9 @@ class RequestClient(Closing):
                 frames_by_content[content] = self._codec.encode(
                     body, epoch=self._epoch, request_id=str(request_id), deadline_s=deadline_s
                 )
-            frames = frames_by_content[content]
-            futures[worker] = self._ask(worker, request_id, request, frames, deadline_s=deadline_s, is_flushed=flush)
-        return PendingReplies(futures)
+            self._ask(request_id, request, frames_by_content[content], _Share(replies, worker), is_flushed=flush)
+        replies.expire_by(self._loop.call_later(deadline_s, self._expire, request_id, replies, deadline_s))
+        return replies
 
     async def flush(self, *, deadline_s: float) -> None:
         """Let every worker start the blocking requests that were posted to it since the last flush.
@@ -254,33 +302,31 @@ class RequestClient(Closing):
         """What a flush of now names for this worker: what was posted since the last one, and these."""
         worker = self._worker_by_id.get(worker_id)
         unflushed: list[RequestId] = []
-        if worker is not None:
+        if worker is not None and worker.unflushed:
             # What nobody waits for any more, because of an error or a deadline, need not start.
             unflushed = [request_id for request_id in worker.unflushed if request_id in worker.pending]
             worker.unflushed = []
         return tuple(str(request_id) for request_id in (*unflushed, *more))
 
     def _ask(
-        self,
-        worker_id: str,
-        request_id: RequestId,
-        request: Request,
-        frames: list[Buffer],
-        *,
-        deadline_s: float,
-        is_flushed: bool,
-    ) -> "asyncio.Future[ReplyPayload]":
+        self, request_id: RequestId, request: Request, frames: list[Buffer], share: _Share, *, is_flushed: bool
+    ) -> None:
         asked = f"{type(request).__name__} {request_id}"
-        worker = self._worker_by_id.get(worker_id)
+        worker = self._worker_by_id.get(share.worker)
         if worker is None:
-            return _failed(PeerDeadError(f"{worker_id} got {asked} but has not said hello; wait_for_workers first"))
+            share.fail(PeerDeadError(f"{share.worker} got {asked} but has not said hello; wait_for_workers first"))
+            return
         if worker.is_dead:
-            return _failed(_dead(worker.hello, asked))
-        future = worker.pending.start(request_id, frames, asked=asked, deadline_s=deadline_s)
-        if isinstance(request, BlockingRequest) and not is_flushed:
+            share.fail(_dead(worker.hello, asked))
+            return
+        worker.pending.start(request_id, frames, asked=asked, waiter=share)
+        if not is_flushed and isinstance(request, BlockingRequest):
             worker.unflushed.append(request_id)
         self._send(worker, frames)
-        return future
+
+    def _expire(self, request_id: RequestId, replies: PendingReplies, deadline_s: float) -> None:
+        for worker_id in replies.missing:
+            self._worker_by_id[worker_id].pending.expire(request_id, deadline_s)
 
     def _send(self, worker: _Worker, frames: list[Buffer]) -> None:
         if worker.identity is None:
@@ -363,11 +409,3 @@ def _dead(hello: Hello, asked: str) -> PeerDeadError:
     return PeerDeadError(
         f"{hello.worker} (pid {hello.pid}) died before it answered {asked}; see the end of its log for the reason"
     )
-
-
-def _failed(error: PeerDeadError) -> "asyncio.Future[ReplyPayload]":
-    """The answer to a request that cannot be sent."""
-    future: asyncio.Future[ReplyPayload] = asyncio.get_running_loop().create_future()
-    future.set_exception(error)
-    future.exception()  # seen: nobody has to await it
-    return future

@@ -5,10 +5,10 @@ responder  ReplyCache    request id -> reply frames    who asks again gets the s
 
 A call ends once; what comes for it afterwards is late.
 
-    start() --reply---------------------------> settle()
-            --error reply, dead peer, closed--> fail()
-            --after deadline_s----------------> StreamTimeoutError
+    start() --reply---------------------------> settle() -+
+            --error reply, dead peer, closed--> fail()   -+-> its Waiter, or the future of ask()
             --its caller was cancelled--------> forget()
+    ask()   --after deadline_s----------------> StreamTimeoutError
 """
 
 import asyncio
@@ -16,13 +16,14 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from corral.workers.streams.codec import Buffer, MessageBody
 from corral.workers.streams.errors import MalformedMessageError, RemoteError, StreamError, StreamTimeoutError
 
 RequestIdT = TypeVar("RequestIdT", bound=Hashable)
 ReplyT = TypeVar("ReplyT")
+ReplyT_contra = TypeVar("ReplyT_contra", contravariant=True)
 
 
 class RequestId(NamedTuple):
@@ -51,14 +52,40 @@ class RequestId(NamedTuple):
         return cls(int(epoch), int(sequence))
 
 
+class Waiter(Protocol[ReplyT_contra]):
+    """Whoever hears how one call ends; False if nobody wants to know any more."""
+
+    def settle(self, reply: ReplyT_contra) -> bool: ...
+
+    def fail(self, error: StreamError) -> bool: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Call(Generic[ReplyT]):
     """A request that was not answered yet."""
 
     asked: str
     frames: list[Buffer]
+    waiter: Waiter[ReplyT]
+
+
+@dataclass(frozen=True, slots=True)
+class _FutureWaiter(Generic[ReplyT]):
+    """A future that is awaited, or not."""
+
     future: asyncio.Future[ReplyT]
-    timer: asyncio.TimerHandle
+
+    def settle(self, reply: ReplyT) -> bool:
+        if self.future.done():
+            return False
+        self.future.set_result(reply)
+        return True
+
+    def fail(self, error: StreamError) -> bool:
+        if self.future.done():
+            return False
+        self.future.set_exception(error)
+        return True
 
 
 class PendingCalls(Generic[RequestIdT, ReplyT]):
@@ -66,7 +93,7 @@ class PendingCalls(Generic[RequestIdT, ReplyT]):
 
     Example:
         pending: PendingCalls[str, Sum] = PendingCalls(lambda: "gserver_manager")
-        future = pending.start("a:1", frames, asked="Add", deadline_s=30)
+        future = pending.ask("a:1", frames, asked="Add", deadline_s=30)
         pending.settle("a:1", Sum(2))  # by whoever receives
         await future  # Sum(2)
     """
@@ -79,39 +106,49 @@ class PendingCalls(Generic[RequestIdT, ReplyT]):
     def __contains__(self, request_id: RequestIdT) -> bool:
         return request_id in self._call_by_id
 
-    def start(
-        self, request_id: RequestIdT, frames: list[Buffer], *, asked: str, deadline_s: float
-    ) -> asyncio.Future[ReplyT]:
-        """Remember a request, which the caller sends; the future is its reply, or why there is none.
+    def start(self, request_id: RequestIdT, frames: list[Buffer], *, asked: str, waiter: Waiter[ReplyT]) -> None:
+        """Remember a request, which the caller sends and sets a deadline for.
 
         Args:
             asked: what is asked, for messages.
-            deadline_s: from now; then the future is a `StreamTimeoutError`.
+            waiter: hears of the reply, or why there is none.
         """
+        self._call_by_id[request_id] = _Call(asked, frames, waiter)
 
-        def late(asked: str) -> StreamTimeoutError:
-            return StreamTimeoutError(f"{self._describe_peer()} did not answer {asked} within {deadline_s:.1f} s")
-
+    def ask(
+        self, request_id: RequestIdT, frames: list[Buffer], *, asked: str, deadline_s: float
+    ) -> asyncio.Future[ReplyT]:
+        """As `start`, for one who waits for this reply alone; after `deadline_s` it is a `StreamTimeoutError`."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ReplyT] = loop.create_future()
-        future.add_done_callback(_mark_seen)
-        timer = loop.call_later(deadline_s, self.fail, request_id, late)
-        self._call_by_id[request_id] = _Call(asked, frames, future, timer)
+        timer = loop.call_later(deadline_s, self.expire, request_id, deadline_s)
+
+        def done(future: asyncio.Future[ReplyT]) -> None:
+            timer.cancel()
+            mark_seen(future)
+
+        future.add_done_callback(done)
+        self.start(request_id, frames, asked=asked, waiter=_FutureWaiter(future))
         return future
+
+    def expire(self, request_id: RequestIdT, deadline_s: float) -> None:
+        """It was to be answered within so many seconds, which are over."""
+        self.fail(
+            request_id,
+            lambda asked: StreamTimeoutError(
+                f"{self._describe_peer()} did not answer {asked} within {deadline_s:.1f} s"
+            ),
+        )
 
     def settle(self, request_id: RequestIdT, reply: ReplyT) -> bool:
         """The peer has answered; False if nobody waits for it (any more)."""
-        call = self._take(request_id)
-        if call is not None:
-            call.future.set_result(reply)
-        return call is not None
+        call = self._call_by_id.pop(request_id, None)
+        return call is not None and call.waiter.settle(reply)
 
     def fail(self, request_id: RequestIdT, error_of: Callable[[str], StreamError]) -> bool:
         """There will be no reply, but an error made of what was asked; False if nobody waits for it (any more)."""
-        call = self._take(request_id)
-        if call is not None:
-            call.future.set_exception(error_of(call.asked))
-        return call is not None
+        call = self._call_by_id.pop(request_id, None)
+        return call is not None and call.waiter.fail(error_of(call.asked))
 
     def fail_all(self, error_of: Callable[[str], StreamError]) -> None:
         """As `fail`, for every request."""
@@ -120,22 +157,14 @@ class PendingCalls(Generic[RequestIdT, ReplyT]):
 
     def forget(self, request_id: RequestIdT) -> None:
         """Nobody waits for the reply any more, if it has not come."""
-        self._take(request_id)
+        self._call_by_id.pop(request_id, None)
 
     def frames(self) -> list[list[Buffer]]:
         """What a peer that is connected anew must be told again, in order."""
         return [call.frames for call in self._call_by_id.values()]
 
-    def _take(self, request_id: RequestIdT) -> _Call[ReplyT] | None:
-        """A call that ends now; None if it has ended before, or its caller was cancelled."""
-        call = self._call_by_id.pop(request_id, None)
-        if call is None:
-            return None
-        call.timer.cancel()
-        return None if call.future.done() else call
 
-
-def _mark_seen(future: asyncio.Future[ReplyT]) -> None:
+def mark_seen(future: asyncio.Future[ReplyT]) -> None:
     """Whoever awaits the reply gets the error; nobody has to."""
     if not future.cancelled():
         future.exception()

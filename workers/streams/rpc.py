@@ -165,7 +165,7 @@ class AsyncRequestClient(AsyncClosing, Generic[RequestT, ReplyT]):
         self._link.raise_failure()
         request_id = f"{self._client_id}:{next(self._sequence)}"
         frames = self._codec.encode(body, epoch=0, request_id=request_id, deadline_s=deadline_s)
-        future = self._pending.start(request_id, frames, asked=type(body).__name__, deadline_s=deadline_s)
+        future = self._pending.ask(request_id, frames, asked=type(body).__name__, deadline_s=deadline_s)
         self._link.send(frames)
         try:
             return await future

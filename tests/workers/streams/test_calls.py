@@ -26,7 +26,7 @@ def with_pending(test: Callable[[Pending], Awaitable[None]]) -> None:
 
 
 def start(pending: Pending, request_id: int, *, deadline_s: float = 100.0) -> asyncio.Future[str]:
-    return pending.start(request_id, [b"%d" % request_id], asked=f"Add {request_id}", deadline_s=deadline_s)
+    return pending.ask(request_id, [b"%d" % request_id], asked=f"Add {request_id}", deadline_s=deadline_s)
 
 
 def dead(asked: str) -> PeerDeadError:
