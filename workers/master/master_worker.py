@@ -113,6 +113,7 @@ from corral.workers.lifecycle.worker import (
     run_async,
 )
 from corral.workers.master.epoch_parts import EpochParts
+from corral.workers.master.garbage import rare_collections
 from corral.workers.master.sample_source import DatasetSource, SampleSource, TrajectorySource
 from corral.workers.master.sequence_buffer import SequenceBuffer
 from corral.workers.master.trainer_epoch import NotFiniteError, Outcome, TrainerEpoch
@@ -137,7 +138,8 @@ class MasterWorker(Worker):
 
     def run(self) -> None:
         try:
-            run_async(self._main(), self.context.stopping)
+            with rare_collections():
+                run_async(self._main(), self.context.stopping)
         except (SupersededError, StaleEpochError) as error:  # the log says so, or a model worker that has read it
             raise SupersededWorkerError(str(error)) from error
         except NoValidCheckpointError as error:

@@ -47,12 +47,13 @@ class SequenceBuffer:
     is_consumed: Callable[[str], bool]
     """Whether a uid is in the ledger already (trained or dropped, committed or not)."""
     samples: dict[str, BufferedSample] = field(default_factory=dict)
-    located: dict[str, dict[str, set[int]]] = field(default_factory=dict)
-    """uid -> key -> ranks that hold it."""
+    located: dict[str, dict[str, frozenset[int]]] = field(default_factory=dict)
+    """uid -> key -> ranks that hold it; samples that are in the same places share one set of them."""
     duplicates: int = 0
     """Samples that arrived a second time and were turned away."""
     _copies: dict[str, set[int]] = field(default_factory=dict)
     """Ranks where a second copy of a sample has arrived, which is neither read nor counted."""
+    _set_by_rank: dict[int, frozenset[int]] = field(default_factory=dict)
 
     def put(self, sample: BufferedSample) -> bool:
         """Take a sample in; False if it is here or consumed already: the copy that came first counts.
@@ -66,20 +67,20 @@ class SequenceBuffer:
                 self._copies.setdefault(sample.uid, set()).add(sample.owner)
             return False
         self.samples[sample.uid] = sample
-        self.located[sample.uid] = {key: {sample.owner} for key in sample.keys}
+        self.located[sample.uid] = dict.fromkeys(sample.keys, self._only(sample.owner))
         return True
 
     def amend(self, keys: Iterable[str], ranks_by_uid: Mapping[str, int]) -> None:
         """Record that `keys` now exist for each uid on the rank that computed them."""
         names = list(keys)
         for uid, rank in ranks_by_uid.items():
-            ranks_by_key = self.located[uid]
+            ranks_by_key, only = self.located[uid], self._only(rank)
             for key in names:
-                ranks_by_key.setdefault(key, set()).add(rank)
+                ranks_by_key[key] = ranks_by_key[key] | only if key in ranks_by_key else only
 
     def moved(self, uid: str, key: str, ranks: Iterable[int]) -> None:
         """Record that a transfer has put (uid, key) on further ranks."""
-        self.located[uid][key].update(ranks)
+        self.located[uid][key] = self.located[uid][key].union(ranks)
 
     def release(self, uids: Iterable[str]) -> dict[int, list[str]]:
         """Forget samples: trained, stale, or given up. Returns what each rank has to forget, by rank."""
@@ -89,7 +90,10 @@ class SequenceBuffer:
             if sample is None:
                 continue
             # The owner may hold no key of it, but remembers who sent it.
-            ranks = {sample.owner}.union(self._copies.pop(uid, ()), *self.located.pop(uid).values())
+            ranks = {sample.owner}.union(self._copies.pop(uid, ()), *set(self.located.pop(uid).values()))
             for rank in ranks:
                 uids_by_rank[rank].append(uid)
         return dict(uids_by_rank)
+
+    def _only(self, rank: int) -> frozenset[int]:
+        return self._set_by_rank.setdefault(rank, frozenset((rank,)))

@@ -1,6 +1,6 @@
 """TrainerGang: what the master asks of all model workers together, in the words of one train step.
 
-    run_step(batch) ──► level by level of the dataflow graph: post every call, flush, await ──► amend ──► statistics
+    run_step(batch) ──► level by level of the dataflow graph: post every call, await ──► amend ──► statistics
                               │
                               └─ for each call: balance the batch over data-parallel ranks, plan who gives what to whom
 
@@ -145,17 +145,14 @@ class TrainerGang:
         moved_bytes = 0
         for level in self.graph.levels:
             calls = [self.graph.call(name) for name in level]
-            is_alone = len(calls) == 1  # then the flush rides with it, and costs no message
             # Planned one after the other: what one call brings to a rank, the next one finds there.
             transfers = [self._transfers.plan(_demands(call, partition), buffer) for call in calls]
             moved_bytes += sum(of_call.size_bytes for of_call in transfers)
             given = [self._post_gives(of_call) for of_call in transfers]
             pending = [
-                self._post_call(call, partition, of_call, step=step, flush=is_alone)
+                self._post_call(call, partition, of_call, step=step)
                 for call, of_call in zip(calls, transfers, strict=True)
             ]
-            if not is_alone:
-                await self._flush()
             for gives in given:  # a rank that lacks what it is to give says so, and nobody waits for it in vain
                 await self._guard(gives)
             for call, replies in zip(calls, pending, strict=True):
@@ -195,7 +192,6 @@ class TrainerGang:
         transfers: Transfers,
         *,
         step: int,
-        flush: bool,
     ) -> PendingReplies:
         """Send every rank its own share of a call, and what it has to take for it."""
         requests: dict[str, Request] = {}
@@ -209,7 +205,7 @@ class TrainerGang:
             requests,
             deadline_s=self._step_timeout_s,
             pre_hooks={self._workers[rank]: [hook] for rank, hook in transfers.takes.items()},
-            flush=flush,
+            flush=True,
         )
 
     def _post_gives(self, transfers: Transfers) -> PendingReplies:
@@ -262,12 +258,6 @@ class TrainerGang:
         """Non-blocking requests to some ranks."""
         by_worker = {self._workers[rank]: request for rank, request in requests.items()}
         return await self._guard(self._client.post(by_worker, deadline_s=_CONTROL_DEADLINE_S))
-
-    async def _flush(self) -> None:
-        try:
-            await self._client.flush(deadline_s=_CONTROL_DEADLINE_S)
-        except (PeerDeadError, StreamTimeoutError) as error:
-            raise GangLostError(str(error)) from error
 
     async def _guard(self, pending: PendingReplies) -> dict[str, ReplyPayload]:
         try:
