@@ -1,0 +1,255 @@
+"""What a train step costs the master itself: real requests over real sockets to ranks that do not compute.
+
+    python benchmarks/control_plane.py [--ranks 64 256 1024] [--samples 8192] [--answers 8] [--steps 4] [--profile]
+
+The master's own code runs here: request stream with CURVE, trainer gang, sequence buffer, trajectory source, with the
+graph actor_inf, ref_inf -> actor_train of a real plan. The ranks of `stub_ranks.py` live in other processes, a
+connection each. Per step it prints CPU seconds of the whole master process and of its event loop's thread, their share
+of a step of 30 s, and the bytes that went to the ranks and came from them:
+
+    the same batch on more ranks                 what a rank costs
+    a batch that grows with the ranks            what a sample costs besides
+    the same, where each sample arrives alone    the most that arrivals can cost
+
+Apart from that: the CPU seconds of the start, with a CURVE handshake per rank.
+"""
+
+import argparse
+import asyncio
+import cProfile
+import json
+import pstats
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.memory_growth import MAKE_INPUTS  # noqa: E402 - found through the line above
+from benchmarks.stub_ranks import TRIAL  # noqa: E402
+from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan  # noqa: E402
+from corral.experiments.registry import load_experiment  # noqa: E402
+from corral.experiments.trial.directory import TrialDirectory  # noqa: E402
+from corral.experiments.trial.secrets import TrialSecrets  # noqa: E402
+from corral.experiments.trial.worker_record import WorkerRecord  # noqa: E402
+from corral.experiments.worker_specs import MasterWorkerSpec  # noqa: E402
+from corral.name_resolve import MemoryNameService, TrialKeys  # noqa: E402
+from corral.scheduling.dataflow import build_dataflow  # noqa: E402
+from corral.scheduling.policy_version import Lineage  # noqa: E402
+from corral.workers.lifecycle.presence import Presence  # noqa: E402
+from corral.workers.lifecycle.worker import WorkerContext  # noqa: E402
+from corral.workers.master.garbage import rare_collections  # noqa: E402
+from corral.workers.master.sample_source import TrajectorySource  # noqa: E402
+from corral.workers.master.sequence_buffer import SequenceBuffer  # noqa: E402
+from corral.workers.master.trainer_gang import TrainerGang  # noqa: E402
+from corral.workers.streams.security import StreamSecurity  # noqa: E402
+
+RANKS_PER_PROCESS = 128
+STEP_S = 30.0
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is measured."""
+
+    num_ranks: int
+    samples: int
+    """Of one step, over all ranks."""
+    answers: int
+    is_alone: bool = False
+    """Whether each sample arrives by itself."""
+
+
+@dataclass
+class Cost:
+    """CPU seconds and bytes of the master."""
+
+    startup_s: float = 0.0
+    process_s: list[float] = field(default_factory=list)
+    """Per step, over all threads."""
+    loop_s: list[float] = field(default_factory=list)
+    """Per step, of the event loop's thread."""
+    sent_bytes: float = 0.0
+    received_bytes: float = 0.0
+
+
+def main() -> None:
+    """Measure all loads and print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--samples", type=int, default=8192, help="of one step on the largest number of ranks")
+    parser.add_argument("--answers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--profile", action="store_true", help="print where the largest load spends the loop's time")
+    options = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    most = max(options.ranks)
+    print(
+        f"{'RANKS':>6}{'SAMPLES':>9}{'CPU/STEP':>11}{'LOOP':>9}{'OF 30 s':>9}{'SENT':>11}{'RECEIVED':>11}{'START':>9}"
+    )
+    with tempfile.TemporaryDirectory(prefix="corral-control-") as folder:
+        subprocess.run([sys.executable, "-c", MAKE_INPUTS, folder, "512"], check=True)
+        for title, growing, is_alone in (
+            ("the same batch on more ranks", False, False),
+            ("a batch that grows with the ranks", True, False),
+            ("the same, each sample arriving alone", True, True),
+        ):
+            print(title)
+            for ranks in options.ranks:
+                load = Load(
+                    ranks, options.samples * ranks // most if growing else options.samples, options.answers, is_alone
+                )
+                _print(load, measure(load, Path(folder), num_steps=options.steps))
+        if options.profile:
+            profile = cProfile.Profile()
+            measure(
+                Load(most, options.samples, options.answers), Path(folder), num_steps=options.steps, profile=profile
+            )
+            pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+
+
+def measure(load: Load, folder: Path, *, num_steps: int, profile: cProfile.Profile | None = None) -> Cost:
+    """Some steps of one load, after one that warms up."""
+    plan = _plan(load, folder, num_steps=num_steps)
+    with ExitStack() as stack:
+        secrets = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder))) / "secrets"
+        TrialSecrets.create(secrets)
+        context = stack.enter_context(_context(plan, folder, secrets))
+        ranks: list[subprocess.Popen[str]] = []
+        try:
+            with rare_collections():
+                cost = asyncio.run(_drive(load, context, secrets, ranks, num_steps=num_steps, profile=profile))
+        finally:
+            answers = [rank.communicate()[0] for rank in ranks]
+    for answer in answers:
+        counted = json.loads(answer)
+        cost.sent_bytes += counted["received_bytes"] / (num_steps + 1)
+        cost.received_bytes += counted["sent_bytes"] / (num_steps + 1)
+    return cost
+
+
+def _plan(load: Load, folder: Path, *, num_steps: int) -> RunPlan:
+    settings = {
+        "actor.path": folder / "model",
+        "ref.path": folder / "model",
+        "dataset.path": folder / "train.jsonl",
+        "evaluation": "null",
+        "ppo.kl_coef": 0.1,
+        "train_batch_size": load.samples,
+        "allocation": f"hf:d1+fsdp:d{load.num_ranks}",
+        "control.total_train_epochs": (num_steps + 2) * -(-load.samples // 512),
+    }
+    recipe = ROOT / "experiments" / "recipes" / "arithmetic_grpo.yaml"
+    experiment = load_experiment(recipe, [f"{key}={value}" for key, value in settings.items()])
+    identity = TrialIdentity(experiment=experiment.name, trial="t", uuid=TRIAL, directory=folder / "trial")
+    return make_run_plan(experiment, identity, "local")
+
+
+@contextmanager
+def _context(plan: RunPlan, folder: Path, secrets: Path) -> Iterator[WorkerContext]:
+    names, keys = MemoryNameService(), TrialKeys(TRIAL)
+    loaded = TrialSecrets.load(secrets)
+    with (
+        Presence(names, keys.worker("master_worker", 0), owner="o", ttl_s=60.0, identity=WorkerRecord()) as presence,
+        StreamSecurity(loaded, "master_worker", trial_uuid=TRIAL) as security,
+    ):
+        yield WorkerContext(
+            plan=plan,
+            kind="master_worker",
+            index=0,
+            attempt=0,
+            incarnation="o",
+            address=LOOPBACK,
+            trial=TrialDirectory(folder / "trial"),
+            names=names,
+            keys=keys,
+            secrets=loaded,
+            security=security,
+            presence=presence,
+        )
+
+
+async def _drive(
+    load: Load,
+    context: WorkerContext,
+    secrets: Path,
+    ranks: "list[subprocess.Popen[str]]",
+    *,
+    num_steps: int,
+    profile: cProfile.Profile | None,
+) -> Cost:
+    """The master's part: what `TrainerEpoch` does in a step, without files."""
+    spec = context.specification(MasterWorkerSpec)
+    made = {key for call in spec.calls for key in call.output_keys}
+    graph = build_dataflow(spec.calls, {key for call in spec.calls for key in call.input_keys} - made)
+    cost, begin_s = Cost(), time.process_time()
+    opening = asyncio.create_task(_start_ranks(load, context, secrets, ranks))
+    async with TrainerGang(context, spec, graph, epoch=1) as gang:
+        await opening
+        await gang.initialize(step=0, weights=spec.initial_weights, state=None)
+        cost.startup_s = time.process_time() - begin_s
+        buffer = SequenceBuffer(is_consumed=lambda uid: False)
+        source = TrajectorySource(
+            buffer,
+            gang,
+            Lineage([], epoch=1),
+            input_keys=graph.dataset_keys,
+            batch_size=load.samples,
+            eta=1,
+            producers=(),
+            on_drop=lambda uid, reason: None,
+        )
+        for step in range(num_steps + 1):
+            process_s, loop_s = time.process_time(), time.thread_time()
+            if profile is not None and step > 0:
+                profile.enable()
+            batch = await _next_batch(gang, source, step)
+            await gang.run_step(batch, buffer, step=step)
+            await gang.clear(buffer.release(batch))
+            if profile is not None:
+                profile.disable()
+            if step > 0:  # the first one warms up
+                cost.process_s.append(time.process_time() - process_s)
+                cost.loop_s.append(time.thread_time() - loop_s)
+    return cost
+
+
+async def _next_batch(gang: TrainerGang, source: TrajectorySource, step: int) -> list[str]:
+    while True:
+        gang.news.clear()
+        gang.check_alive()
+        batch = await source.poll(version=step, remaining=2**40)
+        if batch is not None:
+            return batch
+        await gang.news.wait()
+
+
+async def _start_ranks(load: Load, context: WorkerContext, secrets: Path, ranks: "list[subprocess.Popen[str]]") -> None:
+    endpoint = context.names.get(context.keys.master_stream())
+    at_once = 1 if load.is_alone else load.samples
+    for first in range(0, load.num_ranks, RANKS_PER_PROCESS):
+        count = min(RANKS_PER_PROCESS, load.num_ranks - first)
+        arguments = [secrets, endpoint, first, count, load.samples // load.num_ranks, load.answers, at_once]
+        command = [sys.executable, str(ROOT / "benchmarks" / "stub_ranks.py"), *map(str, arguments)]
+        ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+
+
+def _print(load: Load, cost: Cost) -> None:
+    process_s, loop_s = min(cost.process_s), min(cost.loop_s)
+    print(
+        f"{load.num_ranks:>6}{load.samples:>9}{process_s:>9.3f} s{loop_s:>7.3f} s{process_s / STEP_S:>9.2%}"
+        f"{cost.sent_bytes / 1e6:>8.2f} MB{cost.received_bytes / 1e6:>8.2f} MB{cost.startup_s:>7.2f} s",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
