@@ -15,7 +15,6 @@ Requests join and leave between steps. Nothing here knows threads or sockets: lo
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -29,6 +28,7 @@ from corral.workers.engine.prefill import Prefill
 from corral.workers.engine.requests import AbortFinish, ActiveRequest, FinishReason, GenerationRequest, RequestOutput
 from corral.workers.engine.sampling import SamplingBatch, SamplingParams, sample_tokens
 from corral.workers.engine.scheduler import BatchScheduler
+from corral.workers.engine.uniforms import TokenUniforms
 
 _GREEDY_ROWS = 64  # rows of an in-process evaluation: past this a CPU gains nothing, and the cache grows
 
@@ -92,8 +92,8 @@ class ContinuousBatch:
         self.version = version
         self.tokens_generated = 0
         self.steps = 0
-        self._seed = seed
-        self._num_added = 0
+        self._request_seeds = TokenUniforms.of(seed)
+        self._num_unseeded = 0
         self.is_paused = False
         self._eos_token_ids = frozenset(eos_token_ids)
         self._decoder = decoder
@@ -135,18 +135,23 @@ class ContinuousBatch:
     def add(self, request: GenerationRequest) -> None:
         """Queue a request; it starts with the next step that has room.
 
+        Without a seed of its own it gets one from the engine's seed and the number of such requests so far: an engine
+        that starts again repeats them.
+
         Raises:
             ValueError: if it does not fit the limits.
         """
         self.limits.check(request.prompt, request.sampling)
         sampling = request.sampling
-        seed = f"{self._seed}:{self._num_added}" if sampling.sampling_seed is None else str(sampling.sampling_seed)
-        self._num_added += 1
+        seed = sampling.sampling_seed
+        if seed is None:
+            seed = self._request_seeds.seed(self._num_unseeded)
+            self._num_unseeded += 1
         self._scheduler.add(
             ActiveRequest(
                 request=request,
                 stop_token_ids=sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self._eos_token_ids),
-                random=random.Random(seed),
+                uniforms=TokenUniforms.of(seed),
             )
         )
 
@@ -249,7 +254,7 @@ class ContinuousBatch:
         self, requests: Sequence[ActiveRequest], logits: Tensor, sampling: SamplingBatch, *, first_row: int
     ) -> list[RequestOutput]:
         """Sample one token for each of `requests`, which hold the rows from `first_row` on; end those that are done."""
-        uniforms = [0.0 if sampling.is_all_greedy else active.random.random() for active in requests]
+        uniforms = [0.0 if sampling.is_all_greedy else active.next_uniform for active in requests]
         token_ids, logprobs = sample_tokens(logits, sampling, torch.tensor(uniforms, device=logits.device))
         ended: list[tuple[int, FinishReason]] = []
         for offset, (token_id, logprob) in enumerate(zip(token_ids.tolist(), logprobs.tolist(), strict=True)):

@@ -6,11 +6,11 @@ made it. An interrupted request has several spans; together they cover the outpu
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 
 from corral.scheduling.policy_version import VersionSpan
 from corral.workers.engine.sampling import SamplingParams
+from corral.workers.engine.uniforms import TokenUniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class ActiveRequest:
 
     request: GenerationRequest
     stop_token_ids: frozenset[int]
-    random: random.Random
+    uniforms: TokenUniforms
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
     input_logprobs: tuple[float | None, ...] | None = None
@@ -96,6 +96,11 @@ class ActiveRequest:
     def tokens(self) -> tuple[int, ...]:
         """Prompt and output so far: what must be in the cache before the next token."""
         return (*self.request.prompt, *self.output_ids)
+
+    @property
+    def next_uniform(self) -> float:
+        """The random number of the next token."""
+        return self.uniforms.at(self.num_tokens)
 
     def append(self, token_id: int, logprob: float, *, version: str) -> FinishReason | None:
         """Record one token; returns the reason if it ends the request."""

@@ -47,7 +47,8 @@ class SamplingParams:
     ignore_eos: bool = False
     """True generates on past the model's own end-of-sequence tokens (`stop_token_ids` still end)."""
     sampling_seed: int | None = None
-    """Seed of this request's own random numbers; None derives one from the engine's seed."""
+    """With a token's position in its sequence it decides that token's random number, so a request that continues
+    another's answer under its seed draws what that one would have drawn; None derives one from the engine's seed."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

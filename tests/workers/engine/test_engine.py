@@ -145,6 +145,51 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(directories
     assert sample(1, 9) == sample(2, 9)
 
 
+SEEDED: dict[str, Any] = {"temperature": 1.0, "sampling_seed": 11}
+
+
+@pytest.fixture(scope="module")
+def seeded_answer(directories: list[Path]) -> tuple[int, ...]:
+    """What one request makes of SEEDED in 40 tokens."""
+    engine = GenerationEngine(directories[0], seed=1)
+    return engine.generate([request("a", PROMPTS[1], max_new_tokens=40, **SEEDED)])[0].output_ids
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 17, 39])
+def test_an_answer_is_the_same_in_chunks_of_any_size_among_any_others_and_on_any_engine(
+    directories: list[Path], seeded_answer: tuple[int, ...], chunk: int
+) -> None:
+    answer: tuple[int, ...] = ()
+    while len(answer) < 40:
+        engine = GenerationEngine(directories[0], seed=100 + len(answer))
+        others = [request(f"other {index}", prompt, max_new_tokens=5) for index, prompt in enumerate(PROMPTS)]
+        asked = request("a", [*PROMPTS[1], *answer], max_new_tokens=min(chunk, 40 - len(answer)), **SEEDED)
+        answer += engine.generate([*others, asked])[-1].output_ids
+    assert answer == seeded_answer
+
+
+def test_an_answer_is_the_same_after_retractions(engine: GenerationEngine, seeded_answer: tuple[int, ...]) -> None:
+    engine.add(request("a", PROMPTS[1], max_new_tokens=40, **SEEDED))
+    for num_steps in (1, 7, 12):
+        for _ in range(num_steps):
+            engine.step()
+        engine.pause(PauseMode.RETRACT)
+        engine.resume()
+    output = finish(engine)["a"]
+    assert (output.output_ids, output.num_retractions) == (seeded_answer, 3)
+
+
+def test_requests_without_a_seed_differ_and_an_engine_that_starts_again_repeats_them(directories: list[Path]) -> None:
+    def answers(num_seeded: int) -> list[tuple[int, ...]]:
+        engine = GenerationEngine(directories[0], seed=5)
+        engine.generate(request(f"s{index}", [4, 5], max_new_tokens=1, **SEEDED) for index in range(num_seeded))
+        outputs = engine.generate(request(str(i), [4, 5], temperature=1.0, max_new_tokens=30) for i in range(4))
+        return [output.output_ids for output in outputs]
+
+    assert len(set(answers(0))) == 4
+    assert answers(0) == answers(0) == answers(2)
+
+
 def test_generation_ends_after_a_stop_token_or_the_models_end_of_sequence(
     engine: GenerationEngine, references: list[Any]
 ) -> None:

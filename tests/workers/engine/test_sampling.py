@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.workers.engine.sampling import SamplingBatch, SamplingParams, sample_tokens
+from corral.workers.engine.uniforms import TokenUniforms
 
 LOGITS = [2.0, 1.5, 0.5, 0.0, -0.5, -1.0, -4.0, 1.0]
 NUM_DRAWS = 40_000
@@ -39,7 +40,7 @@ def exact_distribution(temperature: float, top_p: float, top_k: int) -> list[flo
 )
 def test_draws_follow_the_truncated_distribution(temperature: float, top_p: float, top_k: int) -> None:
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
-    uniforms = torch.rand(NUM_DRAWS, generator=torch.Generator().manual_seed(5))
+    uniforms = torch.tensor([TokenUniforms.of(seed).at(9) for seed in range(NUM_DRAWS)])  # of answers to one prompt
     logits = torch.tensor([LOGITS]).expand(NUM_DRAWS, -1)
     token_ids, logprobs = draw([params] * NUM_DRAWS, logits, uniforms)
     counts = token_ids.bincount(minlength=len(LOGITS)).tolist()
