@@ -204,23 +204,22 @@ class EngineServer:
             generate_reply(output, body, rid=rid, latency_s=latency_s)
             for output, rid in zip(outputs, rids, strict=True)
         ]
-        is_single = body.is_single and body.sampling_params.n == 1
+        is_single = body.is_single and body.num_samples == 1
         return web.json_response(replies[0] if is_single else replies)
 
     def _plan(self, body: GenerateBody) -> list[GenerationRequest]:
         """One request per prompt and sample, all checked before the first is queued."""
         start = body.logprob_start_len if body.return_logprob and body.logprob_start_len >= 0 else None
-        sampling = [body.sampling_params.sampling(sample) for sample in range(body.sampling_params.n)]
         plan = []
-        for prompt in body.prompts:
-            self._engine.limits.check(prompt, sampling[0])
+        for prompt, samplings in zip(body.prompts, body.samplings(), strict=True):
+            self._engine.limits.check(prompt, samplings[0])
             if start is not None and start >= len(prompt):
                 raise BadRequestError(f"logprob_start_len must be below the prompt's {len(prompt)} tokens, got {start}")
             plan += [
                 GenerationRequest(
                     request_id=uuid.uuid4().hex, prompt=tuple(prompt), sampling=params, input_logprobs_from=start
                 )
-                for params in sampling
+                for params in samplings
             ]
         return plan
 

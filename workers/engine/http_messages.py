@@ -11,9 +11,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from corral.workers.engine.requests import AbortFinish, FinishReason, LengthFinish, RequestOutput, StopFinish
 from corral.workers.engine.sampling import SamplingParams
@@ -50,7 +59,8 @@ class SamplingParamsBody(_Body):
     ignore_eos: bool = False
     n: int = Field(default=1, ge=1, le=_MAX_SAMPLES)
     """Answers per prompt."""
-    sampling_seed: int | None = None
+    sampling_seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    """Of the first answer to a prompt, and one more for each further one (SGLang gives all `n` the same)."""
     skip_special_tokens: bool = True
     """Accepted for clients that send it; there is no text here to skip them in."""
 
@@ -67,18 +77,58 @@ class SamplingParamsBody(_Body):
         )
 
 
+_SHARED, _LISTED = "for all prompts", "for each prompt"  # pydantic's names for the two forms; no client sees them
+
+
+def _form(value: object) -> str:
+    return _LISTED if isinstance(value, list) else _SHARED
+
+
+_SamplingParamsBodies = Annotated[
+    Annotated[SamplingParamsBody, Tag(_SHARED)]
+    | Annotated[list[SamplingParamsBody], Field(fail_fast=True), Tag(_LISTED)],
+    Discriminator(_form),
+]
+
+
 class GenerateBody(_Body):
     """POST /generate."""
 
     input_ids: Annotated[list[Any], AfterValidator(_check_token_ids)]
     """One prompt, or a list of prompts (then the reply is a list)."""
-    sampling_params: SamplingParamsBody = SamplingParamsBody()
+    sampling_params: _SamplingParamsBodies = SamplingParamsBody()
+    """For all prompts, or a list with those of each, as SGLang takes them; `n` is the same in all."""
     return_logprob: bool = False
     logprob_start_len: int = Field(default=-1, ge=-1)
     """First prompt position whose log-probability is returned; -1 returns none."""
     rid: str | list[str] | None = None
     """Name for /abort_request: one for all prompts, or one per prompt."""
     stream: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _check_lists(self) -> Self:
+        """A list has one entry per prompt."""
+        num_prompts = len(self.prompts)
+        if isinstance(self.rid, list) and len(self.rid) != num_prompts:
+            raise ValueError(f"rid lists {len(self.rid)} names for {num_prompts} prompts")
+        params = self.sampling_params
+        if not isinstance(params, list):
+            return self
+        if self.is_single:
+            raise ValueError(
+                "sampling_params is a list, and input_ids one prompt; send one object, or a list of prompts"
+            )
+        if len(params) != num_prompts:
+            raise ValueError(f"sampling_params lists {len(params)} objects for {num_prompts} prompts")
+        if len(numbers := {entry.n for entry in params}) > 1:
+            raise ValueError(f"n is the same for all prompts of a request, got {sorted(numbers)} in sampling_params")
+        return self
+
+    @property
+    def num_samples(self) -> int:
+        """Answers per prompt."""
+        params = self.sampling_params
+        return (params[0] if isinstance(params, list) else params).n
 
     @property
     def is_single(self) -> bool:
@@ -93,13 +143,22 @@ class GenerateBody(_Body):
     def names(self) -> list[str]:
         """The rid of every answer, in reply order; made up where the client gave none."""
         num_prompts = len(self.prompts)
-        if isinstance(self.rid, list) and len(self.rid) != num_prompts:
-            raise BadRequestError(f"rid lists {len(self.rid)} names for {num_prompts} prompts")
         if self.rid is None:
             rids = [uuid.uuid4().hex for _ in range(num_prompts)]
         else:
             rids = self.rid if isinstance(self.rid, list) else [self.rid] * num_prompts
-        return [rid for rid in rids for _ in range(self.sampling_params.n)]
+        return [rid for rid in rids for _ in range(self.num_samples)]
+
+    def samplings(self) -> list[list[SamplingParams]]:
+        """For each prompt, how each of its answers is sampled; raises ValueError where a value is out of range."""
+        params = self.sampling_params
+        if isinstance(params, list):
+            return [_of_each_sample(entry) for entry in params]
+        return [_of_each_sample(params)] * len(self.prompts)
+
+
+def _of_each_sample(params: SamplingParamsBody) -> list[SamplingParams]:
+    return [params.sampling(sample) for sample in range(params.n)]
 
 
 class AbortBody(_Body):
@@ -148,7 +207,7 @@ def parse(kind: type[BodyT], body: bytes) -> BodyT:
 
 
 def _problem(location: tuple[int | str, ...], message: str) -> str:
-    where = ".".join(str(part) for part in location)
+    where = ".".join(str(part) for part in location if part not in (_SHARED, _LISTED))
     return f"{where}: {message}" if where else message
 
 

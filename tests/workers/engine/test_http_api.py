@@ -185,6 +185,34 @@ def test_batches_and_several_samples_are_answered_as_one_flat_list(client: Clien
     assert len(client.generate(input_ids=[7], sampling_params={**sampling, "n": 2})) == 2
 
 
+def test_each_prompt_is_sampled_by_the_parameters_listed_for_it(client: Client) -> None:
+    shared = {"max_new_tokens": 12, "ignore_eos": True}
+
+    def alone(seed: int, **sampling: Any) -> list[int]:
+        answer = client.generate(input_ids=[7, 9], sampling_params={**shared, "sampling_seed": seed, **sampling})
+        ids: list[int] = answer["output_ids"]
+        return ids
+
+    listed = [
+        {**shared, "sampling_seed": 5},
+        {**shared, "sampling_seed": 2**63 - 1},
+        {**shared, "sampling_seed": 5, "max_new_tokens": 4},
+    ]
+    answers = client.generate(input_ids=[[7, 9]] * 3, sampling_params=listed)
+    assert [answer["output_ids"] for answer in answers] == [alone(5), alone(2**63 - 1), alone(5)[:4]]
+    assert alone(5) != alone(2**63 - 1)
+
+
+def test_samples_of_one_prompt_have_the_seeds_that_follow_the_one_given(client: Client) -> None:
+    def sample(n: int, seed: int) -> list[list[int]]:
+        sampling = {"max_new_tokens": 12, "ignore_eos": True, "sampling_seed": seed, "n": n}
+        return [answer["output_ids"] for answer in client.generate(input_ids=[[7, 9]], sampling_params=sampling)]
+
+    together = sample(3, seed=8)
+    assert together == [*sample(1, seed=8), *sample(1, seed=9), *sample(1, seed=10)]
+    assert len({tuple(ids) for ids in together}) == 3
+
+
 def test_a_stop_token_ends_the_answer_and_is_named(client: Client, references: list[Any]) -> None:
     greedy = reference_greedy(references[0], [7], max_new_tokens=20)
     sampling = {"max_new_tokens": 20, "temperature": 0, "stop_token_ids": [greedy[8]], "ignore_eos": True}
@@ -219,6 +247,14 @@ def test_a_stop_token_ends_the_answer_and_is_named(client: Client, references: l
         ({"text": "hello"}, "text"),
         ({"input_ids": [1], "logprob_start_len": 1, "return_logprob": True}, "logprob_start_len must be below"),
         ({"input_ids": [[1], [2]], "rid": ["a"]}, "rid lists 1 names for 2 prompts"),
+        ({"input_ids": [1], "sampling_params": [{}]}, "sampling_params is a list, and input_ids one prompt"),
+        ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "sampling_params lists 1 objects for 2 prompts"),
+        ({"input_ids": [[1]], "sampling_params": []}, "sampling_params lists 0 objects for 1 prompts"),
+        ({"input_ids": [[1], [2]], "sampling_params": [{}, {"n": 0}]}, "sampling_params.1.n: "),
+        ({"input_ids": [[1], [2]], "sampling_params": [{}, {"top_p": 0}]}, "top_p must be in (0, 1], got 0"),
+        ({"input_ids": [[1], [2]], "sampling_params": [{"n": 2}, {}]}, "n is the same for all prompts of a request"),
+        ({"input_ids": [1], "sampling_params": 5}, "sampling_params: Input should be"),
+        ({"input_ids": [1], "sampling_params": {"sampling_seed": 2**63}}, "sampling_params.sampling_seed"),
         ([1, 2], "should be an object"),
     ],
 )
