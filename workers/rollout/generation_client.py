@@ -64,15 +64,16 @@ class GenerationClient:
     new_tokens_per_chunk: int
     request_timeout_s: float
 
-    async def sample_group(self, uid: str, prompt_ids: Sequence[int], *, group_size: int) -> list[PartialAnswer]:
-        """Sample `group_size` answers to one prompt.
+    async def sample_group(self, uid: str, prompt_ids: Sequence[int], *, seeds: Sequence[int]) -> list[PartialAnswer]:
+        """Sample one answer to a prompt for each of `seeds`; the same ones, by whichever servers, for the same weights.
 
         Raises:
             RequestRefusedError: if a server finds fault with the request.
             GenerationFailedError: if no server took it further for `request_timeout_s`; one that has no room for it
                 answers, and that time does not count.
         """
-        answers = [PartialAnswer(max_new_tokens=self.sampling.max_new_tokens) for _ in range(group_size)]
+        max_new_tokens = self.sampling.max_new_tokens
+        answers = [PartialAnswer(max_new_tokens=max_new_tokens, sampling_seed=seed) for seed in seeds]
         setback: Setback | None = None
         last_tried = "none"
         num_busy = 0
@@ -108,16 +109,16 @@ class GenerationClient:
 
     async def _one_chunk(self, url: str, prompt_ids: Sequence[int], answers: list[PartialAnswer]) -> Setback | None:
         """Ask one server for the next tokens of `answers`; None if they came."""
-        asked = min(self.new_tokens_per_chunk, min(answer.remaining for answer in answers))
+        shared: dict[str, Any] = {
+            "max_new_tokens": min(self.new_tokens_per_chunk, min(answer.remaining for answer in answers)),
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "top_k": self.sampling.top_k,
+            "stop_token_ids": list(self.stop_token_ids),
+        }
         body: dict[str, Any] = {
             "input_ids": [[*prompt_ids, *answer.output_ids] for answer in answers],
-            "sampling_params": {
-                "max_new_tokens": asked,
-                "temperature": self.sampling.temperature,
-                "top_p": self.sampling.top_p,
-                "top_k": self.sampling.top_k,
-                "stop_token_ids": list(self.stop_token_ids),
-            },
+            "sampling_params": [{**shared, "sampling_seed": answer.sampling_seed} for answer in answers],
             "return_logprob": True,
         }
         try:

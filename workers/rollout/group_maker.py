@@ -10,8 +10,9 @@ Whatever user code raises ends in one of these; what others are to blame for (se
 """
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.inputs.dataset_file import DatasetRow
 from corral.experiments.inputs.tokens import encode_prompt
+from corral.workers.data.answer_seed import group_seeds
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.rollout.agent_run import AgentRun
 from corral.workers.rollout.agents import JudgedGroup
@@ -72,12 +74,13 @@ class GroupMaker:
     tokenizer: Any
     _: KW_ONLY
     config: RolloutConfig
+    trial_seed: int
     group_size: int
     max_prompt_tokens: int
     _failed_in_a_row: int = field(default=0, init=False)
 
-    async def make(self, uid: str, row: DatasetRow) -> tuple[JudgedGroup, SequenceSample]:
-        """The group of one prompt.
+    async def make(self, uid: str, row: DatasetRow, *, order: int) -> tuple[JudgedGroup, SequenceSample]:
+        """The group of one prompt, whose answers follow from the trial's seed and the prompt's admission number.
 
         Raises:
             PromptFailedError: the prompt is to be dropped and counted.
@@ -85,7 +88,7 @@ class GroupMaker:
             GenerationFailedError, StreamError: the prompt is to be issued again.
         """
         try:
-            made = await self._make(uid, row)
+            made = await self._make(uid, row, order=order)
         except PromptFailedError as error:
             self._failed_in_a_row += 1
             logger.warning("prompt %s failed: %s", uid, error, exc_info=error.__cause__)
@@ -98,10 +101,15 @@ class GroupMaker:
         self._failed_in_a_row = 0
         return made
 
-    async def _make(self, uid: str, row: DatasetRow) -> tuple[JudgedGroup, SequenceSample]:
+    async def _make(self, uid: str, row: DatasetRow, *, order: int) -> tuple[JudgedGroup, SequenceSample]:
+        # One after the other for all tries: what made an agent fail may be the answers, so the next try has others.
+        seeds_by_call = (
+            group_seeds(self.trial_seed, order=order, group_size=self.group_size, call=call)
+            for call in itertools.count()
+        )
         for tries_left in reversed(range(1 + self.config.reward_retries)):
             try:
-                return await self._try(uid, row)
+                return await self._try(uid, row, seeds_by_call)
             except (GenerationFailedError, StreamError, ThreadsHangError):
                 raise
             except RewardFailedError as error:  # the judge has tried it again already
@@ -118,10 +126,12 @@ class GroupMaker:
                 logger.warning("the agent failed on prompt %s: %s", uid, describe_error(error))
         raise AssertionError("the last try returns or raises")
 
-    async def _try(self, uid: str, row: DatasetRow) -> tuple[JudgedGroup, SequenceSample]:
+    async def _try(
+        self, uid: str, row: DatasetRow, seeds_by_call: Iterator[list[int]]
+    ) -> tuple[JudgedGroup, SequenceSample]:
         async def sample_group(ids: Sequence[int]) -> list[PartialAnswer]:
             self._check_prompt(ids)
-            return await self.client.sample_group(uid, ids, group_size=self.group_size)
+            return await self.client.sample_group(uid, ids, seeds=next(seeds_by_call))
 
         prompt_ids = encode_prompt(self.tokenizer, row.prompt)
         self._check_prompt(prompt_ids)

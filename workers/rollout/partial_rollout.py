@@ -34,6 +34,9 @@ class PartialAnswer:
     """Positions within the answer."""
     stopped: bool = False
     """Whether a stop token ended it."""
+    sampling_seed: int | None = None
+    """Sent with each chunk, so that chunks draw what the answer would have drawn in one go; None: the server's choice.
+    """
 
     @property
     def remaining(self) -> int:

@@ -138,6 +138,7 @@ class RolloutWorker(Worker):
             client,
             self._tokenizer,
             config=spec.rollout,
+            trial_seed=context.plan.seed,
             group_size=spec.group_size,
             max_prompt_tokens=spec.dataset.config.max_prompt_tokens,
         )
@@ -217,7 +218,7 @@ class RolloutWorker(Worker):
         header_of = partial(TrajectoryHeader, uid=delivery_id(uid, order), dataset_epoch=dataset_epoch, order=order)
         started = time.monotonic()
         try:
-            group, sample = await self._groups.make(uid, self._rows[row_id])
+            group, sample = await self._groups.make(uid, self._rows[row_id], order=order)
         except PromptFailedError as error:
             header = header_of(num_answers=0, status="dropped", reason=str(error)[:_MAX_REASON_LENGTH])
             await self._finish(uid, header, {})

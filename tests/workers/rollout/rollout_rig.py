@@ -53,6 +53,8 @@ class FakeGenerationServer:
         self.refuse: Callable[[list[list[int]]], int] = lambda prompts: 200
         """Gives the status of a request for these prompts, partial answers included."""
         self.num_requests = 0
+        self.seeds: list[list[int]] = []
+        """Of each request that it answered, one per prompt."""
         self.garbled: list[object] = []
         """What it says of itself, one after the other, before it speaks the truth."""
 
@@ -93,8 +95,14 @@ class FakeGenerationServer:
         status = self.refuse(body["input_ids"])
         if status != 200:
             return web.json_response({"error": {"message": f"status {status}"}}, status=status)
-        wanted = min(int(body["sampling_params"]["max_new_tokens"]), 2)
-        return web.json_response([self._chunk(ids, wanted) for ids in body["input_ids"]])
+        sampling = body["sampling_params"]
+        self.seeds.append([params["sampling_seed"] for params in sampling])
+        return web.json_response(
+            [
+                self._chunk(ids, min(int(params["max_new_tokens"]), 2))
+                for ids, params in zip(body["input_ids"], sampling, strict=True)
+            ]
+        )
 
     def _chunk(self, ids: list[int], wanted: int) -> dict[str, Any]:
         rest = [EOS] if ids[-1] == ids_of("7")[0] else [*ids_of("7"), EOS]

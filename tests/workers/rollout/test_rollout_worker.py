@@ -15,6 +15,7 @@ import pytest
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.log import TrialLog
+from corral.workers.data.answer_seed import group_seeds
 from corral.workers.delivery.spool import Spool
 from corral.workers.rollout import agents
 from corral.workers.rollout.agents import JudgedGroup
@@ -64,6 +65,17 @@ async def asks_long(problem: Mapping[str, Any], prompt_ids: list[int], sample_gr
     return await agents.single_turn(problem, prompt_ids * int(problem["prompt"]), sample_group, judge)
 
 
+async def asks_twice_and_fails_at_first(
+    problem: Mapping[str, Any], prompt_ids: list[int], sample_group: Any, judge: Any
+) -> Any:
+    await sample_group(prompt_ids)
+    if not first_try_is_over.is_set():
+        first_try_is_over.set()
+        raise KeyError
+    return await agents.single_turn(problem, prompt_ids, sample_group, judge)
+
+
+first_try_is_over = threading.Event()
 others_are_dropped = threading.Event()
 
 
@@ -165,6 +177,9 @@ def test_a_busy_server_is_asked_again_and_answers_keep_their_tokens(tmp_path: Pa
         rig.run_until(lambda: len(rig.received) == 1, "one prompt")
         assert rig.outcomes() == {"0": "finished"}
         assert asked == [[4, 4], [4, 4], [5, 5], [5, 5]]
+        assert rig.server.seeds == [group_seeds(rig.plan.seed, order=0, group_size=2)] * 2, (
+            "both chunks of both answers"
+        )
         assert rig.num_retried() == 0, "nothing was wrong with the server"
 
 
@@ -229,3 +244,15 @@ def test_a_record_that_is_rejected_is_made_again(tmp_path: Path) -> None:
         rig.run_until(has_second_copy, "the third record")
         first, *_, last = rig.received
         assert last.uid != first.uid and last.uid.partition("#")[0] == first.uid.partition("#")[0]
+        orders = [0, 1, 2]
+        assert rig.server.seeds == [group_seeds(rig.plan.seed, order=order, group_size=2) for order in orders], (
+            "other seeds when it is made again, or it might be rejected for the same answers for ever"
+        )
+
+
+def test_each_time_that_an_agent_asks_it_gets_other_answers_after_a_failure_too(tmp_path: Path) -> None:
+    first_try_is_over.clear()
+    rollout = {"agent": f"{HERE}:asks_twice_and_fails_at_first", "reward_retries": 1}
+    with RolloutRig(tmp_path, ["1+1="], rollout=rollout) as rig:
+        rig.run_until(lambda: len(rig.received) == 1, "one prompt")
+        assert rig.server.seeds == [group_seeds(rig.plan.seed, order=0, group_size=2, call=call) for call in range(3)]
