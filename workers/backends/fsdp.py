@@ -27,7 +27,7 @@ from corral.workers.backends.heads import Head, head_named
 from corral.workers.backends.learning_rate import learning_rate
 from corral.workers.backends.loading import load_model
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
-from corral.workers.backends.offload import Offloaded, offload, own_state
+from corral.workers.backends.offload import Offloaded, offload, own_parameters, own_state
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local, reshard, shard, take_over, whole_parameters
 from corral.workers.backends.weight_files import as_stored, write_weights
@@ -271,9 +271,9 @@ class FSDPEngine:
     def offload(self) -> None:
         """See `TrainEngine.offload`."""
         if self._offloaded is None:
-            parameters = self._parameters().values()
-            moments = () if self._optimizer is None else own_state(self._optimizer)
-            self._offloaded = offload([*parameters, *moments])
+            reshard(self._model)
+            moments = [] if self._optimizer is None else own_state(self._optimizer)
+            self._offloaded = offload([*own_parameters(self._model), *moments])
 
     def onload(self) -> None:
         """See `TrainEngine.onload`."""

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from corral.workers.backends.heads import Head
-from corral.workers.backends.offload import own_parameters
 from corral.workers.backends.packed_attention import PACKED_ATTENTION, register_packed_attention
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,6 @@ def load_model(directory: Path, head: Head[Any]) -> Any:
             f"model {directory} lacks {len(missing)} weights of a {type(model).__name__}, such as {min(missing)!r}; "
             "give a directory that has all of them, or a role whose head it has"
         )
-    own_parameters(model)
     return model
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from corral.workers.backends.sharding import local
 
@@ -47,21 +47,29 @@ def offload(tensors: Iterable[Tensor]) -> Offloaded:
     return Offloaded(tuple(copies))
 
 
-def own_parameters(model: torch.nn.Module) -> None:
-    """Copy parameters whose memory is not their own to give back, such as that of a mapped file."""
-    for parameter in model.parameters():
-        if not parameter.untyped_storage().resizable():
-            parameter.data = parameter.data.clone()
+def own_parameters(model: nn.Module) -> list[Tensor]:
+    """All parameters, after copying those whose memory cannot be given back; for the rows of a model that is cut.
+
+    On a CPU a file that is mapped, or numpy, may hold it together with the parameter. The model is told of a copy as if
+    it moved to another device, so that FSDP2 hears of it.
+    """
+    if not all(_is_own(parameter) for parameter in model.parameters()):
+        model._apply(lambda tensor: tensor if _is_own(tensor) else tensor.clone())  # type: ignore[no-untyped-call]
+    return list(model.parameters())
 
 
 def own_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All tensors of the optimizer's state, after copying those whose memory is not their own to give back."""
+    """All tensors of the optimizer's state, after copying those whose memory cannot be given back."""
     states: Iterable[dict[str, Any]] = optimizer.state.values()
     for state in states:
         for name, value in state.items():
-            if isinstance(value, Tensor) and not local(value).untyped_storage().resizable():
+            if isinstance(value, Tensor) and not _is_own(value):
                 state[name] = value.clone()
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def _is_own(tensor: Tensor) -> bool:
+    return local(tensor).untyped_storage().resizable()
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

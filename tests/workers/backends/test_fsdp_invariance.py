@@ -19,7 +19,7 @@ from corral.workers.algorithms.base import compute_logprobs
 from corral.workers.algorithms.ppo import PPOActorInterface
 from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.sharding import local
+from corral.workers.backends.sharding import local, reshard
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.training_helpers import (
@@ -81,9 +81,11 @@ def train_classifier(
 
 def offload_and_count(engine: FSDPEngine) -> int:
     """Bytes of parameters that are left in an offloaded engine."""
-    rows = [local(parameter) for parameter in engine.model.parameters()]
+    reshard(engine.model)
+    parameters = list(engine.model.parameters())
+    assert all(local(parameter).numpy().size for parameter in parameters)  # numpy holds the memory, too
     engine.offload()
-    return sum(tensor.untyped_storage().nbytes() for tensor in rows)
+    return sum(local(parameter).untyped_storage().nbytes() for parameter in parameters)
 
 
 def play_rank(context: ParallelContext, model_directory: Path, directory: Path) -> None:
