@@ -1,22 +1,40 @@
 """What is trained: where a model's weights come from, how they are held, how they are updated."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from corral.experiments.config.base import FrozenConfig
 
 
-class OptimizerConfig(FrozenConfig):
-    """AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) and its learning-rate schedule."""
+class MuonConfig(FrozenConfig):
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), for the matrices of the layers."""
 
-    type: Literal["adamw"] = "adamw"
-    """The optimizer; AdamW is the one that is built."""
+    momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Decay of the average of gradients that is orthogonalized."""
+    nesterov: bool = True
+    """Whether the newest gradient counts once more beside that average."""
+    newton_schulz_steps: int = Field(default=5, ge=1, le=100)
+    """Iterations that orthogonalize a matrix."""
+    lr_ratio: float = Field(default=1.0, gt=0.0)
+    """Learning rate of these matrices, in units of `lr`. At 1 their updates are about as large as AdamW's."""
+
+
+class OptimizerConfig(FrozenConfig):
+    """How gradients become updates, and the schedule of the learning rate."""
+
+    type: Literal["adamw", "muon"] = "adamw"
+    """`adamw` (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101), or `muon`: Muon for the matrices of
+    the layers, and AdamW for embeddings, output, norms and biases."""
+    muon: MuonConfig | None = None
+    """Settings of `type: muon`; none: their defaults."""
     lr: float = Field(default=2e-5, gt=0.0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.05, ge=0.0)
-    """Decoupled weight decay of every parameter, per step and multiplied by the learning rate."""
+    """Decoupled weight decay, per step and multiplied by the learning rate."""
+    decays_biases_and_norms: bool = False
+    """Whether biases and the weights of norms decay as matrices and embeddings do; usually they are left out."""
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
     """Decay of the first moment."""
     beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
@@ -31,6 +49,12 @@ class OptimizerConfig(FrozenConfig):
     """Where the schedule leads, as a share of `lr`: the rate of the step after the last; `constant` ignores it."""
     gradient_clipping: float = Field(default=1.0, gt=0.0)
     """Largest global gradient norm; larger gradients are scaled down to it."""
+
+    @model_validator(mode="after")
+    def _settings_have_a_reader(self) -> Self:
+        if self.muon is not None and self.type != "muon":
+            raise ValueError(f"muon has settings, but type is {self.type!r}, which reads none of them; set type: muon")
+        return self
 
 
 class ModelConfig(FrozenConfig):

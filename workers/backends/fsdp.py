@@ -3,7 +3,7 @@
 sample ─► micro-batches ─► packed forward ─► loss_fn ─► backward (each: sum of losses / tokens of the global batch)
                                                             │ FSDP2 adds gradients up over the ranks
                     one all-reduce: |gradient|², statistics ◄┘
-                              │ finite ─► clip ─► AdamW ─► weights finite? │ not finite ─► nothing changes, counted
+                              │ finite ─► clip ─► optimizer ─► weights finite? │ not finite ─► nothing changes, counted
 """
 
 import math
@@ -28,6 +28,7 @@ from corral.workers.backends.learning_rate import learning_rate
 from corral.workers.backends.loading import load_model
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
 from corral.workers.backends.offload import Offloaded, offload, own_parameters, own_state
+from corral.workers.backends.optimizers import make_optimizer, set_learning_rate
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local, reshard, shard, take_over, whole_parameters
 from corral.workers.backends.weight_files import as_stored, write_weights
@@ -87,7 +88,9 @@ class FSDPEngine:
         if context.is_first:
             config: Any = self._model.config
             self._companions = companion_files(model_directory, config, self._head, dtype=compute_dtype)
-        self._optimizer = None if optimizer is None else _make_optimizer(self.model, optimizer)
+        self._optimizer = (
+            None if optimizer is None else make_optimizer(self.model, optimizer, compute_dtype=compute_dtype)
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -184,8 +187,7 @@ class FSDPEngine:
             for gradient in gradients:
                 gradient.mul_(config.gradient_clipping / norm)
         rate = learning_rate(config, step=self.step, total_steps=self._total_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(optimizer, rate)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -298,17 +300,6 @@ def _load_over_ranks(model_directory: Path, head: Head[Any], context: ParallelCo
     if context.dp_size > 1:
         shard(model, context)
     return model
-
-
-def _make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
 
 
 def _step_seed(seed: int, step: int) -> int:

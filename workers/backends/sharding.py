@@ -24,12 +24,17 @@ def shard(model: Any, context: ParallelContext) -> None:
     if context.dp_group is None:
         raise ValueError(f"{context.dp_size} data-parallel ranks need a process group; call init_parallel")
     mesh = DeviceMesh.from_group(context.dp_group, context.device.type)
-    layer_classes = set(model._no_split_modules or ())
-    for module in [*(m for m in model.modules() if type(m).__name__ in layer_classes), model]:
+    for module in [*layers_of(model), model]:
         fully_shard(module, mesh=mesh)
     for module in _cut_modules(model):
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         module.set_gradient_divide_factor(1.0)
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """The layers of a transformers model, cut or not, without its embeddings, its last norm and its output."""
+    names = {name for layer in model._no_split_modules or () for name in (layer, f"FSDP{layer}")}  # FSDP2 renames
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def reshard(model: nn.Module) -> None:

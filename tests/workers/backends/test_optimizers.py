@@ -1,0 +1,194 @@
+"""AdamW and Muon: beside closed forms and plain loops in float64, and whatever the number of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from corral.experiments.config.model import OptimizerConfig
+from corral.workers.algorithms.base import response_mask
+from corral.workers.backends.base import LossOutput
+from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.optimizers import orthogonalized
+from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.token_scores import TokenScores
+from corral.workers.data.sequence_sample import SequenceSample
+from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.training_helpers import (
+    load_reference,
+    make_sample,
+    optimizer_config,
+    read_weights,
+    save_tiny_model,
+)
+
+LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12]]
+NUM_STEPS = 3
+LR = 1e-3
+MUON = {"type": "muon", "muon": {"momentum": 0.9, "newton_schulz_steps": 4, "lr_ratio": 2.0}}
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "qwen2")
+
+
+def make_engine(directory: Path, context: ParallelContext | None = None, **overrides: Any) -> FSDPEngine:
+    config = OptimizerConfig.model_validate(optimizer_config(lr=LR).model_dump() | overrides)
+    return FSDPEngine(directory, context=context or ParallelContext(), optimizer=config, total_steps=100)
+
+
+def sample_of(step: int, context: ParallelContext | None = None) -> SequenceSample:
+    sample = make_sample(LENGTHS, seed=step)
+    if context is not None:
+        mine = [uid for number, uid in enumerate(sample.uids) if number % context.dp_size == context.dp_rank]
+        sample = sample.select(mine)
+    return sample.with_key("loss_mask", response_mask(sample))
+
+
+def likelihood(scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
+    return LossOutput(-(scores.logprobs * micro_batch.tensors["loss_mask"]).sum())
+
+
+def nothing(scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
+    return LossOutput(scores.logprobs.sum() * 0.0)
+
+
+def by_singular_values(matrix: Tensor, *, steps: int) -> Tensor:
+    """Newton-Schulz in closed form: each singular value, relative to the norm of all, goes through the quintic."""
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.square().sum().sqrt()
+    for _ in range(steps):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return left @ torch.diag(values) @ right
+
+
+@given(rows=st.integers(1, 12), columns=st.integers(1, 12), steps=st.integers(1, 6), seed=st.integers(0, 10**6))
+@settings(deadline=None, max_examples=60)
+def test_orthogonalization_maps_the_singular_values_alone(rows: int, columns: int, steps: int, seed: int) -> None:
+    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    expected = by_singular_values(matrix, steps=steps)
+    np.testing.assert_allclose(orthogonalized(matrix.double(), steps=steps), expected, atol=1e-4)
+    np.testing.assert_allclose(orthogonalized(matrix, steps=steps), expected, atol=5e-3)
+
+
+def test_five_steps_make_nearly_orthogonal_matrices_of_any_scale() -> None:
+    matrix = torch.randn(24, 16, generator=torch.Generator().manual_seed(0))
+    for scale in (1e-4, 1.0, 1e6):
+        values = torch.linalg.svdvals(orthogonalized(matrix * scale, steps=5))
+        assert 0.6 < float(values.min()) and float(values.max()) < 1.25
+    assert not orthogonalized(torch.zeros(3, 4), steps=5).any()
+
+
+def plain_adamw(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], step: int, decay: float) -> None:
+    config = optimizer_config()
+    state["m"] = config.beta1 * state.get("m", torch.zeros_like(gradient)) + (1 - config.beta1) * gradient
+    state["v"] = config.beta2 * state.get("v", torch.zeros_like(gradient)) + (1 - config.beta2) * gradient**2
+    m, v = state["m"] / (1 - config.beta1 ** (step + 1)), state["v"] / (1 - config.beta2 ** (step + 1))
+    parameter -= LR * (m / (v.sqrt() + config.eps) + decay * parameter)
+
+
+def plain_muon(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], decay: float, *, nesterov: bool) -> None:
+    state["m"] = 0.9 * state.get("m", torch.zeros_like(gradient)) + 0.1 * gradient
+    update = 0.9 * state["m"] + 0.1 * gradient if nesterov else state["m"]
+    size = 0.2 * max(update.shape) ** 0.5
+    parameter -= 2.0 * LR * (size * by_singular_values(update, steps=4) + decay * parameter)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon with nesterov", "muon without"])
+def test_steps_equal_a_plain_loop_in_float64(kind: str, model_directory: Path) -> None:
+    nesterov = kind == "muon with nesterov"
+    muon = {"type": "muon", "muon": {**MUON["muon"], "nesterov": nesterov}}  # type: ignore[dict-item]
+    engine = make_engine(model_directory, weight_decay=0.3, **({} if kind == "adamw" else muon))
+
+    model = load_reference(model_directory).double()
+    states: dict[str, dict[str, Tensor]] = {name: {} for name, _ in model.named_parameters()}
+    for step in range(NUM_STEPS):
+        engine.train_batch(sample_of(step), loss_fn=likelihood)
+        sample = sample_of(step)
+        ends = np.cumsum(sample.answer_lengths())[:-1]
+        answers = [torch.as_tensor(ids).long() for ids in np.split(np.asarray(sample.data["input_ids"]), ends)]
+        table = [model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1) for ids in answers]
+        logprobs = torch.cat([rows.gather(1, ids[1:, None])[:, 0] for rows, ids in zip(table, answers, strict=True)])
+        mask = torch.as_tensor(sample.data["loss_mask"])
+        model.zero_grad()
+        torch.autograd.backward(-(logprobs * mask).sum() / mask.sum())
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                decay = 0.3 if parameter.ndim == 2 else 0.0
+                if kind != "adamw" and parameter.ndim == 2 and ".layers." in name:
+                    plain_muon(parameter, parameter.grad, states[name], decay, nesterov=nesterov)
+                else:
+                    plain_adamw(parameter, parameter.grad, states[name], step, decay)
+    expected = dict(model.named_parameters())
+    for name, tensor in engine.export_weights():
+        np.testing.assert_allclose(tensor, expected[name].detach(), atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("decays_vectors", [False, True])
+def test_without_a_gradient_weights_decay_and_vectors_only_if_asked(
+    kind: str, decays_vectors: bool, model_directory: Path
+) -> None:
+    overrides: dict[str, Any] = {"type": kind, "weight_decay": 0.5, "decays_biases_and_norms": decays_vectors}
+    engine = make_engine(model_directory, **overrides)
+    before = read_weights(model_directory)
+    engine.train_batch(sample_of(0), loss_fn=nothing)
+    kept = {"layer norm": False, "bias": False, "matrix": False}
+    for name, tensor in engine.export_weights():
+        decays = decays_vectors or before[name].ndim == 2
+        np.testing.assert_allclose(tensor, before[name] * (1 - LR * 0.5 if decays else 1.0), rtol=1e-6, err_msg=name)
+        kept["layer norm" if "norm" in name else "bias" if "bias" in name else "matrix"] = True
+    assert all(kept.values())  # there was one of each kind
+
+
+def play_rank(world: ParallelContext, model_directory: Path, directory: Path) -> None:
+    engine = make_engine(model_directory, world, **MUON)
+    for step in range(NUM_STEPS):
+        engine.train_batch(sample_of(step, world), loss_fn=likelihood)
+        engine.save_state(directory / f"state-{step}")
+    engine.save_weights(directory / "two-ranks")
+
+
+def test_muon_makes_the_same_weights_on_one_rank_and_on_two_and_resumes_on_either(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    play(play_rank, model_directory, tmp_path, world_size=2, directory=tmp_path)
+    two_ranks = read_weights(tmp_path / "two-ranks")
+    whole, resumed = make_engine(model_directory, **MUON), make_engine(model_directory, **MUON)
+    resumed.load_state(tmp_path / "state-1")
+    assert resumed.step == 2
+    for step in range(NUM_STEPS):
+        for engine in (whole, resumed) if step == 2 else (whole,):
+            engine.train_batch(sample_of(step), loss_fn=likelihood)
+    for engine in (whole, resumed):
+        for name, tensor in engine.export_weights():
+            np.testing.assert_allclose(tensor, two_ranks[name], atol=1e-5, err_msg=name)
+
+
+def test_muon_in_bfloat16_stays_near(model_directory: Path) -> None:
+    config = OptimizerConfig.model_validate(optimizer_config(lr=LR).model_dump() | {"type": "muon"})
+    exact = make_engine(model_directory, type="muon")
+    rounded = FSDPEngine(
+        model_directory, context=ParallelContext(), optimizer=config, total_steps=100, compute_dtype=torch.bfloat16
+    )
+    start = read_weights(model_directory)
+    for engine in (exact, rounded):
+        engine.train_batch(sample_of(0), loss_fn=likelihood)
+    expected = dict(exact.export_weights())
+    name = "model.layers.0.mlp.up_proj.weight"
+    moved, also_moved = expected[name] - start[name], dict(rounded.export_weights())[name] - start[name]
+    assert also_moved.dtype == torch.float32
+    assert float(torch.nn.functional.cosine_similarity(moved.flatten(), also_moved.flatten(), dim=0)) > 0.98
+
+
+def test_settings_that_nothing_reads_are_refused() -> None:
+    with pytest.raises(ValidationError, match="muon has settings, but type is 'adamw'"):
+        OptimizerConfig.model_validate({"muon": {"momentum": 0.5}})

@@ -1,0 +1,134 @@
+"""Gradients ──► updates: AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest.
+
+    parameter                        adamw    muon      decays
+    matrix of a layer                AdamW    Muon      yes
+    embedding, output, score layer   AdamW    AdamW     yes
+    bias, weight of a norm           AdamW    AdamW     if `decays_biases_and_norms`
+
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) replaces the momentum of a matrix by the nearest
+orthogonal one: all its directions are learned equally fast, also those that the gradient hardly shows.
+
+    momentum M = mu M + (1 - mu) G,   U = mu M + (1 - mu) G with Nesterov, else M
+    W = W - lr * (0.2 * sqrt(max(rows, columns)) * orthogonalized(U) + weight_decay * W)
+
+The factor makes an update as large as AdamW's usually are, so that both share a learning rate and its schedule (Liu et
+al. 2025, https://arxiv.org/abs/2502.16982, section 2.2).
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from corral.experiments.config.model import MuonConfig, OptimizerConfig
+from corral.workers.backends.sharding import cut_like, layers_of, local
+
+_ADAMW_UPDATE = 0.2  # root mean square of AdamW's updates, in units of the learning rate, as Liu et al. measured it
+_QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's: steepest at 0, and between 0.7 and 1.2 after five steps
+_TINY = 1e-7  # keeps a gradient of zeros at zero
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig, *, compute_dtype: torch.dtype) -> torch.optim.Optimizer:
+    """The optimizer that the configuration names; `set_learning_rate` must be called before each step.
+
+    Args:
+        model: cut over the ranks already, where it is.
+        compute_dtype: of Muon's matrix products.
+    """
+    in_layers = {parameter for layer in layers_of(model) for parameter in layer.parameters()}
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        is_orthogonalized = config.type == "muon" and parameter.ndim == 2 and parameter in in_layers
+        decays = parameter.ndim >= 2 or config.decays_biases_and_norms
+        groups.setdefault((is_orthogonalized, decays), []).append(parameter)
+    muon = config.muon or MuonConfig()
+    return _AdamWAndMuon(
+        [
+            {
+                "params": parameters,
+                "weight_decay": config.weight_decay if decays else 0.0,
+                "is_orthogonalized": is_orthogonalized,
+                "lr_ratio": muon.lr_ratio if is_orthogonalized else 1.0,
+            }
+            for (is_orthogonalized, decays), parameters in groups.items()
+        ],
+        config,
+        muon,
+        compute_dtype=compute_dtype,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every group its share of the rate of this step."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_ratio"]
+
+
+class _AdamWAndMuon(torch.optim.AdamW):
+    """AdamW, except for the groups that are orthogonalized; without any of those it is AdamW.
+
+    torch.optim.Muon is not used: its products are bfloat16 whatever the model's are, and over parameters that are cut
+    each of them would be a collective, in an order of additions that depends on the number of ranks.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        config: OptimizerConfig,
+        muon: MuonConfig,
+        *,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        super().__init__(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+        self._muon = muon
+        self._compute_dtype = compute_dtype
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all parameters that have a gradient; a collective where they are cut."""
+        for group in self.param_groups:
+            if group["is_orthogonalized"]:
+                for parameter in group["params"]:
+                    self._orthogonal_step(parameter, lr=group["lr"], weight_decay=group["weight_decay"])
+        return super().step(closure)
+
+    def _orthogonal_step(self, parameter: nn.Parameter, *, lr: float, weight_decay: float) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum: Tensor = state["momentum_buffer"]
+        momentum.lerp_(gradient, 1.0 - self._muon.momentum)
+        update = gradient.lerp(momentum, self._muon.momentum) if self._muon.nesterov else momentum
+        # Every rank orthogonalizes the whole matrix: it cannot be done by rows, and all get the same numbers this way.
+        whole = update.full_tensor() if isinstance(update, DTensor) else update
+        direction = orthogonalized(whole.to(self._compute_dtype), steps=self._muon.newton_schulz_steps)
+        scale = _ADAMW_UPDATE * math.sqrt(max(whole.shape))
+        own = local(parameter)
+        own.mul_(1.0 - lr * weight_decay)
+        own.add_(local(cut_like(direction.to(own.dtype), parameter)), alpha=-lr * scale)
+        parameter.grad = None  # AdamW updates what still has one
+
+
+def orthogonalized(matrix: Tensor, *, steps: int) -> Tensor:
+    """U V^T of the singular value decomposition U S V^T, nearly: the singular values end between about 0.7 and 1.2.
+
+    Newton-Schulz: X = aX + (b XX^T + c (XX^T)^2) X, from X = matrix / |matrix|, maps each singular value by a quintic
+    and leaves the vectors as they are.
+
+    Args:
+        matrix: [rows, columns]; the products have its type.
+    """
+    a, b, c = _QUINTIC
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    result: Tensor = matrix.T if is_tall else matrix  # the product with its transpose is as small as can be
+    result = result / (torch.linalg.matrix_norm(result) + _TINY)
+    for _ in range(steps):
+        gram = result @ result.T
+        result = a * result + (b * gram + c * gram @ gram) @ result
+    return result.T if is_tall else result
