@@ -32,8 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.memory_growth import MAKE_INPUTS  # noqa: E402 - found through the line above
-from benchmarks.stub_ranks import TRIAL  # noqa: E402
+from benchmarks.stub_ranks import TRIAL  # noqa: E402 - found through the line above
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan  # noqa: E402
 from corral.experiments.registry import load_experiment  # noqa: E402
 from corral.experiments.trial.directory import TrialDirectory  # noqa: E402
@@ -50,6 +49,7 @@ from corral.workers.master.sample_source import TrajectorySource  # noqa: E402
 from corral.workers.master.sequence_buffer import SequenceBuffer  # noqa: E402
 from corral.workers.master.trainer_gang import TrainerGang  # noqa: E402
 from corral.workers.streams.security import StreamSecurity  # noqa: E402
+from tests.experiments.broken_yaml import write_inputs  # noqa: E402
 
 RANKS_PER_PROCESS = 128
 STEP_S = 30.0
@@ -96,7 +96,7 @@ def main() -> None:
         f"{'RANKS':>6}{'SAMPLES':>9}{'CPU/STEP':>11}{'LOOP':>9}{'OF 30 s':>9}{'SENT':>11}{'RECEIVED':>11}{'START':>9}"
     )
     with tempfile.TemporaryDirectory(prefix="corral-control-") as folder:
-        subprocess.run([sys.executable, "-c", MAKE_INPUTS, folder, "512"], check=True)
+        write_inputs(Path(folder))
         for title, growing, is_alone in (
             ("the same batch on more ranks", False, False),
             ("a batch that grows with the ranks", True, False),
@@ -145,7 +145,7 @@ def _plan(load: Load, folder: Path, *, num_steps: int) -> RunPlan:
         "ppo.kl_coef": 0.1,
         "train_batch_size": load.samples,
         "allocation": f"hf:d1+fsdp:d{load.num_ranks}",
-        "control.total_train_epochs": (num_steps + 2) * -(-load.samples // 512),
+        "control.total_train_epochs": (num_steps + 2) * load.samples,  # however few rows there are
     }
     recipe = ROOT / "experiments" / "recipes" / "arithmetic_grpo.yaml"
     experiment = load_experiment(recipe, [f"{key}={value}" for key, value in settings.items()])
@@ -194,7 +194,7 @@ async def _drive(
     opening = asyncio.create_task(_start_ranks(load, context, secrets, ranks))
     async with TrainerGang(context, spec, graph, epoch=1) as gang:
         await opening
-        await gang.initialize(step=0, weights=spec.initial_weights, state=None)
+        await gang.initialize(step=0, weights={}, states={})
         cost.startup_s = time.process_time() - begin_s
         buffer = SequenceBuffer(is_consumed=lambda uid: False)
         source = TrajectorySource(

@@ -39,9 +39,7 @@ from corral.workers.streams.security import StreamSecurity
 
 TRIAL = "0123456789abcdef0123456789abcdef"
 _STATS = {f"ppo_actor/statistic_{number}": 0.125 * number for number in range(24)}
-_PER_TOKEN = ("input_ids", "prompt_mask")
-_PER_PREDICTION = ("old_logprobs", "versions")
-_PER_ANSWER = ("rewards", "seq_no_eos_mask")
+_KEYS = ["input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask"]
 
 
 class CountingCodec(MessageCodec[ToWorker]):
@@ -121,9 +119,8 @@ class StubRank:
         lengths = [64 + int(self._random.lognormvariate(6.5, 0.8)) for _ in range(self._num_answers)]
         return SampleMetadata(
             uid=f"0:problem-{self._rank:04}-{number:06}",
-            seqlens={key: lengths for key in _PER_TOKEN}
-            | {key: [length - 1 for length in lengths] for key in _PER_PREDICTION}
-            | {key: [1] * self._num_answers for key in _PER_ANSWER},
+            keys=_KEYS,
+            num_tokens=lengths,
             versions=[version],
             order=number,
         )

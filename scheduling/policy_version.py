@@ -76,4 +76,4 @@ class Lineage:
 
     def contains(self, version: PolicyVersion) -> bool:
         """Whether the present weights descend from `version`."""
-        return self.version(version.step) == version
+        return self._epoch_by_step.get(version.step, self._epoch) == version.epoch

@@ -299,9 +299,9 @@ def _buffered(metadata: SampleMetadata, *, owner: int) -> BufferedSample:
         uid=metadata.uid,
         order=metadata.order,
         owner=owner,
-        num_tokens=metadata.seqlens.get("input_ids", []),
+        num_tokens=metadata.num_tokens,
         versions=frozenset(PolicyVersion.parse(tag) for tag in metadata.versions),
-        keys=frozenset(metadata.seqlens),
+        keys=frozenset(metadata.keys),
         dropped_because=metadata.dropped_because,
     )
 

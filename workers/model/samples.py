@@ -79,7 +79,7 @@ class Samples:
 
     def _take_in(self, sample: SequenceSample) -> SampleMetadata:
         self.store.put(sample)
-        return SampleMetadata(uid=sample.uids[0], seqlens={key: lengths[0] for key, lengths in sample.seqlens.items()})
+        return SampleMetadata(uid=sample.uids[0], keys=list(sample.seqlens), num_tokens=sample.seqlens["input_ids"][0])
 
 
 @contextmanager

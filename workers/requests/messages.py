@@ -13,6 +13,8 @@ Epoch, request id and deadline travel in the header of every message (`codec.Hea
 
 from typing import Literal
 
+import msgspec
+
 from corral.scheduling.redistribution import Parcel
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.streams.calls import ErrorReply
@@ -180,15 +182,20 @@ class WorkerRequest(MessageBody, frozen=True, tag="request"):
 # --- replies --------------------------------------------------------------------------------------------------------
 
 
-class SampleMetadata(MessageBody, frozen=True):
-    """What the master knows of a sample; the tensors stay where they are."""
+class SampleMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """What the master knows of a sample; the tensors stay where they are.
+
+    A step has thousands of these, so that fields travel without their names, and lengths once: those of each key follow
+    from its layout.
+    """
 
     uid: str
-    seqlens: dict[str, list[int]]
-    """key -> length of each sequence of the group."""
+    keys: list[str]
+    """What exists for it."""
+    num_tokens: list[int]
+    """Of each answer, prompt included."""
     versions: list[str] = []
     """Every policy version that made one of its tokens, "epoch.step"; empty for rows of a dataset."""
-    dataset_epoch: int = 0
     order: int = 0
     """Birth order: samples are consumed oldest first."""
     dropped_because: str = ""

@@ -43,7 +43,8 @@ METADATA = MetadataReply(
     samples=[
         SampleMetadata(
             uid="0:a",
-            seqlens={"input_ids": [3, 4]},
+            keys=["input_ids"],
+            num_tokens=[3, 4],
             order=12,
         )
     ]
