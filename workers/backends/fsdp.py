@@ -26,6 +26,7 @@ from corral.workers.backends.companion_files import companion_files
 from corral.workers.backends.heads import Head, head_named
 from corral.workers.backends.learning_rate import learning_rate
 from corral.workers.backends.loading import load_model
+from corral.workers.backends.low_precision import cast_per_use
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
 from corral.workers.backends.offload import Offloaded, offload, own_parameters, own_state
 from corral.workers.backends.optimizers import make_optimizer, set_learning_rate
@@ -151,7 +152,10 @@ class FSDPEngine:
 
     def _scores(self, micro_batch: MicroBatch, temperature: float) -> Any:
         with torch.autocast(
-            self.context.device.type, dtype=self._compute_dtype, enabled=self._compute_dtype != torch.float32
+            self.context.device.type,
+            dtype=self._compute_dtype,
+            enabled=self._compute_dtype != torch.float32,
+            cache_enabled=False,  # it would hold what `cast_per_use` lets go
         ):
             output = self.model(
                 input_ids=micro_batch.input_ids[None],
@@ -297,6 +301,7 @@ def _load_over_ranks(model_directory: Path, head: Head[Any], context: ParallelCo
         )
     model = load_model(model_directory, head)
     model.to(context.device)
+    cast_per_use(model)
     if context.dp_size > 1:
         shard(model, context)
     return model

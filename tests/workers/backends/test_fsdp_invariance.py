@@ -37,7 +37,14 @@ UIDS_BY_RANK = (["0:0", "0:1", "0:3"], ["0:2"])  # uneven on purpose: rank 1 has
 PPO = PPOConfig(eps_clip=0.05, c_clip=2.0, behav_imp_weight_cap=1.2, kl_coef=0.1, mask_no_eos_with_zero=True)
 
 
-def make_engine(directory: Path, context: ParallelContext, *, max_tokens: int, head: str = "lm") -> FSDPEngine:
+def make_engine(
+    directory: Path,
+    context: ParallelContext,
+    *,
+    max_tokens: int,
+    head: str = "lm",
+    compute_dtype: torch.dtype = torch.float32,
+) -> FSDPEngine:
     return FSDPEngine(
         directory,
         context=context,
@@ -45,6 +52,7 @@ def make_engine(directory: Path, context: ParallelContext, *, max_tokens: int, h
         optimizer=optimizer_config(),
         total_steps=100,
         micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=max_tokens),
+        compute_dtype=compute_dtype,
     )
 
 
@@ -133,6 +141,10 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
     seen["bytes"] += offload_and_count(lonely) + offload_and_count(resumed)
     lonely.import_weights(resumed.export_weights(), eta=0.25)
     lonely.save_weights(directory / "after_blend")
+
+    # Products in bfloat16, of weights that are whole for a moment only.
+    low = make_engine(model_directory, context, max_tokens=48, compute_dtype=torch.bfloat16)
+    seen["bfloat16"] = actor.train_step(low, batch(0).select(UIDS_BY_RANK[rank]), version=0)
 
     # A critic and a reward model.
     for head in ("value", "scalar"):
@@ -231,6 +243,14 @@ def test_every_mini_batch_is_one_step_even_where_a_rank_has_too_few_answers(scen
     for seen in scene["pair"]:
         assert seen["mini_batch_steps"] == 1 + 4
         assert seen["mini_batches"]["train/tokens"] == scene["single"]["stats"][0]["train/tokens"]
+
+
+def test_two_ranks_compute_in_bfloat16_what_one_does(scene: dict[str, Any]) -> None:
+    engine = make_engine(scene["directory"] / "model", ParallelContext(), max_tokens=1000, compute_dtype=torch.bfloat16)
+    expected = PPOActorInterface(PPO).train_step(engine, batch(0), version=0)
+    for seen in scene["pair"]:
+        for name in ("ppo/loss", "train/grad_norm"):
+            assert seen["bfloat16"][name] == pytest.approx(expected[name], rel=0.01), name
 
 
 def test_one_ranks_bad_numbers_stop_the_step_on_both(scene: dict[str, Any]) -> None:

@@ -1,0 +1,60 @@
+"""Products in bfloat16 of float32 weights, without a second copy of the weights.
+
+    forward    weight (float32) ──► cast ──► product ──► let go        kept for the backward pass: the float32 weight,
+    backward   weight (float32) ──► cast ──► product ──► let go        which is there anyway, and the input
+
+Under autocast alone every cast weight stays until the backward pass has used it, since the product's gradient needs it,
+and until the end of a forward pass without gradient, since autocast keeps it for a second use: two more bytes for each
+parameter, and under FSDP2 for each of the whole model on every rank. The numbers are those of autocast, bit for bit.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def cast_per_use(model: nn.Module) -> None:
+    """Let every linear layer of a model cast its weight where autocast is on, each time that it is used."""
+    for module in model.modules():
+        if type(module) is nn.Linear:  # a subclass knows better
+            module.__class__ = _CastingLinear
+
+
+class _CastingLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        kind = input.device.type
+        if not torch.is_autocast_enabled(kind):
+            return super().forward(input)
+        apply: Any = _Product.apply
+        product: Tensor = apply(input, self.weight, self.bias, torch.get_autocast_dtype(kind))
+        return product
+
+
+class _Product(torch.autograd.Function):
+    """`F.linear` in another type than its weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """input [..., K], weight [N, K], bias [N] -> [..., N] in `dtype`."""
+        low = input.to(dtype)
+        ctx.save_for_backward(low, weight)
+        ctx.input_dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
+        with torch.autocast(input.device.type, enabled=False):
+            return F.linear(low, weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        (gradient,) = gradients
+        low, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        of_input = of_weight = of_bias = None
+        with torch.autocast(gradient.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                of_input = (gradient @ weight.to(gradient.dtype)).to(ctx.input_dtype)
+            if ctx.needs_input_grad[1]:
+                of_weight = (rows.T @ low.flatten(0, -2)).to(weight.dtype)
+            if ctx.needs_input_grad[2]:
+                of_bias = rows.sum(0).to(ctx.bias_dtype)
+        return of_input, of_weight, of_bias, None
