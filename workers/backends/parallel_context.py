@@ -93,11 +93,6 @@ class ParallelContext:
         """The largest of each value over the data-parallel ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def barrier(self) -> None:
-        """Return once every rank of the mesh has come here."""
-        if self.group is not None:
-            dist.all_reduce(torch.zeros(1), group=self.group)
-
     def close(self) -> None:
         """Leave the gang with the groups of all its meshes; for the context that `init_parallel` gave."""
         if self.group is not None:

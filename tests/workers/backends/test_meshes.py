@@ -65,7 +65,6 @@ def play_rank(world: ParallelContext, model: Path, directory: Path) -> None:
                 "sum": context.sum_over_ranks({"rank": float(10**world.rank)})["rank"],
                 "max": context.max_over_ranks({"rank": float(world.rank)})["rank"],
             }
-            context.barrier()
     seen["shares a group"] = contexts["apart"] is None or _group(contexts["apart"]) is _group(contexts["twins"])
     seen["has the world's"] = [n for n, context in contexts.items() if context and context.group is world.group]
     for name in TRAINED:  # on rank 1 one after the other, elsewhere at the same time
