@@ -30,21 +30,11 @@ from corral.experiments.worker_specs import (
     GenerationServerSpec,
     GserverManagerSpec,
     ModelRoleSpec,
-    ModelWorkerSpec,
     RewardSpec,
     RolloutWorkerSpec,
-    WorkerSpec,
 )
-from corral.scheduling.dataflow import (
-    CallType,
-    DataTransferHook,
-    EvaluateHook,
-    ModelFunctionCall,
-    ModelName,
-    PostHook,
-    PublishWeightsHook,
-    SaveHook,
-)
+from corral.scheduling.dataflow import build_dataflow
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PublishWeightsHook
 from corral.scheduling.packing import MicroBatchSpec
 
 TRAJECTORY_KEYS = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask")
@@ -91,7 +81,6 @@ class AsyncPPOExperiment(Experiment):
         if self.ref is not None:
             made.append(self._inference("ref_inf", self.ref, role="ref", output="ref_logprobs"))
         outputs = [key for call in made for key in call.output_keys]
-        evaluate: tuple[PostHook, ...] = (EvaluateHook(),) if self.evaluation is not None else ()
         train = ModelFunctionCall(
             name="actor_train",
             model_name=ModelName("actor"),
@@ -100,8 +89,7 @@ class AsyncPPOExperiment(Experiment):
             n_seqs=self.train_batch_size,
             input_keys=(*TRAJECTORY_KEYS, *outputs),
             micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=self.actor.max_tokens_per_micro_batch),
-            pre_hooks=(DataTransferHook(),),
-            post_hooks=(PublishWeightsHook(), *evaluate, SaveHook()),
+            post_hooks=(PublishWeightsHook(),),
         )
         return [*made, train]
 
@@ -116,17 +104,24 @@ class AsyncPPOExperiment(Experiment):
             output_keys=(output,),
             output_key_remap={"logprobs": output},
             micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=model.max_tokens_per_micro_batch),
-            pre_hooks=(DataTransferHook(),),
         )
 
     def initial_setup(self) -> ExperimentConfig:
         dataset = self.read_dataset()
-        calls = self.calls()
-        models: dict[str, ModelConfig] = {"actor": self.actor} | ({} if self.ref is None else {"ref": self.ref})
-        master = self.master_spec(
-            dataset, calls, models=models, max_head_offpolicyness=self.rollout.max_head_offpolicyness
+        graph = build_dataflow([*self.calls(), *self.evaluate_calls()], TRAJECTORY_KEYS)
+        reward = RewardSpec(
+            function=self.rollout.reward,
+            timeout_s=self.rollout.reward_timeout_s,
+            retries=self.rollout.reward_retries,
         )
-        workers: list[WorkerSpec] = [master, *self._model_workers(dataset, calls)]
+        workers = self.trainer_specs(
+            dataset,
+            graph,
+            self._role_specs(),
+            reward=reward,
+            max_head_offpolicyness=self.rollout.max_head_offpolicyness,
+            temperature=self.rollout.sampling.temperature,
+        )
         workers += [
             GenerationServerSpec(index=index, initial_weights=self.actor.path, engine=self.engine)
             for index in range(self.num_workers("generation_server"))
@@ -139,38 +134,15 @@ class AsyncPPOExperiment(Experiment):
             )
         )
         workers += self._rollout_workers(dataset)
-        return ExperimentConfig.build(calls=calls, dataset_keys=TRAJECTORY_KEYS, workers=workers)
+        return ExperimentConfig(graph=graph, workers=tuple(workers))
 
-    def _model_workers(self, dataset: DatasetSpec, calls: list[ModelFunctionCall]) -> list[ModelWorkerSpec]:
-        roles = [
-            ModelRoleSpec(
-                role="actor",
-                model=self.actor.without_optimizer(),
-                interface="ppo_actor",
-                optimizer=self.actor.optimizer,
-                ppo=self.ppo,
-            )
-        ]
-        if self.ref is not None:
-            roles.append(ModelRoleSpec(role="ref", model=self.ref, interface="ppo_actor", optimizer=None, ppo=self.ppo))
-        return [
-            ModelWorkerSpec(
-                index=rank,
-                world_size=self.num_training_ranks,
-                roles=roles,
-                calls=calls,
-                dataset=None,
-                evaluation=self.evaluation,
-                reward=RewardSpec(
-                    function=self.rollout.reward,
-                    timeout_s=self.rollout.reward_timeout_s,
-                    retries=self.rollout.reward_retries,
-                ),
-                temperature=self.rollout.sampling.temperature,
-                total_steps=self.control.total_steps(num_rows=dataset.num_rows, batch_size=self.train_batch_size),
-            )
-            for rank in range(self.num_training_ranks)
-        ]
+    def _role_specs(self) -> list[ModelRoleSpec]:
+        actor = ModelRoleSpec(
+            role="actor", model=self.actor.without_optimizer(), optimizer=self.actor.optimizer, ppo=self.ppo
+        )
+        if self.ref is None:
+            return [actor]
+        return [actor, ModelRoleSpec(role="ref", model=self.ref, optimizer=None, ppo=self.ppo)]
 
     def _rollout_workers(self, dataset: DatasetSpec) -> list[RolloutWorkerSpec]:
         count = self.num_workers("rollout_worker")

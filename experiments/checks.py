@@ -72,23 +72,24 @@ def _training_problems(allocation: Allocation, roles: tuple[str, ...]) -> Iterat
         yield ConfigProblem(message="the allocation has no training side", hint="add one: fsdp:d1")
         return
     named = ", ".join(roles)
-    for role, engine in allocation.training.items():
-        if role != EVERY_ROLE and role not in roles:
-            yield ConfigProblem(
-                message=f"the allocation names role {role!r}; this experiment has {named}", hint="remove it"
-            )
+    for share in allocation.training:
+        engine = share.engine
+        for role in share.roles:
+            if role != EVERY_ROLE and role not in roles:
+                yield ConfigProblem(
+                    message=f"the allocation names role {role!r}; this experiment has {named}", hint="remove it"
+                )
         if engine.backend not in BUILT_TRAINING_BACKENDS:
             message = f"training backend {engine.backend!r} is not built yet in this version"
             yield ConfigProblem(message=message, hint=f"use the PyTorch-native backend: fsdp:d{engine.dims.world_size}")
         if engine.dims.tp > 1 or engine.dims.pp > 1:
             message = f"tensor and pipeline parallel training ({engine.dims}) are not built yet in this version"
             yield ConfigProblem(message=message, hint=f"use pure data parallelism: fsdp:d{engine.dims.world_size}")
-    without = [role for role in roles if role not in allocation.training and EVERY_ROLE not in allocation.training]
-    if without:
-        yield ConfigProblem(message=f"the allocation has no layout for role {', '.join(without)}", hint="write fsdp:d1")
-    elif len({str(allocation.training_of(role)) for role in roles}) > 1:
-        message = "different layouts per role are not built yet in this version"
-        yield ConfigProblem(message=message, hint=f"use one layout for {named}: fsdp:d1")
+    try:
+        allocation.meshes(roles)
+    except ValueError as error:
+        message, hint = split_remedy(str(error))
+        yield ConfigProblem(message=message, hint=hint)
 
 
 def check_groups(
@@ -192,9 +193,13 @@ def check_dataset(
 
 
 def check_batch(
-    *, num_rows: int, epochs: int, train_batch_size: int, training_ranks: int | None
+    *, num_rows: int, epochs: int, train_batch_size: int, largest_share: tuple[str, int] | None
 ) -> Iterator[ConfigProblem]:
-    """A batch that the data never fills, or that leaves ranks without work."""
+    """A batch that the data never fills, or that leaves ranks without work.
+
+    Args:
+        largest_share: the role with the most data-parallel ranks, and their number.
+    """
     path, shown = ("train_batch_size",), str(train_batch_size)
     if train_batch_size > num_rows * epochs:
         yield ConfigProblem(
@@ -203,10 +208,11 @@ def check_batch(
             path=path,
             shown=shown,
         )
-    if training_ranks is not None and train_batch_size < training_ranks:
+    if largest_share is not None and train_batch_size < largest_share[1]:
+        role, dp = largest_share
         yield ConfigProblem(
-            message=f"train_batch_size {train_batch_size} leaves some of {training_ranks} training ranks without work",
-            hint=f"at least {training_ranks}, or fewer ranks in the allocation",
+            message=f"train_batch_size {train_batch_size} leaves some of the {dp} data-parallel ranks of {role} idle",
+            hint=f"at least {dp}, or {role}=fsdp:d{train_batch_size} in the allocation",
             path=path,
             shown=shown,
         )

@@ -32,16 +32,25 @@ from corral.experiments.config.cluster import (
     SupervisionConfig,
 )
 from corral.experiments.config.control import TrainControl
-from corral.experiments.config.data import DatasetConfig, EvaluationConfig
-from corral.experiments.config.model import ModelConfig, TrainedModelConfig
+from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig
+from corral.experiments.config.model import TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.inputs.model_directory import ModelFacts, transformer_shape
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.trial.directory import validate_name
-from corral.experiments.worker_specs import DatasetSpec, MasterWorkerSpec, ModelWorkerSpec, WorkerSpec
+from corral.experiments.worker_specs import (
+    DatasetSpec,
+    MasterWorkerSpec,
+    ModelRoleSpec,
+    ModelWorkerSpec,
+    RewardSpec,
+    WorkerSpec,
+)
 from corral.scheduling.allocation import Allocation, parse_allocation
-from corral.scheduling.dataflow import DataflowGraph, ModelFunctionCall, build_dataflow
+from corral.scheduling.dataflow import DataflowGraph
+from corral.scheduling.mesh import Mesh
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, TasksGroup
 from corral.scheduling.worker_information import WORKER_KINDS, WorkerInformation, WorkerKind, worker_id
 
@@ -70,13 +79,6 @@ class ExperimentConfig:
                 raise ValueError(
                     f"model_worker/{rank.index} has world_size {rank.world_size}; there are {len(ranks)} ranks"
                 )
-
-    @classmethod
-    def build(
-        cls, *, calls: Sequence[ModelFunctionCall], dataset_keys: Sequence[str], workers: Sequence[WorkerSpec]
-    ) -> "ExperimentConfig":
-        """Connect the calls and put the workers beside them; ValueError if either does not fit together."""
-        return cls(graph=build_dataflow(calls, dataset_keys), workers=tuple(workers))
 
     def worker_information(self, *, experiment: str, trial: str) -> tuple[WorkerInformation, ...]:
         """Who each worker is; its record under `host_key` lives as long as it does."""
@@ -164,13 +166,20 @@ class Experiment(FrozenConfig):
         return parse_allocation(self.allocation)
 
     @property
-    def num_training_ranks(self) -> int:
-        return self.parsed_allocation.training_of(self.roles[0]).dims.world_size
+    def meshes(self) -> dict[str, Mesh]:
+        """The ranks of each role."""
+        return self.parsed_allocation.meshes(self.roles)
 
-    def known_training_ranks(self) -> int | None:
-        """Training ranks; None if the allocation is broken."""
+    @property
+    def num_training_ranks(self) -> int:
+        return 1 + max(rank for mesh in self.meshes.values() for rank in mesh.ranks)
+
+    def largest_share(self) -> tuple[str, int] | None:
+        """The role with the most data-parallel ranks, and their number; None if the allocation is broken."""
         allocation, problems = check_allocation(self.allocation, roles=self.roles, generates=self.generates)
-        return None if allocation is None or problems else self.num_training_ranks
+        if allocation is None or problems:
+            return None
+        return max(((role, mesh.dims.dp) for role, mesh in self.meshes.items()), key=lambda share: share[1])
 
     @property
     def expected_counts(self) -> dict[WorkerKind, int | None]:
@@ -237,38 +246,75 @@ class Experiment(FrozenConfig):
                 num_rows=num_rows,
                 epochs=self.control.total_train_epochs,
                 train_batch_size=self.train_batch_size,
-                training_ranks=self.known_training_ranks(),
+                largest_share=self.largest_share(),
             )
         if self.evaluation is not None:
             yield from check_evaluation(self.evaluation, self.trained.path, facts, needs_answer=self.needs_answers)
 
-    def master_spec(
+    @property
+    def sample_ranks(self) -> list[int]:
+        """Where samples come in: at the heads of the trained policy, which reads most of their keys."""
+        return list(self.meshes[self.roles[0]].dp_heads)
+
+    def evaluate_calls(self) -> list[ModelFunctionCall]:
+        """The call that looks at held-out problems, if there are any."""
+        if self.evaluation is None:
+            return []
+        return [
+            ModelFunctionCall(
+                name="evaluate",
+                model_name=ModelName(self.roles[0]),
+                call_type=CallType.EVALUATE,
+                implementation=HELD_OUT_ANSWERS,
+                n_seqs=self.evaluation.batch_size,
+            )
+        ]
+
+    def trainer_specs(
         self,
         dataset: DatasetSpec,
-        calls: list[ModelFunctionCall],
+        graph: DataflowGraph,
+        roles: Sequence[ModelRoleSpec],
         *,
-        models: Mapping[str, ModelConfig],
-        max_head_offpolicyness: int,
-    ) -> MasterWorkerSpec:
-        """
-        Args:
-            models: of each role.
-        """
-        shapes = {role: transformer_shape(model.path) for role, model in models.items()}
-        return MasterWorkerSpec(
-            calls=calls,
+        reward: RewardSpec,
+        max_head_offpolicyness: int = 0,
+        temperature: float = 1.0,
+    ) -> list[WorkerSpec]:
+        """The master and every model worker, each with the models that it holds a part of."""
+        meshes = {str(name): self.meshes[name.role] for name in graph.model_names}
+        shapes = {role.role: transformer_shape(role.model.path) for role in roles}
+        master = MasterWorkerSpec(
+            calls=list(graph.calls),
             train_batch_size=self.train_batch_size,
             num_prompts=dataset.num_rows,
             source="trajectories" if self.generates else "dataset",
             max_head_offpolicyness=max_head_offpolicyness,
             control=self.control,
             eval_every_steps=self.evaluation.every_steps if self.evaluation is not None else None,
-            num_model_workers=self.num_training_ranks,
             initial_weights={self.roles[0]: self.trained.path},
             published_role=self.roles[0],
             shape_by_role={role: shape for role, shape in shapes.items() if shape is not None},
+            meshes=meshes,
+            sample_ranks=self.sample_ranks,
             shuffle=self.dataset.shuffle,
         )
+        ranks = [
+            ModelWorkerSpec(
+                index=rank,
+                world_size=self.num_training_ranks,
+                roles=[role for role in roles if rank in meshes[str(role.model_name)]],
+                calls=list(graph.calls),
+                tokenizer=self.trained.path,
+                takes_samples=rank in self.sample_ranks,
+                dataset=None if self.generates else dataset,
+                evaluation=self.evaluation,
+                reward=reward,
+                temperature=temperature,
+                total_steps=self.control.total_steps(num_rows=dataset.num_rows, batch_size=self.train_batch_size),
+            )
+            for rank in range(self.num_training_ranks)
+        ]
+        return [master, *ranks]
 
     def read_dataset(self) -> DatasetSpec:
         """Facts of the dataset as it is now; ConfigError if it cannot be used."""

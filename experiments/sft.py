@@ -13,16 +13,9 @@ from corral.experiments.config.model import TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment import Experiment, ExperimentConfig
 from corral.experiments.inputs.tokens import LengthLimits
-from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, RewardSpec
-from corral.scheduling.dataflow import (
-    CallType,
-    DataTransferHook,
-    EvaluateHook,
-    ModelFunctionCall,
-    ModelName,
-    PostHook,
-    SaveHook,
-)
+from corral.experiments.worker_specs import ModelRoleSpec, RewardSpec
+from corral.scheduling.dataflow import build_dataflow
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PublishWeightsHook
 from corral.scheduling.packing import MicroBatchSpec
 
 ROW_KEYS = ("input_ids", "prompt_mask")
@@ -54,7 +47,6 @@ class SFTExperiment(Experiment):
 
     def calls(self) -> list[ModelFunctionCall]:
         """The one model function call."""
-        evaluate: tuple[PostHook, ...] = (EvaluateHook(),) if self.evaluation is not None else ()
         return [
             ModelFunctionCall(
                 name="actor_train",
@@ -64,32 +56,16 @@ class SFTExperiment(Experiment):
                 n_seqs=self.train_batch_size,
                 input_keys=ROW_KEYS,
                 micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=self.model.max_tokens_per_micro_batch),
-                pre_hooks=(DataTransferHook(),),
-                post_hooks=(*evaluate, SaveHook()),
+                post_hooks=(PublishWeightsHook(),),
             )
         ]
 
     def initial_setup(self) -> ExperimentConfig:
         dataset = self.read_dataset()
-        calls = self.calls()
-        master = self.master_spec(dataset, calls, models={"actor": self.model}, max_head_offpolicyness=0)
-        role = ModelRoleSpec(
-            role="actor", model=self.model.without_optimizer(), interface="sft", optimizer=self.model.optimizer
-        )
-        ranks = [
-            ModelWorkerSpec(
-                index=rank,
-                world_size=self.num_training_ranks,
-                roles=[role],
-                calls=calls,
-                dataset=dataset,
-                evaluation=self.evaluation,
-                reward=RewardSpec(),
-                total_steps=self.control.total_steps(num_rows=dataset.num_rows, batch_size=self.train_batch_size),
-            )
-            for rank in range(self.num_training_ranks)
-        ]
-        return ExperimentConfig.build(calls=calls, dataset_keys=ROW_KEYS, workers=[master, *ranks])
+        graph = build_dataflow([*self.calls(), *self.evaluate_calls()], ROW_KEYS)
+        role = ModelRoleSpec(role="actor", model=self.model.without_optimizer(), optimizer=self.model.optimizer)
+        workers = self.trainer_specs(dataset, graph, [role], reward=RewardSpec())
+        return ExperimentConfig(graph=graph, workers=tuple(workers))
 
     def length_limits(self) -> LengthLimits:
         return LengthLimits(

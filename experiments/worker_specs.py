@@ -11,8 +11,9 @@ from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.config.model import ModelConfig, OptimizerConfig
 from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, ImportPath, RolloutConfig
-from corral.scheduling.dataflow import ModelFunctionCall
 from corral.scheduling.packing import TransformerShape
+from corral.scheduling.mesh import Mesh
+from corral.scheduling.model_function_call import ModelFunctionCall, ModelName
 
 
 class DatasetSpec(FrozenConfig):
@@ -27,18 +28,22 @@ class DatasetSpec(FrozenConfig):
 
 
 class ModelRoleSpec(FrozenConfig):
-    """One role (actor, ref) that a model worker holds."""
+    """One model that a model worker holds a part of."""
 
     role: str
     """actor, critic, ref or reward."""
+    replica_id: int = Field(default=0, ge=0)
+    """Which of the role's models: replicas hold the same parameters in another layout or place."""
     model: ModelConfig
     """Its weights."""
-    interface: Literal["ppo_actor", "sft"]
-    """The algorithm that its function calls run."""
     optimizer: OptimizerConfig | None
     """None for a model that is only read."""
     ppo: PPOConfig | None = None
     """Settings of `ppo_actor`."""
+
+    @property
+    def model_name(self) -> ModelName:
+        return ModelName(self.role, self.replica_id)
 
 
 class RewardSpec(FrozenConfig):
@@ -71,16 +76,27 @@ class MasterWorkerSpec(FrozenConfig):
     """Length of the run and its commits."""
     eval_every_steps: int | None
     """None without held-out problems."""
-    num_model_workers: int = Field(ge=1)
-    """Training ranks."""
     initial_weights: dict[str, Path]
     """Weights of version 0 of every role that is trained."""
     published_role: str
     """The one of them whose weights are published: servers answer with them, and exports are copies of them."""
     shape_by_role: dict[str, TransformerShape] = {}
     """Sizes of each role's model, by which work is balanced; a model whose config.json does not say them is missing."""
+    meshes: dict[str, Mesh]
+    """The ranks of each model, by its name ("actor/0"); every training rank is in one of them."""
+    sample_ranks: list[int] = Field(min_length=1)
+    """The ranks where samples come in: those that read rows, or take what rollout workers send."""
     shuffle: bool = True
     """Whether each pass over a dataset source has an order of its own."""
+
+    @property
+    def num_model_workers(self) -> int:
+        """Training ranks."""
+        return 1 + max(rank for mesh in self.meshes.values() for rank in mesh.ranks)
+
+    def mesh(self, model_name: ModelName) -> Mesh:
+        """The ranks of a model."""
+        return self.meshes[str(model_name)]
 
 
 class ModelWorkerSpec(FrozenConfig):
@@ -90,13 +106,17 @@ class ModelWorkerSpec(FrozenConfig):
     index: int = Field(ge=0)
     """Global rank."""
     world_size: int = Field(ge=1)
-    """Training ranks; all are data parallel."""
+    """Training ranks of all meshes."""
     backend: Literal["fsdp"] = "fsdp"
     """Training backend."""
     roles: list[ModelRoleSpec]
-    """Models that this rank holds."""
+    """Models that this rank holds a part of."""
     calls: list[ModelFunctionCall]
-    """Function calls that it may be asked for."""
+    """The dataflow graph's nodes."""
+    tokenizer: Path
+    """Directory with the tokenizer of the samples."""
+    takes_samples: bool
+    """Whether samples come in at this rank."""
     dataset: DatasetSpec | None
     """The rows of a dataset source; None where samples arrive from rollout workers."""
     evaluation: EvaluationConfig | None

@@ -3,17 +3,20 @@
 Example:
     "sglang:d4t2+megatron:d2t2p2"      4 SGLang servers of 2 GPUs; every role trains on 8 GPUs
     "hf:d2+fsdp:d1"                    2 embedded engines; one training rank
-    "fsdp:d2"                          training only
-    "actor=fsdp:d4t2,critic=fsdp:d4"   one layout per role; "*" stands for the roles that are not named
+    "fsdp:d2"                          training only; all roles on the same 2 ranks
+    "actor,ref=fsdp:d2,critic=fsdp:d2" actor and ref on ranks 0 and 1, critic on 2 and 3, all at the same time
+    "actor=fsdp:d4t2,*=fsdp:d4"        "*" stands for the roles that are not named
+    "actor=fsdp:d2,critic=fsdp:d2@1"   critic from rank 1 on: rank 1 works for both, in turns
     "sglang.d4m1p1+d2m2p1"             the reference system's spelling
 """
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
+from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelDims
 
 GENERATION_BACKENDS = ("sglang", "hf")
@@ -24,7 +27,8 @@ EVERY_ROLE = "*"
 ALLOCATION_GRAMMAR = f"""\
 allocation := [generation "+"] training | generation
 generation := {" | ".join(f'"{name}"' for name in GENERATION_BACKENDS)} ":" layout
-training   := engine | role "=" engine {{"," role "=" engine}}      role "*": every role that is not named
+training   := engine | share {{"," share}}
+share      := role {{"," role}} "=" engine ["@" first rank]        role "*": every role that is not named
 engine     := [{" | ".join(f'"{name}"' for name in TRAINING_BACKENDS)} ":"] layout       "." may stand for ":"
 layout     := "d" size, "t" (or "m") size, "p" size, each at most once; one that is missing counts 1"""
 
@@ -41,39 +45,85 @@ class EngineAllocation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Roles that hold their models on the same ranks."""
+
+    roles: tuple[str, ...]
+    """ "*" for the roles that no share names."""
+    engine: EngineAllocation
+    first_rank: int | None = None
+    """Where its ranks begin; None: after those of the shares before it."""
+
+    def __str__(self) -> str:
+        place = "" if self.first_rank is None else f"@{self.first_rank}"
+        return f"{','.join(self.roles)}={self.engine}{place}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
     """What an allocation string says.
 
     Example:
-        allocation = parse_allocation("sglang:d4t2+fsdp:d8")
-        allocation.num_generation_servers       # 4
-        allocation.training_of("actor").dims    # ParallelDims(dp=8, tp=1, pp=1)
+        allocation = parse_allocation("sglang:d4t2+actor,ref=fsdp:d2,critic=fsdp:d4")
+        allocation.num_generation_servers               # 4
+        allocation.meshes(("actor", "critic"))          # {"actor": ranks 0-1 as d2, "critic": ranks 2-5 as d4}
     """
 
     generation: EngineAllocation | None
-    training: Mapping[str, EngineAllocation]
-    """Layout by role; "*" for the roles that are not named."""
+    training: tuple[Share, ...]
 
     @property
     def num_generation_servers(self) -> int:
         return self.generation.dims.dp if self.generation else 0
 
     def training_of(self, role: str) -> EngineAllocation:
-        """The layout that trains `role`."""
-        engine = self.training.get(role) or self.training.get(EVERY_ROLE)
-        if engine is None:
+        """The backend and layout that hold `role`."""
+        return self._share_of(role).engine
+
+    def meshes(self, roles: Iterable[str]) -> dict[str, Mesh]:
+        """The ranks of each role.
+
+        Raises:
+            ValueError: if a role has no layout, or a rank in between has no role.
+        """
+        ranks_by_share = dict(zip(self.training, self._ranks(), strict=True))
+        shares = {role: self._share_of(role) for role in roles}
+        meshes = {role: Mesh(ranks=ranks_by_share[share], dims=share.engine.dims) for role, share in shares.items()}
+        used = {rank for mesh in meshes.values() for rank in mesh.ranks}
+        if idle := sorted(set(range(max(used, default=-1) + 1)) - used):
             raise ValueError(
-                f"allocation {str(self)!r} has no layout for role {role!r}; "
-                f"add {role}=... or *=... (it names {', '.join(self.training) or 'no role'})"
+                f"allocation {str(self)!r} leaves model_worker/{idle[0]} without a role; "
+                f"begin a share at rank {idle[0]} with @{idle[0]}, or remove the @ after it"
             )
-        return engine
+        return meshes
+
+    def _ranks(self) -> list[tuple[int, ...]]:
+        """The ranks of each share."""
+        ranks: list[tuple[int, ...]] = []
+        free = 0
+        for share in self.training:
+            first = free if share.first_rank is None else share.first_rank
+            ranks.append(tuple(range(first, first + share.engine.dims.world_size)))
+            free = max(free, first + share.engine.dims.world_size)
+        return ranks
+
+    def _share_of(self, role: str) -> Share:
+        for name in (role, EVERY_ROLE):
+            for share in self.training:
+                if name in share.roles:
+                    return share
+        named = ", ".join(name for share in self.training for name in share.roles)
+        raise ValueError(
+            f"allocation {str(self)!r} has no layout for role {role!r}; "
+            f"add {role}=... or *=... (it names {named or 'no role'})"
+        )
 
     def __str__(self) -> str:
         parts = [str(self.generation)] if self.generation else []
-        if set(self.training) == {EVERY_ROLE}:
-            parts.append(str(self.training[EVERY_ROLE]))
+        if len(self.training) == 1 and self.training[0] == Share(roles=(EVERY_ROLE,), engine=self.training[0].engine):
+            parts.append(str(self.training[0].engine))
         elif self.training:
-            parts.append(",".join(f"{role}={engine}" for role, engine in self.training.items()))
+            parts.append(",".join(map(str, self.training)))
         return "+".join(parts)
 
 
@@ -92,23 +142,26 @@ def parse_allocation(text: str) -> Allocation:
         _fail(text, trainings[1][0].position, 'both sides of "+" train; one must be a generation backend')
     return Allocation(
         generation=_generation(text, generations[0]) if generations else None,
-        training=_training(text, trainings[0]) if trainings else {},
+        training=_training(text, trainings[0]) if trainings else (),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """One `[role "="] engine` and where it stands in the text."""
+    """One `[roles "="] engine ["@" first rank]` and where it stands in the text."""
 
     position: int
-    role: str | None
+    roles: tuple[str, ...]
     engine: EngineAllocation
+    first_rank: int | None
 
 
 def _generation(text: str, side: list[_Part]) -> EngineAllocation:
     part = side[0]
-    if part.role is not None:
-        _fail(text, part.position, f"{part.engine.backend} generates, and cannot train role {part.role!r}")
+    if part.roles:
+        _fail(text, part.position, f"{part.engine.backend} generates, and cannot train role {part.roles[0]!r}")
+    if part.first_rank is not None:
+        _fail(text, part.position, '"@" gives training ranks; generation servers have none')
     if len(side) > 1:
         _fail(text, side[1].position, 'the generation side is one engine; training goes after "+"')
     if part.engine.dims.pp != 1:
@@ -120,25 +173,29 @@ def _generation(text: str, side: list[_Part]) -> EngineAllocation:
     return part.engine
 
 
-def _training(text: str, side: list[_Part]) -> dict[str, EngineAllocation]:
-    if len(side) == 1 and side[0].role is None:
-        return {EVERY_ROLE: side[0].engine}
-    training: dict[str, EngineAllocation] = {}
+def _training(text: str, side: list[_Part]) -> tuple[Share, ...]:
+    if len(side) == 1 and not side[0].roles:
+        return (Share(roles=(EVERY_ROLE,), engine=side[0].engine, first_rank=side[0].first_rank),)
+    shares: list[Share] = []
     for part in side:
-        if part.role is None:
+        if not part.roles:
             _fail(text, part.position, '"," separates roles: role "=" must come here')
         if part.engine.backend in GENERATION_BACKENDS:
-            _fail(text, part.position, f"{part.engine.backend} generates, and cannot train role {part.role!r}")
-        if part.role in training:
-            _fail(text, part.position, f"role {part.role!r} has a layout already")
-        training[part.role] = part.engine
-    return training
+            _fail(text, part.position, f"{part.engine.backend} generates, and cannot train role {part.roles[0]!r}")
+        named = [name for share in shares for name in share.roles]
+        for number, role in enumerate(part.roles):
+            if role in named or role in part.roles[:number]:
+                _fail(text, part.position, f"role {role!r} has a layout already")
+        shares.append(Share(roles=part.roles, engine=part.engine, first_rank=part.first_rank))
+    return tuple(shares)
 
 
 _SPACE = re.compile(r"[ \t]*")
-_ROLE = re.compile(r"(\*|[A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*")
+_ROLE_NAME = r"(?:\*|[A-Za-z_][A-Za-z0-9_]*)"
+_ROLES = re.compile(rf"({_ROLE_NAME}(?:[ \t]*,[ \t]*{_ROLE_NAME})*)[ \t]*=[ \t]*")
 _BACKEND = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)[:.]")
 _LAYOUT = re.compile(r"[A-Za-z0-9_]+")
+_FIRST_RANK = re.compile(r"[ \t]*@[ \t]*([0-9]{1,6})")
 
 
 class _Scanner:
@@ -165,7 +222,7 @@ class _Scanner:
     def _part(self) -> _Part:
         self._match(_SPACE)
         start = self._position
-        role = self._match(_ROLE)
+        roles = self._match(_ROLES)
         engine_start = self._position
         backend = self._match(_BACKEND)
         name = backend[1] if backend else DEFAULT_TRAINING_BACKEND
@@ -175,7 +232,13 @@ class _Scanner:
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
             _fail(self._text, engine_start, f"unknown backend {name!r}; {hint}")
         engine = EngineAllocation(backend=name, dims=self._dims())
-        return _Part(position=start, role=role[1] if role else None, engine=engine)
+        first_rank = self._match(_FIRST_RANK)
+        return _Part(
+            position=start,
+            roles=tuple(name.strip() for name in roles[1].split(",")) if roles else (),
+            engine=engine,
+            first_rank=int(first_rank[1]) if first_rank else None,
+        )
 
     def _dims(self) -> ParallelDims:
         start = self._position

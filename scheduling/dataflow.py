@@ -7,188 +7,12 @@ Nobody writes edges down: they follow from the keys. A built graph is complete a
 """
 
 import difflib
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
-from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
-
-from corral.scheduling.frozen import FrozenModel
-from corral.scheduling.packing import MicroBatchSpec
-from corral.scheduling.parallel import ParallelDims
-
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-def _check_name(what: str, name: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"{what} {name!r} must consist of letters, digits and _, not starting with a digit")
-
-
-class CallType(StrEnum):
-    """What a call asks a model to do."""
-
-    GENERATE = "generate"
-    INFERENCE = "inference"
-    TRAIN_STEP = "train_step"
-    EVALUATE = "evaluate"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class ModelName:
-    """One instance of a role's model; replicas of a role hold the same parameters in different layouts or places."""
-
-    role: str
-    replica_id: int = 0
-
-    def __post_init__(self) -> None:
-        _check_name("role", self.role)
-        if self.replica_id < 0:
-            raise ValueError(f"replica_id of role {self.role!r} must be 0 or more, got {self.replica_id}")
-
-    def __str__(self) -> str:
-        return f"{self.role}/{self.replica_id}"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class ModelShardID:
-    """The part of a model that one rank holds."""
-
-    model_name: ModelName
-    dp_rank: int
-    tp_rank: int
-    pp_rank: int
-
-    def __str__(self) -> str:
-        return f"{self.model_name}@d{self.dp_rank}t{self.tp_rank}p{self.pp_rank}"
-
-
-def shard_ids(model_name: ModelName, dims: ParallelDims) -> tuple[ModelShardID, ...]:
-    """The shards of a model, by rank."""
-    return tuple(ModelShardID(model_name, *dims.coords(rank)) for rank in range(dims.world_size))
-
-
-class DataTransferHook(FrozenModel):
-    """Before a call: bring its input keys to every rank that needs them."""
-
-    type: Literal["data_transfer"] = "data_transfer"
-
-
-class SaveHook(FrozenModel):
-    """After a train step: write a checkpoint, when one is due."""
-
-    type: Literal["save"] = "save"
-
-
-class EvaluateHook(FrozenModel):
-    """After a call: run the interface's evaluation, when one is due."""
-
-    type: Literal["evaluate"] = "evaluate"
-
-
-class PublishWeightsHook(FrozenModel):
-    """After a train step: hand the new policy version to the generation servers."""
-
-    type: Literal["publish_weights"] = "publish_weights"
-
-
-class OffloadHook(FrozenModel):
-    """After a call: move the model's parameters to host memory until it is called again."""
-
-    type: Literal["offload"] = "offload"
-
-
-PreHook = DataTransferHook
-PostHook = Annotated[SaveHook | EvaluateHook | PublishWeightsHook | OffloadHook, Field(discriminator="type")]
-
-
-class ModelFunctionCall(FrozenModel):
-    """One thing that one model does in every step.
-
-    Example:
-        ModelFunctionCall(
-            name="actor_inf", model_name="actor", call_type="inference", implementation="ppo_actor", n_seqs=64,
-            input_keys=("input_ids",), output_keys=("proximal_logprobs",),
-            output_key_remap={"logprobs": "proximal_logprobs"},
-        )
-    """
-
-    name: str
-    """Unique in the graph."""
-    model_name: ModelName
-    """Whose model runs it; a plain string is replica 0 of that role."""
-    call_type: CallType
-    implementation: str
-    """Name of the interface that implements it ("ppo_actor")."""
-    n_seqs: int = Field(ge=1)
-    """Samples (prompts with all of their answers) per step."""
-    input_keys: tuple[str, ...] = ()
-    """Keys that it reads, as the graph calls them."""
-    output_keys: tuple[str, ...] = ()
-    """Keys that it makes, as the graph calls them."""
-    input_key_remap: dict[str, str] = Field(default_factory=dict)
-    """The interface's own name by the graph's name, for the input keys whose names differ."""
-    output_key_remap: dict[str, str] = Field(default_factory=dict)
-    """The graph's name by the interface's own name, for the output keys whose names differ."""
-    micro_batches: MicroBatchSpec = MicroBatchSpec()
-    pre_hooks: tuple[PreHook, ...] = ()
-    post_hooks: tuple[PostHook, ...] = ()
-
-    @field_validator("model_name", mode="before")
-    @classmethod
-    def _role_is_replica_zero(cls, value: Any) -> Any:
-        return ModelName(value) if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _keys_agree(self) -> "ModelFunctionCall":
-        _check_name("call name", self.name)
-        for field, keys in (("input_keys", self.input_keys), ("output_keys", self.output_keys)):
-            if repeated := sorted({key for key in keys if keys.count(key) > 1}):
-                raise ValueError(f"call {self.name!r} names {', '.join(repeated)} more than once in {field}")
-        _check_remap(self.name, "input_key_remap", self.input_key_remap, self.input_key_remap.keys(), self.input_keys)
-        _check_remap(
-            self.name, "output_key_remap", self.output_key_remap, self.output_key_remap.values(), self.output_keys
-        )
-        return self
-
-    @model_validator(mode="after")
-    def _type_fits_the_rest(self) -> "ModelFunctionCall":
-        trains = self.call_type is CallType.TRAIN_STEP
-        if self.call_type in (CallType.GENERATE, CallType.INFERENCE) and not self.output_keys:
-            raise ValueError(f"call {self.name!r} is of type {self.call_type.value} and must have output_keys")
-        if self.call_type in (CallType.TRAIN_STEP, CallType.EVALUATE) and self.output_keys:
-            raise ValueError(
-                f"call {self.name!r} is of type {self.call_type.value}, which returns statistics and no keys; "
-                f"remove output_keys {list(self.output_keys)}"
-            )
-        for hook in self.post_hooks:
-            if isinstance(hook, SaveHook | PublishWeightsHook) and not trains:
-                raise ValueError(
-                    f"call {self.name!r}: hook {hook.type} follows a train_step only, not {self.call_type.value}"
-                )
-        return self
-
-    @property
-    def role(self) -> str:
-        return self.model_name.role
-
-
-MFCDef = ModelFunctionCall  # the reference system's name
-
-
-def _check_remap(
-    call: str, field: str, remap: Mapping[str, str], graph_names: Iterable[str], declared: Sequence[str]
-) -> None:
-    if unknown := sorted(set(graph_names) - set(declared)):
-        raise ValueError(
-            f"call {call!r}: {field} names {', '.join(unknown)}, which are not among its keys {list(declared)}"
-        )
-    if len(set(remap.values())) < len(remap):
-        raise ValueError(f"call {call!r}: {field} gives two keys the same name: {dict(remap)}")
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PushWeightsHook
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -205,12 +29,12 @@ class DataflowGraph:
     """The calls of one step and who waits for whom; made by `build_dataflow`."""
 
     calls: tuple[ModelFunctionCall, ...]
-    """In topological order; within a level, as they were given."""
+    """In topological order; within a level, as they were given. Those that evaluate come last."""
     dataset_keys: frozenset[str]
     """Keys that no call makes: they come with the samples."""
     edges: tuple[Edge, ...]
     levels: tuple[tuple[str, ...], ...]
-    """Names by topological generation: calls of one level do not wait for each other and may run at the same time."""
+    """Names of the calls of a step by topological generation, for the eye: a call waits for its own input keys only."""
 
     @cached_property
     def _call_by_name(self) -> dict[str, ModelFunctionCall]:
@@ -244,13 +68,56 @@ class DataflowGraph:
         consumers = {edge.consumer for edge in self.edges if edge.producer == self.call(name).name}
         return tuple(call.name for call in self.calls if call.name in consumers)
 
-    def is_src(self, name: str) -> bool:
-        """Whether it waits for no other call."""
-        return not self.predecessors(name)
+    @property
+    def step_calls(self) -> tuple[ModelFunctionCall, ...]:
+        """The calls of every train step, in topological order."""
+        return tuple(call for call in self.calls if call.call_type is not CallType.EVALUATE)
 
-    def is_dst(self, name: str) -> bool:
-        """Whether no other call waits for it: a sample is done once all of these have read it."""
-        return not self.successors(name)
+    @property
+    def evaluate_calls(self) -> tuple[ModelFunctionCall, ...]:
+        """The calls that look at held-out problems between train steps, when that is due."""
+        return tuple(call for call in self.calls if call.call_type is CallType.EVALUATE)
+
+    @property
+    def trained_models(self) -> tuple[ModelName, ...]:
+        """The models that a train step changes, in topological order."""
+        return tuple(call.model_name for call in self.calls if call.call_type is CallType.TRAIN_STEP)
+
+    @property
+    def model_names(self) -> tuple[ModelName, ...]:
+        """Every model that a call runs on, or that takes over another one's weights."""
+        names = [call.model_name for call in self.calls]
+        names += [hook.source for call in self.calls for hook in call.pre_hooks]
+        names += [hook.target for call in self.calls for hook in call.post_hooks if isinstance(hook, PushWeightsHook)]
+        return tuple(dict.fromkeys(names))
+
+    def reallocations(self, call: ModelFunctionCall) -> tuple[tuple[ModelName, ModelName], ...]:
+        """(source, target) of each parameter reallocation that a call's hooks ask for."""
+        pulled = [(hook.source, call.model_name) for hook in call.pre_hooks]
+        pushed = [(call.model_name, hook.target) for hook in call.post_hooks if isinstance(hook, PushWeightsHook)]
+        return (*pulled, *pushed)
+
+    def changed_by(self, call: ModelFunctionCall) -> frozenset[ModelName]:
+        """The models whose weights a call changes."""
+        changed = {target for _, target in self.reallocations(call)}
+        return frozenset(changed | ({call.model_name} if call.call_type is CallType.TRAIN_STEP else set()))
+
+    def must_follow(self, name: str) -> tuple[str, ...]:
+        """The calls of a step that have to be over before `name` begins, although it reads nothing of theirs.
+
+        A train step changes the weights that other calls of the same step compute with. They see the weights from
+        before it, however their batches are cut. Nothing waits for a train step in turn, so this adds no circle.
+        """
+        changing = self.call(name)
+        if changing.call_type is not CallType.TRAIN_STEP:
+            return ()
+        changed = self.changed_by(changing)
+        return tuple(
+            call.name
+            for call in self.step_calls
+            if call.call_type is not CallType.TRAIN_STEP
+            and changed & {call.model_name, *(hook.source for hook in call.pre_hooks)}
+        )
 
     def render_text(self) -> str:
         """One line per call, level by level."""
@@ -279,6 +146,13 @@ class DataflowGraph:
         return "\n".join(lines)
 
 
+def dataset_keys(calls: Iterable[ModelFunctionCall]) -> frozenset[str]:
+    """The keys that calls read and none of them makes: they come with the samples."""
+    given = list(calls)
+    made = {key for call in given for key in call.output_keys}
+    return frozenset(key for call in given for key in call.input_keys) - made
+
+
 def build_dataflow(calls: Sequence[ModelFunctionCall], dataset_keys: Iterable[str]) -> DataflowGraph:
     """Connect calls by their keys.
 
@@ -305,10 +179,11 @@ def build_dataflow(calls: Sequence[ModelFunctionCall], dataset_keys: Iterable[st
                 raise ValueError(
                     f"call {call.name!r} reads key {key!r}, which nobody makes; {_hint(key, calls, given)}"
                 )
-    levels = _levels([call.name for call in calls], edges)
+    evaluating = [call.name for call in calls if call.call_type is CallType.EVALUATE]
+    levels = _levels([call.name for call in calls if call.name not in evaluating], edges)
     call_by_name = {call.name: call for call in calls}
     return DataflowGraph(
-        calls=tuple(call_by_name[name] for level in levels for name in level),
+        calls=tuple(call_by_name[name] for level in (*levels, evaluating) for name in level),
         dataset_keys=given,
         edges=tuple(edges),
         levels=levels,

@@ -6,6 +6,9 @@ from pydantic import Field
 
 from corral.experiments.config.base import FrozenConfig
 
+HELD_OUT_ANSWERS = "held_out_answers"
+"""What a call that evaluates by answering problems is implemented by."""
+
 
 class DatasetConfig(FrozenConfig):
     """A jsonl file; every row is checked before anything is submitted."""
@@ -31,5 +34,7 @@ class EvaluationConfig(FrozenConfig):
     """The held-out problems."""
     every_steps: int = Field(default=20, ge=1)
     """Train steps from one evaluation to the next; the first is before the first step, the last after the last one."""
+    batch_size: int = Field(default=64, ge=1)
+    """Problems that all ranks together answer at a time."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Longest answer in tokens."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from corral.experiments.errors import display_path
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec, RolloutWorkerSpec
-from corral.scheduling.dataflow import ModelFunctionCall
+from corral.scheduling.model_function_call import ModelFunctionCall
 from corral.scheduling.scheduling import TasksGroup
 
 THIS_MACHINE = ("nodes      this machine",)

@@ -15,7 +15,7 @@ from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec, RolloutWorkerSpec
 from corral.launcher.submit.plan_text import render_plan
-from corral.scheduling.dataflow import build_dataflow
+from corral.scheduling.dataflow import build_dataflow, dataset_keys
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_PPO, VALID_SFT, write_inputs
 
 
@@ -116,7 +116,7 @@ def test_sft_plans_the_master_and_the_ranks_only(folder: Path) -> None:
     assert plan.master.source == "dataset"
     rank = plan.worker("model_worker", 1)
     assert isinstance(rank, ModelWorkerSpec) and rank.dataset is not None
-    assert rank.roles[0].interface == "sft" and rank.roles[0].optimizer is not None
+    assert rank.calls[0].implementation == "sft" and rank.roles[0].optimizer is not None
     assert rank.roles[0].optimizer.lr == 1e-3
 
 
@@ -162,15 +162,34 @@ def test_train_step_reads_what_the_inferences_make(folder: Path) -> None:
 
 def test_missing_rank_or_worker_is_refused(folder: Path) -> None:
     plan = _plan(folder / "ppo.yaml", "allocation=hf:d1+fsdp:d3")
-    keys = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask")
+    graph = build_dataflow(plan.master.calls, dataset_keys(plan.master.calls))
     without_one = [worker for worker in plan.workers if (worker.kind, worker.index) != ("model_worker", 1)]
     with pytest.raises(ValueError, match=r"indices of model_worker must be 0\.\.1"):
-        ExperimentConfig.build(calls=plan.master.calls, dataset_keys=keys, workers=without_one)
+        ExperimentConfig(graph=graph, workers=tuple(without_one))
     without_last = [worker for worker in plan.workers if (worker.kind, worker.index) != ("model_worker", 2)]
     with pytest.raises(ValueError, match="world_size 3; there are 2"):
-        ExperimentConfig.build(calls=plan.master.calls, dataset_keys=keys, workers=without_last)
+        ExperimentConfig(graph=graph, workers=tuple(without_last))
     with pytest.raises(ValueError, match="indices of master_worker"):
-        ExperimentConfig.build(calls=plan.master.calls, dataset_keys=keys, workers=[*plan.workers, plan.master])
+        ExperimentConfig(graph=graph, workers=(*plan.workers, plan.master))
+
+
+def test_each_rank_holds_the_roles_of_its_share(folder: Path) -> None:
+    plan = _plan(
+        folder / "ppo.yaml", f"ref.path={folder / 'model'}", "ppo.kl_coef=0.1", "allocation=hf:d1+actor=d2,ref=d2@1"
+    )
+    roles = {
+        worker.index: [role.role for role in worker.roles]
+        for worker in plan.workers
+        if isinstance(worker, ModelWorkerSpec)
+    }
+    assert roles == {0: ["actor"], 1: ["actor", "ref"], 2: ["ref"]}
+    assert {name: mesh.ranks for name, mesh in plan.master.meshes.items()} == {"actor/0": (0, 1), "ref/0": (1, 2)}
+    assert (plan.master.num_model_workers, plan.master.sample_ranks) == (3, [0, 1])
+    assert [worker.takes_samples for worker in plan.workers if isinstance(worker, ModelWorkerSpec)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_every_worker_has_its_information(folder: Path) -> None:

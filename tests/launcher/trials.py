@@ -32,6 +32,8 @@ from corral.experiments.worker_specs import (
 from corral.launcher.trial.find import read_facts
 from corral.launcher.trial.lock import lock_path, read_lock
 from corral.launcher.trial.processes import is_process_alive, kill_trial_processes, trial_processes
+from corral.scheduling.mesh import Mesh
+from corral.scheduling.parallel import ParallelDims
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
 from tests.launcher.stub_supervisor import COMMAND
 
@@ -63,6 +65,7 @@ def make_plan(
     def group(count: int, scheduling: Scheduling = with_gpus) -> TasksGroup | None:
         return TasksGroup(count=count, scheduling=scheduling) if count else None
 
+    ranks = max(model_workers, 1)
     workers: list[WorkerSpec] = [
         MasterWorkerSpec(
             calls=[],
@@ -72,9 +75,10 @@ def make_plan(
             max_head_offpolicyness=1,
             control=TrainControl(max_steps=3),
             eval_every_steps=None,
-            num_model_workers=max(model_workers, 1),
             initial_weights={"actor": directory},
             published_role="actor",
+            meshes={"actor/0": Mesh(ranks=tuple(range(ranks)), dims=ParallelDims(dp=ranks))},
+            sample_ranks=list(range(ranks)),
         )
     ]
     workers += [
@@ -83,6 +87,8 @@ def make_plan(
             world_size=model_workers,
             roles=[],
             calls=[],
+            tokenizer=Path("/nowhere"),
+            takes_samples=True,
             dataset=None,
             evaluation=None,
             reward=RewardSpec(),

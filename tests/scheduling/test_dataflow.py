@@ -8,19 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from corral.scheduling.dataflow import (
+from corral.scheduling.dataflow import DataflowGraph, Edge, build_dataflow
+from corral.scheduling.mesh import Mesh
+from corral.scheduling.model_function_call import (
     CallType,
-    DataflowGraph,
-    DataTransferHook,
-    Edge,
-    EvaluateHook,
     MFCDef,
     ModelFunctionCall,
     ModelName,
-    ModelShardID,
+    OffloadHook,
     PublishWeightsHook,
-    SaveHook,
-    build_dataflow,
+    PullWeightsHook,
+    PushWeightsHook,
+    parse_model_name,
     shard_ids,
 )
 from corral.scheduling.packing import MicroBatchSpec
@@ -63,15 +62,8 @@ def test_a_graph_knows_who_makes_and_who_reads_a_key() -> None:
     graph = build_dataflow(asynchronous_ppo(), ["input_ids", "rewards"])
     assert graph.producer_of("values") == "critic_inf"
     assert graph.producer_of("rewards") is None
-    assert graph.consumers_of("values") == ("actor_train", "critic_train")
     assert graph.predecessors("actor_train") == ("actor_inf", "ref_inf", "critic_inf")
     assert graph.successors("critic_inf") == ("actor_train", "critic_train")
-    assert [name for name in itertools.chain(*graph.levels) if graph.is_src(name)] == [
-        "actor_inf",
-        "ref_inf",
-        "critic_inf",
-    ]
-    assert [name for name in itertools.chain(*graph.levels) if graph.is_dst(name)] == ["actor_train", "critic_train"]
     with pytest.raises(ValueError, match="no call is named 'nobody'; there are actor_inf"):
         graph.call("nobody")
     with pytest.raises(ValueError, match="nobody makes key 'value'.*critic_inf makes values"):
@@ -138,9 +130,13 @@ def test_names_train_steps_and_replicas_are_checked() -> None:
         ("inference", {"output_keys": ["x", "x"]}, "names x more than once"),
         ("inference", {"output_keys": ["x"], "input_key_remap": {"y": "z"}}, "input_key_remap names y"),
         ("inference", {"output_keys": ["x"], "output_key_remap": {"y": "z"}}, "output_key_remap names z"),
-        ("inference", {"output_keys": ["x"], "post_hooks": [{"type": "save"}]}, "follows a train_step only"),
+        (
+            "inference",
+            {"output_keys": ["x"], "post_hooks": [{"type": "push_weights", "target": "ref"}]},
+            "follows a train_step only",
+        ),
         ("inference", {"output_keys": ["x"], "post_hooks": [{"type": "publish_weights"}]}, "follows a train_step only"),
-        ("inference", {"output_keys": ["x"], "pre_hooks": [{"type": "save"}]}, "data_transfer"),
+        ("inference", {"output_keys": ["x"], "pre_hooks": [{"type": "offload"}]}, "pull_weights"),
         ("inference", {"output_keys": ["x"], "n_seqs": 0}, "n_seqs"),
         ("inference", {"output_keys": ["x"], "model_name": "a b"}, "role 'a b'"),
         ("train", {}, "call_type"),
@@ -167,19 +163,52 @@ def test_calls_survive_json_with_their_hooks() -> None:
     train = call(
         "actor_train", "train_step", role=ModelName("actor", 1), input_keys=("x",), input_key_remap={"x": "logprobs"},
         micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=1024, n_min=2),
-        pre_hooks=(DataTransferHook(),), post_hooks=(SaveHook(), EvaluateHook(), PublishWeightsHook()),
+        pre_hooks=(PullWeightsHook(source="actor"),),
+        post_hooks=(PublishWeightsHook(), PushWeightsHook(target="ref", eta=0.1), OffloadHook()),
     )  # fmt: skip
     adapter = TypeAdapter(list[ModelFunctionCall])
     (again,) = adapter.validate_json(adapter.dump_json([train]))
     assert again == train
-    assert [type(hook) for hook in again.post_hooks] == [SaveHook, EvaluateHook, PublishWeightsHook]
+    assert [type(hook) for hook in again.post_hooks] == [PublishWeightsHook, PushWeightsHook, OffloadHook]
+    assert again.pre_hooks[0].source == ModelName("actor")
     assert again.call_type is CallType.TRAIN_STEP
 
 
-def test_shards_are_listed_by_rank() -> None:
-    shards = shard_ids(ModelName("actor"), ParallelDims(dp=2, tp=1, pp=2))
-    assert shards[2] == ModelShardID(ModelName("actor"), dp_rank=0, tp_rank=0, pp_rank=1)
-    assert [str(shard) for shard in shards] == ["actor/0@d0t0p0", "actor/0@d1t0p0", "actor/0@d0t0p1", "actor/0@d1t0p1"]
+def test_every_shard_of_a_model_has_a_rank() -> None:
+    shards = shard_ids(ModelName("actor"), Mesh(ranks=(4, 5, 6, 7), dims=ParallelDims(dp=2, tp=1, pp=2)))
+    assert {str(shard): rank for shard, rank in shards.items()} == {
+        "actor/0@d0t0p0": 4, "actor/0@d1t0p0": 5, "actor/0@d0t0p1": 6, "actor/0@d1t0p1": 7
+    }  # fmt: skip
+
+
+def test_a_train_step_follows_whoever_computes_with_the_weights_that_it_changes() -> None:
+    push = PushWeightsHook(target=ModelName("ema"), eta=0.1)
+    graph = build_dataflow(
+        [
+            call("actor_inf", input_keys=("ids",), output_keys=("proximal",)),
+            call("ema_inf", role="ema", input_keys=("ids",), output_keys=("ema_logprobs",)),
+            call("draft", role=ModelName("actor", 1), input_keys=("ids",), output_keys=("drafts",),
+                 pre_hooks=(PullWeightsHook(source=ModelName("actor")),)),
+            call("ref_inf", role="ref", input_keys=("ids",), output_keys=("ref",)),
+            call("actor_train", "train_step", input_keys=("ids",), post_hooks=(push,)),
+            call("critic_train", "train_step", role="critic", input_keys=("ids",)),
+            call("evaluate", "evaluate"),
+        ],
+        ["ids"],
+    )  # fmt: skip
+    assert set(graph.must_follow("actor_train")) == {"actor_inf", "ema_inf", "draft"}
+    assert graph.must_follow("critic_train") == graph.must_follow("ref_inf") == ()
+    assert graph.trained_models == (ModelName("actor"), ModelName("critic"))
+    assert [call.name for call in graph.evaluate_calls] == ["evaluate"]
+    assert "evaluate" not in [call.name for call in graph.step_calls]
+    assert graph.reallocations(graph.call("draft")) == ((ModelName("actor"), ModelName("actor", 1)),)
+    assert set(graph.model_names) == {ModelName(role) for role in ("actor", "ema", "ref", "critic")} | {
+        ModelName("actor", 1)
+    }
+
+
+def test_model_names_read_back() -> None:
+    assert [parse_model_name(text) for text in ("ref/2", "actor")] == [ModelName("ref", 2), ModelName("actor")]
 
 
 def test_a_graph_is_drawn_as_text_and_as_mermaid() -> None:

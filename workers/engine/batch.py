@@ -30,8 +30,6 @@ from corral.workers.engine.sampling import SamplingBatch, SamplingParams, sample
 from corral.workers.engine.scheduler import BatchScheduler
 from corral.workers.engine.uniforms import TokenUniforms
 
-_GREEDY_ROWS = 64  # rows of an in-process evaluation: past this a CPU gains nothing, and the cache grows
-
 
 class PauseMode(Enum):
     """What a pause does to the running requests; see the module's drawing."""
@@ -289,20 +287,25 @@ class ContinuousBatch:
 
 
 def generate_greedily(
-    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop_token_ids: Collection[int] = ()
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop_token_ids: Collection[int] = (),
+    batch_size: int = 64,
 ) -> list[list[int]]:
     """Most likely continuations by a module that is already loaded: how a model worker evaluates its own weights.
 
     Ends an answer after one of `stop_token_ids` (which it keeps) or `max_new_tokens`; the model's own end-of-sequence
-    ids are not consulted. Sharded parameters are gathered first: then every rank that holds a shard must make this
-    call.
+    ids are not consulted. `batch_size` answers are decoded at a time: past 64 a CPU gains nothing. Sharded parameters
+    are gathered first: then every rank that holds a shard must make this call, be it without prompts.
     """
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0, stop_token_ids=frozenset(stop_token_ids))
-    if not prompts:
-        return []
-    num_rows = min(len(prompts), _GREEDY_ROWS)
     with torch.no_grad():
         decoder = Decoder(model)
+    if not prompts:
+        return []
+    num_rows = min(len(prompts), batch_size)
     batch = ContinuousBatch(
         decoder,
         eos_token_ids=(),

@@ -54,7 +54,7 @@ def evaluate(request: EvaluationRequest) -> EvaluationResult:
     while progress.num_done < len(problems):
         started_at = time.monotonic()
         end = progress.num_done + request.batch_size
-        sums = problems.put_to(model, slice(progress.num_done, end))
+        sums = problems.put_to(model, slice(progress.num_done, end), batch_size=request.batch_size)
         progress = progress.model_copy(
             update={
                 "num_done": min(end, len(problems)),

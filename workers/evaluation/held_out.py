@@ -61,10 +61,14 @@ class HeldOutProblems:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def put_to(self, model: nn.Module, part: slice = slice(None)) -> dict[str, float]:
-        """Sums over the answers to a part of the problems, named by `SUMS`."""
+    def put_to(self, model: nn.Module, part: slice = slice(None), *, batch_size: int) -> dict[str, float]:
+        """Sums over the answers to a part of the problems, `batch_size` of them at a time, named by `SUMS`."""
         outputs = generate_greedily(
-            model, self._prompts[part], max_new_tokens=self._max_new_tokens, stop_token_ids=self._stop_token_ids
+            model,
+            self._prompts[part],
+            max_new_tokens=self._max_new_tokens,
+            stop_token_ids=self._stop_token_ids,
+            batch_size=batch_size,
         )
         rewards = asyncio.run(self._judge_all(self._rows[part], outputs))
         judged = [reward for reward in rewards if reward is not None]
@@ -112,12 +116,12 @@ class Evaluator:
         self._problems = HeldOutProblems(config, model, reward=reward, share=share)
         self._context = context
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """The `means` over the answers of all ranks."""
+    def evaluate(self, model: nn.Module, *, batch_size: int) -> dict[str, float]:
+        """The `means` over the answers of all ranks, which answer `batch_size` problems at a time together."""
         was_training = model.training
         model.eval()
         try:
-            sums = self._problems.put_to(model)
+            sums = self._problems.put_to(model, batch_size=-(-batch_size // self._context.dp_size))
         finally:
             model.train(was_training)
         return means(self._context.sum_over_ranks(sums))

@@ -9,7 +9,7 @@ until it is here, and if it cannot be, the rank counts as dead and the epoch end
 is forgotten while the epoch lasts, and the next one's session asks for it again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from corral.workers.requests.client import PendingReplies, RequestClient
 from corral.workers.requests.messages import Fetch, MetadataReply, ReplyPayload, SampleMetadata
@@ -23,22 +23,22 @@ class Arrivals:
     """Belongs to the thread of the client's loop.
 
     Example:
-        arrivals = Arrivals(client, ["model_worker/0", "model_worker/1"], wake=event.set)
+        arrivals = Arrivals(client, {0: "model_worker/0", 1: "model_worker/1"}, wake=event.set)
         arrivals.ask()
         await event.wait()
         arrivals.take()     # [(1, SampleMetadata(...)), ...]
     """
 
-    def __init__(self, client: RequestClient, workers: Sequence[str], *, wake: Callable[[], None]) -> None:
+    def __init__(self, client: RequestClient, worker_by_rank: Mapping[int, str], *, wake: Callable[[], None]) -> None:
         """
         Args:
-            workers: ids of those that receive, by rank.
+            worker_by_rank: ids of those that receive.
             wake: called whenever there is something to take, be it an error.
         """
         self._client = client
-        self._workers = workers
+        self._worker_by_rank = worker_by_rank
         self._wake = wake
-        self._idle = set(range(len(workers)))  # ranks without a Fetch
+        self._idle = set(worker_by_rank)  # ranks without a Fetch
         self._arrived: list[tuple[int, SampleMetadata]] = []
         self.failed: PendingReplies | None = None
         """Replies of which one is an error, for whoever awaits them; None while all is well."""
@@ -50,8 +50,8 @@ class Arrivals:
         ranks = sorted(self._idle)
         self._idle.clear()
         request = Fetch(max_samples=_AT_MOST, wait_s=_WAIT_S)
-        pending = self._client.post({self._workers[rank]: request for rank in ranks}, deadline_s=_DEADLINE_S)
-        rank_by_worker = {self._workers[rank]: rank for rank in ranks}
+        pending = self._client.post({self._worker_by_rank[rank]: request for rank in ranks}, deadline_s=_DEADLINE_S)
+        rank_by_worker = {self._worker_by_rank[rank]: rank for rank in ranks}
         pending.on_each(lambda worker, reply: self._absorb(rank_by_worker[worker], reply, pending))
 
     def take(self) -> list[tuple[int, SampleMetadata]]:

@@ -8,6 +8,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import LogWriter
 from corral.experiments.worker_specs import MasterWorkerSpec
+from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.workers.checkpoint.checkpoint import RecoveryPoint
 from corral.workers.checkpoint.ledger import Ledger
@@ -22,6 +23,7 @@ class EpochParts:
     """What an epoch works with."""
 
     spec: MasterWorkerSpec
+    graph: DataflowGraph
     trial: TrialDirectory
     presence: Presence
     journal: Journal

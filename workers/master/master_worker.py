@@ -91,7 +91,7 @@ from corral.experiments.trial.log_state import DoneError, StoppedError, Supersed
 from corral.experiments.trial.log_witnesses import read_whole_log
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec
 from corral.name_resolve import Lease
-from corral.scheduling.dataflow import DataflowGraph, build_dataflow
+from corral.scheduling.dataflow import build_dataflow, dataset_keys
 from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.workers.checkpoint.checkpoint import (
     NoValidCheckpointError,
@@ -129,7 +129,7 @@ class MasterWorker(Worker):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._spec = context.specification(MasterWorkerSpec)
-        self._graph = _dataflow_of(self._spec)
+        self._graph = build_dataflow(self._spec.calls, dataset_keys(self._spec.calls))
         self._log = TrialLog(context.trial.log_path)
         self._journal = Journal(context.trial.journal_path)
         self._owner = f"{socket.gethostname()}:{os.getpid()}"
@@ -164,7 +164,7 @@ class MasterWorker(Worker):
             self._epoch = writer.epoch
             self._journal.append("epoch_claimed", epoch=writer.epoch, worker=self.context.worker_id)
             try:
-                async with TrainerGang(self.context, self._spec, self._graph, epoch=writer.epoch) as gang:
+                async with TrainerGang(self.context, self._spec, epoch=writer.epoch) as gang:
                     outcome = await self._run_epoch(writer, gang)
             except GangLostError as error:
                 logger.warning("epoch %d ends: %s", writer.epoch, error)
@@ -204,6 +204,7 @@ class MasterWorker(Worker):
         buffer = SequenceBuffer(is_consumed=ledger.consumed)
         parts = EpochParts(
             spec=self._spec,
+            graph=self._graph,
             trial=self.context.trial,
             presence=self.context.presence,
             journal=self._journal,
@@ -281,12 +282,6 @@ class MasterWorker(Worker):
         if self._spec.source == "dataset":
             return frozenset()  # nobody generates
         return read_weights_in_use(self.context.names, self.context.keys.weights_in_use())
-
-
-def _dataflow_of(spec: MasterWorkerSpec) -> DataflowGraph:
-    """The graph of the plan's calls; what none of them makes comes with the samples."""
-    made = {key for call in spec.calls for key in call.output_keys}
-    return build_dataflow(spec.calls, {key for call in spec.calls for key in call.input_keys} - made)
 
 
 def _log_start(writer: LogWriter, recovery: RecoveryPoint) -> None:

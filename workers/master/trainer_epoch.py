@@ -3,7 +3,7 @@
     initialize from the last commit ──► publish its weights ──► evaluate (when due)
          ┌───────────────────────────────────────────────────────────┘
          ▼
-    wait for a batch ──► run the dataflow graph ──► write weights ──► publish ──► metrics ──► commit (when due) ──┐
+    wait for a batch ──► run the dataflow graph, which publishes ──► metrics ──► commit (when due) ────────┐
          ▲                  │ loss not finite                                                                  │
          ├── samples go back, nothing is written; too often in a row: NotFiniteError                           │
          └──────────────── evaluate (when due) ◄── free the samples ◄──────────────────────────────────────────┘
@@ -17,11 +17,14 @@ import time
 from collections.abc import Sequence
 from enum import Enum
 
+from corral.scheduling.model_function_call import ModelName
 from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.master.calls import MeshCalls
 from corral.workers.master.disk import Disk, LogWatch
 from corral.workers.master.durable_state import DurableState
 from corral.workers.master.epoch_parts import EpochParts
-from corral.workers.requests.messages import TrainReply
+from corral.workers.master.step_outcome import StepOutcome
+from corral.workers.master.step_runner import Progress, StepRunner
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +47,13 @@ class TrainerEpoch:
         self._evaluated_step: int | None = None
         self._nonfinite_in_a_row = 0
         self._skipped_updates = 0
-        self._committing_s = 0.0
+        self._committing_s = self._saving_s = 0.0
+        self._waited_s: dict[str, float] = {}
         self._disk = Disk()
         self._watch = LogWatch(self._disk, parts.writer, parts.trial, on_news=parts.gang.news.set)
         self._durable = DurableState(parts, self._disk)
+        self._calls = MeshCalls(parts.spec, parts.graph, parts.gang, parts.buffer, publish=self._publish)
+        self._runner = StepRunner(parts.graph, self._calls, ranks_of=self._calls.ranks_of, on_progress=self._show)
 
     @property
     def version(self) -> PolicyVersion:
@@ -112,33 +118,38 @@ class TrainerEpoch:
             if batch is not None or self._is_complete():
                 return batch or []
             parts.presence.enter("wait for a batch", waiting_for=source.waiting_for(), waits_for=source.waits_for())
+            started = time.monotonic()
             # Woken by an arrival, a worker's death, or the log watch; at the latest by a rank that has nothing to say.
             await news.wait()
+            for kind in {worker.partition("/")[0] for worker in source.waits_for()} or {"dataset"}:
+                self._waited_s[kind] = self._waited_s.get(kind, 0.0) + time.monotonic() - started
 
     async def _train(self, batch: list[str]) -> None:
         if not batch:
             return
         parts = self._parts
-        started = time.monotonic()
+        started, saved_before_s = time.monotonic(), self._saving_s
         with parts.presence.during("train step", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
-            reply = await parts.gang.run_step(batch, parts.buffer, step=self._step)
-        if reply.num_nonfinite or reply.is_damaged:
-            await self._note_nonfinite(reply, batch)
+            outcome = StepOutcome(parts.graph, await self._runner.run(batch, version=self._step))
+        if outcome.num_nonfinite or outcome.is_damaged:
+            await self._note_nonfinite(outcome, batch)
         else:
             self._nonfinite_in_a_row = 0
-        if reply.is_skipped:
+        if outcome.is_skipped:
             await parts.source.give_back(batch)
             return
-        trained = time.monotonic()
         self._step += 1
         parts.ledger.train(self._step, batch)
-        # Servers need not wait for the commit: if it never comes, these weights are orphans, and so is what they make.
-        parts.publish(self.version, await self._durable.write_weights(self.version))
-        saved = time.monotonic()
-        timing = {"time/train_s": trained - started, "time/save_s": saved - trained + self._committing_s}
-        await self._durable.add_step(self._step, dict(reply.stats) | timing | self._skipped(), batch)
+        saving_s = self._saving_s - saved_before_s
+        timing = {
+            "time/train_s": time.monotonic() - started - saving_s,
+            "time/save_s": saving_s + self._committing_s,
+            "data/transfer_bytes": float(self._calls.take_moved_bytes()),
+        }
+        await self._durable.add_step(self._step, outcome.metrics() | timing | self._waited() | self._skipped(), batch)
+        committing = time.monotonic()
         await self._commit_if_due()
-        self._committing_s = time.monotonic() - saved
+        self._committing_s = time.monotonic() - committing
         parts.presence.beat(version=str(self.version))
         await parts.gang.clear(parts.buffer.release(batch))
         await self._durable.remove_old_weights(self.version)
@@ -146,19 +157,54 @@ class TrainerEpoch:
         if save_every is not None and self._step % save_every == 0:
             await self._durable.export(f"step-{self._step:08d}", self.version)
 
-    async def _note_nonfinite(self, reply: TrainReply, batch: Sequence[str]) -> None:
+    async def _publish(self, model: ModelName) -> None:
+        """Hand the weights that the present step has just made to whoever generates.
+
+        Servers need not wait for the rest of the step, nor for the commit: if either never comes, these weights are
+        orphans, and so is what is made with them. The lineage knows neither, and turns their samples away.
+        """
+        if model.role != self._parts.spec.published_role:
+            raise ValueError(
+                f"only {self._parts.spec.published_role} is published, and {model} has a hook that does so"
+            )
+        started = time.monotonic()
+        version = self._parts.lineage.version(self._step + 1)
+        self._parts.publish(version, await self._durable.write_weights(version))
+        self._saving_s += time.monotonic() - started
+
+    def _show(self, progress: Progress) -> None:
+        """Say in rl-status which calls run, and which wait for which."""
+        parts = self._parts
+        waiting = [f"{call} waits for {', '.join(others)}" for call, others in progress.waiting.items() if others]
+        ranks = {rank for call in progress.running for rank in self._calls.ranks_of(parts.graph.call(call))}
+        parts.presence.enter(
+            "train step",
+            waiting_for="; ".join([*progress.running, *waiting]),
+            waits_for=[parts.gang.workers[rank] for rank in sorted(ranks)],
+            deadline_s=parts.step_timeout_s,
+        )
+
+    async def _note_nonfinite(self, outcome: StepOutcome, batch: Sequence[str]) -> None:
         """Bound how long nothing is learned; a step of which only some mini-batches were finite counts, too."""
         parts, step = self._parts, self._step + 1
-        self._skipped_updates += reply.num_nonfinite
+        self._skipped_updates += outcome.num_nonfinite
         self._nonfinite_in_a_row += 1
-        what = "left weights that are not finite" if reply.is_damaged else "had a loss or gradient that is not finite"
+        what = "left weights that are not finite" if outcome.is_damaged else "had a loss or gradient that is not finite"
+        who = f" ({', '.join(outcome.skipping)} learned nothing, the others did)" if outcome.is_torn else ""
         cause = (
-            f"train step {step} {what}, number {self._nonfinite_in_a_row} in a row; its batch begins with {batch[0]}"
+            f"train step {step} {what}{who}, number {self._nonfinite_in_a_row} in a row; its batch begins with "
+            f"{batch[0]}"
         )
         logger.warning("%s", cause)
         await self._disk.run(parts.journal.append, "step_not_finite", epoch=parts.writer.epoch, step=step, cause=cause)
-        if reply.is_damaged or self._nonfinite_in_a_row >= parts.spec.control.max_nonfinite_steps:
+        is_too_often = self._nonfinite_in_a_row >= parts.spec.control.max_nonfinite_steps
+        if outcome.is_damaged or outcome.is_torn or is_too_often:
             raise NotFiniteError(cause)
+
+    def _waited(self) -> dict[str, float]:
+        """Seconds that training stood still for want of a batch since the last step, and for which kind of worker."""
+        waited, self._waited_s = self._waited_s, {}
+        return {"time/wait_s": sum(waited.values())} | {f"time/wait_s/{kind}": s for kind, s in waited.items()}
 
     def _skipped(self) -> dict[str, float]:
         """Updates that were tried since the last step's line, and changed nothing."""
@@ -171,9 +217,10 @@ class TrainerEpoch:
             return
         parts = self._parts
         with parts.presence.during("evaluate", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
-            values = await parts.gang.evaluate(step=self._step)
+            for call in parts.graph.evaluate_calls:
+                values = await parts.gang.evaluate(call, step=self._step)
+                await self._durable.add_metrics(self._step, {f"eval/{key}": value for key, value in values.items()})
         self._evaluated_step = self._step
-        await self._durable.add_metrics(self._step, {f"eval/{key}": value for key, value in values.items()})
 
     # The end of a step, and of the epoch
 

@@ -19,11 +19,20 @@ from corral.workers.requests.messages import DataTransfer, Give
 class Transfers:
     """One plan, cut into what each rank has to know."""
 
+    parcels: Sequence[Parcel]
     gives: Mapping[int, Give]
     takes: Mapping[int, DataTransfer]
     """A rank that only passes something on has taken it before."""
     size_bytes: int
     """What reaches ranks that lacked it."""
+
+    def note_arrival(self, buffer: SequenceBuffer) -> None:
+        """All is where it was wanted, and can be given away from there; a call beside this one must not plan on it
+        before."""
+        for parcel in self.parcels:
+            for uid in parcel.uids:
+                for key in parcel.keys:
+                    buffer.moved(uid, key, parcel.destinations)
 
 
 @dataclass(slots=True)
@@ -35,7 +44,7 @@ class TransferPlanner:
     _coefficients: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict)
 
     def plan(self, wanted: Sequence[Demand], buffer: SequenceBuffer) -> Transfers:
-        """Bring samples where they are wanted; the buffer knows of it from now on.
+        """How samples come where they are wanted; `note_arrival` when they have come.
 
         Raises:
             ValueError: if nobody holds something that is wanted.
@@ -49,11 +58,8 @@ class TransferPlanner:
             first_tag=self._next_tag,
         )
         self._next_tag += len(parcels)
-        for parcel in parcels:
-            for uid in parcel.uids:
-                for key in parcel.keys:
-                    buffer.moved(uid, key, parcel.destinations)
         return Transfers(
+            parcels=parcels,
             gives={rank: Give(parcels=given) for rank, given in _by_giver(parcels).items()},
             takes={rank: _data_transfer(taken, samples) for rank, taken in _by_taker(parcels).items()},
             size_bytes=sum(

@@ -2,7 +2,8 @@
 
     rank 0:       host_store ──► its address ──► name-resolve, under the gang's incarnation
     other ranks:  name-resolve ──wait──► the address ──► connect_store
-    every rank:   init_parallel ──► ParallelContext; left again when the worker leaves
+    every rank:   init_parallel ──► ParallelContext of all ranks; left again when the worker leaves
+                  mesh_contexts ──► one of each model, and of the ranks that a model's weights travel between
                   the store, in which the data plane meets, too
 
 The incarnation in the name is what keeps two starts of the gang apart: a rank of an earlier one, which may still be on

@@ -3,14 +3,15 @@
               in the I/O thread, at once                        in the main thread, in the master's order, after a flush
     samples   Fetch  LoadRows  Reject  ClearDataCache  Spec     Initialize: forgets the last epoch's
     models    ModelConfig                                       Initialize  Inference  TrainStep  Evaluate
-                                                                SaveWeights  SaveCheckpoint
+                                                                Reallocate  SaveWeights  SaveCheckpoint
     data plane  Give                                            the hook before a call, which takes its inputs
+    models                                                      the hook after a call, which moves its model away
     itself    Ping  Shutdown
 
     gang.py ──► ParallelContext ──► models.py ◄──► data_store.py ◄── samples.py ◄── trajectory_inbox.py, row_loader.py
                       └────────────────────────► data_plane.py ◄──► the other ranks' stores
 
-All ranks of the gang run the same requests of the right column in the same order, so that their collectives meet.
+The ranks of a mesh run the same requests of the right column in the same order, so that their collectives meet.
 """
 
 import logging
@@ -25,6 +26,8 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.worker_specs import ModelWorkerSpec
+from corral.scheduling.dataflow import build_dataflow, dataset_keys
+from corral.workers.backends.parallel_context import mesh_contexts
 from corral.workers.lifecycle.worker import GangBrokenError, Worker, WorkerContext
 from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
 from corral.workers.model.data_store import DataStore
@@ -32,9 +35,11 @@ from corral.workers.model.gang import JoinedGang, joined_gang
 from corral.workers.model.host_memory import HostMemory, host_identity
 from corral.workers.model.models import Models
 from corral.workers.model.network import TransferError
+from corral.workers.model.reallocation import reallocation_meshes
 from corral.workers.model.samples import open_samples
 from corral.workers.requests.handler import Envelope, Later, WorkerRequestStream
 from corral.workers.requests.messages import (
+    BlockingRequest,
     ClearDataCache,
     DataTransfer,
     Evaluate,
@@ -47,8 +52,11 @@ from corral.workers.requests.messages import (
     MetadataReply,
     ModelConfig,
     NonBlockingRequest,
+    Offload,
     OkReply,
     Ping,
+    PostHook,
+    Reallocate,
     Reject,
     ReplyPayload,
     Request,
@@ -112,9 +120,11 @@ class ModelWorker(Worker):
         self._plane = stack.enter_context(
             closing(DataPlane(self._store, self._memory, self._membership(gang), self._moved))
         )
-        self._models = Models(spec, self._store, gang.parallel, seed=context.plan.seed)
-        tokenizer = self._models.trained.model.path
-        self._samples = stack.enter_context(open_samples(context, spec, self._store, tokenizer=tokenizer))
+        meshes = context.plan.master.meshes
+        graph = build_dataflow(spec.calls, dataset_keys(spec.calls))
+        contexts = mesh_contexts(gang.parallel, meshes | reallocation_meshes(graph, meshes))
+        self._models = Models(spec, self._store, contexts, seed=context.plan.seed)
+        self._samples = stack.enter_context(open_samples(context, spec, self._store))
 
     def _membership(self, gang: JoinedGang) -> Membership:
         return Membership(
@@ -166,6 +176,8 @@ class ModelWorker(Worker):
                 if isinstance(hook, DataTransfer):
                     self._plane.take(hook.parcels, hook.num_tokens)
             payload = self._run(envelope)
+            for after in envelope.post_hooks:
+                self._follow(after, envelope.request)
         except (TransferError, torch.distributed.DistError) as error:
             stream.reply_error(envelope, error)
             raise GangBrokenError(f"{name} failed because another rank is gone: {error}") from error
@@ -177,6 +189,10 @@ class ModelWorker(Worker):
             raise
         stream.reply(envelope, payload)
         logger.debug("%s took %.3f s", name, time.monotonic() - started)
+
+    def _follow(self, hook: PostHook, request: BlockingRequest) -> None:
+        if isinstance(hook, Offload) and isinstance(request, Inference | TrainStep):
+            self._models.offload(request.mfc)
 
     def _run(self, envelope: Envelope) -> ReplyPayload:
         request, beat = envelope.request, self.context.presence.beat
@@ -192,8 +208,11 @@ class ModelWorker(Worker):
                 self.context.presence.beat(version=str(request.version + (not reply.is_skipped)))
                 return reply if request.reports else OkReply()
             case Evaluate():
-                stats = self._models.evaluate()
+                stats = self._models.evaluate(request)
                 return StatsReply(stats=stats) if request.reports else OkReply()
+            case Reallocate():
+                self._models.reallocate(request)
+                return OkReply()
             case SaveWeights():
                 return FilesReply(
                     files=self._models.save_weights(request.role, Path(request.directory), on_progress=beat)

@@ -13,7 +13,6 @@ thread computes; only a new epoch (`forget`, `start_session`) is the main thread
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 
 from corral.experiments.worker_specs import ModelWorkerSpec
 from corral.workers.data.sequence_sample import SequenceSample
@@ -83,13 +82,14 @@ class Samples:
 
 
 @contextmanager
-def open_samples(
-    context: WorkerContext, spec: ModelWorkerSpec, store: DataStore, *, tokenizer: Path
-) -> Iterator[Samples]:
-    """The samples of this rank, from the source that its plan names; rows become tokens of the model in `tokenizer`."""
-    if spec.dataset is not None:
-        yield Samples(store, rows=RowLoader(spec.dataset, tokenizer), num_rows=spec.dataset.num_rows)
+def open_samples(context: WorkerContext, spec: ModelWorkerSpec, store: DataStore) -> Iterator[Samples]:
+    """The samples of this rank, from the source that its plan names, if any come in here."""
+    if not spec.takes_samples:
+        yield Samples(store)
         return
-    batch_size = max(call.n_seqs for call in spec.calls)
+    if spec.dataset is not None:
+        yield Samples(store, rows=RowLoader(spec.dataset, spec.tokenizer), num_rows=spec.dataset.num_rows)
+        return
+    batch_size = context.plan.master.train_batch_size
     with open_inbox(context, store, index=spec.index, batch_size=batch_size) as inbox:
         yield Samples(store, inbox=inbox)

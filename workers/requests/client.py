@@ -26,7 +26,8 @@ from corral.workers.requests.messages import (
     Flush,
     FromWorker,
     Hello,
-    Hook,
+    PostHook,
+    PreHook,
     ReplyPayload,
     Request,
     StaleReply,
@@ -240,8 +241,8 @@ class RequestClient(Closing):
         requests: Mapping[str, Request],
         *,
         deadline_s: float,
-        pre_hooks: Mapping[str, Sequence[Hook]] = MappingProxyType({}),
-        post_hooks: Mapping[str, Sequence[Hook]] = MappingProxyType({}),
+        pre_hooks: Mapping[str, Sequence[PreHook]] = MappingProxyType({}),
+        post_hooks: Mapping[str, Sequence[PostHook]] = MappingProxyType({}),
         flush: bool = False,
     ) -> PendingReplies:
         """Send one request to some workers now, under one id, and wait for the replies later.

@@ -27,10 +27,11 @@ from corral.workers.requests.messages import (
     BlockingRequest,
     Flush,
     Hello,
-    Hook,
     Initialize,
     NonBlockingRequest,
     OkReply,
+    PostHook,
+    PreHook,
     ReplyPayload,
     StaleReply,
     ToWorker,
@@ -76,8 +77,8 @@ class Envelope:
 
     request_id: RequestId
     request: BlockingRequest
-    pre_hooks: list[Hook]
-    post_hooks: list[Hook]
+    pre_hooks: list[PreHook]
+    post_hooks: list[PostHook]
 
     @property
     def epoch(self) -> int:

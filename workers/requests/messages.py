@@ -6,7 +6,7 @@ Epoch, request id and deadline travel in the header of every message (`codec.Hea
 
     non-blocking   Spec ModelConfig Fetch LoadRows Reject Give ClearDataCache Ping Shutdown
                    answered by the I/O thread, at once; a Fetch that waits, when something has arrived
-    blocking       Initialize Inference TrainStep Evaluate SaveWeights SaveCheckpoint
+    blocking       Initialize Inference TrainStep Evaluate Reallocate SaveWeights SaveCheckpoint
                    collectives inside: queued until a Flush names them, run by the main thread in the order of request
                        ids
 """
@@ -31,7 +31,12 @@ class DataTransfer(MessageBody, frozen=True, tag="data_transfer"):
     """uid -> tokens of each answer, so that the sizes of what comes are known beforehand."""
 
 
-Hook = DataTransfer
+class Offload(MessageBody, frozen=True, tag="offload"):
+    """After a call: move its model to host memory; the next call on it brings it back."""
+
+
+PreHook = DataTransfer
+PostHook = Offload
 
 
 # --- requests -------------------------------------------------------------------------------------------------------
@@ -122,11 +127,22 @@ class TrainStep(MessageBody, frozen=True, tag="train_step"):
 
 
 class Evaluate(MessageBody, frozen=True, tag="evaluate"):
-    """Answer the held-out problems with the present weights -> StatsReply, or OkReply"""
+    """Look at held-out problems with the present weights of the call's model -> StatsReply, or OkReply"""
 
+    mfc: str
     version: int
     reports: bool = True
     """Whether this rank answers with the statistics, which are equal on all ranks; the others answer OkReply."""
+
+
+class Reallocate(MessageBody, frozen=True, tag="reallocate"):
+    """One model takes over the weights of another one; goes to the ranks of both -> OkReply"""
+
+    source: str
+    """ "actor/0" """
+    target: str
+    eta: float
+    """target = eta * source + (1 - eta) * target"""
 
 
 class SaveWeights(MessageBody, frozen=True, tag="save_weights"):
@@ -165,7 +181,7 @@ class Shutdown(MessageBody, frozen=True, tag="shutdown"):
 
 
 NonBlockingRequest = Spec | ModelConfig | Fetch | LoadRows | Reject | Give | ClearDataCache | Ping | Shutdown
-BlockingRequest = Initialize | Inference | TrainStep | Evaluate | SaveWeights | SaveCheckpoint
+BlockingRequest = Initialize | Inference | TrainStep | Evaluate | Reallocate | SaveWeights | SaveCheckpoint
 Request = NonBlockingRequest | BlockingRequest | Flush
 
 
@@ -173,8 +189,8 @@ class WorkerRequest(MessageBody, frozen=True, tag="request"):
     """A request with what runs before and after it."""
 
     request: Request
-    pre_hooks: list[Hook] = []
-    post_hooks: list[Hook] = []
+    pre_hooks: list[PreHook] = []
+    post_hooks: list[PostHook] = []
     flush: Flush | None = None
     """Starts this request and those that it names besides; None: a later flush will."""
 

@@ -57,7 +57,7 @@ def load(model: Path) -> Any:
 
 def test_a_reward_that_fails_on_a_held_out_answer_is_counted_and_left_out(tmp_path: Path, model: Path) -> None:
     reward = RewardSpec(function=f"{__name__}:misbehaves", timeout_s=0.1, retries=0)
-    sums = HeldOutProblems(evaluation(tmp_path), model, reward=reward).put_to(load(model))
+    sums = HeldOutProblems(evaluation(tmp_path), model, reward=reward).put_to(load(model), batch_size=2)
     assert (sums["count"], sums["unjudged"], sums["correct"], sums["reward"]) == (8.0, 6.0, 1.0, 1.5)
     assert means(sums) == pytest.approx(
         {"accuracy": 0.5, "reward/mean": 0.75, "unjudged": 6.0, "response_length/mean": sums["tokens"] / 8}
@@ -77,12 +77,12 @@ def test_every_declared_end_ends_a_held_out_answer(tmp_path: Path, model: Path) 
     config = json.loads((model / "config.json").read_text())
     problems = evaluation(tmp_path)
     module = load(model)
-    before = HeldOutProblems(problems, model, reward=RewardSpec()).put_to(module)["tokens"]
+    before = HeldOutProblems(problems, model, reward=RewardSpec()).put_to(module, batch_size=64)["tokens"]
     assert before == 8 * 8, "the untrained model ends no answer by itself"
     # Every digit is an end too, so that whatever the model says ends at once.
     for name in ("config.json", "generation_config.json"):
         (several / name).write_text(json.dumps({**config, "eos_token_id": [config["eos_token_id"], *range(2, 14)]}))
-    assert HeldOutProblems(problems, several, reward=RewardSpec()).put_to(module)["tokens"] == 8
+    assert HeldOutProblems(problems, several, reward=RewardSpec()).put_to(module, batch_size=64)["tokens"] == 8
 
 
 def test_a_held_out_prompt_that_is_too_long_is_refused(tmp_path: Path, model: Path) -> None:

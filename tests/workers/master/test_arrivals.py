@@ -54,7 +54,7 @@ def test_each_arrival_wakes_the_master_and_only_who_answered_is_asked_again(as_r
         ):
             await initialize(client, first, second)
             news = asyncio.Event()
-            arrivals = Arrivals(client, [first.worker_id, second.worker_id], wake=news.set)
+            arrivals = Arrivals(client, {0: first.worker_id, 1: second.worker_id}, wake=news.set)
             arrivals.ask()
             arrivals.ask()  # nobody is asked twice
             await until(lambda: len(ranks[0].asked) + len(ranks[1].asked) == 2, waiting_for="two requests")
@@ -79,7 +79,7 @@ def test_the_death_of_a_rank_wakes_the_master_too(as_role: AsRole) -> None:
         news = asyncio.Event()
         with worker(as_role("model_worker"), lambda: client.endpoint, non_blocking=rank.answer) as stream:
             await initialize(client, stream)
-            arrivals = Arrivals(client, [stream.worker_id], wake=news.set)
+            arrivals = Arrivals(client, {0: stream.worker_id}, wake=news.set)
             arrivals.ask()
             await until(lambda: len(rank.asked) == 1, waiting_for="the request")
         await asyncio.wait_for(news.wait(), 60)

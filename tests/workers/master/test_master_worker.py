@@ -168,7 +168,7 @@ def test_the_master_answers_while_a_commit_is_verified(tmp_path: Path, monkeypat
     plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
 
     def die_after_a_commit(name: str) -> None:
-        if name == "run_step" and TrialLog(trial.log_path).read().commits:
+        if name == "train_step" and TrialLog(trial.log_path).read().commits:
             raise KilledError(name)
 
     with pytest.raises(KilledError):
@@ -195,11 +195,11 @@ def test_loading_a_model_takes_as_long_as_its_ranks_make_progress(
 ) -> None:
     deadlines: list[float] = []
 
-    async def note(request: object, *, deadline_s: float) -> dict[str, Any]:
+    async def note(requests: object, *, deadline_s: float, flush: bool) -> dict[str, Any]:
         deadlines.append(deadline_s)
         return {}
 
-    gang = TrainerGang(master.context, master._spec, cast(Any, None), epoch=1)
-    monkeypatch.setattr(gang, "_all", note)
+    gang = TrainerGang(master.context, master._spec, epoch=1)
+    monkeypatch.setattr(gang, "_post", note)
     asyncio.run(gang.initialize(step=0, weights={"actor": Path("weights")}, states={}))
     assert deadlines == [math.inf]

@@ -42,12 +42,24 @@ def test_nothing_moves_twice_and_no_two_parcels_have_one_number() -> None:
     planner = TransferPlanner({0: "A", 1: "A"})
     first = planner.plan([Demand(ranks=(1,), uids=["0:a"], keys=("input_ids",))], buffer)
     assert first.takes.keys() == {1}
+    first.note_arrival(buffer)
     again = planner.plan([Demand(ranks=(1,), uids=["0:a"], keys=("input_ids",))], buffer)
     assert (again.gives, again.takes, again.size_bytes) == ({}, {}, 0)
     more = planner.plan([Demand(ranks=(1,), uids=["0:a", "0:b"], keys=KEYS)], buffer)
+    more.note_arrival(buffer)
     tags = [parcel.tag for transfers in (first, more) for give in transfers.gives.values() for parcel in give.parcels]
     assert len(set(tags)) == len(tags) == 3
     assert buffer.release(["0:a", "0:b"]) == {0: ["0:a", "0:b"], 1: ["0:a", "0:b"]}
+
+
+def test_nobody_gives_away_what_is_still_on_its_way_to_it() -> None:
+    buffer = buffer_of({"0:a": 0})
+    planner = TransferPlanner({0: "A", 1: "B", 2: "B"})
+    under_way = planner.plan([Demand(ranks=(1,), uids=["0:a"], keys=KEYS)], buffer)
+    beside_it = planner.plan([Demand(ranks=(2,), uids=["0:a"], keys=KEYS)], buffer)
+    assert beside_it.gives.keys() == {0}
+    under_way.note_arrival(buffer)
+    assert planner.plan([Demand(ranks=(2,), uids=["0:a"], keys=KEYS)], buffer).gives.keys() == {1}
 
 
 @pytest.mark.parametrize("key", sorted(KEY_LAYOUTS))

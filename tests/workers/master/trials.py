@@ -19,6 +19,7 @@ from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve import MemoryNameService, TrialKeys
+from corral.scheduling.model_function_call import ModelFunctionCall
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.workers.checkpoint.durable_file import FileEntry, write_durable
 from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE
@@ -26,8 +27,8 @@ from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
 from corral.workers.master import master_worker
 from corral.workers.master.master_worker import MasterWorker
-from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
-from corral.workers.requests.messages import Rejection, TrainReply
+from corral.workers.master.sequence_buffer import BufferedSample
+from corral.workers.requests.messages import OkReply, Rejection, ReplyPayload, Request, TrainReply, TrainStep
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_SFT, write_inputs
 
 UUID = "ab" * 16
@@ -59,7 +60,7 @@ class Gang:
     workers: tuple[str, ...] = ("model_worker/0",)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def __call__(self, context: WorkerContext, spec: object, graph: object, *, epoch: int) -> Self:
+    def __call__(self, context: WorkerContext, spec: object, *, epoch: int) -> Self:
         self.context = context
         return self
 
@@ -90,7 +91,7 @@ class Gang:
                 owner=0,
                 num_tokens=[3],
                 versions=frozenset({INITIAL_VERSION}),
-                keys=frozenset({"input_ids"}),
+                keys=frozenset({"input_ids", "prompt_mask"}),
             )
             for uid in uids
         ]
@@ -101,13 +102,20 @@ class Gang:
     async def clear(self, uids_by_rank: Mapping[int, Sequence[str]]) -> None:
         self.at_call("clear")
 
-    async def run_step(self, batch: Sequence[str], buffer: SequenceBuffer, *, step: int) -> TrainReply:
-        self.at_call("run_step")
-        assert set(batch) <= set(buffer.samples)
-        self.trained.append(tuple(batch))
-        return self.train(step + 1)
+    async def tell(self, requests: Mapping[int, Request]) -> dict[int, ReplyPayload]:
+        return dict.fromkeys(requests, OkReply())
 
-    async def evaluate(self, *, step: int) -> dict[str, float]:
+    async def start(self, requests: Mapping[int, Request], **hooks: object) -> dict[int, ReplyPayload]:
+        (request,) = requests.values()
+        assert isinstance(request, TrainStep)
+        self.at_call("train_step")
+        self.trained.append(tuple(request.uids))
+        return dict.fromkeys(requests, self.train(request.version + 1))
+
+    def host_by_rank(self) -> dict[int, str]:
+        return {0: "here"}
+
+    async def evaluate(self, call: ModelFunctionCall, *, step: int) -> dict[str, float]:
         self.at_call("evaluate")
         return {"accuracy": 0.25}
 

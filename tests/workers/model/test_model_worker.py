@@ -67,15 +67,15 @@ def test_a_request_that_fails_halfway_ends_the_rank(tmp_path: Path) -> None:
     with context_of(*trial_of(tmp_path), "model_worker") as context, ExitStack() as stack:
         worker = ModelWorker(context)
         worker._set_up(stack)
-        with pytest.raises(ValueError, match="no held-out problems"):
-            worker._serve(cast(Any, replies), blocking(Evaluate(version=1)))
+        with pytest.raises(KeyError, match="nothing"):
+            worker._serve(cast(Any, replies), blocking(Evaluate(mfc="nothing", version=1)))
     assert len(replies.errors) == 1
 
 
 class Statistics:
     """Stands for the models of a worker."""
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, request: Evaluate) -> dict[str, float]:
         return {"accuracy": 0.5}
 
     def train_step(self, request: TrainStep) -> TrainReply:
@@ -88,7 +88,7 @@ def test_one_rank_reports_what_is_equal_on_all(tmp_path: Path) -> None:
         worker = ModelWorker(context)
         worker._models = cast(Any, Statistics())
         for reports in (True, False):
-            worker._serve(cast(Any, replies), blocking(Evaluate(version=1, reports=reports)))
+            worker._serve(cast(Any, replies), blocking(Evaluate(mfc="evaluate", version=1, reports=reports)))
             request = TrainStep(mfc="actor_train", uids=[], version=1, reports=reports)
             worker._serve(cast(Any, replies), blocking(request))
     trained = TrainReply(stats={"loss": 0.5}, num_updates=1, num_nonfinite=0)

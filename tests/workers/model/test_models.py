@@ -11,8 +11,8 @@ import torch
 
 from corral.experiments.config.model import ModelConfig
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, RewardSpec
-from corral.scheduling.dataflow import CallType, ModelFunctionCall, ModelName
-from corral.workers.algorithms.base import ModelInterface
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
+from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.backends.base import AnyEngine
 from corral.workers.backends.fsdp import FSDPEngine
@@ -21,9 +21,10 @@ from corral.workers.backends.train_state import Numbers
 from corral.workers.checkpoint.durable_file import no_progress
 from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
 from corral.workers.lifecycle.worker import BadConfigurationError
+from corral.workers.model import role_model
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.models import Models
-from corral.workers.requests.messages import Inference, Initialize, TrainStep
+from corral.workers.requests.messages import Inference, Initialize, Reallocate, TrainStep
 from tests.workers.backends.training_helpers import (
     load_reference,
     make_sample,
@@ -33,15 +34,14 @@ from tests.workers.backends.training_helpers import (
 )
 
 UIDS = ["0:0", "0:1"]
+PLACES = {name: ParallelContext() for name in ("actor/0", "ref/0", "critic/0")}
 SAMPLE = make_sample([[6], [9]])
 
 
 def specification(folder: Path) -> ModelWorkerSpec:
     """An actor that is trained and a reference that is only read."""
-    actor = ModelRoleSpec(
-        role="actor", model=ModelConfig(path=folder / "actor"), interface="sft", optimizer=optimizer_config()
-    )
-    reference = ModelRoleSpec(role="ref", model=ModelConfig(path=folder / "ref"), interface="sft", optimizer=None)
+    actor = ModelRoleSpec(role="actor", model=ModelConfig(path=folder / "actor"), optimizer=optimizer_config())
+    reference = ModelRoleSpec(role="ref", model=ModelConfig(path=folder / "ref"), optimizer=None)
     keys = ("input_ids", "prompt_mask")
     train = ModelFunctionCall(
         name="actor_train",
@@ -66,6 +66,8 @@ def specification(folder: Path) -> ModelWorkerSpec:
         world_size=1,
         roles=[reference, actor],
         calls=[inference, train],
+        tokenizer=folder / "actor",
+        takes_samples=True,
         dataset=None,
         evaluation=None,
         reward=RewardSpec(),
@@ -81,7 +83,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def models_of(folder: Path, store: DataStore) -> Models:
-    return Models(specification(folder), store, ParallelContext(), seed=0)
+    return Models(specification(folder), store, PLACES, seed=0)
 
 
 def initialize(models: Models, weights: Path, state: Path | None = None) -> None:
@@ -164,20 +166,24 @@ def test_an_old_engine_is_gone_before_a_new_one_is_loaded(folder: Path, monkeypa
     models = models_of(folder, filled_store())
     initialize(models, folder / "actor")
     train(models, 0)
-    model = weakref.ref(models._engines["actor"].model)
+    actor = models._models[ModelName("actor")]
+    model = weakref.ref(actor.engine.model)
     alive: list[bool] = []
-    make = models._make_engine
+    make = actor._make_engine
 
-    def note(role: ModelRoleSpec, directory: Path, *, seed: int) -> FSDPEngine:
+    def note(directory: Path, *, seed: int) -> FSDPEngine:
         alive.append(model() is not None)
-        return make(role, directory, seed=seed)
+        return make(directory, seed=seed)
 
-    monkeypatch.setattr(models, "_make_engine", note)
+    monkeypatch.setattr(actor, "_make_engine", note)
     initialize(models, folder / "actor")
     assert alive == [False]
 
 
-def test_every_trained_role_goes_on_from_its_own_weights_and_numbers(folder: Path) -> None:
+def test_every_trained_role_goes_on_from_its_own_weights_and_numbers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(role_model, "_make_interface", lambda *arguments, **settings: Counting())
     spec = specification(folder)
     save_tiny_model(folder / "critic", seed=3)
     critic = spec.roles[1].model_copy(update={"role": "critic", "model": ModelConfig(path=folder / "critic")})
@@ -185,7 +191,7 @@ def test_every_trained_role_goes_on_from_its_own_weights_and_numbers(folder: Pat
     spec = spec.model_copy(update={"roles": [*spec.roles, critic], "calls": [*spec.calls, critic_train]})
 
     def started(weights: Path, state: Path | None) -> Models:
-        models = CountingModels(spec, filled_store(), ParallelContext(), seed=0)
+        models = Models(spec, filled_store(), PLACES, seed=0)
         directories = {role: str(weights / role) for role in ("actor", "critic")}
         states = {role: str(state / role) for role in directories} if state else {}
         models.initialize(Initialize(weights=directories, states=states, step=0, seed=0), on_progress=no_progress)
@@ -198,8 +204,10 @@ def test_every_trained_role_goes_on_from_its_own_weights_and_numbers(folder: Pat
         first.save_weights(role, folder / "weights" / role, on_progress=no_progress)
         first.save_state(role, folder / "state" / role, on_progress=no_progress)
     second = started(folder / "weights", folder / "state")
-    assert [second._engines[role].step for role in ("actor", "critic")] == [1, 2]
-    assert [cast(Counting, second._interfaces[role]).steps for role in ("actor", "critic")] == [1.0, 2.0]
+    assert [second._models[ModelName(role)].engine.step for role in ("actor", "critic")] == [1, 2]
+    assert [
+        cast(Counting, second._models[ModelName(role)]._interfaces["sft"]).steps for role in ("actor", "critic")
+    ] == [1.0, 2.0]
     for role in ("actor", "critic"):
         second.save_weights(role, folder / "again" / role, on_progress=no_progress)
         before, after = read_weights(folder / "weights" / role), read_weights(folder / "again" / role)
@@ -210,7 +218,9 @@ def test_every_trained_role_goes_on_from_its_own_weights_and_numbers(folder: Pat
     # A new epoch with nothing committed starts from the beginning, with these numbers, too.
     weights = {role: str(folder / role) for role in ("actor", "critic")}
     second.initialize(Initialize(weights=weights, states={}, step=0, seed=0), on_progress=no_progress)
-    assert [cast(Counting, second._interfaces[role]).steps for role in ("actor", "critic")] == [0.0, 0.0]
+    assert [
+        cast(Counting, second._models[ModelName(role)]._interfaces["sft"]).steps for role in ("actor", "critic")
+    ] == [0.0, 0.0]
 
 
 class Counting(SFTInterface):
@@ -230,11 +240,6 @@ class Counting(SFTInterface):
         self.steps = float(cast(float, state["steps"]))
 
 
-class CountingModels(Models):
-    def _make_interface(self, role: ModelRoleSpec) -> ModelInterface:
-        return Counting()
-
-
 def test_a_model_is_described_before_and_after_it_is_loaded(folder: Path) -> None:
     models = models_of(folder, DataStore())
     assert models.describe("actor").num_parameters == 0
@@ -244,15 +249,52 @@ def test_a_model_is_described_before_and_after_it_is_loaded(folder: Path) -> Non
     assert (reply.architecture, reply.num_layers, reply.hidden_size, reply.vocab_size) == ("qwen2", 2, 64, 64)
 
 
-def test_a_plan_that_trains_nothing_is_refused(folder: Path) -> None:
-    spec = specification(folder)
-    nothing_trained = spec.model_copy(update={"roles": [role for role in spec.roles if role.optimizer is None]})
-    with pytest.raises(BadConfigurationError, match="no role with an optimizer"):
-        Models(nothing_trained, DataStore(), ParallelContext(), seed=0)
-
-
 def test_an_actor_without_its_settings_is_refused(folder: Path) -> None:
     spec = specification(folder)
-    actors = [role.model_copy(update={"interface": "ppo_actor"}) for role in spec.roles]
+    calls = [call.model_copy(update={"implementation": "ppo_actor"}) for call in spec.calls]
     with pytest.raises(BadConfigurationError, match="no PPO settings"):
-        Models(spec.model_copy(update={"roles": actors}), DataStore(), ParallelContext(), seed=0)
+        Models(spec.model_copy(update={"calls": calls}), DataStore(), PLACES, seed=0)
+
+
+def test_a_model_whose_mesh_does_not_have_the_rank_is_refused(folder: Path) -> None:
+    with pytest.raises(BadConfigurationError, match="model ref/0, whose mesh does not have it"):
+        Models(specification(folder), DataStore(), PLACES | {"ref/0": None}, seed=0)
+
+
+def test_each_call_cuts_its_samples_as_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = specification(folder)
+    tight = spec.calls[0].model_copy(update={"micro_batches": MicroBatchSpec(max_tokens_per_micro_batch=9)})
+    models = Models(spec.model_copy(update={"calls": [tight, spec.calls[1]]}), filled_store(), PLACES, seed=0)
+    initialize(models, folder / "actor")
+    sizes: list[int] = []
+    engine = models._models[ModelName("ref")].engine
+    forward = engine.model.forward
+    monkeypatch.setattr(
+        engine.model, "forward", lambda **inputs: sizes.append(inputs["input_ids"].shape[1]) or forward(**inputs)
+    )
+    models.inference(Inference(mfc="ref_inf", uids=UIDS, version=0))
+    assert sorted(sizes) == [6, 9]
+
+
+def test_weights_move_from_one_model_into_another_and_may_be_averaged(folder: Path) -> None:
+    models = models_of(folder, filled_store())
+    initialize(models, folder / "actor")
+    actor, ref = (
+        {name: tensor.clone() for name, tensor in read_weights(folder / role).items()} for role in ("actor", "ref")
+    )
+    models.reallocate(Reallocate(source="actor/0", target="ref/0", eta=0.25))
+    (folder / "mixed").mkdir()
+    models.save_weights("ref", folder / "mixed", on_progress=no_progress)
+    for name, tensor in read_weights(folder / "mixed").items():
+        torch.testing.assert_close(tensor, 0.25 * actor[name] + 0.75 * ref[name])
+
+
+def test_a_model_that_was_moved_away_comes_back_with_its_next_call(folder: Path) -> None:
+    models = models_of(folder, filled_store())
+    initialize(models, folder / "actor")
+    engine = models._models[ModelName("ref")].engine
+    parameters = list(engine.model.parameters())
+    models.offload("ref_inf")
+    assert sum(parameter.untyped_storage().nbytes() for parameter in parameters) == 0
+    models.inference(Inference(mfc="ref_inf", uids=UIDS, version=0))
+    assert all(parameter.untyped_storage().nbytes() > 0 for parameter in parameters)

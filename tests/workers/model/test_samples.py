@@ -128,7 +128,7 @@ def test_rows_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
     store = DataStore()
     with context_of(*trial_of(tmp_path), "model_worker") as context:
         spec = context.specification(ModelWorkerSpec)
-        with open_samples(context, spec, store, tokenizer=tmp_path / "model") as samples:
+        with open_samples(context, spec, store) as samples:
             assert samples.num_rows == NUM_TRAINING_ROWS
             assert samples.fetch(9) == []
             length = len("3+1=") + len("4") + 1  # one token a character, and the end
@@ -149,3 +149,10 @@ def test_rollout_workers_find_an_inbox_while_it_is_open(
             assert context.names.get(key).startswith(f"tcp://{context.address}:")
         with pytest.raises(NameNotFoundError):
             context.names.get(key)
+
+
+def test_nothing_comes_in_at_a_rank_that_takes_no_samples(tmp_path: Path) -> None:
+    with context_of(*trial_of(tmp_path), "model_worker") as context:
+        spec = context.specification(ModelWorkerSpec).model_copy(update={"takes_samples": False})
+        with open_samples(context, spec, DataStore()) as samples:
+            assert (samples.inbox, samples.rows, samples.num_rows) == (None, None, 0)

@@ -1,0 +1,172 @@
+"""Calls of a step run side by side where their ranks allow it, on a clock that the test drives."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from corral.scheduling.dataflow import DataflowGraph, build_dataflow
+from corral.scheduling.model_function_call import ModelFunctionCall
+from corral.workers.master.rank_locks import RankLocks
+from corral.workers.master.step_runner import Progress, StepResult, StepRunner
+from corral.workers.requests.messages import TrainReply
+
+RANKS = {"actor": {0, 1}, "ref": {0, 1}, "critic": {2, 3}, "reward": {2, 3}}
+
+
+def call(
+    name: str, call_type: str, role: str, reads: tuple[str, ...], *makes: str, n_seqs: int = 4
+) -> ModelFunctionCall:
+    return ModelFunctionCall.model_validate(
+        {"name": name, "model_name": role, "call_type": call_type, "implementation": "x", "n_seqs": n_seqs}
+        | {"input_keys": reads, "output_keys": makes}
+    )
+
+
+def split_ppo() -> DataflowGraph:
+    """actor and ref on some ranks, critic and reward on others."""
+    return build_dataflow(
+        [
+            call("ref_inf", "inference", "ref", ("ids",), "ref_logprobs"),
+            call("rew_inf", "inference", "reward", ("ids",), "rewards"),
+            call("critic_inf", "inference", "critic", ("ids",), "values"),
+            call("actor_train", "train_step", "actor", ("ids", "ref_logprobs", "rewards", "values")),
+            call("critic_train", "train_step", "critic", ("ids", "ref_logprobs", "rewards", "values")),
+        ],
+        ["ids"],
+    )
+
+
+class Calls:
+    """Runs nothing: a call ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[str, tuple[str, ...], bool]] = []
+        self._ends: dict[str, asyncio.Future[None]] = {}
+
+    async def run_call(
+        self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool
+    ) -> TrainReply | None:
+        self.started.append((call.name, tuple(uids), is_last_go))
+        self._ends[call.name] = asyncio.get_running_loop().create_future()
+        await self._ends[call.name]
+        is_train = call.call_type == "train_step"
+        return TrainReply(stats={"version": float(version)}, num_updates=1, num_nonfinite=0) if is_train else None
+
+    @property
+    def running(self) -> set[str]:
+        return {name for name, end in self._ends.items() if not end.done()}
+
+    async def end(self, name: str, error: BaseException | None = None) -> None:
+        if error is None:
+            self._ends[name].set_result(None)
+        else:
+            self._ends[name].set_exception(error)
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def start(graph: DataflowGraph, calls: Calls, progress: list[Progress] | None = None) -> "asyncio.Task[StepResult]":
+    seen: list[Progress] = [] if progress is None else progress
+    runner = StepRunner(graph, calls, ranks_of=lambda call: RANKS[call.role], on_progress=seen.append)
+    return asyncio.create_task(runner.run(["a", "b", "c", "d"], version=7))
+
+
+def test_calls_on_other_ranks_run_side_by_side_and_none_waits_for_a_level() -> None:
+    async def scenario() -> StepResult:
+        calls, progress = Calls(), list[Progress]()
+        step = start(split_ppo(), calls, progress)
+        await settle()
+        assert calls.running == {"ref_inf", "rew_inf"}  # critic_inf waits for the ranks of rew_inf
+        assert progress[-1].waiting["critic_inf"] == ["rew_inf"]
+        assert progress[-1].waiting["actor_train"] == ["ref_inf", "rew_inf", "critic_inf"]
+        await calls.end("rew_inf")
+        assert calls.running == {"ref_inf", "critic_inf"}
+        await calls.end("critic_inf")
+        assert calls.running == {"ref_inf"}
+        await calls.end("ref_inf")
+        assert calls.running == {"actor_train", "critic_train"}
+        await calls.end("critic_train")
+        await calls.end("actor_train")
+        return await step
+
+    result = asyncio.run(scenario())
+    assert {name: len(replies) for name, replies in result.train_replies.items()} == {
+        "actor_train": 1,
+        "critic_train": 1,
+    }
+    assert set(result.times["actor_train"].waited_for) == {"ref_inf", "rew_inf", "critic_inf"}
+
+
+def test_a_call_of_fewer_samples_feeds_the_next_one_before_it_is_over() -> None:
+    graph = build_dataflow(
+        [
+            call("ref_inf", "inference", "ref", ("ids",), "ref_logprobs", n_seqs=2),
+            call("critic_inf", "inference", "critic", ("ref_logprobs",), "values", n_seqs=2),
+        ],
+        ["ids"],
+    )
+
+    async def scenario() -> list[tuple[str, tuple[str, ...], bool]]:
+        calls = Calls()
+        step = start(graph, calls)
+        await settle()
+        await calls.end("ref_inf")
+        assert calls.running == {"ref_inf", "critic_inf"}
+        for name in ("critic_inf", "ref_inf", "critic_inf"):
+            await calls.end(name)
+        await step
+        return calls.started
+
+    assert asyncio.run(scenario()) == [
+        ("ref_inf", ("a", "b"), False),
+        ("ref_inf", ("c", "d"), True),
+        ("critic_inf", ("a", "b"), False),
+        ("critic_inf", ("c", "d"), True),
+    ]
+
+
+def test_the_first_error_ends_the_step() -> None:
+    async def scenario() -> None:
+        calls = Calls()
+        step = start(split_ppo(), calls)
+        await settle()
+        await calls.end("rew_inf", OSError("gone"))
+        with pytest.raises(OSError, match="gone"):
+            await step
+
+    asyncio.run(scenario())
+
+
+def test_ranks_are_granted_in_order_and_others_are_not_held_up() -> None:
+    async def scenario() -> list[str]:
+        locks, order, ends = RankLocks(), list[str](), dict[str, asyncio.Event]()
+
+        async def hold(name: str, ranks: set[int]) -> None:
+            ends[name] = asyncio.Event()
+            async with locks.hold(name, ranks):
+                order.append(name)
+                await ends[name].wait()
+
+        tasks = []
+        for name, ranks in (("left", {0, 1}), ("all", {0, 1, 2}), ("late", {2}), ("apart", {3})):
+            tasks.append(asyncio.create_task(hold(name, ranks)))
+            await settle()
+        assert order == ["left", "apart"]  # "late" does not overtake "all", which asked for rank 2 before it
+        assert locks.holders({1, 2, 3}) == ["apart", "left"]
+        ends["left"].set()
+        await settle()
+        assert order == ["left", "apart", "all"]
+        tasks[2].cancel()  # who gives up waiting is no longer in the way
+        await settle()
+        for event in ends.values():
+            event.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert locks.holders(range(4)) == []
+        return order
+
+    assert asyncio.run(scenario()) == ["left", "apart", "all"]

@@ -1,0 +1,146 @@
+"""Calls on model workers: one go of one model function call, from its samples to what it made of them.
+
+    samples ──deal: equal work, where they lie──► a share for each data-parallel rank of the mesh
+                                                        │
+            what a share lacks ──► gives, takes ────────┤
+                                                        ▼
+    pull weights ──► request to every rank of the mesh ──► replies ──► outputs noted in the buffer
+                                                             │ a train step's last go that changed the weights
+                                                             └──► push weights ──► publish
+
+Whoever calls holds all of the ranks that `ranks_of` names, and so nothing here meets a collective of another call.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from corral.experiments.worker_specs import MasterWorkerSpec
+from corral.scheduling.dataflow import DataflowGraph
+from corral.scheduling.mesh import Mesh
+from corral.scheduling.model_function_call import (
+    CallType,
+    ModelFunctionCall,
+    ModelName,
+    OffloadHook,
+    PublishWeightsHook,
+    PushWeightsHook,
+)
+from corral.scheduling.redistribution import Demand
+from corral.workers.master.all_or_first import all_or_first_error
+from corral.workers.master.dealing import Dealer
+from corral.workers.master.sequence_buffer import SequenceBuffer
+from corral.workers.master.trainer_gang import TrainerGang
+from corral.workers.master.transfers import TransferPlanner
+from corral.workers.requests.messages import (
+    Inference,
+    Offload,
+    PostHook,
+    Reallocate,
+    ReplyPayload,
+    Request,
+    TrainReply,
+    TrainStep,
+)
+
+_COPY = 1.0  # the eta of a pull
+
+
+class MeshCalls:
+    """Runs calls, each on the mesh of its model.
+
+    Example:
+        calls = MeshCalls(spec, graph, gang, buffer, publish=write_and_publish)
+        result = await StepRunner(graph, calls, ranks_of=calls.ranks_of).run(batch, version=12)
+    """
+
+    def __init__(
+        self,
+        spec: MasterWorkerSpec,
+        graph: DataflowGraph,
+        gang: TrainerGang,
+        buffer: SequenceBuffer,
+        *,
+        publish: Callable[[ModelName], Awaitable[None]],
+    ) -> None:
+        """
+        Args:
+            publish: makes the weights of a model, which have just changed, known to whoever generates.
+        """
+        self._spec = spec
+        self._graph = graph
+        self._gang = gang
+        self._buffer = buffer
+        self._publish = publish
+        self._dealer = Dealer(spec, graph)
+        self._transfers = TransferPlanner(gang.host_by_rank())
+        self._moved_bytes = 0
+
+    def ranks_of(self, call: ModelFunctionCall) -> frozenset[int]:
+        """The ranks that a call needs for itself: its mesh, and those that its model's weights come from or go to."""
+        names = {call.model_name, *(name for pair in self._graph.reallocations(call) for name in pair)}
+        return frozenset(rank for name in names for rank in self._spec.mesh(name).ranks)
+
+    def take_moved_bytes(self) -> int:
+        """Bytes of samples that went from rank to rank since the last time that somebody asked."""
+        moved, self._moved_bytes = self._moved_bytes, 0
+        return moved
+
+    async def run_call(
+        self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool
+    ) -> TrainReply | None:
+        """See `CallRunner.run_call`."""
+        for hook in call.pre_hooks:
+            await self._reallocate(hook.source, call.model_name, eta=_COPY)
+        mesh = self._spec.mesh(call.model_name)
+        shares = self._dealer.deal(call, uids, self._buffer)
+        replies = await self._ask(call, mesh, shares, version=version, is_last_go=is_last_go)
+        reply = next((reply for reply in replies.values() if isinstance(reply, TrainReply)), None)
+        if reply is None:
+            heads = mesh.dp_heads
+            ranks = {uid: heads[dp_rank] for dp_rank, share in enumerate(shares) for uid in share}
+            self._buffer.amend(call.output_keys, ranks)
+        elif is_last_go and not reply.is_skipped and not reply.is_damaged:
+            await self._after_training(call)
+        return reply
+
+    async def _ask(
+        self, call: ModelFunctionCall, mesh: Mesh, shares: list[list[str]], *, version: int, is_last_go: bool
+    ) -> Mapping[int, ReplyPayload]:
+        """Every rank's reply to its own share of the call; those that hold inputs of others give them meanwhile."""
+        demands = [
+            Demand(ranks=mesh.ranks_of_dp(dp_rank), uids=share, keys=call.input_keys)
+            for dp_rank, share in enumerate(shares)
+        ]
+        transfers = self._transfers.plan(demands, self._buffer)
+        self._moved_bytes += transfers.size_bytes
+        given = asyncio.ensure_future(self._gang.tell(transfers.gives))
+        after: list[PostHook] = [Offload() for hook in call.post_hooks if isinstance(hook, OffloadHook) and is_last_go]
+        asked = asyncio.ensure_future(
+            self._gang.start(
+                {rank: _request(call, shares[mesh.coords(rank).dp_rank], rank, mesh, version) for rank in mesh.ranks},
+                pre_hooks={rank: [hook] for rank, hook in transfers.takes.items()},
+                post_hooks=dict.fromkeys(mesh.ranks, after),
+            )
+        )
+        # A rank that lacks what it is to give says so, and nobody waits in vain for it.
+        await all_or_first_error(asked, given)
+        transfers.note_arrival(self._buffer)
+        return asked.result()
+
+    async def _after_training(self, call: ModelFunctionCall) -> None:
+        for hook in call.post_hooks:
+            if isinstance(hook, PublishWeightsHook):
+                await self._publish(call.model_name)
+            elif isinstance(hook, PushWeightsHook):
+                await self._reallocate(call.model_name, hook.target, eta=hook.eta)
+
+    async def _reallocate(self, source: ModelName, target: ModelName, *, eta: float) -> None:
+        ranks = {*self._spec.mesh(source).ranks, *self._spec.mesh(target).ranks}
+        request = Reallocate(source=str(source), target=str(target), eta=eta)
+        await self._gang.start(dict.fromkeys(sorted(ranks), request))
+
+
+def _request(call: ModelFunctionCall, uids: list[str], rank: int, mesh: Mesh, version: int) -> Request:
+    if call.call_type is CallType.TRAIN_STEP:
+        return TrainStep(mfc=call.name, uids=uids, version=version, reports=rank == mesh.ranks[0])
+    return Inference(mfc=call.name, uids=uids, version=version)

@@ -1,0 +1,87 @@
+"""StepOutcome: what a whole train step did, from what each of its calls did.
+
+TrainReplies of every trained role ──► did all learn, none, or some?      statistics, with names that do not collide
+CallTimes of every call            ──► where the step's time went
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from corral.scheduling.dataflow import DataflowGraph
+from corral.workers.master.step_runner import CallTimes, StepResult
+from corral.workers.requests.messages import TrainReply
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """A step over its graph.
+
+    A step counts as a whole or not at all: its samples are consumed once, by all roles or by none.
+    """
+
+    graph: DataflowGraph
+    result: StepResult
+
+    @cached_property
+    def by_call(self) -> dict[str, TrainReply]:
+        """What each train step did in all of its goes."""
+        return {name: _joined(replies) for name, replies in self.result.train_replies.items()}
+
+    @property
+    def num_nonfinite(self) -> int:
+        return sum(reply.num_nonfinite for reply in self.by_call.values())
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether some role's weights are no longer finite."""
+        return any(reply.is_damaged for reply in self.by_call.values())
+
+    @property
+    def skipping(self) -> list[str]:
+        """The train steps that changed nothing because nothing was finite."""
+        return [name for name, reply in self.by_call.items() if reply.is_skipped]
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether no role learned: the version stays, and the samples were not trained on."""
+        return bool(self.by_call) and len(self.skipping) == len(self.by_call)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether some roles learned from the samples and others did not: only an earlier state is one state."""
+        return bool(self.skipping) and not self.is_skipped
+
+    def metrics(self) -> dict[str, float]:
+        """Statistics of the train steps, and times; those of all roles but the first one begin with the role."""
+        values: dict[str, float] = {}
+        trained = self.graph.trained_models
+        for name, reply in self.by_call.items():
+            role = self.graph.call(name).role
+            prefix = "" if role == trained[0].role else f"{role}/"
+            values |= {f"{prefix}{key}": value for key, value in reply.stats.items()}
+        for name, times in self.result.times.items():
+            values |= _times(name, times)
+        return values
+
+
+def _joined(replies: Sequence[TrainReply]) -> TrainReply:
+    """Several goes as one: means of the statistics, sums of the counts."""
+    names = dict.fromkeys(name for reply in replies for name in reply.stats)
+    means = {name: [reply.stats[name] for reply in replies if name in reply.stats] for name in names}
+    return TrainReply(
+        stats={name: sum(values) / len(values) for name, values in means.items()},
+        num_updates=sum(reply.num_updates for reply in replies),
+        num_nonfinite=sum(reply.num_nonfinite for reply in replies),
+        is_damaged=any(reply.is_damaged for reply in replies),
+    )
+
+
+def _times(name: str, times: CallTimes) -> dict[str, float]:
+    """How long a call ran, and how long it waited before: for which other calls, and for ranks that they had."""
+    waited = {f"time/{name}/for_{other}_s": seconds for other, seconds in times.waited_for.items()}
+    return {
+        f"time/{name}_s": times.run_s,
+        f"time/{name}/inputs_s": times.inputs_s,
+        f"time/{name}/ranks_s": times.ranks_s,
+    } | waited

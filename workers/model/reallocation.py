@@ -1,0 +1,83 @@
+"""Parameter reallocation: the weights of one model become those of another one, in whatever layout and place.
+
+    source's ranks:  export_weights ──► whole tensors ──first rank broadcasts──► every rank of both meshes
+    target's ranks:  import_weights ◄── one tensor at a time, each keeps its part; a moving average, if so asked
+
+Both models have the same architecture, and with it the same parameters in the same order: only values travel.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from corral.scheduling.dataflow import DataflowGraph
+from corral.scheduling.mesh import Mesh
+from corral.scheduling.model_function_call import ModelName
+from corral.scheduling.parallel import ParallelDims
+from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.model.role_model import RoleModel
+
+
+def reallocation_meshes(graph: DataflowGraph, meshes: Mapping[str, Mesh]) -> dict[str, Mesh]:
+    """The ranks that take part in each reallocation of the graph, by its name; each needs a group of its own.
+
+    Models on the same ranks need none: what moves there moves within a rank's own mesh.
+    """
+    joint: dict[str, Mesh] = {}
+    for call in graph.calls:
+        for source, target in graph.reallocations(call):
+            ranks = joint_ranks(meshes[str(source)], meshes[str(target)])
+            if meshes[str(source)].ranks != meshes[str(target)].ranks:
+                joint[group_name(source, target)] = Mesh(ranks=ranks, dims=ParallelDims(dp=len(ranks)))
+    return joint
+
+
+def group_name(source: ModelName, target: ModelName) -> str:
+    return f"{source}>{target}"
+
+
+def joint_ranks(source: Mesh, target: Mesh) -> tuple[int, ...]:
+    """The ranks of both meshes, the source's first: its first rank is the one that has whole tensors to give."""
+    return tuple(dict.fromkeys((*source.ranks, *target.ranks)))
+
+
+def reallocate(
+    source: RoleModel | None, target: RoleModel | None, group: ParallelContext | None, *, eta: float
+) -> None:
+    """Carry out this rank's part; every rank of both meshes calls it.
+
+    Args:
+        source: the model that gives; None on a rank that holds no part of it.
+        target: the model that takes; None on a rank that holds no part of it.
+        group: this rank among the ranks of both; None where they are the same ranks.
+    """
+    given = source.engine.export_weights() if source is not None else None
+    if group is None:
+        if given is None or target is None:
+            raise ValueError("models on the same ranks are both held by each of these ranks, and one is missing here")
+        target.engine.import_weights(given, eta=eta)
+        return
+    travelling = _broadcast(given, target, group)
+    if target is not None:
+        target.engine.import_weights(travelling, eta=eta)
+    else:
+        for _ in travelling:  # this rank helps to make the tensors whole, and keeps nothing
+            pass
+
+
+def _broadcast(
+    given: Iterable[tuple[str, Tensor]] | None, target: RoleModel | None, group: ParallelContext
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors on every rank of the group, one at a time, from its first rank."""
+    if given is not None:
+        for name, tensor in given:
+            whole = tensor.contiguous()
+            dist.broadcast(whole, group_src=0, group=group.group)
+            yield name, whole
+    elif target is not None:
+        for name, parameter in target.engine.model.named_parameters():
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=group.device)
+            dist.broadcast(whole, group_src=0, group=group.group)
+            yield name, whole

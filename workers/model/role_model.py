@@ -1,0 +1,167 @@
+"""One model of this rank: its engine, the interfaces of the calls that run on it, and what a call does with them.
+
+    inputs ──► interface.inference  ──► output keys, as the graph names them
+    inputs ──► interface.train_step ──► TrainReply
+
+Everything here but `describe` contains collectives of the model's mesh: its ranks run the same in the same order.
+"""
+
+import gc
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from corral.experiments.worker_specs import ModelRoleSpec
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall
+from corral.workers.algorithms.base import ModelInterface, StatefulInterface
+from corral.workers.algorithms.ppo import PPOActorInterface
+from corral.workers.algorithms.sft import SFTInterface
+from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.train_state import Numbers
+from corral.workers.checkpoint.durable_file import FileEntry
+from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.lifecycle.worker import BadConfigurationError
+from corral.workers.requests.messages import ModelConfigReply, TrainReply
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class RoleModel:
+    """A model, as far as this rank holds it.
+
+    Raises:
+        BadConfigurationError: if a call's interface cannot be made.
+    """
+
+    def __init__(
+        self,
+        spec: ModelRoleSpec,
+        calls: Iterable[ModelFunctionCall],
+        context: ParallelContext,
+        *,
+        temperature: float,
+        total_steps: int,
+        seed: int,
+    ) -> None:
+        self.spec = spec
+        self.context = context
+        self._total_steps = total_steps
+        self._engine: FSDPEngine | None = None
+        self._temperature = temperature
+        self._seed = seed
+        self._implementations = {
+            call.implementation
+            for call in calls
+            if call.model_name == spec.model_name and call.call_type is not CallType.EVALUATE
+        }
+        self._interfaces = self._make_interfaces()
+
+    @property
+    def engine(self) -> FSDPEngine:
+        """The engine.
+
+        Raises:
+            ValueError: if `initialize` has not made it yet.
+        """
+        if self._engine is None:
+            raise ValueError(f"model {self.spec.model_name} was asked to work before Initialize has loaded it")
+        return self._engine
+
+    def free(self) -> None:
+        """Give up the engine, and the memory that it has."""
+        self._engine = None
+        gc.collect()  # modules and their hooks refer to each other
+        if self.context.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def initialize(
+        self, weights: Path | None, state: Path | None, *, seed: int, on_progress: Callable[[], None]
+    ) -> None:
+        """Load weights and, of a model that is trained, what training resumes from.
+
+        Args:
+            weights: None for a model that no commit holds: it keeps its weights, once it has them.
+            on_progress: called for every piece of optimizer state that was read.
+        """
+        if self._engine is None:
+            self._interfaces = self._make_interfaces()
+            self._engine = self._make_engine(weights or self.spec.model.path, seed=seed)
+        if state is not None:
+            numbers = self._engine.load_state(state, on_progress=on_progress)
+            for interface in self._stateful():
+                interface.load_state_dict(numbers)
+
+    def save_state(self, directory: Path, *, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
+        """Write this rank's pieces of what training resumes from."""
+        numbers: Numbers = {}
+        for interface in self._stateful():
+            numbers |= interface.state_dict()
+        return self.engine.save_state(directory, extra=numbers, on_progress=on_progress)
+
+    def _stateful(self) -> list[StatefulInterface]:
+        return [interface for interface in self._interfaces.values() if isinstance(interface, StatefulInterface)]
+
+    def inference(self, call: ModelFunctionCall, sample: SequenceSample) -> dict[str, npt.NDArray[Any]]:
+        """A call's output keys, packed in the sample's order."""
+        outputs = self._interface(call).inference(self._ready_engine(call), sample)
+        return {call.output_key_remap.get(name, name): values for name, values in outputs.items()}
+
+    def train_step(self, call: ModelFunctionCall, sample: SequenceSample, *, version: int) -> TrainReply:
+        """Update the model on this rank's share of the batch; what that did is equal on all ranks."""
+        engine = self._ready_engine(call)
+        steps_before, nonfinite_before = engine.step, engine.num_nonfinite
+        stats = self._interface(call).train_step(engine, sample, version=version)
+        return TrainReply(
+            stats=stats,
+            num_updates=engine.step - steps_before,
+            num_nonfinite=engine.num_nonfinite - nonfinite_before,
+            is_damaged=engine.is_damaged,
+        )
+
+    def describe(self) -> ModelConfigReply:
+        """The model's shape; no parameters are counted before it is loaded."""
+        config = json.loads((self.spec.model.path / "config.json").read_text())
+        return ModelConfigReply(
+            architecture=str(config.get("model_type", "")),
+            num_parameters=self._engine.num_parameters if self._engine is not None else 0,
+            num_layers=int(config.get("num_hidden_layers", 0)),
+            hidden_size=int(config.get("hidden_size", 0)),
+            vocab_size=int(config.get("vocab_size", 0)),
+        )
+
+    def _ready_engine(self, call: ModelFunctionCall) -> FSDPEngine:
+        self.engine.micro_batches = call.micro_batches
+        return self.engine
+
+    def _interface(self, call: ModelFunctionCall) -> ModelInterface:
+        return self._interfaces[call.implementation]
+
+    def _make_interfaces(self) -> dict[str, ModelInterface]:
+        return {
+            name: _make_interface(name, self.spec, temperature=self._temperature, seed=self._seed)
+            for name in sorted(self._implementations)
+        }
+
+    def _make_engine(self, directory: Path, *, seed: int) -> FSDPEngine:
+        n_minibatches = self.spec.ppo.n_minibatches if self.spec.ppo is not None else 1
+        return FSDPEngine(
+            directory,
+            context=self.context,
+            optimizer=self.spec.optimizer,
+            total_steps=self._total_steps * n_minibatches,
+            seed=seed,
+            compute_dtype=_DTYPES[self.spec.model.dtype],
+        )
+
+
+def _make_interface(name: str, spec: ModelRoleSpec, *, temperature: float, seed: int) -> ModelInterface:
+    if name == "sft":
+        return SFTInterface()
+    if spec.ppo is None:
+        raise BadConfigurationError(f"model {spec.model_name} runs {name}, but the plan has no PPO settings for it")
+    return PPOActorInterface(spec.ppo, temperature=temperature, seed=seed)
