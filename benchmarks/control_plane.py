@@ -40,13 +40,16 @@ from corral.experiments.trial.secrets import TrialSecrets  # noqa: E402
 from corral.experiments.trial.worker_record import WorkerRecord  # noqa: E402
 from corral.experiments.worker_specs import MasterWorkerSpec  # noqa: E402
 from corral.name_resolve import MemoryNameService, TrialKeys  # noqa: E402
-from corral.scheduling.dataflow import build_dataflow  # noqa: E402
+from corral.scheduling.dataflow import build_dataflow, dataset_keys  # noqa: E402
+from corral.scheduling.model_function_call import ModelName  # noqa: E402
 from corral.scheduling.policy_version import Lineage  # noqa: E402
 from corral.workers.lifecycle.presence import Presence  # noqa: E402
 from corral.workers.lifecycle.worker import WorkerContext  # noqa: E402
+from corral.workers.master.calls import MeshCalls  # noqa: E402
 from corral.workers.master.garbage import rare_collections  # noqa: E402
 from corral.workers.master.sample_source import TrajectorySource  # noqa: E402
 from corral.workers.master.sequence_buffer import SequenceBuffer  # noqa: E402
+from corral.workers.master.step_runner import StepRunner  # noqa: E402
 from corral.workers.master.trainer_gang import TrainerGang  # noqa: E402
 from corral.workers.streams.security import StreamSecurity  # noqa: E402
 from tests.experiments.broken_yaml import write_inputs  # noqa: E402
@@ -188,11 +191,10 @@ async def _drive(
 ) -> Cost:
     """The master's part: what `TrainerEpoch` does in a step, without files."""
     spec = context.specification(MasterWorkerSpec)
-    made = {key for call in spec.calls for key in call.output_keys}
-    graph = build_dataflow(spec.calls, {key for call in spec.calls for key in call.input_keys} - made)
+    graph = build_dataflow(spec.calls, dataset_keys(spec.calls))
     cost, begin_s = Cost(), time.process_time()
     opening = asyncio.create_task(_start_ranks(load, context, secrets, ranks))
-    async with TrainerGang(context, spec, graph, epoch=1) as gang:
+    async with TrainerGang(context, spec, epoch=1) as gang:
         await opening
         await gang.initialize(step=0, weights={}, states={})
         cost.startup_s = time.process_time() - begin_s
@@ -207,12 +209,14 @@ async def _drive(
             producers=(),
             on_drop=lambda uid, reason: None,
         )
+        calls = MeshCalls(spec, graph, gang, buffer, publish=_publish)
+        runner = StepRunner(graph, calls, ranks_of=calls.ranks_of)
         for step in range(num_steps + 1):
             process_s, loop_s = time.process_time(), time.thread_time()
             if profile is not None and step > 0:
                 profile.enable()
             batch = await _next_batch(gang, source, step)
-            await gang.run_step(batch, buffer, step=step)
+            await runner.run(batch, version=step)
             await gang.clear(buffer.release(batch))
             if profile is not None:
                 profile.disable()
@@ -220,6 +224,10 @@ async def _drive(
                 cost.process_s.append(time.process_time() - process_s)
                 cost.loop_s.append(time.thread_time() - loop_s)
     return cost
+
+
+async def _publish(model: ModelName) -> None:
+    """Weights are no part of what is measured."""
 
 
 async def _next_batch(gang: TrainerGang, source: TrajectorySource, step: int) -> list[str]:

@@ -11,9 +11,9 @@ from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.config.model import ModelConfig, OptimizerConfig
 from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, ImportPath, RolloutConfig
-from corral.scheduling.packing import TransformerShape
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelFunctionCall, ModelName
+from corral.scheduling.packing import TransformerShape
 
 
 class DatasetSpec(FrozenConfig):

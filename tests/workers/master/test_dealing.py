@@ -1,0 +1,72 @@
+"""Who works on which samples: equal work, and nothing moves that need not."""
+
+from pathlib import Path
+
+from corral.experiments.config.control import TrainControl
+from corral.experiments.worker_specs import MasterWorkerSpec
+from corral.scheduling.dataflow import build_dataflow
+from corral.scheduling.mesh import Mesh
+from corral.scheduling.model_function_call import ModelFunctionCall
+from corral.scheduling.parallel import ParallelDims
+from corral.workers.master.dealing import Dealer
+from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
+
+
+def call(name: str, role: str, reads: tuple[str, ...], *makes: str) -> ModelFunctionCall:
+    return ModelFunctionCall.model_validate(
+        {"name": name, "model_name": role, "call_type": "inference", "implementation": "x", "n_seqs": 4}
+        | {"input_keys": reads, "output_keys": makes}
+    )
+
+
+REF = call("ref_inf", "ref", ("ids",), "ref")
+CRITIC = call("critic_inf", "critic", ("ids",), "values")
+GRAPH = build_dataflow([REF, CRITIC], ["ids"])
+SPEC = MasterWorkerSpec(
+    calls=[REF, CRITIC],
+    train_batch_size=4,
+    num_prompts=4,
+    source="trajectories",
+    max_head_offpolicyness=0,
+    control=TrainControl(),
+    eval_every_steps=None,
+    initial_weights={"critic": Path("/nowhere")},
+    published_role="critic",
+    meshes={
+        "ref/0": Mesh(ranks=(0, 1), dims=ParallelDims(dp=2)),
+        "critic/0": Mesh(ranks=(2, 3), dims=ParallelDims(dp=2)),
+    },
+    sample_ranks=[0, 1],
+)
+
+
+def buffer_of(owner_by_uid: dict[str, int], tokens: dict[str, int]) -> SequenceBuffer:
+    buffer = SequenceBuffer(is_consumed=lambda uid: False)
+    for order, (uid, owner) in enumerate(owner_by_uid.items()):
+        sample = BufferedSample(
+            uid=uid, order=order, owner=owner, num_tokens=[tokens[uid]], versions=frozenset(), keys=frozenset({"ids"})
+        )
+        buffer.put(sample)
+    return buffer
+
+
+def test_samples_stay_where_they_are_while_the_work_is_equal() -> None:
+    buffer = buffer_of({"a": 1, "b": 0, "c": 1, "d": 0}, dict.fromkeys("abcd", 100))
+    assert Dealer(SPEC, GRAPH).deal(REF, list("abcd"), buffer) == [["b", "d"], ["a", "c"]]
+
+
+def test_work_is_equal_where_lengths_are_not() -> None:
+    buffer = buffer_of({"a": 0, "b": 0, "c": 0, "d": 0}, {"a": 300, "b": 100, "c": 100, "d": 100})
+    shares = Dealer(SPEC, GRAPH).deal(REF, list("abcd"), buffer)
+    assert sorted(map(sorted, shares)) == [["a"], ["b", "c", "d"]]
+
+
+def test_another_mesh_is_dealt_by_itself_and_then_stays_as_it_is() -> None:
+    buffer = buffer_of({"a": 0, "b": 0, "c": 1, "d": 1}, dict.fromkeys("abcd", 100))
+    dealer = Dealer(SPEC, GRAPH)
+    first = dealer.deal(CRITIC, list("abcd"), buffer)
+    assert [len(share) for share in first] == [2, 2]
+    for rank, share in zip((2, 3), first, strict=True):
+        for uid in share:
+            buffer.moved(uid, "ids", [rank])
+    assert dealer.deal(CRITIC, list("dcba"), buffer) == [sorted(share, reverse=True) for share in first]
