@@ -338,7 +338,7 @@ CONTRADICTION_CASES = (
     BrokenCase(
         name="batch-smaller-than-ranks",
         edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d9"),
-        words=("train_batch_size 8", "9 training ranks", "at least 9"),
+        words=("train_batch_size 8", "9 data-parallel ranks of actor", "at least 9"),
         line=19,
     ),
     BrokenCase(
