@@ -14,6 +14,7 @@ from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, ImportP
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelFunctionCall, ModelName
 from corral.scheduling.packing import TransformerShape
+from corral.scheduling.step_plan import StepPlan
 
 
 class DatasetSpec(FrozenConfig):
@@ -97,6 +98,28 @@ class MasterWorkerSpec(FrozenConfig):
     def mesh(self, model_name: ModelName) -> Mesh:
         """The ranks of a model."""
         return self.meshes[str(model_name)]
+
+    @property
+    def samples_from(self) -> str:
+        """Where samples come from, in words."""
+        return "dataset" if self.source == "dataset" else "rollout workers"
+
+    @property
+    def weights_go_to(self) -> str:
+        """Who takes published weights, in words."""
+        return "trial folder" if self.source == "dataset" else "generation servers"
+
+    @property
+    def sample_unit(self) -> str:
+        """What a sample is, in words."""
+        return "rows" if self.source == "dataset" else "prompts"
+
+    @property
+    def step_plan(self) -> StepPlan:
+        """What a train step does where."""
+        return StepPlan.of(
+            self.calls, meshes=self.meshes, sample_ranks=self.sample_ranks, batch_size=self.train_batch_size
+        )
 
 
 class ModelWorkerSpec(FrozenConfig):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from corral.scheduling.parallel import ParallelCoords, ParallelDims
+from corral.scheduling.worker_information import fold_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class Mesh:
     def coords(self, rank: int) -> ParallelCoords:
         """Where a model worker stands; ValueError if it has no part in this mesh."""
         if rank not in self.ranks:
-            raise ValueError(f"model_worker/{rank} is not in the mesh of {_shown(self.ranks)}")
+            raise ValueError(f"model_worker/{rank} is not in the mesh of {_workers(self.ranks)}")
         return self.dims.coords(self.ranks.index(rank))
 
     def ranks_of_dp(self, dp_rank: int) -> tuple[int, ...]:
@@ -54,11 +55,9 @@ class Mesh:
         return tuple(self.ranks[place] for place in self.dims.dp_heads)
 
     def __str__(self) -> str:
-        return f"{self.dims} on {_shown(self.ranks)}"
+        return f"{self.dims} on {_workers(self.ranks)}"
 
 
-def _shown(ranks: Sequence[int]) -> str:
+def _workers(ranks: Sequence[int]) -> str:
     """(4, 5, 6, 7) -> model_worker/4-7"""
-    if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"model_worker/{ranks[0]}-{ranks[-1]}"
-    return "model_worker/" + ",".join(map(str, ranks))
+    return f"model_worker/{fold_numbers(ranks)}"

@@ -80,6 +80,12 @@ class ParallelDims:
     def __str__(self) -> str:
         return f"d{self.dp}t{self.tp}p{self.pp}"
 
+    @property
+    def short(self) -> str:
+        """Without the sizes that are 1: "d4t2"; "d1" if all are."""
+        parts = [f"{letter}{size}" for letter, size in (("d", self.dp), ("t", self.tp), ("p", self.pp)) if size > 1]
+        return "".join(parts) or "d1"
+
     @classmethod
     def parse(cls, text: str) -> "ParallelDims":
         """Read "d4t2p1": letters d, t (or m) and p, each at most once, in any order; a missing one counts 1."""

@@ -6,10 +6,10 @@ plan     hetjob: 2 components, 3 nodes (groups ask for different nodes: partitio
              n1          model_worker 4-7
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from corral.launcher.layout.layout import Allocation, Layout
-from corral.scheduling.worker_information import parse_worker_id
+from corral.scheduling.worker_information import fold_numbers, parse_worker_id
 
 _MAX_NODES_SHOWN = 8
 
@@ -64,15 +64,4 @@ def _workers_on(layout: Layout, index: int, node: int) -> str:
         if (step.allocation, step.node_index) == (index, node):
             kind, number = parse_worker_id(worker)
             indices_by_kind.setdefault(kind, []).append(number)
-    return "   ".join(f"{kind} {_ranges(numbers)}" for kind, numbers in indices_by_kind.items())
-
-
-def _ranges(indices: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as "0-2,5"."""
-    parts: list[list[int]] = []
-    for index in sorted(indices):
-        if parts and parts[-1][-1] == index - 1:
-            parts[-1].append(index)
-        else:
-            parts.append([index])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return "   ".join(f"{kind} {fold_numbers(sorted(numbers))}" for kind, numbers in indices_by_kind.items())
