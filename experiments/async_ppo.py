@@ -167,7 +167,13 @@ class AsyncPPOExperiment(Experiment):
         facts, problems = check_model(self.actor, ("actor",))
         yield from problems
         yield from self._ref_problems(facts)
-        yield from check_ppo(self.ppo, has_ref=self.ref is not None, train_batch_size=self.train_batch_size)
+        actor = self.known_meshes().get("actor")
+        yield from check_ppo(
+            self.ppo,
+            has_ref=self.ref is not None,
+            train_batch_size=self.train_batch_size,
+            dp=actor.dims.dp if actor is not None else 1,
+        )
         yield from check_concurrency(self.rollout, train_batch_size=self.train_batch_size)
         yield from check_imports(self.rollout)
         yield from self._length_problems(facts)

@@ -4,6 +4,7 @@ Every check is a function of what it compares; `Experiment.find_problems` says w
 in by the loader.
 """
 
+import bisect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from corral.experiments.inputs.import_paths import check_import_path
 from corral.experiments.inputs.model_directory import ModelFacts, inspect_model
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.scheduling.allocation import EVERY_ROLE, Allocation, parse_allocation
+from corral.scheduling.mesh import Mesh
 from corral.scheduling.placement import NodeShape, place
 from corral.scheduling.scheduling import ExperimentScheduling
 from corral.scheduling.worker_information import WorkerKind
@@ -161,11 +163,42 @@ def check_placement(scheduling: ExperimentScheduling, cluster: ClusterConfig) ->
     except ValueError as error:
         sizes = {"CPUs": cluster.cpus_per_node, "GPUs": cluster.gpus_per_node, "MB": cluster.mem_per_node}
         size = ", ".join(f"{number} {unit}" for unit, number in sizes.items() if number is not None)
+        nearest = "; ".join(_what_fits(scheduling, shape, max_nodes=cluster.max_nodes))
+        otherwise = "change the groups' scheduling (gpu: 0 runs on CPUs), the allocation, or the cluster's description"
         yield ConfigProblem(
             message=f"the groups cannot be placed on {cluster.max_nodes or 'any number of'} node(s) of {size}: {error}",
-            hint="change the groups' scheduling (gpu: 0 runs on CPUs), the allocation, or the cluster's description",
+            hint=f"{nearest}; or {otherwise}" if nearest else otherwise,
             path=("cluster",),
         )
+
+
+def _what_fits(scheduling: ExperimentScheduling, shape: NodeShape, *, max_nodes: int | None) -> Iterator[str]:
+    """The nearest numbers with which the groups could be placed; nothing where a single task is too large."""
+    try:
+        enough = place(scheduling, shape).num_nodes
+    except ValueError:
+        return
+    yield f"{enough} such nodes are enough (cluster.max_nodes)"
+    ranks, rollout = scheduling["model_worker"], scheduling.get("rollout_worker")
+    follows = rollout is not None and rollout.count == ranks.count
+
+    def is_too_many(count: int) -> bool:
+        groups = {"model_worker": ranks} | ({"rollout_worker": rollout} if rollout is not None and follows else {})
+        fewer = {kind: group.model_copy(update={"count": count}) for kind, group in groups.items()}
+        return not _fits(scheduling.model_copy(update=fewer), shape, max_nodes=max_nodes)
+
+    count = bisect.bisect_left(range(1, ranks.count), True, key=is_too_many)
+    if count:
+        also = ", with as many rollout workers," if follows else ""
+        yield f"{count} of {ranks.count} model workers{also} fit beside the others"
+
+
+def _fits(scheduling: ExperimentScheduling, shape: NodeShape, *, max_nodes: int | None) -> bool:
+    try:
+        place(scheduling, shape, max_nodes=max_nodes)
+    except ValueError:
+        return False
+    return True
 
 
 def check_dataset(
@@ -193,12 +226,12 @@ def check_dataset(
 
 
 def check_batch(
-    *, num_rows: int, epochs: int, train_batch_size: int, largest_share: tuple[str, int] | None
+    *, num_rows: int, epochs: int, train_batch_size: int, meshes: Mapping[str, Mesh]
 ) -> Iterator[ConfigProblem]:
     """A batch that the data never fills, or that leaves ranks without work.
 
     Args:
-        largest_share: the role with the most data-parallel ranks, and their number.
+        meshes: the ranks of each role; none if the allocation is broken.
     """
     path, shown = ("train_batch_size",), str(train_batch_size)
     if train_batch_size > num_rows * epochs:
@@ -208,11 +241,12 @@ def check_batch(
             path=path,
             shown=shown,
         )
-    if largest_share is not None and train_batch_size < largest_share[1]:
-        role, dp = largest_share
+    too_wide = {role: mesh.dims.dp for role, mesh in meshes.items() if mesh.dims.dp > train_batch_size}
+    if too_wide:
+        ranks = ", ".join(f"{dp} of {role}" for role, dp in too_wide.items())
         yield ConfigProblem(
-            message=f"train_batch_size {train_batch_size} leaves some of the {dp} data-parallel ranks of {role} idle",
-            hint=f"at least {dp}, or {role}=fsdp:d{train_batch_size} in the allocation",
+            message=f"train_batch_size {train_batch_size} leaves data-parallel ranks without work: there are {ranks}",
+            hint=f"at least {max(too_wide.values())}, or at most d{train_batch_size} in the allocation",
             path=path,
             shown=shown,
         )
@@ -258,8 +292,12 @@ def check_evaluation(
         )
 
 
-def check_ppo(ppo: PPOConfig, *, has_ref: bool, train_batch_size: int) -> Iterator[ConfigProblem]:
-    """Settings of the algorithm that contradict each other."""
+def check_ppo(ppo: PPOConfig, *, has_ref: bool, train_batch_size: int, dp: int) -> Iterator[ConfigProblem]:
+    """Settings of the algorithm that contradict each other, or the ranks that train.
+
+    Args:
+        dp: data-parallel ranks of the actor, each of which cuts its own answers into mini-batches.
+    """
     if ppo.kl_coef > 0.0 and not has_ref:
         yield ConfigProblem(
             message=f"ppo.kl_coef {ppo.kl_coef} needs a reference model, and there is none",
@@ -274,11 +312,15 @@ def check_ppo(ppo: PPOConfig, *, has_ref: bool, train_batch_size: int) -> Iterat
             path=("ppo", "group_size"),
             shown=str(ppo.group_size),
         )
-    answers = train_batch_size * ppo.group_size
-    if ppo.n_minibatches > answers:
+    answers = train_batch_size * ppo.group_size // dp
+    if ppo.n_minibatches > answers >= 1:
+        prompts = -(-ppo.n_minibatches * dp // ppo.group_size)
         yield ConfigProblem(
-            message=f"ppo.n_minibatches {ppo.n_minibatches} is more than the {answers} answers of a train step",
-            hint=f"at most {answers}",
+            message=(
+                f"ppo.n_minibatches {ppo.n_minibatches} is more than the answers of a data-parallel rank: "
+                f"{train_batch_size} prompts x {ppo.group_size} answers / {dp} ranks = {answers}"
+            ),
+            hint=f"at most {answers}, or raise train_batch_size to at least {prompts}",
             path=("ppo", "n_minibatches"),
             shown=str(ppo.n_minibatches),
         )

@@ -174,12 +174,10 @@ class Experiment(FrozenConfig):
     def num_training_ranks(self) -> int:
         return 1 + max(rank for mesh in self.meshes.values() for rank in mesh.ranks)
 
-    def largest_share(self) -> tuple[str, int] | None:
-        """The role with the most data-parallel ranks, and their number; None if the allocation is broken."""
+    def known_meshes(self) -> Mapping[str, Mesh]:
+        """The ranks of each role; none if the allocation is broken."""
         allocation, problems = check_allocation(self.allocation, roles=self.roles, generates=self.generates)
-        if allocation is None or problems:
-            return None
-        return max(((role, mesh.dims.dp) for role, mesh in self.meshes.items()), key=lambda share: share[1])
+        return {} if allocation is None or problems else self.meshes
 
     @property
     def expected_counts(self) -> dict[WorkerKind, int | None]:
@@ -246,7 +244,7 @@ class Experiment(FrozenConfig):
                 num_rows=num_rows,
                 epochs=self.control.total_train_epochs,
                 train_batch_size=self.train_batch_size,
-                largest_share=self.largest_share(),
+                meshes=self.known_meshes(),
             )
         if self.evaluation is not None:
             yield from check_evaluation(self.evaluation, self.trained.path, facts, needs_answer=self.needs_answers)

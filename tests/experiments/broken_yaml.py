@@ -338,8 +338,21 @@ CONTRADICTION_CASES = (
     BrokenCase(
         name="batch-smaller-than-ranks",
         edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d9"),
-        words=("train_batch_size 8", "9 data-parallel ranks of actor", "at least 9"),
+        words=("train_batch_size 8", "without work: there are 9 of actor", "at least 9", "at most d8"),
         line=19,
+    ),
+    BrokenCase(
+        name="batch-smaller-than-the-ranks-of-one-role",
+        edit=("hf:d1+fsdp:d1", "hf:d1+actor=fsdp:d2,ref=fsdp:d9"),
+        overrides=("ref.path=model", "ppo.kl_coef=0.1"),
+        words=("train_batch_size 8", "there are 9 of ref", "at least 9", "at most d8"),
+        line=19,
+    ),
+    BrokenCase(
+        name="more-mini-batches-than-answers-of-a-rank",
+        edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d4"),
+        overrides=("ppo.n_minibatches=9",),
+        words=("ppo.n_minibatches 9", "8 prompts x 4 answers / 4 ranks = 8", "at most 8", "at least 9"),
     ),
     BrokenCase(
         name="too-long-evaluation",
@@ -418,7 +431,7 @@ CONTRADICTION_CASES = (
         name="more-nodes-than-the-cluster",
         edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d8"),
         overrides=("cluster.max_nodes=1", "cluster.cpus_per_node=30"),
-        words=("no room left", "1 node(s) of 30 CPUs"),
+        words=("no room left", "1 node(s) of 30 CPUs", "3 such nodes are enough", "1 of 8 model workers"),
     ),
     BrokenCase(
         name="container-without-runtime",
