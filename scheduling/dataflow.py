@@ -119,32 +119,6 @@ class DataflowGraph:
             and changed & {call.model_name, *(hook.source for hook in call.pre_hooks)}
         )
 
-    def render_text(self) -> str:
-        """One line per call, level by level."""
-        lines = [f"dataset -> {', '.join(sorted(self.dataset_keys)) or '(nothing)'}"]
-        for number, level in enumerate(self.levels):
-            for name in level:
-                call = self.call(name)
-                made = ", ".join(call.output_keys) or "(statistics)"
-                read = ", ".join(call.input_keys) or "(nothing)"
-                lines.append(f"{number}: {name} [{call.model_name} {call.call_type.value}] {read} -> {made}")
-        return "\n".join(lines)
-
-    def render_mermaid(self) -> str:
-        """A Mermaid flow chart; nodes have numbers, since a name may be one of Mermaid's own words."""
-        node = {call.name: f"c{number}" for number, call in enumerate(self.calls)}
-        lines = ["flowchart LR", "  dataset([dataset])"]
-        lines += [
-            f'  {node[call.name]}["{call.name}<br/>{call.model_name} {call.call_type.value}"]' for call in self.calls
-        ]
-        keys_by_arrow: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for call in self.calls:
-            for key in call.input_keys:
-                producer = self.producer_of(key)
-                keys_by_arrow[node[producer] if producer else "dataset", node[call.name]].append(key)
-        lines += [f'  {start} -->|"{", ".join(keys)}"| {end}' for (start, end), keys in keys_by_arrow.items()]
-        return "\n".join(lines)
-
 
 def dataset_keys(calls: Iterable[ModelFunctionCall]) -> frozenset[str]:
     """The keys that calls read and none of them makes: they come with the samples."""

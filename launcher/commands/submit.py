@@ -39,8 +39,12 @@ def submit(
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="Run on this machine, without SLURM.")] = False,
     dry_run: Annotated[
-        Literal["plan", "script"] | None,
-        typer.Option("--dry-run", help="Check and show the plan, or (=script) print the batch script; write nothing."),
+        Literal["plan", "script", "graph"] | None,
+        typer.Option(
+            "--dry-run",
+            help="Check and show the plan, or print the batch script (=script) or the dataflow graph as a Mermaid "
+            "chart (=graph); write nothing.",
+        ),
     ] = None,
     no_checks: Annotated[
         bool,
@@ -82,6 +86,9 @@ def submit(
         submission = prepare(has_checks=not no_checks)
         if dry_run == "script":
             _print_script(submission)
+            return
+        if dry_run == "graph":
+            _print_graph(submission)
             return
         _print_plan(submission, sys.stdout)
         if dry_run is None:
@@ -187,6 +194,14 @@ def _print_script(submission: "Submission") -> None:
     sys.stdout.flush()
     sys.stdout.buffer.write(script)
     sys.stdout.buffer.flush()
+
+
+def _print_graph(submission: "Submission") -> None:
+    """The chart, and nothing else, on stdout."""
+    from corral.launcher.submit.graph_text import render_mermaid
+
+    _print_plan(submission, sys.stderr)
+    print(render_mermaid(submission.plan), flush=True)
 
 
 def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bool, verbose: bool) -> None:

@@ -1,11 +1,15 @@
-"""RunPlan -> one screen of text for people: what runs, how many, on which nodes, for how many steps."""
+"""RunPlan -> one screen of text for people: how many steps, what runs on which nodes, what a step does.
+
+The tables of the step itself are made in dataflow_text.py.
+"""
 
 from collections.abc import Iterator, Sequence
 
+from corral.experiments.config.control import TrainControl
 from corral.experiments.errors import display_path
 from corral.experiments.plan import RunPlan
-from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec, RolloutWorkerSpec
-from corral.scheduling.model_function_call import ModelFunctionCall
+from corral.experiments.worker_specs import ModelWorkerSpec, RolloutWorkerSpec
+from corral.launcher.submit.dataflow_text import answers_per_prompt, render_dataflow
 from corral.scheduling.scheduling import TasksGroup
 
 THIS_MACHINE = ("nodes      this machine",)
@@ -17,29 +21,55 @@ def render_plan(plan: RunPlan, *, nodes: Sequence[str] = THIS_MACHINE) -> str:
     Args:
         nodes: what runs where, as lines; the launcher's `render_layout` makes them.
     """
-    return "\n".join([*_heading(plan), "", *_groups(plan), "", *nodes, "", *_dataflow(plan.master.calls)])
+    return "\n".join([*_heading(plan), "", *_groups(plan), "", *nodes, "", *render_dataflow(plan)])
 
 
 def _heading(plan: RunPlan) -> Iterator[str]:
-    master, steps = plan.master, plan.total_steps
-    kind = plan.config.get("experiment")
+    master, kind = plan.master, plan.config.get("experiment")
     yield f"trial      {plan.trial.experiment}/{plan.trial.trial}   ({kind}, {plan.mode}, seed {plan.seed})"
     yield f"folder     {display_path(plan.trial.directory)}"
-    yield f"model      {display_path(master.initial_weights[master.published_role])}"
     yield f"data       {_data(plan)}"
-    yield _steps(master, steps)
+    yield f"steps      {_steps(plan)}"
     if master.source == "trajectories":
         yield f"staleness  eta {master.max_head_offpolicyness}: no token is trained on that is older by more versions"
+    yield f"commits    {_commits(master.control)}"
+    yield from _evaluation(plan)
 
 
-def _steps(master: MasterWorkerSpec, steps: int) -> str:
-    unit = "rows" if master.source == "dataset" else "prompts"
-    epochs = master.control.total_train_epochs
+def _steps(plan: RunPlan) -> str:
+    """'12 of 7 prompts = 28 answers, 6 per epoch; 80 of 2 x 40 prompts, the last step has 3'"""
+    master, steps, answers = plan.master, plan.total_steps, answers_per_prompt(plan)
+    batch, unit, epochs = master.train_batch_size, master.sample_unit, master.control.total_train_epochs
     in_all = master.num_prompts * epochs
-    consumed = min(steps * master.train_batch_size, in_all)
-    cut = "" if consumed == in_all else " (control.max_steps ends it early)"
-    in_all_text = f"{epochs} x {master.num_prompts} {unit}"
-    return f"steps      {steps} of {master.train_batch_size} {unit}; {consumed} of {in_all_text}{cut}"
+    consumed = min(steps * batch, in_all)
+    in_answers = "" if answers is None else f" = {batch * answers} answers"
+    per_epoch = f", {master.num_prompts / batch:.4g} per epoch" if epochs > 1 else ""
+    end = "" if consumed == in_all else " (control.max_steps ends it early)"
+    last = f"; the last step has {consumed % batch}" if consumed % batch else ""
+    return f"{steps} of {batch} {unit}{in_answers}{per_epoch}; {consumed} of {epochs} x {master.num_prompts}{end}{last}"
+
+
+def _commits(control: TrainControl) -> str:
+    exports = "at the end" if control.save_every_steps is None else f"{_every(control.save_every_steps)} and at the end"
+    return f"{_every(control.commit_every_steps)}, {control.keep_commits} are kept; weights that stay: {exports}"
+
+
+def _every(steps: int) -> str:
+    return "after every step" if steps == 1 else f"every {steps} steps"
+
+
+def _evaluation(plan: RunPlan) -> Iterator[str]:
+    """Of each call that looks at held-out problems."""
+    every, step = plan.master.eval_every_steps, plan.master.step_plan
+    worker = next(worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec))
+    if every is None or worker.evaluation is None:
+        return
+    for call in step.graph.evaluate_calls:
+        share = call.n_seqs / step.mesh(call).dims.dp
+        yield (
+            f"held-out   {display_path(worker.evaluation.dataset.path)}   {call.n_seqs} at a time, {share:.4g} per dp "
+            f"rank of {call.model_name}; before the first step, {_every(every)}, after the last"
+        )
 
 
 def _data(plan: RunPlan) -> str:
@@ -66,10 +96,3 @@ def _total(groups: Sequence[TasksGroup], field: str) -> int:
 
 def _memory(megabytes: int) -> str:
     return f"{megabytes / 1024:.4g} GiB" if megabytes >= 1024 else f"{megabytes} MiB"
-
-
-def _dataflow(calls: Sequence[ModelFunctionCall]) -> Iterator[str]:
-    yield "dataflow"
-    for call in calls:
-        made = ", ".join(call.output_keys) or "statistics"
-        yield f"  {call.name:<12} {call.role} {call.call_type.value}: {', '.join(call.input_keys)} -> {made}"

@@ -1,4 +1,4 @@
-"""Experiment -> RunPlan -> plan.json -> RunPlan, and the screen that shows it."""
+"""Experiment -> RunPlan -> plan.json -> RunPlan."""
 
 import hashlib
 import json
@@ -14,7 +14,6 @@ from corral.experiments.experiment import ExperimentConfig
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec, RolloutWorkerSpec
-from corral.launcher.submit.plan_text import render_plan
 from corral.scheduling.dataflow import build_dataflow, dataset_keys
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_PPO, VALID_SFT, write_inputs
 
@@ -219,27 +218,6 @@ def test_total_steps_of_the_plan_reach_the_learning_rate_schedule(folder: Path) 
     assert isinstance(rank, ModelWorkerSpec)
     assert plan.total_steps == rank.total_steps == 12  # 40 rows x 2 epochs / 7, rounded up
     assert isinstance(plan.master, MasterWorkerSpec)
-
-
-def test_summary_shows_groups_nodes_dataflow_and_steps(folder: Path) -> None:
-    plan = _plan(folder / "ppo.yaml", "allocation=hf:d2+fsdp:d4", "cluster.cpus_per_node=25", "launch.partition=gpu")
-    screen = render_plan(plan, nodes=["plan       two nodes"])
-    for words in (
-        "small-grpo/trial-1",
-        "10 of 8 prompts; 80 of 2 x 40 prompts",
-        "eta 1",
-        "generation_server       2",
-        "plan       two nodes",
-        "actor_inf",
-        "proximal_logprobs",
-    ):
-        assert words in screen, f"{words!r} not in\n{screen}"
-    assert len(screen.splitlines()) <= 30
-
-
-def test_summary_says_when_max_steps_ends_the_run_early(folder: Path) -> None:
-    screen = render_plan(_plan(folder / "sft.yaml", "control.max_steps=2"))
-    assert "2 of 8 rows; 16 of 1 x 40 rows (control.max_steps ends it early)" in screen
 
 
 def test_plan_keeps_the_resolved_configuration_for_people(folder: Path) -> None:

@@ -211,26 +211,6 @@ def test_model_names_read_back() -> None:
     assert [parse_model_name(text) for text in ("ref/2", "actor")] == [ModelName("ref", 2), ModelName("actor")]
 
 
-def test_a_graph_is_drawn_as_text_and_as_mermaid() -> None:
-    calls = [call("actor_train", "train_step", input_keys=("ids", "logp")),
-             call("end", role="ref", input_keys=("ids",), output_keys=("logp",))]  # fmt: skip
-    graph = build_dataflow(calls, ["ids"])
-    assert graph.render_text().splitlines() == [
-        "dataset -> ids",
-        "0: end [ref/0 inference] ids -> logp",
-        "1: actor_train [actor/0 train_step] ids, logp -> (statistics)",
-    ]
-    assert graph.render_mermaid().splitlines() == [
-        "flowchart LR",
-        "  dataset([dataset])",
-        '  c0["end<br/>ref/0 inference"]',
-        '  c1["actor_train<br/>actor/0 train_step"]',
-        '  dataset -->|"ids"| c0',
-        '  dataset -->|"ids"| c1',
-        '  c0 -->|"logp"| c1',
-    ]
-
-
 @st.composite
 def acyclic_calls(draw: st.DrawFn) -> list[ModelFunctionCall]:
     """Call i makes key i and reads keys of earlier calls; then in any order."""

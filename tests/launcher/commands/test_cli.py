@@ -75,6 +75,9 @@ def test_dry_run_shows_the_plan_and_writes_nothing(experiment: Path, tmp_path: P
     shown = run("rl-submit", str(experiment), "--local", "--dry-run", fileroot=tmp_path / "trials")
     assert shown.returncode == 0, shown.stderr
     assert "small-grpo/trial-1" in shown.stdout and "rollout_worker" in shown.stdout and "checks" in shown.stdout
+    graph = run("rl-submit", str(experiment), "--local", "--dry-run=graph", fileroot=tmp_path / "trials")
+    assert graph.stdout.startswith("flowchart LR\n") and "actor_train" in graph.stdout
+    assert graph.stderr == shown.stdout
     assert not (tmp_path / "trials").exists()
 
 
