@@ -27,7 +27,7 @@ RANKS: dict[str, list[set[str]]] = {
         {"slurm"},
         {"clusters"},
         {"extra_jobs"},
-        {"doctor", "evaluation", "logs", "status", "submit", "supervisor"},
+        {"doctor", "evaluation", "logs", "report", "status", "submit", "supervisor"},
         {"follow", "stop"},
         {"commands"},
     ],

@@ -131,8 +131,8 @@ def wait_for_trial(facts: "TrialFacts", name: str) -> None:
         raise typer.Exit(0) from None
     code = exit_code(ended)
     print(f"{facts.name} {ended.state}" + (f": {ended.note}" if ended.note else ""))
-    if (facts.directory.report_path / "curves.png").exists():
-        print(f"report     {facts.directory.report_path / 'curves.png'}")
+    for number, picture in enumerate(sorted(facts.directory.report_path.glob("*.png"))):
+        print(f"{'' if number else 'report':<9}  {picture}")
     if code is CommandExit.FAILED:
         print(f"see        rl-logs {name} --errors", file=sys.stderr)
     if code:

@@ -370,7 +370,7 @@ class Supervisor:
     def _draw_report(self) -> None:
         if not self._directory.metrics_path.exists():
             return
-        command = [sys.executable, "-m", "corral.launcher.status.curves", "--trial", str(self._directory.path)]
+        command = [sys.executable, "-m", "corral.launcher.report", "--trial", str(self._directory.path)]
         try:
             subprocess.run(
                 command, check=True, capture_output=True, timeout=_REPORT_TIMEOUT_S, preexec_fn=die_with_parent()

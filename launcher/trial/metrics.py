@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -46,6 +46,11 @@ def _decode(text: bytes) -> Any:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
         return json.loads(text)  # slower, but it knows NaN, which a step that went wrong may have written
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a line's value has a point in a picture: NaN, which a step that was skipped may have, has none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
 # The name that a quantity has depends on the algorithm; the first that was written is shown.

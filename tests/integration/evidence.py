@@ -96,7 +96,8 @@ def check_nothing_is_left(trial: Trial) -> None:
     assert not trial.directory.secrets_path.exists()
     status = trial.status()
     assert status["state"] == "COMPLETE"
-    assert (trial.directory.report_path / "curves.png").stat().st_size > 1000
+    pictures = {path.name for path in trial.directory.report_path.iterdir() if path.stat().st_size > 1000}
+    assert pictures == {"curves.png", "dataflow.png", "dataflow.svg", "step_times.png"}
 
 
 def find_secrets(directory: TrialDirectory, values: Iterable[str]) -> set[str]:

@@ -1,26 +1,18 @@
-"""Draws how a trial went: metrics.jsonl -> report/curves.png, a panel per curve over train steps, time on top.
+"""Draws how a trial went: metrics.jsonl -> report/curves.png, a panel per curve over train steps, time on top."""
 
-The supervisor runs this as a process of its own at the end of a trial; a failure to draw is noted and harms nothing.
-"""
-
-import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.report.style import BLUE, FAINT, GREEN, GRID, INK, ORANGE, PURPLE, save
 from corral.launcher.terminal import format_duration
-from corral.launcher.trial.find import read_facts
-from corral.launcher.trial.metrics import ACCURACY, LOSS, REWARD, STALENESS, read_metrics
+from corral.launcher.trial.metrics import ACCURACY, LOSS, REWARD, STALENESS, is_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SMOOTH_FROM_POINTS = 30
-_INK = "#24292f"
-_GRID = "#e6e8eb"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +26,13 @@ class Panel:
 
 
 PANELS = (
-    Panel(title="accuracy on held-out problems", names=ACCURACY, colour="#1a7f37", floor_at_zero=True),
-    Panel(title="reward", names=REWARD, colour="#0969da"),
-    Panel(title="loss", names=LOSS, colour="#bc4c00"),
+    Panel(title="accuracy on held-out problems", names=ACCURACY, colour=GREEN, floor_at_zero=True),
+    Panel(title="reward", names=REWARD, colour=BLUE),
+    Panel(title="loss", names=LOSS, colour=ORANGE),
     Panel(
         title="staleness (versions)",
         names=STALENESS,
-        colour="#8250df",
+        colour=PURPLE,
         floor_at_zero=True,
     ),
 )
@@ -60,10 +52,10 @@ def curves_of(lines: Sequence[dict[str, Any]]) -> list[Curve]:
     """The curves that there are data for. Of a step that was trained twice, after a failure, the last time counts."""
     curves = []
     for panel in PANELS:
-        name = next((name for name in panel.names if any(_is_number(line.get(name)) for line in lines)), None)
+        name = next((name for name in panel.names if any(is_number(line.get(name)) for line in lines)), None)
         if name is None:
             continue
-        value_by_step = {line["step"]: float(line[name]) for line in lines if _is_number(line.get(name))}
+        value_by_step = {line["step"]: float(line[name]) for line in lines if is_number(line.get(name))}
         steps = tuple(sorted(value_by_step))
         curves.append(Curve(panel=panel, name=name, steps=steps, values=tuple(value_by_step[step] for step in steps)))
     return curves
@@ -79,32 +71,25 @@ def smooth(values: Sequence[float], *, window: int) -> list[float]:
     return averaged
 
 
-def draw(lines: Sequence[dict[str, Any]], *, title: str, path: Path) -> bool:
-    """Writes the picture; False if there is nothing to draw."""
+def draw_curves(lines: Sequence[dict[str, Any]], *, title: str, path: Path) -> list[Path]:
+    """Writes the picture; returns its path, or nothing if there is nothing to draw."""
     curves = curves_of(lines)
     if not curves:
-        return False
-    # Not at the top: only this process draws, and it needs no display.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+        return []
+    # Not at the top: only who draws needs it, and it needs no display.
+    from matplotlib.figure import Figure
 
     columns = min(2, len(curves))
     rows = -(-len(curves) // columns)
-    figure, grid = pyplot.subplots(
-        rows, columns, figsize=(5.6 * columns, 3.3 * rows + 0.5), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(5.6 * columns, 3.3 * rows + 0.5), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
     for axes, curve in zip(grid.flat, curves, strict=False):
         _draw_curve(axes, curve)
         _add_time_axis(axes, lines)
     for axes in list(grid.flat)[len(curves) :]:
         axes.set_visible(False)
-    figure.suptitle(title, color=_INK, fontsize=12, x=0.01, ha="left")
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return True
+    figure.suptitle(title, color=INK, fontsize=12, x=0.01, ha="left")
+    return save(figure, path)
 
 
 def _draw_curve(axes: "Axes", curve: Curve) -> None:
@@ -128,21 +113,21 @@ def _draw_curve(axes: "Axes", curve: Curve) -> None:
         va="center",
         annotation_clip=False,
     )
-    axes.set_title(curve.panel.title, loc="left", fontsize=10, color=_INK)
-    axes.set_xlabel("train step", fontsize=8, color=_INK)
+    axes.set_title(curve.panel.title, loc="left", fontsize=10, color=INK)
+    axes.set_xlabel("train step", fontsize=8, color=INK)
     if curve.panel.floor_at_zero:
         axes.set_ylim(bottom=0.0, top=max(1e-6, max(curve.values)) * 1.08)
     axes.margins(x=0.04)
-    axes.grid(color=_GRID, linewidth=0.8)
+    axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8, colors=_INK, length=0)
+    axes.tick_params(labelsize=8, colors=INK, length=0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_GRID)
+    axes.spines[["left", "bottom"]].set_color(GRID)
 
 
 def _add_time_axis(axes: "Axes", lines: Sequence[dict[str, Any]]) -> None:
     """Time since the first step, at the steps that the bottom axis names."""
-    time_by_step = {line["step"]: float(line["time"]) for line in lines if _is_number(line.get("time"))}
+    time_by_step = {line["step"]: float(line["time"]) for line in lines if is_number(line.get("time"))}
     if len(time_by_step) < 2:
         return
     low, high = axes.get_xlim()
@@ -150,26 +135,5 @@ def _add_time_axis(axes: "Axes", lines: Sequence[dict[str, Any]]) -> None:
     ticks = [tick for tick in axes.get_xticks() if low <= tick <= high and round(tick) in time_by_step]
     top = axes.secondary_xaxis("top")
     top.set_xticks(ticks, [format_duration(time_by_step[round(tick)] - begin) for tick in ticks])
-    top.tick_params(labelsize=7, colors="#8c959f", length=0, pad=1)
+    top.tick_params(labelsize=7, colors=FAINT, length=0, pad=1)
     top.spines["top"].set_visible(False)
-
-
-def _is_number(value: object) -> bool:
-    # NaN is not equal to itself; a step that was skipped for it has no point.
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
-
-
-def main(arguments: Sequence[str]) -> int:
-    """`python -m corral.launcher.status.curves --trial DIR`"""
-    parser = argparse.ArgumentParser(prog="corral.launcher.status.curves", description="Draw the curves of a trial.")
-    parser.add_argument("--trial", type=Path, required=True, help="the trial directory")
-    directory = TrialDirectory(parser.parse_args(arguments).trial.resolve())
-    facts = read_facts(directory)
-    title = facts.name if facts else directory.path.name
-    path = directory.report_path / "curves.png"
-    print(path if draw(read_metrics(directory.metrics_path), title=title, path=path) else "no metrics to draw")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

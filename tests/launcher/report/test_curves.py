@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.launcher.status.curves import curves_of, draw, smooth
+from corral.launcher.report.curves import curves_of, draw_curves, smooth
 from corral.launcher.trial.metrics import headline, last_metrics, read_metrics
 
 
@@ -40,14 +40,14 @@ def test_the_picture_is_drawn_with_and_without_times(tmp_path: Path) -> None:
     ]
     for name, some in (("all", lines), ("one", [{"step": 0, "loss": 1.0}])):
         path = tmp_path / f"{name}.png"
-        assert draw(some, title="exp/trial", path=path)
+        assert draw_curves(some, title="exp/trial", path=path) == [path]
         data = path.read_bytes()
         width, height = struct.unpack(">II", data[16:24])
         assert data.startswith(b"\x89PNG") and width > 500 and height > 300
 
 
 def test_without_metrics_there_is_no_picture(tmp_path: Path) -> None:
-    assert not draw([], title="exp/trial", path=tmp_path / "curves.png")
+    assert not draw_curves([], title="exp/trial", path=tmp_path / "curves.png")
     assert list(tmp_path.iterdir()) == []
 
 
