@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch._C._distributed_c10d import PrefixStore, Store  # re-exported by torch.distributed, but not for type checkers
@@ -33,7 +33,7 @@ _NOWHERE = Place(-1, -1, 0)  # of an array without values
 
 @dataclass(slots=True)
 class TransferCounts:
-    """What one rank has moved since it started."""
+    """What one rank has moved since it started. Any thread may add to it."""
 
     sent_bytes: int = 0
     """Over the network."""
@@ -41,6 +41,20 @@ class TransferCounts:
     """Over the network."""
     shown_bytes: int = 0
     """Values that ranks of this host were told the place of."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, *, sent_bytes: int = 0, received_bytes: int = 0, shown_bytes: int = 0) -> None:
+        """Count something that moves."""
+        with self._lock:
+            self.sent_bytes += sent_bytes
+            self.received_bytes += received_bytes
+            self.shown_bytes += shown_bytes
+
+    def as_dict(self) -> dict[str, int]:
+        """For a worker's status."""
+        return {
+            "sent_bytes": self.sent_bytes, "received_bytes": self.received_bytes, "shown_bytes": self.shown_bytes
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +74,7 @@ class Membership:
 
 
 class DataPlane:
-    """Moves samples between the stores of the ranks of a gang.
+    """Moves samples between the stores of the ranks of a gang; sees to it that a store keeps them where it has to.
 
     Example:
         plane.begin(epoch)                     # on all ranks, before anything else
@@ -68,20 +82,21 @@ class DataPlane:
         plane.take(parcels, num_tokens)        # the main thread of a rank that needs it
     """
 
-    def __init__(self, store: DataStore, memory: HostMemory, member: Membership, counts: TransferCounts) -> None:
+    def __init__(self, store: DataStore, member: Membership, counts: TransferCounts) -> None:
         """
         Args:
-            memory: in which `store` keeps its arrays.
             counts: what this adds to.
         """
         self.counts = counts
         self._store = store
-        self._memory = memory
+        self._memory = HostMemory()
         self._member = member
         self._links: _Links | None = None
 
     def begin(self, epoch: int) -> None:
         """Meet the other ranks for a new epoch of the master; what was under way in an earlier one is given up.
+
+        The store must be empty: how it keeps samples depends on who is met.
 
         Raises:
             TransferError: if another rank does not come in time.
@@ -90,6 +105,7 @@ class DataPlane:
         if self._member.rendezvous is not None:
             store = PrefixStore(f"data plane {epoch}", self._member.rendezvous)
             self._links = _Links(store, self._member, self._memory, self.counts)
+            self._store.memory = self._memory if self._links.has_neighbours else None
 
     def give(self, parcels: Sequence[Parcel]) -> None:
         """Send what this rank holds, as it is now; returns at once.
@@ -122,8 +138,7 @@ class DataPlane:
         for is_passed_on in (False, True):
             for arrival in arrivals:
                 if arrival.incoming.parcel.is_passed_on is is_passed_on:
-                    for sample in arrival.incoming.samples(links.wait(arrival, deadline=deadline)):
-                        self._store.put(sample)
+                    self._store.adopt(arrival.incoming.samples(links.wait(arrival, deadline=deadline)))
             if not is_passed_on:
                 self.give([parcel for parcel in parcels if parcel.source == rank])
 
@@ -137,6 +152,15 @@ class DataPlane:
         if self._links is None:
             raise RuntimeError(f"rank {self._member.rank} is asked to move samples before an epoch has begun")
         return self._links
+
+
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    """Values that this rank gives to ranks of other hosts, as they were when it was asked to."""
+
+    parcel: Parcel
+    arrays: list[Array]
+    ranks: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +178,7 @@ class _Links:
 
     def __init__(self, store: Store, member: Membership, memory: HostMemory, counts: TransferCounts) -> None:
         self._memory = memory
-        self._counts = counts
+        self.counts = counts
         self._network = Network(
             PrefixStore("network", store),
             rank=member.rank,
@@ -165,13 +189,20 @@ class _Links:
         self._pid_by_neighbour: Mapping[int, int] = meet_neighbours(
             store, memory, rank=member.rank, host=member.host, barrier=self._network.barrier
         )
-        self._outgoing: queue.SimpleQueue[tuple[Parcel, list[Array]] | None] = queue.SimpleQueue()
+        self.has_neighbours = bool(self._pid_by_neighbour)
+        self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._courier = threading.Thread(target=self._carry, name=f"courier of rank {member.rank}", daemon=True)
         self._courier.start()
 
     def send(self, parcel: Parcel, arrays: list[Array]) -> None:
-        """Let the courier send these arrays to the parcel's destinations."""
-        self._outgoing.put((parcel, arrays))
+        """Send these arrays to the parcel's destinations; what has to be copied for that is left to the courier."""
+        here = [rank for rank in parcel.destinations if rank in self._pid_by_neighbour]
+        elsewhere = [rank for rank in parcel.destinations if rank not in self._pid_by_neighbour]
+        if here:
+            self.counts.add(shown_bytes=len(here) * sum(array.nbytes for array in arrays))
+            self._post(here, parcel, np.array([self._place_of(array) for array in arrays], np.int64))
+        if elsewhere:
+            self._outgoing.put(_Outgoing(parcel, arrays, elsewhere))
 
     def expect(self, incoming: IncomingParcel) -> _Arrival:
         """Post the receive of a parcel."""
@@ -179,8 +210,11 @@ class _Links:
         if parcel.source in self._pid_by_neighbour:
             places = np.empty((len(incoming.array_bytes), 3), np.int64)
             return _Arrival(incoming, self._network.receive(places, parcel.source, tag=parcel.tag), None, places)
-        # Received where others can map it, since it may have to be passed on.
-        extent: Extent = self._memory.allocate(incoming.size_bytes)
+        if self.has_neighbours:  # received where they can map it, since it may have to be passed on
+            extent = self._memory.allocate(incoming.size_bytes)
+        else:
+            values = np.empty(incoming.size_bytes, np.uint8)
+            extent = Extent(values, values)
         receiving = self._network.receive(extent.target, parcel.source, tag=parcel.tag)
         return _Arrival(incoming, receiving, extent.values, None)
 
@@ -189,10 +223,10 @@ class _Links:
         incoming, parcel = arrival.incoming, arrival.incoming.parcel
         arrival.receiving.wait(f"{', '.join(parcel.keys)} of {len(parcel.uids)} samples", deadline=deadline)
         if arrival.values is not None:
-            self._counts.received_bytes += incoming.size_bytes
+            self.counts.add(received_bytes=incoming.size_bytes)
             return incoming.cut(arrival.values)
         assert arrival.places is not None
-        self._counts.received_bytes += arrival.places.nbytes
+        self.counts.add(received_bytes=arrival.places.nbytes)
         pid = self._pid_by_neighbour[parcel.source]
         try:
             return [
@@ -217,25 +251,16 @@ class _Links:
         outgoing = self._outgoing.get()
         if outgoing is None:
             return False
-        parcel, arrays = outgoing
-        try:
-            self._post(parcel, arrays)
-        except TransferError as error:  # whoever waits for it says so, too, and to the master
-            logger.warning("parcel %d is not sent: %s", parcel.tag, error)
+        self._post(outgoing.ranks, outgoing.parcel, pack(outgoing.arrays))
         return True
 
-    def _post(self, parcel: Parcel, arrays: Sequence[Array]) -> None:
-        here = [rank for rank in parcel.destinations if rank in self._pid_by_neighbour]
-        if here:
-            self._counts.shown_bytes += len(here) * sum(array.nbytes for array in arrays)
-            self._send_to(here, parcel, np.array([self._place_of(array) for array in arrays], np.int64))
-        if elsewhere := [rank for rank in parcel.destinations if rank not in self._pid_by_neighbour]:
-            self._send_to(elsewhere, parcel, pack(arrays))
-
-    def _send_to(self, ranks: Sequence[int], parcel: Parcel, message: Array) -> None:
+    def _post(self, ranks: Sequence[int], parcel: Parcel, message: Array) -> None:
+        self.counts.add(sent_bytes=len(ranks) * message.nbytes)  # first: whoever has got it finds it counted
         for rank in ranks:
-            self._counts.sent_bytes += message.nbytes  # first, so that whoever has got it finds it counted
-            self._network.send(message, rank, tag=parcel.tag)
+            try:
+                self._network.send(message, rank, tag=parcel.tag)
+            except TransferError as error:  # whoever waits for it says so, too, and to the master
+                logger.warning("parcel %d is not sent: %s", parcel.tag, error)
 
     def _place_of(self, array: Array) -> tuple[int, int, int]:
         place = self._memory.place_of(array) if array.size else _NOWHERE

@@ -1,10 +1,10 @@
 """Where a model worker keeps its samples: uid -> the keys that it holds, as numpy arrays on the host.
 
 rollout worker ──► put ┐                          ┌─► gather(uids, keys) ──► algorithm
-data plane ──────► put ┼─► {uid: SequenceSample} ─┼─► arrays(uids, keys) ──► data plane, to other ranks
+data plane ────► adopt ┼─► {uid: SequenceSample} ─┼─► arrays(uids, keys) ──► data plane, to other ranks
 algorithm's output put ┘                          └─► drop(uids)             on clear_data_cache
 
-Where there are other ranks, the arrays lie in memory that those of the same host can map. An array that is here is
+Where there are other ranks on the host, the arrays lie in memory that these can map. An array that is here is
 never changed, only replaced or dropped, so that whoever has got hold of it may read it without a lock.
 """
 
@@ -20,12 +20,9 @@ from corral.workers.model.host_memory import HostMemory
 class DataStore:
     """Samples by uid; the stream's thread puts arrivals in while the main thread computes on others."""
 
-    def __init__(self, memory: HostMemory | None = None) -> None:
-        """
-        Args:
-            memory: where arrays are kept for other processes to see; None where there is no other rank.
-        """
-        self._memory = memory
+    def __init__(self) -> None:
+        self.memory: HostMemory | None = None
+        """Where arrays are kept for other ranks of this host to see; None while there are none."""
         self._lock = threading.RLock()
         self._samples: dict[str, SequenceSample] = {}
         self.size_bytes = 0
@@ -33,13 +30,19 @@ class DataStore:
 
     def put(self, sample: SequenceSample) -> None:
         """Add samples, or keys of samples that are here already; a key that is here already is replaced."""
-        for piece in sample.unpack():
-            if self._memory is not None:
-                piece.data.update(self._memory.store(piece.data))
-            elif len(sample) > 1:
+        pieces, memory = sample.unpack(), self.memory
+        for piece in pieces:
+            if memory is not None:
+                piece.data.update(memory.store(piece.data))
+            elif len(pieces) > 1:
                 # A view would keep the whole batch's memory alive until its last sample is dropped.
                 piece.data.update({key: np.array(array) for key, array in piece.data.items()})
-            with self._lock:
+        self.adopt(pieces)
+
+    def adopt(self, pieces: Iterable[SequenceSample]) -> None:
+        """Add single samples that are nobody else's, with arrays that lie where this store keeps its own."""
+        with self._lock:
+            for piece in pieces:
                 self._put_one(piece)
 
     def _put_one(self, piece: SequenceSample) -> None:

@@ -18,7 +18,6 @@ import logging
 import re
 import time
 from contextlib import ExitStack, closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from corral.workers.lifecycle.worker import GangBrokenError, Worker, WorkerConte
 from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.gang import JoinedGang, joined_gang
-from corral.workers.model.host_memory import HostMemory, host_identity
+from corral.workers.model.host_memory import host_identity
 from corral.workers.model.models import Models
 from corral.workers.model.network import TransferError
 from corral.workers.model.reallocation import reallocation_meshes
@@ -86,8 +85,7 @@ class ModelWorker(Worker):
         super().__init__(context)
         self._spec = context.specification(ModelWorkerSpec)
         self._moved = TransferCounts()
-        self._memory = HostMemory()
-        self._store = DataStore(self._memory if self._spec.world_size > 1 else None)
+        self._store = DataStore()
 
     def run(self) -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -111,15 +109,13 @@ class ModelWorker(Worker):
                     self._serve(stream, envelope)
 
     def status(self) -> dict[str, Any]:
-        return {"samples": len(self._store), "bytes": self._store.size_bytes, **asdict(self._moved)}
+        return {"samples": len(self._store), "bytes": self._store.size_bytes, **self._moved.as_dict()}
 
     def _set_up(self, stack: ExitStack) -> None:
         """The parts that answer; nothing is asked of them before all are there."""
         context, spec = self.context, self._spec
         gang = stack.enter_context(joined_gang(context, spec))
-        self._plane = stack.enter_context(
-            closing(DataPlane(self._store, self._memory, self._membership(gang), self._moved))
-        )
+        self._plane = stack.enter_context(closing(DataPlane(self._store, self._membership(gang), self._moved)))
         meshes = context.plan.master.meshes
         graph = build_dataflow(spec.calls, dataset_keys(spec.calls))
         contexts = mesh_contexts(gang.parallel, meshes | reallocation_meshes(graph, meshes))

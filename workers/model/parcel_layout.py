@@ -9,7 +9,6 @@ and with the declared layout and type of each key all lengths.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +40,9 @@ class IncomingParcel:
 
     parcel: Parcel
     seqlens: dict[str, list[list[int]]]
-    """In the order in which the keys travel."""
+    """By key and sample, the lengths of the answers; the keys in the order in which they travel."""
+    array_bytes: list[int]
+    """The size of each array, in the order in which they travel."""
 
     @classmethod
     def expected(cls, parcel: Parcel, num_tokens: NumTokens) -> "IncomingParcel":
@@ -51,20 +52,18 @@ class IncomingParcel:
         """
         if unknown := [uid for uid in parcel.uids if uid not in num_tokens]:
             raise ValueError(f"samples {unknown[:3]} are to come from rank {parcel.source}, but nobody said how long")
+        specs = {key: key_spec(key) for key in keys_in_order(parcel)}
+        # Once for each layout: there are few, and many samples.
+        lengths = {
+            layout: [[layout.length(tokens) for tokens in num_tokens[uid]] for uid in parcel.uids]
+            for layout in {spec.layout for spec in specs.values()}
+        }
+        totals = {layout: [sum(of_uid) for of_uid in of_layout] for layout, of_layout in lengths.items()}
         return cls(
             parcel,
-            {
-                key: [[key_spec(key).layout.length(tokens) for tokens in num_tokens[uid]] for uid in parcel.uids]
-                for key in keys_in_order(parcel)
-            },
+            {key: lengths[spec.layout] for key, spec in specs.items()},
+            [total * spec.dtype.itemsize for spec in specs.values() for total in totals[spec.layout]],
         )
-
-    @property
-    def array_bytes(self) -> list[int]:
-        """The size of each array, in the order in which they travel."""
-        return [
-            sum(lengths) * key_spec(key).dtype.itemsize for key, of_key in self.seqlens.items() for lengths in of_key
-        ]
 
     @property
     def size_bytes(self) -> int:
@@ -76,17 +75,19 @@ class IncomingParcel:
         ends = list(accumulate(self.array_bytes, initial=0))
         return [packed[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
 
-    def samples(self, arrays: Sequence[npt.NDArray[Any]]) -> list[SequenceSample]:
+    def samples(self, arrays: Sequence[Array]) -> list[SequenceSample]:
         """The samples, given the bytes of each array in the order in which they travel."""
         num_uids = len(self.parcel.uids)
+        dtypes = [key_spec(key).dtype for key in self.seqlens]
+        by_key = [
+            [array.view(dtype) for array in arrays[number * num_uids : (number + 1) * num_uids]]
+            for number, dtype in enumerate(dtypes)
+        ]
         return [
             SequenceSample(
                 [uid],
                 {key: [of_key[index]] for key, of_key in self.seqlens.items()},
-                {
-                    key: arrays[number * num_uids + index].view(key_spec(key).dtype)
-                    for number, key in enumerate(self.seqlens)
-                },
+                {key: of_key[index] for key, of_key in zip(self.seqlens, by_key, strict=True)},
             )
             for index, uid in enumerate(self.parcel.uids)
         ]

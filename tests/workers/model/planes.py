@@ -12,7 +12,6 @@ from corral.scheduling.redistribution import Demand, Locations, Parcel, plan_red
 from corral.workers.data.sequence_sample import Array, SequenceSample, key_spec
 from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
 from corral.workers.model.data_store import DataStore
-from corral.workers.model.host_memory import HostMemory
 
 DEADLINE_S = 60.0
 
@@ -31,8 +30,7 @@ def connected_ranks(hosts: Sequence[str], *, timeout_s: float = DEADLINE_S, epoc
     rendezvous = dist.HashStore()
     ranks = []
     for number, host in enumerate(hosts):
-        memory = HostMemory(segment_bytes=2**16)
-        store = DataStore(memory)
+        store = DataStore()
         member = Membership(
             rank=number,
             world_size=len(hosts),
@@ -41,7 +39,7 @@ def connected_ranks(hosts: Sequence[str], *, timeout_s: float = DEADLINE_S, epoc
             host=host,
             timeout_s=timeout_s,
         )
-        ranks.append(Rank(store, DataPlane(store, memory, member, TransferCounts())))
+        ranks.append(Rank(store, DataPlane(store, member, TransferCounts())))
     try:
         on_all(ranks, lambda _, rank: rank.plane.begin(epoch))
         yield ranks

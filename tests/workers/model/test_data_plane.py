@@ -20,7 +20,6 @@ from corral.workers.backends.parallel_context import connect_store, host_store
 from corral.workers.data.sequence_sample import KEY_LAYOUTS, KeyLayout, KeySpec, SequenceSample
 from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
 from corral.workers.model.data_store import DataStore
-from corral.workers.model.host_memory import HostMemory
 from corral.workers.model.network import TransferError
 from tests.workers.model.planes import DEADLINE_S, Rank, connected_ranks, on_all, plan_for, random_sample, redistribute
 
@@ -191,11 +190,11 @@ def test_a_peer_that_gives_nothing_is_named_with_the_deadline(hosts: str) -> Non
 def test_samples_that_were_dropped_too_early_are_not_taken_for_others() -> None:
     parcel = Parcel(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("input_ids",))
     with connected_ranks("AA") as ranks:
-        ranks[0].store.put(random_sample("0:a", [70_000], ["input_ids"]))  # more than a segment holds: its own
+        ranks[0].store.put(random_sample("0:a", [5_000_000], ["input_ids"]))  # more than a segment holds: its own
         ranks[0].plane.give([parcel])
         ranks[0].store.drop(["0:a"])
         with pytest.raises(TransferError, match="rank 0 has dropped samples before they were taken"):
-            ranks[1].plane.take([parcel], {"0:a": [70_000]})
+            ranks[1].plane.take([parcel], {"0:a": [5_000_000]})
 
 
 def test_a_new_epoch_forgets_what_nobody_took() -> None:
@@ -214,11 +213,10 @@ def test_a_new_epoch_forgets_what_nobody_took() -> None:
 def join_and_wait(address: str, ready: Connection) -> None:
     """Rank 1: there, until it is killed."""
     rendezvous = connect_store(address, timeout_s=DEADLINE_S)
-    memory = HostMemory()
     member = Membership(
         rank=1, world_size=2, rendezvous=rendezvous, address="127.0.0.1", host="B", timeout_s=DEADLINE_S
     )
-    plane = DataPlane(DataStore(memory), memory, member, TransferCounts())
+    plane = DataPlane(DataStore(), member, TransferCounts())
     plane.begin(1)
     ready.send_bytes(b"begun")
     ready.recv_bytes()
@@ -230,11 +228,10 @@ def test_a_peer_that_dies_is_named_at_once() -> None:
     ours, its = spawn.Pipe()
     peer = spawn.Process(target=join_and_wait, args=(address, its))
     peer.start()
-    memory = HostMemory()
     member = Membership(
         rank=0, world_size=2, rendezvous=rendezvous, address="127.0.0.1", host="A", timeout_s=DEADLINE_S
     )
-    with closing(DataPlane(DataStore(memory), memory, member, TransferCounts())) as plane:
+    with closing(DataPlane(DataStore(), member, TransferCounts())) as plane:
         plane.begin(1)
         assert ours.poll(DEADLINE_S)
         parcel = Parcel(tag=1, source=1, destinations=(0,), uids=("0:a",), keys=("rewards",))

@@ -1,0 +1,341 @@
+"""Samples from the ranks that own them to the ranks that need them, beside a root, raw messages and shared memory.
+
+    OMP_NUM_THREADS=1 python benchmarks/redistribution.py [--ranks 4] [--samples 192] [--rounds 7]
+
+Processes of this machine hold groups of 8 answers with log-normal lengths and 6 keys, and every rank needs a random
+share of them. Four ways take turns on the same batch, so that all see the same machine; a ratio is the median of the
+ratios of the rounds. A way takes the wall seconds of its slowest rank, from a barrier on until it has looked at every
+page, and the CPU seconds of all ranks together, which are steady on a busy machine.
+
+    root      all send what they hold to rank 0, which sends each rank its share: packed and in native types, too
+    raw       the bytes of the plan between each two ranks, from buffers that are there into fresh ones: what comes has
+              to stay; the limit of the network
+    parcels   the plan, by `DataPlane`, as between hosts
+    shared    the plan, by `DataPlane`, as between ranks of one host
+
+At the end, the CPU seconds of planning 8,192 samples x 8 answers x 6 keys over 1,024 ranks, where all moves, and where
+samples stay as far as the balance allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+
+import numpy as np
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from corral.scheduling.packing import TYPICAL_SHAPE, forward_flops, partition_near_owners
+from corral.scheduling.redistribution import Demand, Parcel, plan_redistribution
+from corral.workers.backends.parallel_context import connect_store, host_store
+from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
+from corral.workers.model.data_store import DataStore
+from corral.workers.model.host_memory import Bytes
+from corral.workers.model.network import Network
+from corral.workers.model.parcel_layout import IncomingParcel, keys_in_order, pack
+
+KEYS = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask")
+NUM_ANSWERS = 8
+MEAN_LOG_LENGTH, SPREAD = 8.0, 0.8  # of the natural logarithm: a median of 3,000 tokens
+MOST_TOKENS = 16384
+WAYS = ("root", "raw", "parcels", "shared")
+DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one round: seconds of the slowest rank, and of all processors."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Who holds what, and who needs it."""
+
+    num_tokens: dict[str, list[int]]
+    owner: dict[str, int]
+    taker: dict[str, int]
+
+    @classmethod
+    def random(cls, num_samples: int, num_ranks: int) -> Batch:
+        draw = random.Random(0)
+        uids = [f"0:{number}" for number in range(num_samples)]
+        return cls(
+            {uid: [_length(draw) for _ in range(NUM_ANSWERS)] for uid in uids},
+            {uid: draw.randrange(num_ranks) for uid in uids},
+            {uid: draw.randrange(num_ranks) for uid in uids},
+        )
+
+    def plan(self, num_ranks: int, *, first_tag: int) -> list[Parcel]:
+        wanted = [
+            Demand(ranks=(rank,), uids=[uid for uid, taker in self.taker.items() if taker == rank], keys=KEYS)
+            for rank in range(num_ranks)
+        ]
+        located = {uid: {key: {owner} for key in KEYS} for uid, owner in self.owner.items()}
+        return plan_redistribution(
+            located, wanted, size_bytes=lambda uid, keys: sum(self.num_tokens[uid]), first_tag=first_tag
+        )
+
+
+def _length(draw: random.Random) -> int:
+    return min(MOST_TOKENS, 16 + int(draw.lognormvariate(MEAN_LOG_LENGTH, SPREAD)))
+
+
+def make_sample(uid: str, lengths: Sequence[int]) -> SequenceSample:
+    return SequenceSample.from_group(
+        uid,
+        {
+            "input_ids": [np.arange(length) for length in lengths],
+            "prompt_mask": [np.arange(length) < 100 for length in lengths],
+            "old_logprobs": [np.full(length - 1, -0.5) for length in lengths],
+            "versions": [np.zeros(length - 1) for length in lengths],
+            "rewards": [1.0] * len(lengths),
+            "seq_no_eos_mask": [False] * len(lengths),
+        },
+    )
+
+
+class Rank:
+    """One process: its samples, and the four ways."""
+
+    def __init__(self, rank: int, num_ranks: int, batch: Batch, rendezvous: Store, stack: ExitStack) -> None:
+        self.rank, self.num_ranks, self.batch = rank, num_ranks, batch
+        network = Network(
+            PrefixStore("benchmark", rendezvous),
+            rank=rank,
+            world_size=num_ranks,
+            address="127.0.0.1",
+            timeout_s=DEADLINE_S,
+        )
+        self.network = stack.enter_context(closing(network))
+        self.stores, self.planes = {}, {}
+        for way, host in (("parcels", f"host {rank}"), ("shared", "one host")):
+            self.stores[way] = DataStore()
+            member = Membership(
+                rank=rank,
+                world_size=num_ranks,
+                rendezvous=PrefixStore(way, rendezvous),
+                address="127.0.0.1",
+                host=host,
+                timeout_s=DEADLINE_S,
+            )
+            plane = DataPlane(self.stores[way], member, TransferCounts())
+            self.planes[way] = stack.enter_context(closing(plane))
+            plane.begin(1)
+            for uid, owner in batch.owner.items():
+                if owner == rank:
+                    self.stores[way].put(make_sample(uid, batch.num_tokens[uid]))
+        self.raw: dict[tuple[int, int], Bytes] = self._raw_buffers()
+
+    def run(self, way: str, plan: Sequence[Parcel]) -> tuple[float, float]:
+        """Wall and CPU seconds that this rank takes; what has come is dropped again."""
+        ways: dict[str, Callable[[Sequence[Parcel]], None]] = {
+            "root": self._by_root, "raw": self._raw, "parcels": self._by_plane("parcels"),
+            "shared": self._by_plane("shared"),
+        }  # fmt: skip
+        self.network.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        ways[way](plan)
+        wall = time.perf_counter() - wall
+        self.network.barrier()  # until here this rank may still be sending
+        cpu = time.process_time() - cpu
+        for store in self.stores.values():
+            store.drop([uid for uid, owner in self.batch.owner.items() if owner != self.rank])
+        return wall, cpu
+
+    def _by_plane(self, way: str) -> Callable[[Sequence[Parcel]], None]:
+        def move(plan: Sequence[Parcel]) -> None:
+            self.planes[way].give([parcel for parcel in plan if parcel.source == self.rank])
+            taken = [parcel for parcel in plan if self.rank in parcel.destinations]
+            self.planes[way].take(taken, self.batch.num_tokens)
+            _look_at(self.stores[way], [uid for parcel in taken for uid in parcel.uids])
+
+        return move
+
+    def _raw(self, plan: Sequence[Parcel]) -> None:
+        tag = plan[0].tag
+        deadline = time.monotonic() + DEADLINE_S
+        pending = []
+        for (source, taker), buffer in self.raw.items():
+            if taker == self.rank:
+                received = np.empty(buffer.size, np.uint8)
+                pending.append((self.network.receive(received, source, tag=tag), received))
+            else:
+                self.network.send(buffer, taker, tag=tag)
+        for receiving, received in pending:
+            receiving.wait("raw bytes", deadline=deadline)
+            received[::4096].sum()
+
+    def _by_root(self, plan: Sequence[Parcel]) -> None:
+        """Two hops: everything to rank 0, and from there to where it is needed."""
+        first_tag, store = plan[0].tag, DataStore()
+        held = self.stores["parcels"]
+        to_root = self._shares(self.batch.owner, takers=[0] * self.num_ranks, first_tag=first_tag)
+        from_root = self._shares(self.batch.taker, takers=list(range(self.num_ranks)), first_tag=first_tag + 500)
+        if self.rank == 0:
+            for incoming, packed in self._receive([to_root[source] for source in range(1, self.num_ranks)]):
+                store.adopt(incoming.samples(incoming.cut(packed)))
+            store.adopt([held.gather([uid], KEYS) for uid in to_root[0].uids])
+            for parcel in from_root[1:]:
+                self.network.send(
+                    pack(store.arrays(parcel.uids, keys_in_order(parcel))), parcel.destinations[0], tag=parcel.tag
+                )
+            _look_at(store, from_root[0].uids)
+            return
+        mine = to_root[self.rank]
+        self.network.send(pack(held.arrays(mine.uids, keys_in_order(mine))), 0, tag=mine.tag)
+        ((incoming, packed),) = self._receive([from_root[self.rank]])
+        store.adopt(incoming.samples(incoming.cut(packed)))
+        _look_at(store, from_root[self.rank].uids)
+
+    def _shares(self, rank_by_uid: dict[str, int], *, takers: Sequence[int], first_tag: int) -> list[Parcel]:
+        """By rank: its samples, as one parcel from it to root or from root to it."""
+        return [
+            Parcel(
+                tag=first_tag + rank,
+                source=rank if takers[rank] == 0 else 0,
+                destinations=(takers[rank],),
+                uids=tuple(uid for uid, of_uid in rank_by_uid.items() if of_uid == rank),
+                keys=KEYS,
+            )
+            for rank in range(self.num_ranks)
+        ]
+
+    def _receive(self, parcels: Sequence[Parcel]) -> list[tuple[IncomingParcel, Bytes]]:
+        deadline = time.monotonic() + DEADLINE_S
+        pending = []
+        for parcel in parcels:
+            incoming = IncomingParcel.expected(parcel, self.batch.num_tokens)
+            packed = np.empty(incoming.size_bytes, np.uint8)
+            pending.append((incoming, packed, self.network.receive(packed, parcel.source, tag=parcel.tag)))
+        for _, _, receiving in pending:
+            receiving.wait("samples", deadline=deadline)
+        return [(incoming, packed) for incoming, packed, _ in pending]
+
+    def _raw_buffers(self) -> dict[tuple[int, int], Bytes]:
+        """By source and taker: as many bytes as the plan moves between them."""
+        sizes: defaultdict[tuple[int, int], int] = defaultdict(int)
+        for parcel in self.batch.plan(self.num_ranks, first_tag=0):
+            size = IncomingParcel.expected(parcel, self.batch.num_tokens).size_bytes
+            sizes[parcel.source, parcel.destinations[0]] += size
+        return {pair: np.ones(size, np.uint8) for pair, size in sizes.items() if self.rank in pair}
+
+
+def _look_at(store: DataStore, uids: Sequence[str]) -> None:
+    for array in store.arrays(uids, KEYS):
+        array.view(np.uint8)[::4096].sum()
+
+
+def play(rank: int, address: str, num_ranks: int, num_samples: int, num_rounds: int, results: Connection) -> None:
+    """What one process does: every way in every round, in the same order as the others."""
+    batch = Batch.random(num_samples, num_ranks)
+    with ExitStack() as stack:
+        here = Rank(rank, num_ranks, batch, connect_store(address, timeout_s=DEADLINE_S), stack)
+        seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for number in range(num_rounds + 1):
+            for position, way in enumerate(WAYS):
+                plan = batch.plan(num_ranks, first_tag=1000 * (len(WAYS) * number + position))
+                taken_s = here.run(way, plan)
+                if number > 0:  # the first round warms up
+                    seconds[way].append(taken_s)
+        results.send_bytes(json.dumps(seconds).encode())
+        results.recv_bytes()  # nobody leaves before all are done
+
+
+def measure(num_ranks: int, num_samples: int, num_rounds: int) -> dict[str, list[Cost]]:
+    """What each round of each way takes."""
+    spawn = multiprocessing.get_context("spawn")
+    store, address = host_store("127.0.0.1", timeout_s=DEADLINE_S)
+    pipes = [spawn.Pipe() for _ in range(num_ranks)]
+    processes = [
+        spawn.Process(
+            target=play, args=(rank, address, num_ranks, num_samples, num_rounds, pipes[rank][1]), daemon=True
+        )
+        for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    by_rank = []
+    for rank, (ours, _) in enumerate(pipes):
+        if ours not in wait([ours, processes[rank].sentinel], DEADLINE_S):
+            raise TimeoutError(f"rank {rank} did not finish within {DEADLINE_S:.0f} s, or died")
+        by_rank.append(json.loads(ours.recv_bytes()))
+    for ours, _ in pipes:
+        ours.send_bytes(b"done")
+    for process in processes:
+        process.join(DEADLINE_S)
+    del store
+    return {
+        way: [
+            Cost(max(wall for wall, _ in of_round), sum(cpu for _, cpu in of_round))
+            for of_round in zip(*(of_rank[way] for of_rank in by_rank), strict=True)
+        ]
+        for way in WAYS
+    }
+
+
+def report_movement(num_ranks: int, num_samples: int, num_rounds: int) -> None:
+    batch = Batch.random(num_samples, num_ranks)
+    plan = batch.plan(num_ranks, first_tag=0)
+    moved = sum(IncomingParcel.expected(parcel, batch.num_tokens).size_bytes for parcel in plan)
+    print(
+        f"{num_ranks} ranks, {num_samples} groups of {NUM_ANSWERS}, {moved / 1e6:.0f} MB lacking, {num_rounds} rounds\n"
+    )
+    costs = measure(num_ranks, num_samples, num_rounds)
+    print(f"{'WAY':<10}{'WALL':>10}{'GB/s':>8}{'CPU':>13}{'GB/s':>8}")
+    for way in WAYS:
+        wall, cpu = (
+            statistics.median(of_round) for of_round in ([c.wall for c in costs[way]], [c.cpu for c in costs[way]])
+        )
+        print(f"{way:<10}{wall * 1e3:>7.1f} ms{moved / wall / 1e9:>8.2f}{cpu * 1e3:>10.1f} ms{moved / cpu / 1e9:>8.2f}")
+    print(f"\n{'TIMES AS FAST':<22}{'WALL':>6}{'CPU':>6}{'GOAL':>6}")
+    for way, base, goal in (("parcels", "root", 3.0), ("parcels", "raw", 0.8), ("shared", "parcels", 4.0)):
+        pairs = list(zip(costs[way], costs[base], strict=True))
+        wall, cpu = (
+            statistics.median(b.wall / w.wall for w, b in pairs),
+            statistics.median(b.cpu / w.cpu for w, b in pairs),
+        )
+        print(f"{way + ' beside ' + base:<22}{wall:>6.2f}{cpu:>6.2f}{goal:>6.1f}")
+
+
+def report_planning(num_ranks: int = 1024, num_samples: int = 8192) -> None:
+    batch = Batch.random(num_samples, num_ranks)
+    started = time.process_time()
+    plan = batch.plan(num_ranks, first_tag=0)
+    print(f"\nplan of {num_samples} samples on {num_ranks} ranks, all anywhere: {len(plan)} parcels", end=", ")
+    print(f"{time.process_time() - started:.2f} CPU s")
+    owners = list(batch.owner.values())
+    started = time.process_time()
+    costs = forward_flops(batch.num_tokens.values(), [TYPICAL_SHAPE])
+    parts = partition_near_owners(costs, owners, num_parts=num_ranks)
+    uids = list(batch.num_tokens)
+    near = {uids[index]: rank for rank, part in enumerate(parts) for index in part}
+    plan = Batch(batch.num_tokens, batch.owner, near).plan(num_ranks, first_tag=0)
+    print(f"dealt near the owners and planned: {sum(len(parcel.uids) for parcel in plan)} samples move", end=", ")
+    print(f"{time.process_time() - started:.2f} CPU s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=192)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    report_movement(options.ranks, options.samples, options.rounds)
+    report_planning()
+
+
+if __name__ == "__main__":
+    main()
