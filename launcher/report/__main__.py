@@ -26,7 +26,7 @@ def draw_report(directory: TrialDirectory) -> Iterator[Path]:
     plan = RunPlan.from_json(directory.plan_path.read_bytes())
     title, report = f"{plan.trial.experiment}/{plan.trial.trial}", directory.report_path
     master, lines = plan.master, read_metrics(directory.metrics_path)
-    colours = call_colours(master.calls)
+    colours = call_colours(master.step_plan.graph.step_calls)
     yield from draw_curves(lines, title=title, path=report / "curves.png")
     yield from draw_step_times(lines, title=title, colours=colours, path=report / "step_times.png")
     yield from draw_graph(

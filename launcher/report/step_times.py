@@ -4,8 +4,8 @@
     time/ref_inf/inputs_s    waited for its input keys       ├ one call of one step: ░░inputs░░▒▒ranks▒▒████ran████
     time/ref_inf/ranks_s     waited for its ranks            ┘
 
-Above, a bar per step: what ran, call on call, beside the time that the step took: where the bar is higher, calls ran at
-the same time. Below, a mean step from its start to its end, a row per call.
+Above, a bar per step: the wait for its batch, what ran, call on call, and the commit, beside the time that all of it
+took: where the bar is higher, calls ran at the same time. Below, a mean step from its start to its end, a row per call.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOST_BARS = 60  # more would be thinner than a pixel of a printed page; then a bar is the mean of several steps
-_TRAIN, _SAVE = "time/train_s", "time/save_s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +44,12 @@ class StepTimes:
     step: float
     calls: Mapping[str, CallSeconds]
     """By call, in the order in which they ended."""
-    train_s: float
-    """All calls, from the first to the last."""
-    save_s: float
-    """Weights and commits."""
+    wait_s: float
+    """Before it, for a batch."""
+    run_s: float
+    """All calls, from the first to the last, with the publishing of what they trained."""
+    commit_s: float
+    """Of the step before, which this one had to wait for."""
 
 
 def step_times_of(lines: Sequence[dict[str, Any]], *, calls: Iterable[str]) -> list[StepTimes]:
@@ -61,8 +62,9 @@ def step_times_of(lines: Sequence[dict[str, Any]], *, calls: Iterable[str]) -> l
             by_step[line["step"]] = StepTimes(
                 step=line["step"],
                 calls=_ordered(found),
-                train_s=_seconds(line, _TRAIN) or max(call.end_s for call in found.values()),
-                save_s=_seconds(line, _SAVE) or 0.0,
+                wait_s=_seconds(line, "time/wait_s") or 0.0,
+                run_s=max(call.end_s for call in found.values()),
+                commit_s=_seconds(line, "time/commit_s") or 0.0,
             )
     return [by_step[step] for step in sorted(by_step)]
 
@@ -83,8 +85,9 @@ def mean_of(steps: Sequence[StepTimes]) -> StepTimes:
                 for name, of_call in calls.items()
             }
         ),
-        train_s=fmean(step.train_s for step in steps),
-        save_s=fmean(step.save_s for step in steps),
+        wait_s=fmean(step.wait_s for step in steps),
+        run_s=fmean(step.run_s for step in steps),
+        commit_s=fmean(step.commit_s for step in steps),
     )
 
 
@@ -119,19 +122,23 @@ def _draw_bars(axes: "Axes", steps: Sequence[StepTimes], colours: Mapping[str, s
     bars = [mean_of(steps[first : first + size]) for first in range(0, len(steps), size)]
     x, base = [bar.step for bar in bars], [0.0] * len(bars)
     width = 0.8 * min((after - before for before, after in zip(x, x[1:], strict=False)), default=1.0)
-    for name, colour in colours.items():
-        heights = [bar.calls[name].run_s if name in bar.calls else 0.0 for bar in bars]
+    parts = [(name, colour, [_run_s(bar, name) for bar in bars]) for name, colour in colours.items()]
+    parts.append(("commit", FAINT, [bar.commit_s for bar in bars]))
+    parts.append(("wait for a batch", GRID, [bar.wait_s for bar in bars]))
+    for name, colour, heights in parts:
         axes.bar(x, heights, width, bottom=base, color=colour, label=name)
         base = [low + height for low, height in zip(base, heights, strict=True)]
-    saves = [bar.save_s for bar in bars]
-    axes.bar(x, saves, width, bottom=base, color=GRID, label="weights, commit")
-    wall = [bar.train_s + bar.save_s for bar in bars]
+    wall = [bar.wait_s + bar.run_s + bar.commit_s for bar in bars]
     axes.hlines(wall, [at - width / 2 for at in x], [at + width / 2 for at in x], color=INK, label="whole step")
     axes.set_title("seconds of each step" if size == 1 else f"seconds, means of {size} steps", loc="left", fontsize=10)
     axes.set_xlabel("train step", fontsize=8, color=INK)
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     _plain(axes, grid="y")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _run_s(step: StepTimes, name: str) -> float:
+    return step.calls[name].run_s if name in step.calls else 0.0
 
 
 def _draw_rows(axes: "Axes", step: StepTimes, colours: Mapping[str, str]) -> None:

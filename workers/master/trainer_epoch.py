@@ -140,10 +140,11 @@ class TrainerEpoch:
             return
         self._step += 1
         parts.ledger.train(self._step, batch)
-        saving_s = self._saving_s - saved_before_s
+        publishing_s = self._saving_s - saved_before_s
         timing = {
-            "time/train_s": time.monotonic() - started - saving_s,
-            "time/save_s": saving_s + self._committing_s,
+            "time/train_s": time.monotonic() - started - publishing_s,
+            "time/publish_s": publishing_s,
+            "time/commit_s": self._committing_s,
             "data/transfer_bytes": float(self._calls.take_moved_bytes()),
         }
         await self._durable.add_step(self._step, outcome.metrics() | timing | self._waited() | self._skipped(), batch)

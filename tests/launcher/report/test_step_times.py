@@ -13,7 +13,7 @@ COLOURS = {"ref_inf": "#1a7f37", "actor_train": "#0969da"}
 
 def line(step: int, **seconds: tuple[float, float, float]) -> dict[str, Any]:
     """A line of metrics.jsonl: inputs, ranks, run of each call."""
-    numbers: dict[str, Any] = {"step": step, "time/save_s": 0.5}
+    numbers: dict[str, Any] = {"step": step, "time/commit_s": 0.5, "time/wait_s": 0.25}
     for name, (inputs, ranks, run) in seconds.items():
         numbers |= {f"time/{name}/inputs_s": inputs, f"time/{name}/ranks_s": ranks, f"time/{name}_s": run}
     return numbers
@@ -23,12 +23,7 @@ def test_times_are_read_by_call_in_the_order_in_which_calls_end() -> None:
     (step,) = step_times_of([line(3, actor_train=(2.0, 0.5, 4.0), ref_inf=(0.0, 0.0, 2.0))], calls=COLOURS)
     assert list(step.calls) == ["ref_inf", "actor_train"]
     assert step.calls["actor_train"] == CallSeconds(inputs_s=2.0, ranks_s=0.5, run_s=4.0)
-    assert (step.step, step.train_s, step.save_s) == (3, 6.5, 0.5)
-
-
-def test_the_time_of_the_whole_step_is_the_one_that_was_measured() -> None:
-    (step,) = step_times_of([line(1, ref_inf=(0.0, 0.0, 2.0)) | {"time/train_s": 2.75}], calls=COLOURS)
-    assert step.train_s == 2.75
+    assert (step.step, step.wait_s, step.run_s, step.commit_s) == (3, 0.25, 6.5, 0.5)
 
 
 def test_a_step_that_was_trained_twice_counts_once_and_lines_without_times_do_not() -> None:
@@ -63,6 +58,6 @@ def test_the_picture_is_drawn_for_few_steps_and_for_many(tmp_path: Path, count: 
 
 
 def test_without_times_by_call_there_is_no_picture(tmp_path: Path) -> None:
-    lines = [{"step": 1, "loss": 1.0, "time/train_s": 3.0}]
+    lines = [{"step": 1, "loss": 1.0, "time/wait_s": 3.0}]
     assert draw_step_times(lines, title="exp/trial", colours=COLOURS, path=tmp_path / "step_times.png") == []
     assert list(tmp_path.iterdir()) == []
