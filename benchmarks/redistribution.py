@@ -35,7 +35,7 @@ import numpy as np
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from corral.scheduling.packing import TYPICAL_SHAPE, forward_flops, partition_near_owners
-from corral.scheduling.redistribution import Demand, Parcel, plan_redistribution
+from corral.scheduling.redistribution import Demand, Locations, Parcel, plan_redistribution
 from corral.workers.backends.parallel_context import connect_store, host_store
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
@@ -78,14 +78,18 @@ class Batch:
             {uid: draw.randrange(num_ranks) for uid in uids},
         )
 
-    def plan(self, num_ranks: int, *, first_tag: int) -> list[Parcel]:
-        wanted = [
-            Demand(ranks=(rank,), uids=[uid for uid, taker in self.taker.items() if taker == rank], keys=KEYS)
-            for rank in range(num_ranks)
-        ]
-        located = {uid: {key: {owner} for key in KEYS} for uid, owner in self.owner.items()}
+    def located(self) -> Locations:
+        return {uid: {key: {owner} for key in KEYS} for uid, owner in self.owner.items()}
+
+    def wanted(self) -> list[Demand]:
+        uids: defaultdict[int, list[str]] = defaultdict(list)
+        for uid, taker in self.taker.items():
+            uids[taker].append(uid)
+        return [Demand(ranks=(rank,), uids=share, keys=KEYS) for rank, share in sorted(uids.items())]
+
+    def plan(self, *, first_tag: int = 0) -> list[Parcel]:
         return plan_redistribution(
-            located, wanted, size_bytes=lambda uid, keys: sum(self.num_tokens[uid]), first_tag=first_tag
+            self.located(), self.wanted(), size_bytes=lambda uid, keys: sum(self.num_tokens[uid]), first_tag=first_tag
         )
 
 
@@ -227,7 +231,7 @@ class Rank:
     def _raw_buffers(self) -> dict[tuple[int, int], Bytes]:
         """By source and taker: as many bytes as the plan moves between them."""
         sizes: defaultdict[tuple[int, int], int] = defaultdict(int)
-        for parcel in self.batch.plan(self.num_ranks, first_tag=0):
+        for parcel in self.batch.plan():
             size = IncomingParcel.expected(parcel, self.batch.num_tokens).size_bytes
             sizes[parcel.source, parcel.destinations[0]] += size
         return {pair: np.ones(size, np.uint8) for pair, size in sizes.items() if self.rank in pair}
@@ -246,7 +250,7 @@ def play(rank: int, address: str, num_ranks: int, num_samples: int, num_rounds: 
         seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for number in range(num_rounds + 1):
             for position, way in enumerate(WAYS):
-                plan = batch.plan(num_ranks, first_tag=1000 * (len(WAYS) * number + position))
+                plan = batch.plan(first_tag=1000 * (len(WAYS) * number + position))
                 taken_s = here.run(way, plan)
                 if number > 0:  # the first round warms up
                     seconds[way].append(taken_s)
@@ -288,7 +292,7 @@ def measure(num_ranks: int, num_samples: int, num_rounds: int) -> dict[str, list
 
 def report_movement(num_ranks: int, num_samples: int, num_rounds: int) -> None:
     batch = Batch.random(num_samples, num_ranks)
-    plan = batch.plan(num_ranks, first_tag=0)
+    plan = batch.plan()
     moved = sum(IncomingParcel.expected(parcel, batch.num_tokens).size_bytes for parcel in plan)
     print(
         f"{num_ranks} ranks, {num_samples} groups of {NUM_ANSWERS}, {moved / 1e6:.0f} MB lacking, {num_rounds} rounds\n"
@@ -312,19 +316,28 @@ def report_movement(num_ranks: int, num_samples: int, num_rounds: int) -> None:
 
 def report_planning(num_ranks: int = 1024, num_samples: int = 8192) -> None:
     batch = Batch.random(num_samples, num_ranks)
-    started = time.process_time()
-    plan = batch.plan(num_ranks, first_tag=0)
-    print(f"\nplan of {num_samples} samples on {num_ranks} ranks, all anywhere: {len(plan)} parcels", end=", ")
-    print(f"{time.process_time() - started:.2f} CPU s")
-    owners = list(batch.owner.values())
+    parcels, seconds = _planning(batch)
+    print(f"\nplan of {num_samples} samples on {num_ranks} ranks, all anywhere: {parcels} parcels, {seconds:.2f} CPU s")
     started = time.process_time()
     costs = forward_flops(batch.num_tokens.values(), [TYPICAL_SHAPE])
-    parts = partition_near_owners(costs, owners, num_parts=num_ranks)
+    parts = partition_near_owners(costs, list(batch.owner.values()), num_parts=num_ranks)
+    dealing_s = time.process_time() - started
     uids = list(batch.num_tokens)
-    near = {uids[index]: rank for rank, part in enumerate(parts) for index in part}
-    plan = Batch(batch.num_tokens, batch.owner, near).plan(num_ranks, first_tag=0)
-    print(f"dealt near the owners and planned: {sum(len(parcel.uids) for parcel in plan)} samples move", end=", ")
-    print(f"{time.process_time() - started:.2f} CPU s")
+    taker = {uids[index]: rank for rank, part in enumerate(parts) for index in part}
+    near = Batch(batch.num_tokens, batch.owner, taker)
+    moving = sum(taker[uid] != owner for uid, owner in batch.owner.items())
+    print(
+        f"dealt near the owners: {moving} samples move, {dealing_s:.2f} CPU s, and planned in {_planning(near)[1]:.2f}"
+    )
+
+
+def _planning(batch: Batch) -> tuple[int, float]:
+    """Number of parcels, and the CPU seconds of the planner alone."""
+    located, wanted = batch.located(), batch.wanted()
+    weight = {uid: sum(tokens) for uid, tokens in batch.num_tokens.items()}
+    started = time.process_time()
+    plan = plan_redistribution(located, wanted, size_bytes=lambda uid, keys: weight[uid])
+    return len(plan), time.process_time() - started
 
 
 def main() -> None:
