@@ -217,7 +217,7 @@ async def _drive(
                 profile.enable()
             batch = await _next_batch(gang, source, step)
             await runner.run(batch, version=step)
-            await gang.clear(buffer.release(batch))
+            gang.clear(buffer.release(batch))
             if profile is not None:
                 profile.disable()
             if step > 0:  # the first one warms up

@@ -171,7 +171,7 @@ def _bundles_by_uid(locations: Locations, wanted: Sequence[Demand]) -> Iterator[
     """The keys of each sample that must move, by who has and who lacks them."""
     demands_by_uid: defaultdict[str, list[Demand]] = defaultdict(list)
     for demand in wanted:
-        for uid in demand.uids:
+        for uid in _not_there(locations, demand):
             demands_by_uid[uid].append(demand)
     if unknown := sorted(_unknown(locations, demands_by_uid)):
         raise ValueError(_not_held(unknown))
@@ -187,6 +187,19 @@ def _bundles_by_uid(locations: Locations, wanted: Sequence[Demand]) -> Iterator[
             if bundle.destinations:
                 bundles.setdefault(bundle, []).append(key)
         yield uid, bundles
+
+
+def _not_there(locations: Locations, demand: Demand) -> Iterator[str]:
+    """Samples of which one of the ranks lacks a key. Mostly there are few, and the others are to cost little."""
+    ranks, keys = frozenset(demand.ranks), demand.keys
+    nowhere: Mapping[str, Set[int]] = {}
+    nobody: Set[int] = frozenset()
+    for uid in demand.uids:
+        of_sample = locations.get(uid, nowhere)
+        for key in keys:
+            if not ranks <= of_sample.get(key, nobody):
+                yield uid
+                break
 
 
 def _ranks_by_key(demands: Sequence[Demand]) -> dict[str, tuple[int, ...]]:

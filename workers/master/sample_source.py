@@ -32,8 +32,8 @@ class SampleHolders(Protocol):
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         """Load rows of the dataset."""
 
-    async def clear(self, uids_by_rank: Mapping[int, Sequence[str]]) -> None:
-        """Free the tensors of samples where they are; nobody is told."""
+    def clear(self, uids_by_rank: Mapping[int, list[str]]) -> None:
+        """Free the tensors of samples where they are, sooner or later; nobody is told."""
 
     async def reject(self, uids_by_rank: Mapping[int, Sequence[str]], rejection: Rejection) -> None:
         """Throw samples away and tell the rollout workers why: `stale` issues the prompt again, `consumed` does not."""
@@ -78,7 +78,7 @@ class DatasetSource:
         return batch
 
     async def give_back(self, batch: Sequence[str]) -> None:
-        await self.holders.clear(self.buffer.release(batch))
+        self.holders.clear(self.buffer.release(batch))
         self._given_back.extend(batch)
 
     def waiting_for(self) -> str:
@@ -139,7 +139,7 @@ class TrajectorySource:
         await self._turn_away([copy for copy in copies if self.buffer.is_consumed(copy.uid)], "consumed")
         await self._turn_away([copy for copy in copies if not self.buffer.is_consumed(copy.uid)], "duplicate")
         if dropped:
-            await self.holders.clear(self.buffer.release(dropped))
+            self.holders.clear(self.buffer.release(dropped))
         if orphans:
             logger.warning("%d samples are from weights that a failure took back; they are issued again", len(orphans))
         await self._give_up(orphans)

@@ -152,7 +152,7 @@ class TrainerEpoch:
         await self._commit_if_due()
         self._committing_s = time.monotonic() - committing
         parts.presence.beat(version=str(self.version))
-        await parts.gang.clear(parts.buffer.release(batch))
+        parts.gang.clear(parts.buffer.release(batch))
         await self._durable.remove_old_weights(self.version)
         save_every = parts.spec.control.save_every_steps
         if save_every is not None and self._step % save_every == 0:

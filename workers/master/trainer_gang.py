@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
@@ -132,9 +133,9 @@ class TrainerGang:
         """Let each rank throw its samples away, and tell who sent them."""
         await self.tell({rank: Reject(uids=list(uids), rejection=rejection) for rank, uids in uids_by_rank.items()})
 
-    async def clear(self, uids_by_rank: Mapping[int, Sequence[str]]) -> None:
-        """Free the tensors of samples that were trained on, where they are."""
-        await self.tell({rank: ClearDataCache(uids=list(uids)) for rank, uids in uids_by_rank.items()})
+    def clear(self, uids_by_rank: Mapping[int, list[str]]) -> None:
+        """Free the tensors of samples that were trained on, where they are, with the next message to each rank."""
+        self._client.attach({self._workers[rank]: ClearDataCache(uids=uids) for rank, uids in uids_by_rank.items()})
 
     async def evaluate(self, call: ModelFunctionCall, *, step: int) -> dict[str, float]:
         """Look at held-out problems with the present weights of the call's model."""
@@ -237,10 +238,20 @@ def _buffered(metadata: SampleMetadata, *, owner: int) -> BufferedSample:
         order=metadata.order,
         owner=owner,
         num_tokens=metadata.num_tokens,
-        versions=frozenset(PolicyVersion.parse(tag) for tag in metadata.versions),
-        keys=frozenset(metadata.keys),
+        versions=_versions(tuple(metadata.versions)),
+        keys=_keys(tuple(metadata.keys)),
         dropped_because=metadata.dropped_because,
     )
+
+
+@lru_cache(maxsize=1024)  # the samples of a step share a few combinations
+def _versions(tags: tuple[str, ...]) -> frozenset[PolicyVersion]:
+    return frozenset(PolicyVersion.parse(tag) for tag in tags)
+
+
+@lru_cache(maxsize=64)
+def _keys(keys: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(keys)
 
 
 def _files(replies: Mapping[int, ReplyPayload]) -> dict[str, FileEntry]:

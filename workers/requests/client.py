@@ -3,6 +3,7 @@
     post({worker: request}) --one request id--> workers --replies--> PendingReplies.results()
     flush() --------------------Flush names the ids-------> each worker starts what it got since the last flush
     post(..., flush=True) ------both in one message
+    attach({worker: request}) --aboard the next message to this worker, without a reply of its own
 
 What each rank gets of its own is encoded for it alone, and what several get alike is encoded once: bytes on the wire
 grow with what is said, not with the number of ranks times all of it.
@@ -30,6 +31,7 @@ from corral.workers.requests.messages import (
     PreHook,
     ReplyPayload,
     Request,
+    Rider,
     StaleReply,
     WorkerRequest,
 )
@@ -61,6 +63,7 @@ class _Worker:
     is_dead: bool = False
     grace_timer: asyncio.TimerHandle | None = None
     unflushed: list[RequestId] = field(default_factory=list)
+    riders: list[Rider] = field(default_factory=list)
 
     def end_grace(self) -> None:
         if self.grace_timer is not None:
@@ -265,16 +268,33 @@ class RequestClient(Closing):
         for worker, request in requests.items():
             before, after = pre_hooks.get(worker, ()), post_hooks.get(worker, ())
             starts = () if level is None else self._take_unflushed(worker, request_id)
-            content = (id(request), id(before), id(after), starts)
+            riders = self._take_riders(worker)
+            content = (id(request), id(before), id(after), starts, *map(id, riders))
             if content not in frames_by_content:
                 started = None if level is None else Flush(level=level, request_ids=list(starts))
-                body = WorkerRequest(request=request, pre_hooks=list(before), post_hooks=list(after), flush=started)
+                body = WorkerRequest(
+                    request=request,
+                    pre_hooks=list(before),
+                    post_hooks=list(after),
+                    riders=list(riders),
+                    flush=started,
+                )
                 frames_by_content[content] = self._codec.encode(
                     body, epoch=self._epoch, request_id=str(request_id), deadline_s=deadline_s
                 )
             self._ask(request_id, request, frames_by_content[content], _Share(replies, worker), is_flushed=flush)
         replies.expire_by(self._loop.call_later(deadline_s, self._expire, request_id, replies, deadline_s))
         return replies
+
+    def attach(self, requests: Mapping[str, Rider]) -> None:
+        """Let each of these ride with the next message to its worker: it costs no message, and nobody waits for it.
+
+        They are done in the order in which they were attached, and none of them twice; those of a worker that dies, or
+        that gets no further message, are not done.
+        """
+        for worker_id, request in requests.items():
+            if (worker := self._worker_by_id.get(worker_id)) is not None:
+                worker.riders.append(request)
 
     async def flush(self, *, deadline_s: float) -> None:
         """Let every worker start the blocking requests that were posted to it since the last flush.
@@ -308,6 +328,13 @@ class RequestClient(Closing):
             unflushed = [request_id for request_id in worker.unflushed if request_id in worker.pending]
             worker.unflushed = []
         return tuple(str(request_id) for request_id in (*unflushed, *more))
+
+    def _take_riders(self, worker_id: str) -> tuple[Rider, ...]:
+        worker = self._worker_by_id.get(worker_id)
+        if worker is None or not worker.riders:
+            return ()
+        riders, worker.riders = tuple(worker.riders), []
+        return riders
 
     def _ask(
         self, request_id: RequestId, request: Request, frames: list[Buffer], share: _Share, *, is_flushed: bool
@@ -399,7 +426,7 @@ class RequestClient(Closing):
         if worker.is_dead:
             return
         worker.is_dead = True
-        worker.unflushed = []
+        worker.unflushed, worker.riders = [], []
         worker.pending.fail_all(lambda asked: _dead(worker.hello, asked))
         logger.warning("%s (pid %d) is dead", worker.hello.worker, worker.hello.pid)
         if self._on_worker_dead is not None:

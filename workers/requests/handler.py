@@ -19,7 +19,7 @@ import logging
 import os
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from corral.workers.requests.flush_queue import FlushQueue
@@ -33,6 +33,7 @@ from corral.workers.requests.messages import (
     PostHook,
     PreHook,
     ReplyPayload,
+    Rider,
     StaleReply,
     ToWorker,
     WorkerRequest,
@@ -208,7 +209,11 @@ class WorkerRequestStream(Closing):
 
     def _start(self, request_id: RequestId, message: Message[WorkerRequest]) -> None:
         request = message.body.request
-        if isinstance(request, Flush):
+        if (failed := self._do_riders(message.body.riders)) is not None:
+            self._waiting.settle(request_id)
+            self._finish(request_id, failed)
+            self._release(request if isinstance(request, Flush) else message.body.flush)
+        elif isinstance(request, Flush):
             self._finish(request_id, OkReply())
             self._release(request)
         elif isinstance(request, NonBlockingRequest):
@@ -222,6 +227,14 @@ class WorkerRequestStream(Closing):
             pre_hooks, post_hooks = message.body.pre_hooks, message.body.post_hooks
             self._waiting.add(request_id, Envelope(request_id, request, pre_hooks, post_hooks))
             self._release(message.body.flush)
+
+    def _do_riders(self, riders: Sequence[Rider]) -> ErrorReply | None:
+        """The first error, which the master must hear in place of an answer to what the riders came with."""
+        for rider in riders:
+            answer = self._ask_handler(rider)
+            if isinstance(answer, ErrorReply):
+                return answer
+        return None
 
     def _raise_epoch(self, epoch: int) -> None:
         if epoch > self.max_epoch:

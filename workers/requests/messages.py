@@ -182,6 +182,8 @@ class Shutdown(MessageBody, frozen=True, tag="shutdown"):
 
 NonBlockingRequest = Spec | ModelConfig | Fetch | LoadRows | Reject | Give | ClearDataCache | Ping | Shutdown
 BlockingRequest = Initialize | Inference | TrainStep | Evaluate | Reallocate | SaveWeights | SaveCheckpoint
+Rider = ClearDataCache
+"""What may wait for the next message to the same worker, since nobody waits for it."""
 Request = NonBlockingRequest | BlockingRequest | Flush
 
 
@@ -191,6 +193,8 @@ class WorkerRequest(MessageBody, frozen=True, tag="request"):
     request: Request
     pre_hooks: list[PreHook] = []
     post_hooks: list[PostHook] = []
+    riders: list[Rider] = []
+    """Done by the I/O thread when this arrives, before it. What answers this answers them; an error of theirs is it."""
     flush: Flush | None = None
     """Starts this request and those that it names besides; None: a later flush will."""
 

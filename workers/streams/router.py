@@ -124,7 +124,7 @@ class RouterEndpoint(Generic[BodyT]):
         self._purpose = purpose
         self._on_message = on_message
         self._on_peer_gone = on_peer_gone
-        self._identities: set[bytes] = set()
+        self._role_by_identity: dict[bytes, str] = {}
         self._loop = asyncio.get_running_loop()
         self._probe_timer: asyncio.TimerHandle | None = None
         self._num_probes = 0
@@ -178,11 +178,13 @@ class RouterEndpoint(Generic[BodyT]):
 
     def _deliver(self, frames: list[zmq.Frame]) -> None:
         identity = frames[0].bytes
-        self._identities.add(identity)
+        role = self._role_by_identity.get(identity)
+        if role is None:  # it is the connection's, and each connection has an identity of its own
+            found = frames[-1].get("User-Id")
+            assert isinstance(found, str)
+            role = self._role_by_identity[identity] = found
         if len(frames) < 2:
             return
-        role = frames[-1].get("User-Id")
-        assert isinstance(role, str)
         try:
             self._on_message(Peer(identity, role), self._codec.decode([frame.buffer for frame in frames[1:]]))
         except MalformedMessageError as error:
@@ -208,11 +210,11 @@ class RouterEndpoint(Generic[BodyT]):
 
     def _probe(self) -> None:
         self._probe_timer = None
-        for identity in list(self._identities):
+        for identity in list(self._role_by_identity):
             try:
                 self.send(identity, PROBE)
             except PeerDeadError:
-                self._identities.discard(identity)
+                del self._role_by_identity[identity]
                 self._on_peer_gone(identity)
         self._num_probes += 1
         if self._num_probes < len(_PROBE_DELAYS_S):

@@ -44,7 +44,7 @@ class Holders:
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         return [sample(uid) for uid in uids]
 
-    async def clear(self, uids_by_rank: Mapping[int, Sequence[str]]) -> None:
+    def clear(self, uids_by_rank: Mapping[int, list[str]]) -> None:
         self.cleared += [uid for uids in uids_by_rank.values() for uid in uids]
 
     async def reject(self, uids_by_rank: Mapping[int, Sequence[str]], rejection: Rejection) -> None:

@@ -99,7 +99,7 @@ class Gang:
     async def reject(self, uids_by_rank: Mapping[int, Sequence[str]], rejection: Rejection) -> None:
         self.at_call("reject")
 
-    async def clear(self, uids_by_rank: Mapping[int, Sequence[str]]) -> None:
+    def clear(self, uids_by_rank: Mapping[int, list[str]]) -> None:
         self.at_call("clear")
 
     async def tell(self, requests: Mapping[int, Request]) -> dict[int, ReplyPayload]:

@@ -1,4 +1,4 @@
-"""A request that waits is answered when there is something to say, once, however often the connection breaks."""
+"""What waits is answered once there is something to say, whatever breaks; riders are done with what carries them."""
 
 import asyncio
 
@@ -7,6 +7,7 @@ import pytest
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.handler import Later
 from corral.workers.requests.messages import (
+    ClearDataCache,
     Fetch,
     MetadataReply,
     NonBlockingRequest,
@@ -14,6 +15,7 @@ from corral.workers.requests.messages import (
     Ping,
     ReplyPayload,
     SampleMetadata,
+    TrainStep,
 )
 from corral.workers.streams.errors import RemoteError
 from tests.workers.requests.rig import AsRole, initialize, take, train, with_master, worker
@@ -136,6 +138,55 @@ def test_a_look_that_fails_is_the_answer(as_role: AsRole) -> None:
             stream.look_again()
             with pytest.raises(RemoteError, match="the inbox is gone"):
                 await waiting
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_riders_are_done_before_what_carries_them_in_order_and_once(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        done: list[NonBlockingRequest] = []
+
+        def answer(request: NonBlockingRequest) -> ReplyPayload:
+            done.append(request)
+            return OkReply()
+
+        clears = [ClearDataCache(uids=[f"0:{number}"]) for number in range(3)]
+        security = as_role("model_worker")
+        with (
+            worker(security, lambda: client.endpoint, non_blocking=answer) as stream,
+            worker(security, lambda: client.endpoint, index=1) as other,
+        ):
+            await initialize(client, stream, other)
+            client.attach({stream.worker_id: clears[0], "model_worker/9": clears[2]})
+            client.attach({stream.worker_id: clears[1]})
+            await ask(client, other.worker_id, Ping(), deadline_s=100)
+            assert done == []  # they ride with the next message to their own worker
+            await ask(client, stream.worker_id, Ping(), deadline_s=100)
+            assert done == [clears[0], clears[1], Ping()]
+            client.attach({stream.worker_id: clears[2]})
+            client.post({stream.worker_id: train()}, deadline_s=100, flush=True)
+            assert (await take(stream)).request == train()
+            assert done[3:] == [clears[2]]
+
+    with_master(run, as_role("master_worker"))
+
+
+@pytest.mark.parametrize("carrier", [Ping(), train()])
+def test_a_rider_that_fails_fails_what_carries_it(as_role: AsRole, carrier: Ping | TrainStep) -> None:
+    def answer(request: NonBlockingRequest) -> ReplyPayload:
+        if isinstance(request, ClearDataCache):
+            raise KeyError("0:a")
+        return OkReply()
+
+    async def run(client: RequestClient) -> None:
+        with worker(as_role("model_worker"), lambda: client.endpoint, non_blocking=answer) as stream:
+            await initialize(client, stream)
+            client.attach({stream.worker_id: ClearDataCache(uids=["0:a"])})
+            failing = client.post({stream.worker_id: carrier}, deadline_s=100, flush=True)
+            with pytest.raises(RemoteError, match="KeyError: '0:a'"):
+                await failing.results()
+            client.post({stream.worker_id: train("next")}, deadline_s=100, flush=True)
+            assert (await take(stream)).request == train("next")
 
     with_master(run, as_role("master_worker"))
 
