@@ -117,7 +117,10 @@ class MeshCalls:
         after: list[PostHook] = [Offload() for hook in call.post_hooks if isinstance(hook, OffloadHook) and is_last_go]
         asked = asyncio.ensure_future(
             self._gang.start(
-                {rank: _request(call, shares[mesh.coords(rank).dp_rank], rank, mesh, version) for rank in mesh.ranks},
+                {
+                    rank: _request(call, shares[mesh.dims.coords(place).dp_rank], rank, mesh, version)
+                    for place, rank in enumerate(mesh.ranks)
+                },
                 pre_hooks={rank: [hook] for rank, hook in transfers.takes.items()},
                 post_hooks=dict.fromkeys(mesh.ranks, after),
             )

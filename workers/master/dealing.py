@@ -8,14 +8,15 @@ first of them decides, and the others find their samples where they need them.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 from corral.scheduling.packing import TYPICAL_SHAPE, TransformerShape, forward_flops, partition_near_owners
-from corral.workers.master.sequence_buffer import SequenceBuffer
+from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
 
+_NOWHERE: frozenset[int] = frozenset()
 _TRAINING_FORWARDS = 3  # a backward pass takes as much as two forward passes
 
 
@@ -26,6 +27,7 @@ class Dealer:
         self._spec = spec
         self._shapes: dict[tuple[int, ...], list[TransformerShape]] = {}
         self._dp_ranks: dict[tuple[int, ...], dict[int, int]] = {}
+        self._last_costs: dict[tuple[int, ...], tuple[list[BufferedSample], list[float]]] = {}
         for call in graph.step_calls:
             shape = spec.shape_by_role.get(call.role, TYPICAL_SHAPE)
             count = _TRAINING_FORWARDS if call.call_type is CallType.TRAIN_STEP else 1
@@ -38,14 +40,30 @@ class Dealer:
         mesh = self._spec.mesh(call.model_name)
         if mesh.dims.dp == 1:
             return [list(uids)]
-        costs = forward_flops((buffer.samples[uid].num_tokens for uid in uids), self._shapes[mesh.ranks])
-        places = self._dp_ranks[mesh.ranks]
-        owners = [_owner(buffer.located[uid], call.input_keys, places) for uid in uids]
+        costs = self._costs(mesh.ranks, [buffer.samples[uid] for uid in uids])
+        owners = _owners([buffer.located[uid] for uid in uids], call.input_keys, self._dp_ranks[mesh.ranks])
         parts = partition_near_owners(costs, owners, num_parts=mesh.dims.dp)
         return [[uids[index] for index in part] for part in parts]
 
+    def _costs(self, ranks: tuple[int, ...], samples: list[BufferedSample]) -> list[float]:
+        """The work of each sample, counted once for calls that take the same samples on the same mesh."""
+        known, costs = self._last_costs.get(ranks, ([], []))
+        if known != samples:
+            costs = forward_flops((sample.num_tokens for sample in samples), self._shapes[ranks])
+            self._last_costs[ranks] = samples, costs
+        return costs
 
-def _owner(located: Mapping[str, Set[int]], keys: Sequence[str], dp_ranks: Mapping[int, int]) -> int | None:
-    """The data-parallel rank that holds most of a sample's keys; None if none holds anything."""
-    held = Counter(dp_ranks[rank] for key in keys for rank in located.get(key, ()) if rank in dp_ranks)
-    return max(held, key=lambda dp_rank: (held[dp_rank], -dp_rank)) if held else None
+
+def _owners(
+    located: Sequence[Mapping[str, frozenset[int]]], keys: Sequence[str], dp_ranks: Mapping[int, int]
+) -> list[int | None]:
+    """For each sample the data-parallel rank that holds most of its keys; None if none holds anything."""
+    known: dict[tuple[frozenset[int], ...], int | None] = {}  # samples are in few places, and places are slow to count
+    owners: list[int | None] = []
+    for of_sample in located:
+        places = tuple(of_sample.get(key, _NOWHERE) for key in keys)
+        if places not in known:
+            held = Counter(dp_ranks[rank] for holders in places for rank in holders if rank in dp_ranks)
+            known[places] = max(held, key=lambda dp_rank: (held[dp_rank], -dp_rank), default=None)
+        owners.append(known[places])
+    return owners

@@ -48,7 +48,8 @@ class StepState:
         call = self._graph.call(name)
         made = [self._made[key] for key in call.input_keys if key in self._made]
         remaining = self._remaining[name]
-        ready = [uid for uid in remaining if all(uid in uids for uids in made)]
+        available = set.intersection(*made) if made else remaining
+        ready = [uid for uid in remaining if uid in available]
         wanted = min(call.n_seqs, len(remaining))
         return ready[:wanted] if len(ready) >= wanted else None
 
