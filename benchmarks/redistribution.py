@@ -37,7 +37,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from corral.scheduling.packing import TYPICAL_SHAPE, forward_flops, partition_near_owners
 from corral.scheduling.redistribution import Demand, Locations, Parcel, plan_redistribution
 from corral.workers.backends.parallel_context import connect_store, host_store
-from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
 from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.host_memory import Bytes
@@ -194,12 +194,14 @@ class Rank:
             store.adopt([held.gather([uid], KEYS) for uid in to_root[0].uids])
             for parcel in from_root[1:]:
                 self.network.send(
-                    pack(store.arrays(parcel.uids, keys_in_order(parcel))), parcel.destinations[0], tag=parcel.tag
+                    pack(store.arrays(parcel.uids, keys_in_order(parcel, KEY_LAYOUTS))),
+                    parcel.destinations[0],
+                    tag=parcel.tag,
                 )
             _look_at(store, from_root[0].uids)
             return
         mine = to_root[self.rank]
-        self.network.send(pack(held.arrays(mine.uids, keys_in_order(mine))), 0, tag=mine.tag)
+        self.network.send(pack(held.arrays(mine.uids, keys_in_order(mine, KEY_LAYOUTS))), 0, tag=mine.tag)
         ((incoming, packed),) = self._receive([from_root[self.rank]])
         store.adopt(incoming.samples(incoming.cut(packed)))
         _look_at(store, from_root[self.rank].uids)
@@ -221,7 +223,7 @@ class Rank:
         deadline = time.monotonic() + DEADLINE_S
         pending = []
         for parcel in parcels:
-            incoming = IncomingParcel.expected(parcel, self.batch.num_tokens)
+            incoming = IncomingParcel.expected(parcel, self.batch.num_tokens, KEY_LAYOUTS)
             packed = np.empty(incoming.size_bytes, np.uint8)
             pending.append((incoming, packed, self.network.receive(packed, parcel.source, tag=parcel.tag)))
         for _, _, receiving in pending:
@@ -232,7 +234,7 @@ class Rank:
         """By source and taker: as many bytes as the plan moves between them."""
         sizes: defaultdict[tuple[int, int], int] = defaultdict(int)
         for parcel in self.batch.plan():
-            size = IncomingParcel.expected(parcel, self.batch.num_tokens).size_bytes
+            size = IncomingParcel.expected(parcel, self.batch.num_tokens, KEY_LAYOUTS).size_bytes
             sizes[parcel.source, parcel.destinations[0]] += size
         return {pair: np.ones(size, np.uint8) for pair, size in sizes.items() if self.rank in pair}
 
@@ -293,7 +295,7 @@ def measure(num_ranks: int, num_samples: int, num_rounds: int) -> dict[str, list
 def report_movement(num_ranks: int, num_samples: int, num_rounds: int) -> None:
     batch = Batch.random(num_samples, num_ranks)
     plan = batch.plan()
-    moved = sum(IncomingParcel.expected(parcel, batch.num_tokens).size_bytes for parcel in plan)
+    moved = sum(IncomingParcel.expected(parcel, batch.num_tokens, KEY_LAYOUTS).size_bytes for parcel in plan)
     print(
         f"{num_ranks} ranks, {num_samples} groups of {NUM_ANSWERS}, {moved / 1e6:.0f} MB lacking, {num_rounds} rounds\n"
     )

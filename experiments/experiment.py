@@ -36,6 +36,7 @@ from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, Eval
 from corral.experiments.config.model import TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.inputs.dataset_file import DatasetReader
+from corral.experiments.inputs.declared_keys import keys_of_graph
 from corral.experiments.inputs.model_directory import ModelFacts, transformer_shape
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.trial.directory import validate_name
@@ -281,6 +282,7 @@ class Experiment(FrozenConfig):
         """The master and every model worker, each with the models that it holds a part of."""
         meshes = {str(name): self.meshes[name.role] for name in graph.model_names}
         shapes = {role.role: transformer_shape(role.model.path) for role in roles}
+        declared_keys = keys_of_graph(graph.calls, graph.dataset_keys)
         master = MasterWorkerSpec(
             calls=list(graph.calls),
             train_batch_size=self.train_batch_size,
@@ -292,6 +294,7 @@ class Experiment(FrozenConfig):
             initial_weights={self.roles[0]: self.trained.path},
             published_role=self.roles[0],
             shape_by_role={role: shape for role, shape in shapes.items() if shape is not None},
+            declared_keys=declared_keys,
             meshes=meshes,
             sample_ranks=self.sample_ranks,
             shuffle=self.dataset.shuffle,
@@ -302,6 +305,7 @@ class Experiment(FrozenConfig):
                 world_size=self.num_training_ranks,
                 roles=[role for role in roles if rank in meshes[str(role.model_name)]],
                 calls=list(graph.calls),
+                declared_keys=declared_keys,
                 tokenizer=self.trained.path,
                 takes_samples=rank in self.sample_ranks,
                 dataset=None if self.generates else dataset,

@@ -11,6 +11,7 @@ from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.config.model import ModelConfig, OptimizerConfig
 from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, ImportPath, RolloutConfig
+from corral.scheduling.keys import Key
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelFunctionCall, ModelName
 from corral.scheduling.packing import TransformerShape
@@ -83,6 +84,8 @@ class MasterWorkerSpec(FrozenConfig):
     """The one of them whose weights are published: servers answer with them, and exports are copies of them."""
     shape_by_role: dict[str, TransformerShape] = {}
     """Sizes of each role's model, by which work is balanced; a model whose config.json does not say them is missing."""
+    declared_keys: tuple[Key, ...] = ()
+    """Keys of samples that are not built in: users' own, and those that a call renames."""
     meshes: dict[str, Mesh]
     """The ranks of each model, by its name ("actor/0"); every training rank is in one of them."""
     sample_ranks: list[int] = Field(min_length=1)
@@ -136,6 +139,8 @@ class ModelWorkerSpec(FrozenConfig):
     """Models that this rank holds a part of."""
     calls: list[ModelFunctionCall]
     """The dataflow graph's nodes."""
+    declared_keys: tuple[Key, ...] = ()
+    """Keys of samples that are not built in: users' own, and those that a call renames."""
     tokenizer: Path
     """Directory with the tokenizer of the samples."""
     takes_samples: bool

@@ -16,9 +16,9 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from corral.scheduling.keys import KeyLayout
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.token_scores import TokenScores, score_next_tokens
-from corral.workers.data.sequence_sample import KeyLayout
 
 ScoresT = TypeVar("ScoresT")
 

@@ -16,8 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from corral.scheduling.keys import KeyLayout
 from corral.scheduling.packing import MicroBatchSpec, pack_first_fit_decreasing
-from corral.workers.data.sequence_sample import KeyLayout, SequenceSample, answer_slices, key_spec
+from corral.workers.data.sequence_sample import SequenceSample, answer_slices, key_spec
 
 _PADDING_TOKENS = 2  # the shortest answer that still predicts a token
 
@@ -92,7 +93,8 @@ def _padding_tensors(sample: SequenceSample) -> dict[str, Tensor]:
     """One answer of zeros in every key of the sample, so that losses see the same keys in padding as elsewhere."""
     tensors = {"input_ids": torch.zeros(_PADDING_TOKENS, dtype=torch.int64)}
     for key in sample.data.keys() - {"input_ids"}:
-        tensors[key] = torch.as_tensor(np.zeros(key_spec(key).layout.length(_PADDING_TOKENS), key_spec(key).dtype))
+        spec = key_spec(key, sample.specs)
+        tensors[key] = torch.as_tensor(np.zeros(spec.layout.length(_PADDING_TOKENS), spec.dtype))
     return tensors
 
 

@@ -11,31 +11,18 @@ all samples in one flat array, answer after answer, and `seqlens` says where eac
 Arrays are numpy: what an algorithm computes with torch on the way comes back as numpy.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from corral.scheduling.keys import BUILT_IN_KEYS, Key, KeyLayout, find_declared, merge_keys
+
 Array = npt.NDArray[Any]
-
-
-class KeyLayout(Enum):
-    """How many values a key holds for one answer of S tokens, its prompt included."""
-
-    PER_TOKEN = "per_token"  # S values
-    PER_SHIFTED_TOKEN = "per_shifted_token"  # S - 1 values; value t belongs to the token at t + 1
-    PER_ANSWER = "per_answer"  # 1 value
-
-    def length(self, num_tokens: int) -> int:
-        """Number of values for an answer of `num_tokens` tokens."""
-        if self is KeyLayout.PER_TOKEN:
-            return num_tokens
-        return num_tokens - 1 if self is KeyLayout.PER_SHIFTED_TOKEN else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,41 +32,34 @@ class KeySpec:
     layout: KeyLayout
     dtype: np.dtype[Any]
 
-
-def _spec(layout: KeyLayout, dtype: npt.DTypeLike) -> KeySpec:
-    return KeySpec(layout, np.dtype(dtype))
-
-
-KEY_LAYOUTS: Mapping[str, KeySpec] = {
-    "input_ids": _spec(KeyLayout.PER_TOKEN, np.int32),
-    "prompt_mask": _spec(KeyLayout.PER_TOKEN, np.bool_),  # True on prompt tokens
-    "old_logprobs": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.float32),  # of the behaviour policy; 0 on prompt tokens
-    "versions": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.int32),  # policy version that made the token; -1 on prompt tokens
-    "logprobs": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.float32),  # an inference call's output, before it is renamed
-    "proximal_logprobs": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.float32),
-    "ref_logprobs": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.float32),
-    "advantages": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.float32),
-    "behaviour_weights": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.float32),
-    "loss_mask": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.bool_),  # True on the tokens that are trained on
-    "values": _spec(KeyLayout.PER_TOKEN, np.float32),
-    "returns": _spec(KeyLayout.PER_SHIFTED_TOKEN, np.float32),
-    "rewards": _spec(KeyLayout.PER_ANSWER, np.float32),
-    "seq_no_eos_mask": _spec(KeyLayout.PER_ANSWER, np.bool_),  # True where the answer was cut off by the token limit
-}
+    @classmethod
+    def of(cls, key: Key) -> "KeySpec":
+        """The same declaration, for arrays."""
+        return cls(key.layout, np.dtype(key.dtype))
 
 
-def key_spec(key: str) -> KeySpec:
+KeySpecs = Mapping[str, KeySpec]
+
+KEY_LAYOUTS: KeySpecs = MappingProxyType({name: KeySpec.of(key) for name, key in BUILT_IN_KEYS.items()})
+"""The built-in keys."""
+
+
+def key_specs(declared: Iterable[Key]) -> KeySpecs:
+    """The built-in keys and those that a plan declares besides.
+
+    Raises:
+        ValueError: if one name is declared in two ways.
+    """
+    return MappingProxyType({name: KeySpec.of(key) for name, key in merge_keys(declared).items()})
+
+
+def key_spec(key: str, specs: KeySpecs = KEY_LAYOUTS) -> KeySpec:
     """The declared layout of `key`.
 
     Raises:
-        ValueError: if the key is not declared in `KEY_LAYOUTS`.
+        ValueError: if the key is not among those declared.
     """
-    spec = KEY_LAYOUTS.get(key)
-    if spec is None:
-        closest = difflib.get_close_matches(key, KEY_LAYOUTS, n=1)
-        hint = f"did you mean {closest[0]!r}?" if closest else f"declared are {', '.join(KEY_LAYOUTS)}"
-        raise ValueError(f"unknown sample key {key!r}; {hint}")
-    return spec
+    return find_declared(key, specs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +72,9 @@ class SequenceSample:
     uids: list[str]
     seqlens: dict[str, list[list[int]]]
     data: dict[str, Array] = field(default_factory=dict)
+    specs: KeySpecs = field(default_factory=lambda: KEY_LAYOUTS)
+    """Every key that is declared where this sample is, whether it has it or not; what is made of a sample knows the
+    same ones."""
 
     def __post_init__(self) -> None:
         if len(set(self.uids)) != len(self.uids):
@@ -113,7 +96,9 @@ class SequenceSample:
     # --- building ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_group(cls, uid: str, answers: Mapping[str, Sequence[npt.ArrayLike]]) -> "SequenceSample":
+    def from_group(
+        cls, uid: str, answers: Mapping[str, Sequence[npt.ArrayLike]], *, specs: KeySpecs = KEY_LAYOUTS
+    ) -> "SequenceSample":
         """One sample from per-answer arrays, cast to the declared types.
 
             SequenceSample.from_group("0:a", {"input_ids": [[5, 6, 7], [5, 8]], "rewards": [1.0, 0.0]})
@@ -127,17 +112,32 @@ class SequenceSample:
         seqlens: dict[str, list[list[int]]] = {}
         data: dict[str, Array] = {}
         for key, values in answers.items():
-            arrays = _answer_arrays(uid, key, values, num_tokens)
+            spec = key_spec(key, specs)
+            arrays = _answer_arrays(uid, key, spec, values, num_tokens)
             seqlens[key] = [[array.shape[0] for array in arrays]]
-            data[key] = np.concatenate(arrays) if arrays else np.empty(0, key_spec(key).dtype)
-        return cls([uid], seqlens, data)
+            data[key] = np.concatenate(arrays) if arrays else np.empty(0, spec.dtype)
+        return cls([uid], seqlens, data, specs)
 
     @classmethod
-    def gather(cls, samples: "Sequence[SequenceSample]", *, keys: Iterable[str] | None = None) -> "SequenceSample":
-        """The samples one after the other; all must hold the same keys, or at least those asked for."""
+    def gather(
+        cls,
+        samples: "Sequence[SequenceSample]",
+        *,
+        keys: Iterable[str] | None = None,
+        specs: KeySpecs | None = None,
+    ) -> "SequenceSample":
+        """The samples one after the other; all must hold the same keys, or at least those asked for.
+
+        Args:
+            specs: the keys that are declared; None for those that the samples know.
+        """
+        if specs is None:
+            specs = _all_specs([sample.specs for sample in samples])
+        chosen = list(keys) if keys is not None else list(samples[0].seqlens) if samples else []
         if not samples:
-            return cls([], {key: [] for key in keys or ()}, {key: _empty(key) for key in keys or ()})
-        chosen = list(samples[0].seqlens) if keys is None else list(keys)
+            return cls(
+                [], {key: [] for key in chosen}, {key: np.empty(0, key_spec(key, specs).dtype) for key in chosen}, specs
+            )
         for sample in samples:
             missing = [key for key in chosen if key not in sample.seqlens]
             if missing or (keys is None and len(sample.seqlens) != len(chosen)):
@@ -150,6 +150,7 @@ class SequenceSample:
             [uid for sample in samples for uid in sample.uids],
             {key: [lengths for sample in samples for lengths in sample.seqlens[key]] for key in chosen},
             {key: _concatenate([sample.data[key] for sample in samples]) for key in stored},
+            specs,
         )
 
     # --- cutting ----------------------------------------------------------------------------------------------------
@@ -162,6 +163,7 @@ class SequenceSample:
                 [uid],
                 {key: [list(lengths[index])] for key, lengths in self.seqlens.items()},
                 {key: array[offsets[key][index] : offsets[key][index + 1]] for key, array in self.data.items()},
+                self.specs,
             )
             for index, uid in enumerate(self.uids)
         ]
@@ -174,7 +176,7 @@ class SequenceSample:
             raise ValueError(f"cannot select {missing[:3]}: not among the {len(self.uids)} samples held here")
         if not uids:
             nothing: dict[str, Array] = {key: array[:0] for key, array in self.data.items()}
-            return SequenceSample([], {key: [] for key in self.seqlens}, nothing)
+            return SequenceSample([], {key: [] for key in self.seqlens}, nothing, self.specs)
         parts = self.unpack()
         return SequenceSample.gather([parts[index_by_uid[uid]] for uid in uids])
 
@@ -185,7 +187,7 @@ class SequenceSample:
         if missing:
             raise ValueError(f"samples have no keys {missing}; they have {sorted(self.seqlens)}")
         data = {key: self.data[key] for key in chosen if key in self.data}
-        return SequenceSample(self.uids, {key: self.seqlens[key] for key in chosen}, data)
+        return SequenceSample(self.uids, {key: self.seqlens[key] for key in chosen}, data, self.specs)
 
     def remap_keys(self, new_name_by_key: Mapping[str, str]) -> "SequenceSample":
         """The same samples with keys renamed; keys that are not named keep theirs."""
@@ -196,7 +198,13 @@ class SequenceSample:
             self.uids,
             {new_name_by_key.get(key, key): lengths for key, lengths in self.seqlens.items()},
             {new_name_by_key.get(key, key): array for key, array in self.data.items()},
+            self._specs_after(new_name_by_key),
         )
+
+    def _specs_after(self, new_name_by_key: Mapping[str, str]) -> KeySpecs:
+        """The declared keys, with those that get a name that nobody declares."""
+        new = {name: self.specs[key] for key, name in new_name_by_key.items() if key in self.specs}
+        return self.specs if new.keys() <= self.specs.keys() else MappingProxyType({**new, **self.specs})
 
     def ungroup(self) -> "SequenceSample":
         """Every answer as a sample of its own, named `{uid}#{answer}`; the packed arrays stay as they are."""
@@ -205,6 +213,7 @@ class SequenceSample:
             [f"{uid}#{answer}" for uid, count in zip(self.uids, counts, strict=True) for answer in range(count)],
             {key: [[length] for group in lengths for length in group] for key, lengths in self.seqlens.items()},
             self.data,
+            self.specs,
         )
 
     # --- changing ---------------------------------------------------------------------------------------------------
@@ -216,15 +225,23 @@ class SequenceSample:
         self.seqlens.update(other.seqlens)
         self.data.update(other.data)
 
-    def with_key(self, key: str, array: Array) -> "SequenceSample":
-        """The same samples with one declared key added, cut as its layout says."""
-        layout = key_spec(key).layout
+    def with_key(self, key: str | Key, array: Array) -> "SequenceSample":
+        """The same samples with one key added, cut as its layout says.
+
+        Args:
+            key: the name of a declared key, or a declaration.
+        """
+        specs = self.specs
+        if isinstance(key, Key):
+            specs = specs if specs.get(key.name) == KeySpec.of(key) else {**specs, key.name: KeySpec.of(key)}
+            key = key.name
+        layout = key_spec(key, specs).layout
         lengths = [[layout.length(length) for length in group] for group in self.seqlens["input_ids"]]
-        return SequenceSample(self.uids, self.seqlens | {key: lengths}, self.data | {key: array})
+        return SequenceSample(self.uids, self.seqlens | {key: lengths}, self.data | {key: array}, specs)
 
     def without_data(self) -> "SequenceSample":
         """Uids and lengths only: what the master worker sees."""
-        return SequenceSample(self.uids, self.seqlens)
+        return SequenceSample(self.uids, self.seqlens, {}, self.specs)
 
     # --- measuring --------------------------------------------------------------------------------------------------
 
@@ -251,10 +268,9 @@ class SequenceSample:
 
 
 def _answer_arrays(
-    uid: str, key: str, values: Sequence[npt.ArrayLike], num_tokens: Sequence[int]
+    uid: str, key: str, spec: KeySpec, values: Sequence[npt.ArrayLike], num_tokens: Sequence[int]
 ) -> list[npt.NDArray[Any]]:
     """The answers' values of one key, cast and checked against their numbers of tokens."""
-    spec = key_spec(key)
     if len(values) != len(num_tokens):
         raise ValueError(f"sample {uid!r} has {len(values)} answers in {key!r} but {len(num_tokens)} in 'input_ids'")
     arrays = [np.atleast_1d(np.asarray(value, dtype=spec.dtype)) for value in values]
@@ -272,8 +288,12 @@ def _offsets(lengths: Iterable[int]) -> list[int]:
     return list(accumulate(lengths, initial=0))
 
 
-def _empty(key: str) -> npt.NDArray[Any]:
-    return np.empty(0, key_spec(key).dtype)
+def _all_specs(tables: Sequence[KeySpecs]) -> KeySpecs:
+    if not tables:
+        return KEY_LAYOUTS
+    if all(table is tables[0] for table in tables):
+        return tables[0]  # nearly always: samples of one store share their table
+    return MappingProxyType({name: spec for table in tables for name, spec in table.items()})
 
 
 def _concatenate(arrays: Sequence[Array]) -> Array:

@@ -26,6 +26,7 @@ from corral.scheduling.model_function_call import (
     PushWeightsHook,
 )
 from corral.scheduling.redistribution import Demand
+from corral.workers.data.sequence_sample import key_specs
 from corral.workers.master.all_or_first import all_or_first_error
 from corral.workers.master.dealing import Dealer
 from corral.workers.master.sequence_buffer import SequenceBuffer
@@ -72,7 +73,7 @@ class MeshCalls:
         self._buffer = buffer
         self._publish = publish
         self._dealer = Dealer(spec, graph)
-        self._transfers = TransferPlanner(gang.host_by_rank())
+        self._transfers = TransferPlanner(gang.host_by_rank(), key_specs(spec.declared_keys))
         self._moved_bytes = 0
 
     def ranks_of(self, call: ModelFunctionCall) -> frozenset[int]:

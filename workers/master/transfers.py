@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from corral.scheduling.redistribution import Demand, Parcel, plan_redistribution
-from corral.workers.data.sequence_sample import key_spec
+from corral.workers.data.sequence_sample import KEY_LAYOUTS, KeySpecs, key_spec
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
 from corral.workers.requests.messages import DataTransfer, Give
 
@@ -40,6 +40,8 @@ class TransferPlanner:
     """Plans the transfers of one trainer epoch, and numbers their parcels."""
 
     host_by_rank: Mapping[int, str]
+    specs: KeySpecs = field(default_factory=lambda: KEY_LAYOUTS)
+    """Every key that the plan knows."""
     _next_tag: int = 0
     _coefficients: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict)
 
@@ -73,7 +75,7 @@ class TransferPlanner:
         """Bytes of some keys of a sample: a number per token and one per answer, whatever the keys."""
         names = tuple(keys)
         if names not in self._coefficients:
-            specs = [key_spec(name) for name in names]
+            specs = [key_spec(name, self.specs) for name in names]
             per_answer = sum(spec.dtype.itemsize * spec.layout.length(0) for spec in specs)
             per_token = sum(spec.dtype.itemsize * spec.layout.length(1) for spec in specs) - per_answer
             self._coefficients[names] = per_token, per_answer

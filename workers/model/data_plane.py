@@ -114,7 +114,7 @@ class DataPlane:
             ValueError: if something of it is not here; then nothing is sent.
         """
         links = self._begun()
-        arrays = [self._store.arrays(parcel.uids, keys_in_order(parcel)) for parcel in parcels]
+        arrays = [self._store.arrays(parcel.uids, keys_in_order(parcel, self._store.specs)) for parcel in parcels]
         for parcel, of_parcel in zip(parcels, arrays, strict=True):
             links.send(parcel, of_parcel)
 
@@ -133,7 +133,8 @@ class DataPlane:
         """
         links, rank = self._begun(), self._member.rank
         deadline = time.monotonic() + self._member.timeout_s
-        expected = [IncomingParcel.expected(parcel, num_tokens) for parcel in parcels if rank in parcel.destinations]
+        specs = self._store.specs
+        expected = [IncomingParcel.expected(p, num_tokens, specs) for p in parcels if rank in p.destinations]
         arrivals = [links.expect(incoming) for incoming in expected]
         for is_passed_on in (False, True):
             for arrival in arrivals:

@@ -13,14 +13,19 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from corral.workers.data.sequence_sample import Array, SequenceSample
+from corral.workers.data.sequence_sample import KEY_LAYOUTS, Array, KeySpecs, SequenceSample
 from corral.workers.model.host_memory import HostMemory
 
 
 class DataStore:
     """Samples by uid; the stream's thread puts arrivals in while the main thread computes on others."""
 
-    def __init__(self) -> None:
+    def __init__(self, specs: KeySpecs = KEY_LAYOUTS) -> None:
+        """
+        Args:
+            specs: every key that the plan knows.
+        """
+        self.specs = specs
         self.memory: HostMemory | None = None
         """Where arrays are kept for other ranks of this host to see; None while there are none."""
         self._lock = threading.RLock()
@@ -56,7 +61,7 @@ class DataStore:
             self.size_bytes += held.size_bytes
 
     def gather(self, uids: Sequence[str], keys: Iterable[str]) -> SequenceSample:
-        """These keys of these samples, packed in the order asked for.
+        """These keys of these samples, packed in the order asked for; no uids make an empty sample of the same keys.
 
         Raises:
             ValueError: naming the samples or keys that are not here.
@@ -64,7 +69,7 @@ class DataStore:
         wanted = list(keys)
         with self._lock:
             self._check_held(uids, wanted)
-            return SequenceSample.gather([self._samples[uid] for uid in uids], keys=wanted)
+            return SequenceSample.gather([self._samples[uid] for uid in uids], keys=wanted, specs=self.specs)
 
     def arrays(self, uids: Sequence[str], keys: Sequence[str]) -> list[Array]:
         """The first key of each of these samples, then the second of each, and so on; nothing is copied.

@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from corral.experiments.worker_specs import ModelWorkerSpec
 from corral.scheduling.dataflow import build_dataflow, dataset_keys
 from corral.workers.backends.parallel_context import mesh_contexts
+from corral.workers.data.sequence_sample import key_specs
 from corral.workers.lifecycle.worker import GangBrokenError, Worker, WorkerContext
 from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
 from corral.workers.model.data_store import DataStore
@@ -85,7 +86,7 @@ class ModelWorker(Worker):
         super().__init__(context)
         self._spec = context.specification(ModelWorkerSpec)
         self._moved = TransferCounts()
-        self._store = DataStore()
+        self._store = DataStore(key_specs(self._spec.declared_keys))
 
     def run(self) -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

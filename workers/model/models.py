@@ -14,13 +14,11 @@ same order.
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import numpy as np
-
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, parse_model_name
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.checkpoint.durable_file import FileEntry
-from corral.workers.data.sequence_sample import SequenceSample, key_spec
+from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.evaluation.held_out import Evaluator
 from corral.workers.lifecycle.worker import BadConfigurationError
 from corral.workers.model.data_store import DataStore
@@ -143,11 +141,8 @@ class Models:
         return self._models[ModelName(role)]
 
     def _inputs(self, call: ModelFunctionCall, uids: list[str]) -> SequenceSample:
-        if uids:
-            return self._store.gather(uids, call.input_keys).remap_keys(call.input_key_remap)
         # A rank without samples still takes part in every collective, with no rows of the same keys.
-        empty = {key: np.empty(0, key_spec(key).dtype) for key in call.input_keys}
-        return SequenceSample([], {key: [] for key in empty}, dict(empty)).remap_keys(call.input_key_remap)
+        return self._store.gather(uids, call.input_keys).remap_keys(call.input_key_remap)
 
 
 def _place(contexts: Mapping[str, ParallelContext | None], role: ModelRoleSpec) -> ParallelContext:

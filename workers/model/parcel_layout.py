@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from corral.scheduling.redistribution import Parcel
-from corral.workers.data.sequence_sample import Array, SequenceSample, key_spec
+from corral.workers.data.sequence_sample import Array, KeySpecs, SequenceSample, key_spec
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -22,9 +22,9 @@ NumTokens = Mapping[str, Sequence[int]]
 """uid -> tokens of each answer."""
 
 
-def keys_in_order(parcel: Parcel) -> list[str]:
+def keys_in_order(parcel: Parcel, specs: KeySpecs) -> list[str]:
     """The parcel's keys as they travel."""
-    return sorted(parcel.keys, key=lambda key: (-key_spec(key).dtype.itemsize, key))
+    return sorted(parcel.keys, key=lambda key: (-key_spec(key, specs).dtype.itemsize, key))
 
 
 def pack(arrays: Sequence[Array]) -> Bytes:
@@ -43,16 +43,18 @@ class IncomingParcel:
     """By key and sample, the lengths of the answers; the keys in the order in which they travel."""
     array_bytes: list[int]
     """The size of each array, in the order in which they travel."""
+    specs: KeySpecs
+    """Of all keys that are declared."""
 
     @classmethod
-    def expected(cls, parcel: Parcel, num_tokens: NumTokens) -> "IncomingParcel":
+    def expected(cls, parcel: Parcel, num_tokens: NumTokens, declared: KeySpecs) -> "IncomingParcel":
         """
         Raises:
             ValueError: if the length of a sample is not stated.
         """
         if unknown := [uid for uid in parcel.uids if uid not in num_tokens]:
             raise ValueError(f"samples {unknown[:3]} are to come from rank {parcel.source}, but nobody said how long")
-        specs = {key: key_spec(key) for key in keys_in_order(parcel)}
+        specs = {key: declared[key] for key in keys_in_order(parcel, declared)}
         # Once for each layout: there are few, and many samples.
         lengths = {
             layout: [[layout.length(tokens) for tokens in num_tokens[uid]] for uid in parcel.uids]
@@ -63,6 +65,7 @@ class IncomingParcel:
             parcel,
             {key: lengths[spec.layout] for key, spec in specs.items()},
             [total * spec.dtype.itemsize for spec in specs.values() for total in totals[spec.layout]],
+            declared,
         )
 
     @property
@@ -78,7 +81,7 @@ class IncomingParcel:
     def samples(self, arrays: Sequence[Array]) -> list[SequenceSample]:
         """The samples, given the bytes of each array in the order in which they travel."""
         num_uids = len(self.parcel.uids)
-        dtypes = [key_spec(key).dtype for key in self.seqlens]
+        dtypes = [self.specs[key].dtype for key in self.seqlens]
         by_key = [
             [array.view(dtype) for array in arrays[number * num_uids : (number + 1) * num_uids]]
             for number, dtype in enumerate(dtypes)
@@ -88,6 +91,7 @@ class IncomingParcel:
                 [uid],
                 {key: [of_key[index]] for key, of_key in self.seqlens.items()},
                 {key: of_key[index] for key, of_key in zip(self.seqlens, by_key, strict=True)},
+                self.specs,
             )
             for index, uid in enumerate(self.parcel.uids)
         ]

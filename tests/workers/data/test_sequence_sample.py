@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.workers.data.sequence_sample import KEY_LAYOUTS, KeyLayout, SequenceSample, answer_slices, key_spec
+from corral.scheduling.keys import Key, KeyLayout
+from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample, answer_slices, key_spec, key_specs
 
 group_lengths = st.lists(st.integers(1, 6), min_size=1, max_size=3)
 
@@ -152,6 +153,33 @@ def test_every_declared_key_has_a_length_for_an_answer() -> None:
     }
     assert KEY_LAYOUTS["input_ids"].dtype == np.int32
     assert answer_slices([2, 0, 3]) == [slice(0, 2), slice(2, 2), slice(2, 5)]
+
+
+DIFFICULTY = Key("difficulty", "per_answer", "float32")
+
+
+def test_a_key_of_the_users_own_goes_wherever_the_others_go() -> None:
+    sample = make_sample([[4, 2], [3]]).with_key(DIFFICULTY, np.array([1.0, 2.0, 3.0], np.float32))
+    assert sample.seqlens["difficulty"] == [[1, 1], [1]]
+    part = SequenceSample.gather(sample.select(["0:1", "0:0"]).ungroup().unpack()).select_keys(["difficulty"])
+    assert part.data["difficulty"].tolist() == [3.0, 1.0, 2.0]
+    assert part.specs["difficulty"] == key_specs([DIFFICULTY])["difficulty"]
+    renamed = part.remap_keys({"difficulty": "hardness"})
+    assert renamed.specs["hardness"] == part.specs["difficulty"]
+    plain = make_sample([[4], [5], [6]]).select(["0:2"])
+    both = SequenceSample.gather([plain, sample], keys=["input_ids"])
+    assert both.with_key("difficulty", np.zeros(4, np.float32)).seqlens["difficulty"] == [[1], [1, 1], [1]]
+
+
+def test_a_table_of_declared_keys_reads_groups_and_empty_samples() -> None:
+    specs = key_specs([DIFFICULTY])
+    group = SequenceSample.from_group("0:a", {"input_ids": [[1, 2]], "difficulty": [0.5]}, specs=specs)
+    assert group.data["difficulty"].dtype == np.float32
+    nothing = SequenceSample.gather([], keys=["input_ids", "difficulty"], specs=specs)
+    assert nothing.data["difficulty"].dtype == np.float32
+    assert nothing.with_key("difficulty", np.empty(0, np.float32)).seqlens["difficulty"] == []
+    with pytest.raises(ValueError, match="unknown sample key 'difficulty'"):
+        SequenceSample.from_group("0:a", {"input_ids": [[1, 2]], "difficulty": [0.5]})
 
 
 def test_the_module_does_not_import_torch() -> None:

@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from corral.scheduling.redistribution import Demand, Locations, Parcel, plan_redistribution
-from corral.workers.data.sequence_sample import Array, SequenceSample, key_spec
+from corral.workers.data.sequence_sample import KEY_LAYOUTS, Array, KeySpecs, SequenceSample
 from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
 from corral.workers.model.data_store import DataStore
 
@@ -25,12 +26,14 @@ class Rank:
 
 
 @contextmanager
-def connected_ranks(hosts: Sequence[str], *, timeout_s: float = DEADLINE_S, epoch: int = 1) -> Iterator[list[Rank]]:
+def connected_ranks(
+    hosts: Sequence[str], *, timeout_s: float = DEADLINE_S, epoch: int = 1, specs: KeySpecs = KEY_LAYOUTS
+) -> Iterator[list[Rank]]:
     """Ranks that have begun an epoch together; those of one host share memory."""
     rendezvous = dist.HashStore()
     ranks = []
     for number, host in enumerate(hosts):
-        store = DataStore()
+        store = DataStore(specs)
         member = Membership(
             rank=number,
             world_size=len(hosts),
@@ -55,15 +58,17 @@ def on_all(ranks: Sequence[Rank], act: Callable[[int, Rank], None]) -> None:
             future.result(DEADLINE_S)
 
 
-def random_sample(uid: str, lengths: Sequence[int], keys: Sequence[str]) -> SequenceSample:
+def random_sample(
+    uid: str, lengths: Sequence[int], keys: Sequence[str], specs: KeySpecs = KEY_LAYOUTS
+) -> SequenceSample:
     """Bits of every kind: not-a-numbers, huge token ids, and true where a bool is."""
     rng = np.random.default_rng(abs(hash((uid, *lengths))) % 2**32)
-    seqlens = {key: [[key_spec(key).layout.length(tokens) for tokens in lengths]] for key in keys}
-    return SequenceSample([uid], seqlens, {key: _bits(rng, key, sum(seqlens[key][0])) for key in keys})
+    seqlens = {key: [[specs[key].layout.length(tokens) for tokens in lengths]] for key in keys}
+    data = {key: _bits(rng, specs[key].dtype, sum(seqlens[key][0])) for key in keys}
+    return SequenceSample([uid], seqlens, data, specs)
 
 
-def _bits(rng: np.random.Generator, key: str, count: int) -> Array:
-    dtype = key_spec(key).dtype
+def _bits(rng: np.random.Generator, dtype: np.dtype[Any], count: int) -> Array:
     if dtype == np.bool_:
         return rng.random(count) < 0.5
     return np.frombuffer(rng.bytes(count * dtype.itemsize), dtype)

@@ -3,21 +3,22 @@
 import itertools
 import multiprocessing
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from corral.scheduling.keys import KeyLayout
 from corral.scheduling.redistribution import Demand, Parcel
 from corral.workers.backends.parallel_context import connect_store, host_store
-from corral.workers.data.sequence_sample import KEY_LAYOUTS, KeyLayout, KeySpec, SequenceSample
+from corral.workers.data.sequence_sample import KEY_LAYOUTS, KeySpec, SequenceSample
 from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.network import TransferError
@@ -27,17 +28,10 @@ WIDE = {
     "test_positions": KeySpec(KeyLayout.PER_TOKEN, np.dtype(np.int64)),
     "test_bfloat16_values": KeySpec(KeyLayout.PER_SHIFTED_TOKEN, np.dtype(np.uint16)),
 }
+SPECS = {**KEY_LAYOUTS, **WIDE}
 KEYS = ("input_ids", "prompt_mask", "old_logprobs", "rewards", *WIDE)
 UIDS = ("0:a", "0:b", "0:c", "0:d", "0:e")
 LAYOUTS = {"apart": "ABCD", "together": "AAAA", "pairs": "AABB"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def wide_keys() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for key, spec in WIDE.items():
-            patch.setitem(cast(dict[str, Any], KEY_LAYOUTS), key, spec)
-        yield
 
 
 @dataclass
@@ -52,7 +46,7 @@ class Group:
 @pytest.fixture(scope="module", params=LAYOUTS)
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     hosts = LAYOUTS[request.param]
-    with connected_ranks(hosts) as ranks:
+    with connected_ranks(hosts, specs=SPECS) as ranks:
         yield Group(hosts, ranks, itertools.count(step=1000))
 
 
@@ -79,7 +73,7 @@ def test_any_ownership_becomes_any_layout_bit_for_bit(
     wanted: list[Demand],
     takes_first: set[int],
 ) -> None:
-    samples = {uid: random_sample(uid, lengths[uid], KEYS) for uid in UIDS}
+    samples = {uid: random_sample(uid, lengths[uid], KEYS, SPECS) for uid in UIDS}
     for rank in group.ranks:
         rank.store.drop(UIDS)
     for (uid, key), holders in owners.items():
@@ -116,9 +110,9 @@ def assert_same(actual: SequenceSample, expected: SequenceSample, key: str) -> N
 
 
 def test_values_cross_to_a_host_once_and_are_passed_on_there() -> None:
-    sample = random_sample("0:a", [500, 20], KEYS)
+    sample = random_sample("0:a", [500, 20], KEYS, SPECS)
     hosts = "ABBB"
-    with connected_ranks(hosts) as ranks:
+    with connected_ranks(hosts, specs=SPECS) as ranks:
         ranks[0].store.put(sample)
         wanted = [Demand(ranks=(1, 2, 3), uids=["0:a"], keys=KEYS)]
         redistribute(ranks, plan_for(ranks, wanted, hosts), {"0:a": [500, 20]})
@@ -131,8 +125,8 @@ def test_values_cross_to_a_host_once_and_are_passed_on_there() -> None:
 
 
 def test_a_rank_whose_main_thread_is_busy_still_gives() -> None:
-    sample = random_sample("0:a", [7], KEYS)
-    with connected_ranks("AB") as ranks:
+    sample = random_sample("0:a", [7], KEYS, SPECS)
+    with connected_ranks("AB", specs=SPECS) as ranks:
         ranks[0].store.put(sample)
         plan = plan_for(ranks, [Demand(ranks=(1,), uids=["0:a"], keys=KEYS)], "AB")
         taken = threading.Event()
@@ -191,8 +185,11 @@ def test_samples_that_were_dropped_too_early_are_not_taken_for_others() -> None:
     parcel = Parcel(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("input_ids",))
     with connected_ranks("AA") as ranks:
         ranks[0].store.put(random_sample("0:a", [5_000_000], ["input_ids"]))  # more than a segment holds: its own
+        is_gone = threading.Event()
+        weakref.finalize(ranks[0].store.arrays(["0:a"], ["input_ids"])[0].base, is_gone.set)
         ranks[0].plane.give([parcel])
         ranks[0].store.drop(["0:a"])
+        assert is_gone.wait(DEADLINE_S)  # the courier holds it until it has said where it was
         with pytest.raises(TransferError, match="rank 0 has dropped samples before they were taken"):
             ranks[1].plane.take([parcel], {"0:a": [5_000_000]})
 

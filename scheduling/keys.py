@@ -1,0 +1,128 @@
+"""Keys of samples: what each is called, how many values it has for one answer, and of what type.
+
+    Key("margin", "per_answer", "float32")      in a file of the user's own, or in BUILT_IN_KEYS
+        │ read as text at submission, never run: `corral.experiments.inputs.declared_keys`
+        ▼
+    the plan ──► master: what moves, and how many bytes it is
+             └─► model workers: memory for what comes, micro-batches, padding
+
+A declaration is data, so that the master knows the layout of a user's key without importing the user's code or torch.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TypeVar
+
+Declared = TypeVar("Declared")
+
+DTYPES = ("bool", "uint8", "int32", "int64", "float32", "float64")
+"""Types that travel between processes as they are."""
+
+
+class KeyLayout(StrEnum):
+    """How many values a key holds for one answer of S tokens, its prompt included."""
+
+    PER_TOKEN = "per_token"  # S values
+    PER_SHIFTED_TOKEN = "per_shifted_token"  # S - 1 values; value t belongs to the token at t + 1
+    PER_ANSWER = "per_answer"  # 1 value
+
+    def length(self, num_tokens: int) -> int:
+        """Number of values for an answer of `num_tokens` tokens."""
+        if self is KeyLayout.PER_TOKEN:
+            return num_tokens
+        return num_tokens - 1 if self is KeyLayout.PER_SHIFTED_TOKEN else 1
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Key:
+    """One key of a sample.
+
+    Example:
+        MARGIN = Key("margin", "per_answer", "float32")
+
+    Raises:
+        ValueError: if the name is no identifier, or layout or type is not one of those there are.
+    """
+
+    name: str
+    layout: KeyLayout
+    dtype: str
+    """Name of numpy's type, one of `DTYPES`."""
+
+    def __init__(self, name: str, layout: str, dtype: str) -> None:
+        if not name.isidentifier():
+            raise ValueError(f"a key's name consists of letters, digits and _, not starting with a digit; got {name!r}")
+        if layout not in list(KeyLayout):
+            raise ValueError(f"key {name!r} has the layout {layout!r}; layouts are {', '.join(KeyLayout)}")
+        if dtype not in DTYPES:
+            raise ValueError(f"key {name!r} has the type {dtype!r}; types are {', '.join(DTYPES)}")
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "layout", KeyLayout(layout))
+        object.__setattr__(self, "dtype", dtype)
+
+
+BUILT_IN_KEYS: Mapping[str, Key] = MappingProxyType(
+    {
+        key.name: key
+        for key in (
+            Key("input_ids", "per_token", "int32"),
+            Key("prompt_mask", "per_token", "bool"),  # True on prompt tokens
+            Key("old_logprobs", "per_shifted_token", "float32"),  # of the behaviour policy; 0 on prompt tokens
+            Key("versions", "per_shifted_token", "int32"),  # policy version that made the token; -1 on prompt tokens
+            Key("logprobs", "per_shifted_token", "float32"),  # an inference call's output, before it is renamed
+            Key("proximal_logprobs", "per_shifted_token", "float32"),
+            Key("ref_logprobs", "per_shifted_token", "float32"),
+            Key("advantages", "per_shifted_token", "float32"),
+            Key("behaviour_weights", "per_shifted_token", "float32"),
+            Key("loss_weights", "per_shifted_token", "float32"),  # of a token in the mean over all tokens
+            Key("loss_mask", "per_shifted_token", "bool"),  # True on the tokens that are trained on
+            Key("values", "per_token", "float32"),  # a critic's, in units of reward
+            Key("returns", "per_shifted_token", "float32"),
+            Key("rewards", "per_answer", "float32"),
+            Key("is_chosen", "per_answer", "bool"),  # True where the answer is the preferred one of a pair
+            Key("seq_no_eos_mask", "per_answer", "bool"),  # True where the answer was cut off by the token limit
+        )
+    }
+)
+
+
+def built_in(*names: str) -> tuple[Key, ...]:
+    """The built-in keys of these names.
+
+    Raises:
+        ValueError: naming one that is not built in, and the closest that is.
+    """
+    return tuple(find_declared(name, BUILT_IN_KEYS) for name in names)
+
+
+def find_declared(name: str, table: Mapping[str, Declared]) -> Declared:
+    """What a table says of a key.
+
+    Raises:
+        ValueError: if it does not have it.
+    """
+    if name not in table:
+        closest = difflib.get_close_matches(name, table, n=1)
+        hint = f"did you mean {closest[0]!r}?" if closest else f"declared are {', '.join(table)}"
+        raise ValueError(f"unknown sample key {name!r}; {hint}")
+    return table[name]
+
+
+def merge_keys(declared: Iterable[Key]) -> dict[str, Key]:
+    """All built-in keys and those declared besides, by name.
+
+    Raises:
+        ValueError: if one name is declared in two ways.
+    """
+    keys = dict(BUILT_IN_KEYS)
+    for key in declared:
+        other = keys.setdefault(key.name, key)
+        if other != key:
+            raise ValueError(
+                f"key {key.name!r} is declared as {key.layout} {key.dtype} and as {other.layout} {other.dtype}; "
+                "give one of them another name"
+            )
+    return keys
