@@ -212,7 +212,7 @@ class AsyncPPOExperiment(Experiment):
 
     def find_warnings(self) -> Iterator[str]:
         yield from super().find_warnings()
-        if self.ref is not None and self.ppo.kl_coef == 0.0:
-            yield "ref has no effect on training while ppo.kl_coef is 0; leave it out to save its memory"
+        if self.ref is not None and self.ppo.kl.coef == 0.0:
+            yield "ref has no effect on training while ppo.kl.coef is 0; leave it out to save its memory"
         if not self.ppo.use_decoupled_loss and "behav_imp_weight_cap" in self.ppo.model_fields_set:
             yield "ppo.behav_imp_weight_cap has no effect without ppo.use_decoupled_loss"

@@ -292,22 +292,31 @@ def check_evaluation(
         )
 
 
-def check_ppo(ppo: PPOConfig, *, has_ref: bool, train_batch_size: int, dp: int) -> Iterator[ConfigProblem]:
-    """Settings of the algorithm that contradict each other, or the ranks that train.
+def check_ppo(
+    ppo: PPOConfig, *, has_ref: bool, train_batch_size: int, dp: int, has_critic: bool = False
+) -> Iterator[ConfigProblem]:
+    """Settings of the algorithm that contradict each other, the rest of the experiment, or the ranks that train.
 
     Args:
         dp: data-parallel ranks of the actor, each of which cuts its own answers into mini-batches.
     """
-    if ppo.kl_coef > 0.0 and not has_ref:
+    if ppo.kl.coef > 0.0 and not has_ref:
         yield ConfigProblem(
-            message=f"ppo.kl_coef {ppo.kl_coef} needs a reference model, and there is none",
-            hint="give ref.path (the model that the actor starts from), or set ppo.kl_coef: 0",
-            path=("ppo", "kl_coef"),
-            shown=str(ppo.kl_coef),
+            message=f"ppo.kl.coef {ppo.kl.coef} needs a reference model, and there is none",
+            hint="give ref.path (the model that the actor starts from), or set ppo.kl.coef: 0",
+            path=("ppo", "kl", "coef"),
+            shown=str(ppo.kl.coef),
         )
-    if ppo.group_size < 2:
+    if ppo.needs_critic and not has_critic:
         yield ConfigProblem(
-            message="group_relative advantages compare the answers to one prompt: with group_size 1 they are all 0",
+            message=f"ppo.advantage {ppo.advantage} needs a critic, and there is none",
+            hint="give a critic, or set ppo.advantage: group_relative",
+            path=("ppo", "advantage"),
+            shown=ppo.advantage,
+        )
+    if ppo.compares_answers and ppo.group_size < 2:
+        yield ConfigProblem(
+            message=f"{ppo.advantage} advantages compare the answers to one prompt: with group_size 1 they are all 0",
             hint="ppo.group_size: 8 is usual, 2 the least",
             path=("ppo", "group_size"),
             shown=str(ppo.group_size),
@@ -324,6 +333,9 @@ def check_ppo(ppo: PPOConfig, *, has_ref: bool, train_batch_size: int, dp: int) 
             path=("ppo", "n_minibatches"),
             shown=str(ppo.n_minibatches),
         )
+    for name, import_path in (("loss", ppo.loss), ("advantage", ppo.advantage)):
+        if ":" in import_path:
+            yield from _import_problems(("ppo", name), import_path)
 
 
 def check_concurrency(rollout: RolloutConfig, *, train_batch_size: int) -> Iterator[ConfigProblem]:
@@ -344,9 +356,11 @@ def check_concurrency(rollout: RolloutConfig, *, train_batch_size: int) -> Itera
 
 def check_imports(rollout: RolloutConfig) -> Iterator[ConfigProblem]:
     """Agents and rewards that do not exist."""
-    for name, import_path, must_be_async in (("agent", rollout.agent, True), ("reward", rollout.reward, False)):
-        problem = check_import_path(import_path, must_be_async=must_be_async)
-        if problem is not None:
-            yield replace(
-                problem, message=f"rollout.{name}: {problem.message}", path=("rollout", name), shown=import_path
-            )
+    yield from _import_problems(("rollout", "agent"), rollout.agent, must_be_async=True)
+    yield from _import_problems(("rollout", "reward"), rollout.reward)
+
+
+def _import_problems(path: KeyPath, import_path: str, *, must_be_async: bool = False) -> Iterator[ConfigProblem]:
+    problem = check_import_path(import_path, must_be_async=must_be_async)
+    if problem is not None:
+        yield replace(problem, message=f"{dotted(path)}: {problem.message}", path=path, shown=import_path)

@@ -29,7 +29,7 @@ class ConfigProblem:
     path: the key that has to change; empty where no key is to blame.
     shown: the offending value, as it is printed after the key.
     note: what follows from the value, in a few words beside it.
-    place: where that stands: "math.yaml:31", "-s ppo.kl_coef=1".
+    place: where that stands: "math.yaml:31", "-s ppo.kl.coef=1".
     evidence: the command that shows what the value was compared with.
     """
 

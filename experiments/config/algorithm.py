@@ -1,33 +1,108 @@
 """How a model learns: the settings of the losses and advantages in `corral.workers.algorithms`."""
 
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.rollout import check_import_path_syntax
+
+LOSS_NAMES = ("ppo", "gspo", "cispo")
+"""The policy losses that `corral.workers.algorithms.policy_loss` has under these names."""
+ADVANTAGE_NAMES = ("group_relative", "rloo", "rewards_to_go", "gae")
+"""The advantages that `corral.workers.algorithms.advantage` has under these names."""
+
+
+def _check_loss(text: str) -> str:
+    return _named_or_imported(text, LOSS_NAMES)
+
+
+def _check_advantage(text: str) -> str:
+    return _named_or_imported(text, ADVANTAGE_NAMES)
+
+
+def _named_or_imported(text: str, names: tuple[str, ...]) -> str:
+    if ":" in text:
+        return check_import_path_syntax(text)
+    if text not in names:
+        raise ValueError(f"must be {', '.join(names)} or an import path, package.module:name; got {text!r}")
+    return text
+
+
+class KLConfig(FrozenConfig):
+    """What keeps the policy near a reference model."""
+
+    coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the KL divergence to the reference model; above 0 it needs `ref`. With `target`, the first one."""
+    place: Literal["loss", "reward"] = "loss"
+    """Whether the divergence is a term of the loss (GRPO) or is subtracted from the reward of each token (PPO)."""
+    estimator: Literal["k1", "k2", "k3"] | None = None
+    """How it is estimated from the sampled tokens; None is k3 in the loss, and k1, the only one there, in rewards."""
+    target: float | None = Field(default=None, gt=0.0)
+    """Nats per answer that an adaptive coefficient aims at; None keeps the coefficient as it is."""
+    horizon: float = Field(default=10_000.0, gt=0.0)
+    """Answers in which an adaptive coefficient changes by at most a fifth."""
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> Self:
+        if self.place == "reward" and self.estimator not in (None, "k1"):
+            raise ValueError(f"estimator {self.estimator} has no effect with place: reward; remove it")
+        if self.target is not None and self.coef == 0.0:
+            raise ValueError("target can never be reached from coef 0; start from a coef above 0, such as 0.1")
+        if self.target is None and self.horizon != type(self).model_fields["horizon"].default:
+            raise ValueError("horizon has no effect without target; remove it, or set a target")
+        return self
+
+    @property
+    def estimator_in_place(self) -> Literal["k1", "k2", "k3"]:
+        """The estimator that is used."""
+        return self.estimator or ("k3" if self.place == "loss" else "k1")
 
 
 class PPOConfig(FrozenConfig):
-    """PPO (https://arxiv.org/abs/1707.06347) with GRPO's advantages (https://arxiv.org/abs/2402.03300) and AReaL's decoupled loss (https://arxiv.org/abs/2505.24298)."""  # noqa: E501
+    """PPO (https://arxiv.org/abs/1707.06347) and what has grown from it: GRPO, RLOO, REINFORCE++, DAPO, GSPO, CISPO, decoupled PPO. docs/algorithms.md has the formulas."""  # noqa: E501
 
     group_size: int = Field(default=8, ge=1)
     """Answers sampled for one prompt."""
     n_minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps that one train step is cut into; the policy version rises once per train step."""
+    """Optimizer steps that one pass over the batch is cut into; the policy version rises once per train step."""
+    sample_reuse: int = Field(default=1, ge=1)
+    """Passes over the batch in one train step."""
+    loss: Annotated[str, AfterValidator(_check_loss)] = "ppo"
+    """ppo (clip per token), gspo (clip per answer), cispo (clipped weight), or the import path of one of your own."""
     eps_clip: float = Field(default=0.2, gt=0.0)
     """The importance ratio to the proximal policy is clipped to [1 - eps_clip, 1 + eps_clip]."""
+    eps_clip_high: float | None = Field(default=None, gt=0.0)
+    """Another distance for the upper bound of that clip (clip-higher); None is `eps_clip`."""
     c_clip: float | None = Field(default=None, gt=1.0)
-    """Dual clip: bound of the loss where the advantage is negative; None leaves it out."""
+    """Dual clip of the loss ppo: bound of the loss where the advantage is negative; None leaves it out."""
+    loss_reduction: Literal["token_mean", "answer_mean", "fixed_divisor"] = "token_mean"
+    """Whether every token, every answer (GRPO), or every token at a fixed rate (Dr. GRPO) weighs the same."""
+    loss_divisor: int | None = Field(default=None, ge=1)
+    """Tokens that `fixed_divisor` divides an answer's sum by; usually rollout.sampling.max_new_tokens."""
     use_decoupled_loss: bool = True
     """Clip around the policy at the start of the step and weight by its ratio to the policy that generated."""
     behav_imp_weight_cap: float | None = Field(default=5.0, gt=1.0)
-    """Tokens whose behaviour importance weight exceeds this leave the loss; None keeps all."""
-    advantage: Literal["group_relative"] = "group_relative"
-    """How rewards become advantages; `group_relative` compares the answers to one prompt and needs no critic."""
+    """Bound of a token's behaviour importance weight; None keeps all weights as they are."""
+    behav_imp_weight_mode: Literal["drop", "truncate"] = "drop"
+    """Whether tokens above the bound leave the loss, or stay with the bound as their weight."""
+    advantage: Annotated[str, AfterValidator(_check_advantage)] = "group_relative"
+    """group_relative and rloo compare the answers to one prompt, rewards_to_go compares nothing, gae asks a critic; or
+    the import path of an estimator of your own."""
     group_std_normalization: bool = True
     """Divide group-relative advantages by the group's standard deviation (off: Dr. GRPO, arXiv 2503.20783)."""
-    kl_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the KL divergence to the reference model in the loss; above 0 it needs `ref`."""
+    advantage_normalization: Literal["none", "batch", "group"] = "none"
+    """Bring advantages to mean 0 and deviation 1 over the tokens of the batch, or of each prompt's answers."""
+    discount: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Gamma: what a reward is worth one token earlier, in gae and rewards_to_go."""
+    gae_lambda: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Lambda of gae: 1 trusts the rewards, 0 the critic."""
+    kl: KLConfig = KLConfig()
+    """The divergence to a reference model."""
+    early_stop_imp_ratio: float | None = Field(default=5.0, gt=1.0)
+    """A mean importance ratio above this ends the train step before the update; None never does."""
+    early_stop_kl: float | None = Field(default=None, gt=0.0)
+    """So does a mean of log(center / current) above this, in nats per token."""
     reward_scale: float = 1.0
     """Rewards are multiplied by this after `reward_bias` was subtracted."""
     reward_bias: float = 0.0
@@ -36,3 +111,63 @@ class PPOConfig(FrozenConfig):
     """Scaled rewards are clipped to plus or minus this."""
     mask_no_eos_with_zero: bool = False
     """Whether an answer that was cut off by the token limit gets reward 0."""
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> Self:
+        """What a setting makes pointless is an error, as far as it was written down."""
+        for written, is_used, reason in (
+            ("c_clip", self.c_clip is None or self.loss == "ppo" or ":" in self.loss, "without loss: ppo"),
+            ("loss_divisor", self.loss_reduction == "fixed_divisor", "without loss_reduction: fixed_divisor"),
+            ("behav_imp_weight_mode", self.use_decoupled_loss, "without use_decoupled_loss"),
+            (
+                "group_std_normalization",
+                self.advantage == "group_relative" or ":" in self.advantage,
+                "without advantage: group_relative",
+            ),
+            ("gae_lambda", self.advantage == "gae" or ":" in self.advantage, "without advantage: gae"),
+        ):
+            is_default = getattr(self, written) == type(self).model_fields[written].default
+            if not is_used and not is_default:
+                raise ValueError(f"{written} has no effect {reason}; remove it")
+        if self.loss_reduction == "fixed_divisor" and self.loss_divisor is None:
+            raise ValueError("loss_reduction fixed_divisor needs loss_divisor; the most tokens of an answer is usual")
+        if self.behav_imp_weight_mode == "truncate" and self.behav_imp_weight_cap is None:
+            raise ValueError("behav_imp_weight_mode truncate needs behav_imp_weight_cap; 5.0 is usual")
+        return self
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps in one train step, if none is left out."""
+        return self.n_minibatches * self.sample_reuse
+
+    @property
+    def compares_answers(self) -> bool:
+        """Whether an advantage is what sets an answer apart from the others to its prompt."""
+        return self.advantage in ("group_relative", "rloo")
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantages read a critic's values."""
+        return self.advantage == "gae"
+
+
+class CriticConfig(FrozenConfig):
+    """The critic of PPO: how its values are trained."""
+
+    value_eps_clip: float | None = Field(default=0.2, gt=0.0)
+    """A value moves at most this far from the one that the advantages were computed from; None does not clip."""
+    huber_delta: float | None = Field(default=None, gt=0.0)
+    """Errors beyond this count linearly; None squares all."""
+    value_norm: Literal["none", "exponential", "plain"] = "exponential"
+    """Whether the critic learns returns of mean 0 and deviation 1, by running means that forget, or that do not."""
+    value_norm_decay: float = Field(default=0.99995, gt=0.0, lt=1.0)
+    """What a running mean keeps of the past in one train step, with value_norm: exponential."""
+
+
+class DPOConfig(FrozenConfig):
+    """Direct preference optimisation (https://arxiv.org/abs/2305.18290)."""
+
+    beta: float = Field(default=0.1, gt=0.0)
+    """How much the policy is held to the reference: the implicit reward is beta times the log-ratio."""
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
+    """Share of the preferences that are taken to be the wrong way round."""

@@ -13,13 +13,14 @@ EXACT_MATCH = "corral.workers.rollout.rewards:exact_match"
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
-def _check_import_path(text: str) -> str:
+def check_import_path_syntax(text: str) -> str:
+    """The text; ValueError if it cannot be `package.module:name`."""
     if not _IMPORT_PATH.fullmatch(text):
         raise ValueError("must look like package.module:name; put a colon before the function's name")
     return text
 
 
-ImportPath = Annotated[str, AfterValidator(_check_import_path)]
+ImportPath = Annotated[str, AfterValidator(check_import_path_syntax)]
 """`package.module:name` of a function or class."""
 
 

@@ -81,7 +81,7 @@ def _micro_batch(call: ModelFunctionCall) -> str:
 def _updates(call: ModelFunctionCall, role: ModelRoleSpec, *, num_goes: int) -> str:
     if call.call_type is not CallType.TRAIN_STEP:
         return "-"
-    mini_batches = role.ppo.n_minibatches if role.ppo is not None else 1
+    mini_batches = role.ppo.updates_per_step if role.ppo is not None else 1
     if num_goes == 1:
         return str(mini_batches)
     return f"{num_goes} x {mini_batches} = {num_goes * mini_batches}"

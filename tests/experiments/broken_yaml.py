@@ -38,7 +38,7 @@ actor:
     lr: 3e-4
 ppo:
   group_size: 4
-  kl_coef: 0.0
+  kl: {coef: 0.0}
 rollout:
   max_head_offpolicyness: 1
   sampling:
@@ -317,8 +317,8 @@ SCHEMA_CASES = (
 CONTRADICTION_CASES = (
     BrokenCase(
         name="kl-without-ref",
-        edit=("  kl_coef: 0.0", "  kl_coef: 0.1"),
-        words=("ppo.kl_coef", "reference model", "ref.path"),
+        edit=("  kl: {coef: 0.0}", "  kl: {coef: 0.1}"),
+        words=("ppo.kl.coef", "reference model", "ref.path"),
         line=11,
     ),
     BrokenCase(
@@ -344,7 +344,7 @@ CONTRADICTION_CASES = (
     BrokenCase(
         name="batch-smaller-than-the-ranks-of-one-role",
         edit=("hf:d1+fsdp:d1", "hf:d1+actor=fsdp:d2,ref=fsdp:d9"),
-        overrides=("ref.path=model", "ppo.kl_coef=0.1"),
+        overrides=("ref.path=model", "ppo.kl.coef=0.1"),
         words=("train_batch_size 8", "there are 9 of ref", "at least 9", "at most d8"),
         line=19,
     ),

@@ -80,9 +80,11 @@ def test_all_mistakes_of_a_stage_are_reported_at_once(tmp_path: Path) -> None:
 
 
 def test_two_contradictions_and_a_missing_file_are_reported_together(tmp_path: Path) -> None:
-    case = BrokenCase(name="several", words=(), edit=("  kl_coef: 0.0", "  kl_coef: 1"), files={"heldout.jsonl": None})
+    case = BrokenCase(
+        name="several", words=(), edit=("  kl: {coef: 0.0}", "  kl: {coef: 1}"), files={"heldout.jsonl": None}
+    )
     error = _error_of(case, tmp_path)
-    assert {problem.path for problem in error.problems} == {("ppo", "kl_coef"), ("evaluation", "dataset", "path")}
+    assert {problem.path for problem in error.problems} == {("ppo", "kl", "coef"), ("evaluation", "dataset", "path")}
 
 
 def test_missing_file_is_a_config_error(tmp_path: Path) -> None:

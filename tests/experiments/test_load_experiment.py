@@ -47,7 +47,7 @@ def test_overrides_win_and_the_last_one_most(folder: Path) -> None:
 
 
 def test_override_can_create_and_remove_a_section(folder: Path) -> None:
-    with_ref = _ppo(folder, f"ref.path={folder / 'model'}", "ppo.kl_coef=0.1")
+    with_ref = _ppo(folder, f"ref.path={folder / 'model'}", "ppo.kl.coef=0.1")
     assert with_ref.ref is not None and with_ref.ref.path == folder / "model"
     assert _ppo(folder, f"ref.path={folder / 'model'}", "ref=null").ref is None
 
@@ -160,7 +160,7 @@ def test_settings_without_effect_are_named(folder: Path) -> None:
     warnings = list(experiment.find_warnings())
     assert [
         word
-        for word in ("kl_coef is 0", "training data", "behav_imp_weight_cap")
+        for word in ("kl.coef is 0", "training data", "behav_imp_weight_cap")
         if not any(word in w for w in warnings)
     ] == []
     assert list(_ppo(folder).find_warnings()) == []

@@ -140,7 +140,7 @@ def _levels(plan: RunPlan) -> tuple[tuple[str, ...], ...]:
 
 
 def test_calls_follow_from_the_decoupled_loss_and_the_reference_model(folder: Path) -> None:
-    ref = [f"ref.path={folder / 'model'}", "ppo.kl_coef=0.1"]
+    ref = [f"ref.path={folder / 'model'}", "ppo.kl.coef=0.1"]
     coupled = "ppo.use_decoupled_loss=false"
     assert _levels(_plan(folder / "ppo.yaml")) == (("actor_inf",), ("actor_train",))
     assert _levels(_plan(folder / "ppo.yaml", coupled)) == (("actor_train",),)
@@ -149,7 +149,7 @@ def test_calls_follow_from_the_decoupled_loss_and_the_reference_model(folder: Pa
 
 
 def test_train_step_reads_what_the_inferences_make(folder: Path) -> None:
-    plan = _plan(folder / "ppo.yaml", f"ref.path={folder / 'model'}", "ppo.kl_coef=0.1")
+    plan = _plan(folder / "ppo.yaml", f"ref.path={folder / 'model'}", "ppo.kl.coef=0.1")
     calls = {call.name: call for call in plan.master.calls}
     assert calls["actor_inf"].output_key_remap == {"logprobs": "proximal_logprobs"}
     assert calls["ref_inf"].output_key_remap == {"logprobs": "ref_logprobs"}
@@ -174,7 +174,7 @@ def test_missing_rank_or_worker_is_refused(folder: Path) -> None:
 
 def test_each_rank_holds_the_roles_of_its_share(folder: Path) -> None:
     plan = _plan(
-        folder / "ppo.yaml", f"ref.path={folder / 'model'}", "ppo.kl_coef=0.1", "allocation=hf:d1+actor=d2,ref=d2@1"
+        folder / "ppo.yaml", f"ref.path={folder / 'model'}", "ppo.kl.coef=0.1", "allocation=hf:d1+actor=d2,ref=d2@1"
     )
     roles = {
         worker.index: [role.role for role in worker.roles]

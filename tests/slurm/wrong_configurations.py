@@ -16,7 +16,7 @@ allocation: hf:d1+fsdp:d1
 actor:
   path: model
 ppo:
-  kl_coef: 0.0
+  kl: {coef: 0.0}
 rollout:
   max_head_offpolicyness: 1
   sampling:

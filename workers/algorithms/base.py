@@ -1,30 +1,61 @@
 """What a model function call runs: an interface, which knows an algorithm, on an engine, which knows a model.
 
-    INFERENCE    sample ─► interface.inference(engine, sample)            ─► new keys, one packed array each
-    TRAIN_STEP   sample ─► interface.train_step(engine, sample, version=) ─► statistics
+    inference    sample ─► interface.inference(engine, sample)            ─► new keys, one packed array each
+    train_step   sample ─► interface.train_step(engine, sample, version=) ─► statistics
+    evaluate     sample ─► interface.evaluate(engine, sample)             ─► statistics
 
-What a checkpoint must keep lives in the engine, or in numbers that a `StatefulInterface` gives and takes.
+    inputs, outputs     which keys each kind of call reads and makes
+    state_dict          what a checkpoint keeps of the interface itself: plain numbers, equal on every rank
+
+Everything larger that a checkpoint must keep lives in the engine.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from corral.scheduling.keys import Key
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.backends.base import AnyEngine, LossOutput, TrainEngine
 from corral.workers.backends.token_scores import TokenScores
 from corral.workers.backends.train_state import Numbers
 from corral.workers.data.sequence_sample import SequenceSample
 
+CallKeys = Mapping[CallType, tuple[Key, ...]]
+"""Keys by the kind of call that reads or makes them."""
 
-class ModelInterface(Protocol):
-    """An algorithm's side of the model function calls of one role. All ranks of the role call it together."""
+
+class ModelInterface:
+    """An algorithm's side of the model function calls of one model. All ranks of its mesh call it together.
+
+    A subclass overrides the calls that it serves and names their keys in `inputs` (and `outputs`, for inference):
+
+        class Lengths(ModelInterface):
+            inputs = {CallType.INFERENCE: built_in("input_ids")}
+            outputs = {CallType.INFERENCE: (Key("num_tokens", "per_answer", "float32"),)}
+
+            def inference(self, engine, sample):
+                return {"num_tokens": np.array(sample.answer_lengths(), np.float32)}
+    """
+
+    @property
+    def inputs(self) -> CallKeys:
+        """What each kind of call must find in its sample; a kind that is not here is not served."""
+        return {}
+
+    @property
+    def outputs(self) -> CallKeys:
+        """What inference may make; the call says which of it the graph has a use for, and under which name."""
+        return {}
 
     def inference(self, engine: AnyEngine, sample: SequenceSample) -> dict[str, npt.NDArray[Any]]:
         """Keys computed from the sample without changing the model; the call's `output_key_remap` names them."""
+        self._refuse(CallType.INFERENCE)
 
     def train_step(self, engine: AnyEngine, sample: SequenceSample, *, version: int) -> dict[str, float]:
         """Update the model on this rank's share of a global batch.
@@ -36,20 +67,62 @@ class ModelInterface(Protocol):
         Returns:
             Statistics of the global batch, equal on all ranks.
         """
+        self._refuse(CallType.TRAIN_STEP)
 
-
-@runtime_checkable
-class StatefulInterface(ModelInterface, Protocol):
-    """An interface that learns numbers of its own, such as a value normaliser's moments: they are in every commit.
-
-    It begins as it was made, and goes on from the commit that its epoch continues.
-    """
+    def evaluate(self, engine: AnyEngine, sample: SequenceSample) -> dict[str, float]:
+        """Statistics of the ranks' samples together under the present weights, equal on all ranks."""
+        self._refuse(CallType.EVALUATE)
 
     def state_dict(self) -> Numbers:
-        """The numbers, equal on all ranks."""
+        """Plain numbers that a checkpoint keeps, equal on every rank: normalisers, controllers."""
+        return {}
 
     def load_state_dict(self, state: Numbers) -> None:
-        """Go on from what `state_dict` gave."""
+        """Go on from what `state_dict` said.
+
+        Raises:
+            ValueError: if that was another algorithm's, or one with other settings.
+        """
+        if state:
+            raise ValueError(f"{type(self).__name__} keeps no state, but the checkpoint holds {sorted(state)} for it")
+
+    def _refuse(self, call_type: CallType) -> NoReturn:
+        raise ValueError(f"{type(self).__name__} serves no {call_type.value} call; {_served(self)}")
+
+
+def check_call(interface: ModelInterface, call: ModelFunctionCall) -> None:
+    """See that a call asks for what its interface does, and gives it what that needs.
+
+    Raises:
+        ValueError: naming the call, the keys, and what there is.
+    """
+    name = type(interface).__name__
+    if call.call_type not in interface.inputs:
+        raise ValueError(
+            f"call {call.name!r} is of type {call.call_type.value}, which {name} does not serve; {_served(interface)}"
+        )
+    given = {call.input_key_remap.get(key, key) for key in call.input_keys}
+    if missing := [key.name for key in interface.inputs[call.call_type] if key.name not in given]:
+        raise ValueError(
+            f"call {call.name!r} does not give {name} the key {', '.join(missing)}; add it to its input_keys "
+            f"{list(call.input_keys)}, or change the setting that needs it"
+        )
+    made = {key.name for key in interface.outputs.get(call.call_type, ())}
+    own_name = {graph_name: own for own, graph_name in call.output_key_remap.items()}
+    if unmade := [key for key in call.output_keys if own_name.get(key, key) not in made]:
+        raise ValueError(
+            f"call {call.name!r} wants {', '.join(unmade)}, which {name} does not make; it makes "
+            f"{', '.join(sorted(made)) or 'nothing'}"
+        )
+
+
+def _served(interface: ModelInterface) -> str:
+    return f"it serves {', '.join(kind.value for kind in interface.inputs) or 'nothing'}"
+
+
+def join_keys(*groups: Iterable[Key]) -> tuple[Key, ...]:
+    """The keys of all groups, each once."""
+    return tuple(dict.fromkeys(key for group in groups for key in group))
 
 
 def response_mask(sample: SequenceSample) -> npt.NDArray[np.bool_]:

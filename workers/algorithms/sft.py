@@ -1,5 +1,6 @@
 """Supervised fine-tuning: the mean cross entropy of response tokens.
 
+inference    input_ids, prompt_mask ─► logprobs
 train_step   input_ids, prompt_mask ─► one optimizer step
 evaluate     input_ids, prompt_mask ─► loss, perplexity
 """
@@ -9,17 +10,34 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from corral.workers.algorithms.base import compute_logprobs, response_mask, sum_over_mask
+from corral.scheduling.keys import built_in
+from corral.scheduling.model_function_call import CallType
+from corral.workers.algorithms.base import (
+    CallKeys,
+    ModelInterface,
+    compute_logprobs,
+    response_mask,
+    sum_over_mask,
+)
 from corral.workers.algorithms.functional.losses import sft_loss
-from corral.workers.algorithms.ppo import merge_mini_batch_stats
+from corral.workers.algorithms.mini_batches import merge_stats
 from corral.workers.backends.base import LossOutput, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 
 
-class SFTInterface:
+class SFTInterface(ModelInterface):
     """Maximum likelihood of the responses."""
+
+    @property
+    def inputs(self) -> CallKeys:
+        rows = built_in("input_ids", "prompt_mask")
+        return {CallType.INFERENCE: rows, CallType.TRAIN_STEP: rows, CallType.EVALUATE: rows}
+
+    @property
+    def outputs(self) -> CallKeys:
+        return {CallType.INFERENCE: built_in("logprobs")}
 
     def inference(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
         """`logprobs` of the responses under the engine's weights."""
@@ -28,7 +46,7 @@ class SFTInterface:
     def train_step(self, engine: TrainEngine[TokenScores], sample: SequenceSample, *, version: int) -> dict[str, float]:
         """One optimizer step; `version` decides nothing here, since nothing is drawn at random."""
         stats = engine.train_batch(sample.with_key("loss_mask", response_mask(sample)), loss_fn=_loss)
-        return merge_mini_batch_stats([stats], loss_name="sft/loss")
+        return merge_stats([stats], loss_name="sft/loss")
 
     def evaluate(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, float]:
         """Loss and perplexity per response token of the ranks' samples together."""

@@ -18,8 +18,8 @@ from corral.experiments.worker_specs import RewardSpec
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.prompts import load_held_out_rows
 from corral.workers.engine.batch import generate_greedily
+from corral.workers.lifecycle.user_code import load_callable
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
-from corral.workers.rollout.rewards import load_function
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class HeldOutProblems:
                 )
         self._stop_token_ids = eos_token_ids(model)
         self._judge = RewardJudge(
-            load_function(reward.function),
+            load_callable(reward.function),
             tokenizer,
             stop_token_ids=self._stop_token_ids,
             timeout_s=reward.timeout_s,

@@ -56,7 +56,7 @@ A whole asynchronous step:
      6      model/trajectory_inbox.py, data_store.py and samples.py there, arrivals.py, sample_source.py and
             sequence_buffer.py here, the rule in scheduling/staleness.py
      7      trainer_gang.py and trainer_epoch.py here, model/model_worker.py with models.py and transfer.py there, which
-            run algorithms/ppo.py on backends/fsdp.py
+            run algorithms/ppo_actor.py on backends/fsdp.py
      8, 10  trainer_epoch.py, durable_state.py, checkpoint/; backends/weight_files.py for weights, train_state.py for
             what training resumes from, checkpoint/ledger.py, which refuses a sample twice, and
             experiments/trial/log.py, whose entries mean what log_state.py says

@@ -17,9 +17,8 @@ import torch
 
 from corral.experiments.worker_specs import ModelRoleSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
-from corral.workers.algorithms.base import ModelInterface, StatefulInterface
-from corral.workers.algorithms.ppo import PPOActorInterface
-from corral.workers.algorithms.sft import SFTInterface
+from corral.workers.algorithms.base import ModelInterface, check_call
+from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
 from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.train_state import Numbers
@@ -54,11 +53,9 @@ class RoleModel:
         self._engine: FSDPEngine | None = None
         self._temperature = temperature
         self._seed = seed
-        self._implementations = {
-            call.implementation
-            for call in calls
-            if call.model_name == spec.model_name and call.call_type is not CallType.EVALUATE
-        }
+        self._calls = [
+            call for call in calls if call.model_name == spec.model_name and call.call_type is not CallType.EVALUATE
+        ]
         self._interfaces = self._make_interfaces()
 
     @property
@@ -93,23 +90,24 @@ class RoleModel:
             self._engine = self._make_engine(weights or self.spec.model.path, seed=seed)
         if state is not None:
             numbers = self._engine.load_state(state, on_progress=on_progress)
-            for interface in self._stateful():
-                interface.load_state_dict(numbers)
+            for name, interface in self._interfaces.items():
+                own = {key.removeprefix(f"{name}/"): n for key, n in numbers.items() if key.startswith(f"{name}/")}
+                interface.load_state_dict(own)
 
     def save_state(self, directory: Path, *, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
         """Write this rank's pieces of what training resumes from."""
-        numbers: Numbers = {}
-        for interface in self._stateful():
-            numbers |= interface.state_dict()
+        numbers: Numbers = {
+            f"{name}/{key}": number
+            for name, interface in self._interfaces.items()
+            for key, number in interface.state_dict().items()
+        }
         return self.engine.save_state(directory, extra=numbers, on_progress=on_progress)
-
-    def _stateful(self) -> list[StatefulInterface]:
-        return [interface for interface in self._interfaces.values() if isinstance(interface, StatefulInterface)]
 
     def inference(self, call: ModelFunctionCall, sample: SequenceSample) -> dict[str, npt.NDArray[Any]]:
         """A call's output keys, packed in the sample's order."""
         outputs = self._interface(call).inference(self._ready_engine(call), sample)
-        return {call.output_key_remap.get(name, name): values for name, values in outputs.items()}
+        named = {call.output_key_remap.get(name, name): values for name, values in outputs.items()}
+        return {name: named[name] for name in call.output_keys}
 
     def train_step(self, call: ModelFunctionCall, sample: SequenceSample, *, version: int) -> TrainReply:
         """Update the model on this rank's share of the batch; what that did is equal on all ranks."""
@@ -142,26 +140,25 @@ class RoleModel:
         return self._interfaces[call.implementation]
 
     def _make_interfaces(self) -> dict[str, ModelInterface]:
-        return {
-            name: _make_interface(name, self.spec, temperature=self._temperature, seed=self._seed)
-            for name in sorted(self._implementations)
-        }
+        settings = InterfaceSettings(ppo=self.spec.ppo, temperature=self._temperature, seed=self._seed)
+        interfaces: dict[str, ModelInterface] = {}
+        for call in self._calls:
+            name = call.implementation
+            try:
+                if name not in interfaces:
+                    interfaces[name] = make_interface(name, settings)
+                check_call(interfaces[name], call)
+            except (ValueError, ImportError) as error:
+                raise BadConfigurationError(f"model {self.spec.model_name} cannot run {name}: {error}") from error
+        return interfaces
 
     def _make_engine(self, directory: Path, *, seed: int) -> FSDPEngine:
-        n_minibatches = self.spec.ppo.n_minibatches if self.spec.ppo is not None else 1
+        updates_per_step = self.spec.ppo.updates_per_step if self.spec.ppo is not None else 1
         return FSDPEngine(
             directory,
             context=self.context,
             optimizer=self.spec.optimizer,
-            total_steps=self._total_steps * n_minibatches,
+            total_steps=self._total_steps * updates_per_step,
             seed=seed,
             compute_dtype=_DTYPES[self.spec.model.dtype],
         )
-
-
-def _make_interface(name: str, spec: ModelRoleSpec, *, temperature: float, seed: int) -> ModelInterface:
-    if name == "sft":
-        return SFTInterface()
-    if spec.ppo is None:
-        raise BadConfigurationError(f"model {spec.model_name} runs {name}, but the plan has no PPO settings for it")
-    return PPOActorInterface(spec.ppo, temperature=temperature, seed=seed)

@@ -5,7 +5,6 @@ is an explicit failure (retried, then counted), never a reward of zero.
 """
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any
 
 Problem = Mapping[str, Any]
@@ -16,18 +15,3 @@ RewardFunction = Callable[[Problem, str], float]
 def exact_match(problem: Problem, answer: str) -> float:
     """1.0 if the answer equals the row's `answer` but for surrounding white space, else 0.0."""
     return float(answer.strip() == str(problem["answer"]).strip())
-
-
-def load_function(import_path: str) -> Callable[..., Any]:
-    """The function named by `package.module:name`.
-
-    Raises:
-        ValueError: if the module has no such function.
-        ImportError: if there is no such module.
-    """
-    module_name, _, name = import_path.partition(":")
-    function = getattr(import_module(module_name), name, None)
-    if not callable(function):
-        raise ValueError(f"{import_path!r} names no function: module {module_name} has no callable {name!r}")
-    loaded: Callable[..., Any] = function
-    return loaded

@@ -35,6 +35,7 @@ from corral.workers.delivery.messages import TrajectoryHeader, VerdictKind
 from corral.workers.delivery.records import RecordStore
 from corral.workers.delivery.sender import TrajectorySender
 from corral.workers.delivery.spool import Spool
+from corral.workers.lifecycle.user_code import load_callable
 from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
 from corral.workers.requests.manager_messages import (
     Admitted,
@@ -51,7 +52,6 @@ from corral.workers.rollout.generation_client import GenerationClient, Generatio
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 from corral.workers.rollout.judging import RewardJudge
 from corral.workers.rollout.prompt_queue import PromptQueue
-from corral.workers.rollout.rewards import load_function
 from corral.workers.streams.errors import StreamError, StreamTimeoutError
 from corral.workers.streams.rpc import AsyncRequestClient
 
@@ -125,7 +125,7 @@ class RolloutWorker(Worker):
             request_timeout_s=spec.rollout.request_timeout_s,
         )
         judge = RewardJudge(
-            load_function(spec.rollout.reward),
+            load_callable(spec.rollout.reward),
             self._tokenizer,
             stop_token_ids=self._stop_token_ids,
             timeout_s=spec.rollout.reward_timeout_s,
@@ -133,7 +133,7 @@ class RolloutWorker(Worker):
         )
         stack.callback(judge.close)
         self._groups = GroupMaker(
-            load_function(spec.rollout.agent),
+            load_callable(spec.rollout.agent),
             judge,
             client,
             self._tokenizer,

@@ -29,7 +29,7 @@ def _plan(path: Path, *overrides: str) -> RunPlan:
 
 
 def _with_ref(folder: Path, *overrides: str) -> RunPlan:
-    return _plan(folder / "ppo.yaml", f"ref.path={folder / 'model'}", "ppo.kl_coef=0.1", *overrides)
+    return _plan(folder / "ppo.yaml", f"ref.path={folder / 'model'}", "ppo.kl.coef=0.1", *overrides)
 
 
 def _sections(plan: RunPlan, folder: Path) -> list[list[str]]:

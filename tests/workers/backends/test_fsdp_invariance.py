@@ -13,10 +13,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.config.algorithm import KLConfig, PPOConfig
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import compute_logprobs
-from corral.workers.algorithms.ppo import PPOActorInterface
+from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local, reshard
@@ -34,7 +34,15 @@ from tests.workers.backends.training_helpers import (
 NUM_STEPS = 3
 LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12], [40, 8, 21, 6]]
 UIDS_BY_RANK = (["0:0", "0:1", "0:3"], ["0:2"])  # uneven on purpose: rank 1 has the least to do
-PPO = PPOConfig(eps_clip=0.05, c_clip=2.0, behav_imp_weight_cap=1.2, kl_coef=0.1, mask_no_eos_with_zero=True)
+PPO = PPOConfig(
+    eps_clip=0.05,
+    c_clip=2.0,
+    behav_imp_weight_cap=1.2,
+    kl=KLConfig(coef=0.1),
+    mask_no_eos_with_zero=True,
+    advantage_normalization="batch",
+    loss_reduction="answer_mean",
+)
 
 
 def make_engine(

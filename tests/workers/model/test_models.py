@@ -13,6 +13,7 @@ from corral.experiments.config.model import ModelConfig
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, RewardSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.scheduling.packing import MicroBatchSpec
+from corral.workers.algorithms.interfaces import InterfaceSettings
 from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.backends.base import AnyEngine
 from corral.workers.backends.fsdp import FSDPEngine
@@ -21,7 +22,6 @@ from corral.workers.backends.train_state import Numbers
 from corral.workers.checkpoint.durable_file import no_progress
 from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
 from corral.workers.lifecycle.worker import BadConfigurationError
-from corral.workers.model import role_model
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.models import Models
 from corral.workers.requests.messages import Inference, Initialize, Reallocate, TrainStep
@@ -180,15 +180,14 @@ def test_an_old_engine_is_gone_before_a_new_one_is_loaded(folder: Path, monkeypa
     assert alive == [False]
 
 
-def test_every_trained_role_goes_on_from_its_own_weights_and_numbers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(role_model, "_make_interface", lambda *arguments, **settings: Counting())
+def test_every_trained_role_goes_on_from_its_own_weights_and_numbers(folder: Path) -> None:
     spec = specification(folder)
+    counting = spec.calls[1].model_copy(update={"implementation": f"{__name__}:Counting"})
     save_tiny_model(folder / "critic", seed=3)
     critic = spec.roles[1].model_copy(update={"role": "critic", "model": ModelConfig(path=folder / "critic")})
-    critic_train = spec.calls[1].model_copy(update={"name": "critic_train", "model_name": ModelName("critic")})
-    spec = spec.model_copy(update={"roles": [*spec.roles, critic], "calls": [*spec.calls, critic_train]})
+    critic_train = counting.model_copy(update={"name": "critic_train", "model_name": ModelName("critic")})
+    calls = [spec.calls[0], counting, critic_train]
+    spec = spec.model_copy(update={"roles": [*spec.roles, critic], "calls": calls})
 
     def started(weights: Path, state: Path | None) -> Models:
         models = Models(spec, filled_store(), PLACES, seed=0)
@@ -205,9 +204,7 @@ def test_every_trained_role_goes_on_from_its_own_weights_and_numbers(
         first.save_state(role, folder / "state" / role, on_progress=no_progress)
     second = started(folder / "weights", folder / "state")
     assert [second._models[ModelName(role)].engine.step for role in ("actor", "critic")] == [1, 2]
-    assert [
-        cast(Counting, second._models[ModelName(role)]._interfaces["sft"]).steps for role in ("actor", "critic")
-    ] == [1.0, 2.0]
+    assert steps_of(second) == [1.0, 2.0]
     for role in ("actor", "critic"):
         second.save_weights(role, folder / "again" / role, on_progress=no_progress)
         before, after = read_weights(folder / "weights" / role), read_weights(folder / "again" / role)
@@ -218,15 +215,18 @@ def test_every_trained_role_goes_on_from_its_own_weights_and_numbers(
     # A new epoch with nothing committed starts from the beginning, with these numbers, too.
     weights = {role: str(folder / role) for role in ("actor", "critic")}
     second.initialize(Initialize(weights=weights, states={}, step=0, seed=0), on_progress=no_progress)
-    assert [
-        cast(Counting, second._models[ModelName(role)]._interfaces["sft"]).steps for role in ("actor", "critic")
-    ] == [0.0, 0.0]
+    assert steps_of(second) == [0.0, 0.0]
+
+
+def steps_of(models: Models) -> list[float]:
+    interfaces = [models._models[ModelName(role)]._interfaces for role in ("actor", "critic")]
+    return [cast(Counting, of_role[f"{__name__}:Counting"]).steps for of_role in interfaces]
 
 
 class Counting(SFTInterface):
     """An interface with a number of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: InterfaceSettings) -> None:
         self.steps = 0.0
 
     def train_step(self, engine: AnyEngine, sample: SequenceSample, *, version: int) -> dict[str, float]:

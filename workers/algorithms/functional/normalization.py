@@ -24,7 +24,7 @@ from corral.workers.algorithms.functional.packed import mean_per_answer, per_tok
 SumOverRanks = Callable[[Mapping[str, float]], dict[str, float]]
 """Each number added up over the data-parallel ranks (`ParallelContext.sum_over_ranks`)."""
 
-Numbers = TypeVar("Numbers", Tensor, npt.NDArray[np.float32])
+Floats = TypeVar("Floats", Tensor, npt.NDArray[np.float32])
 
 _STD_EPS = 1e-5
 _MIN_VARIANCE = 1e-2  # of running moments: with less spread than that, dividing would mostly enlarge noise
@@ -99,11 +99,11 @@ class RunningMoments:
             return 1.0
         return math.sqrt(max(self.square_total / self.weight - self.mean**2, _MIN_VARIANCE))
 
-    def normalize(self, values: Numbers) -> Numbers:
+    def normalize(self, values: Floats) -> Floats:
         """From units of reward to those that the critic's head works in."""
         return (values - self.mean) / self.std
 
-    def denormalize(self, values: Numbers) -> Numbers:
+    def denormalize(self, values: Floats) -> Floats:
         """Back into units of reward."""
         return values * self.std + self.mean
 

@@ -1,0 +1,98 @@
+"""The files of docs/customize.md, run as they stand there."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.inputs.declared_keys import read_declared_keys
+from corral.scheduling.graph_keys import graph_keys
+from corral.scheduling.keys import Key
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
+from corral.workers.algorithms.base import check_call, compute_logprobs
+from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
+from corral.workers.algorithms.ppo_actor import PPOActorInterface
+from corral.workers.data.sequence_sample import SequenceSample, key_specs
+from tests.workers.algorithms.small_engine import SmallEngine
+from tests.workers.backends.training_helpers import make_sample
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "customize.md"
+FILES = {name: text for name, text in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)}
+SURPRISE = Key("surprise", "per_answer", "float32")
+
+
+@pytest.fixture(autouse=True)
+def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The folder that a user submits from, with the files of the document."""
+    for name, text in FILES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in FILES:
+        sys.modules.pop(name, None)
+
+
+def judged(engine: SmallEngine) -> SequenceSample:
+    sample = make_sample([[8, 12, 9], [5, 6, 7]])
+    logprobs = compute_logprobs(engine, sample)
+    return sample.with_key("old_logprobs", logprobs).with_key("proximal_logprobs", logprobs)
+
+
+def test_every_file_is_shorter_than_forty_lines() -> None:
+    assert FILES.keys() == {"gentle_loss", "curiosity", "surprise"}
+    assert all(len(text.splitlines()) < 39 for text in FILES.values())  # and the line with its name
+
+
+def test_a_loss_of_ones_own_decides_how_answers_are_trained() -> None:
+    def gains(config: PPOConfig) -> list[float]:
+        """How much likelier each answer has become."""
+        engine = SmallEngine("lm", lr=0.05)
+        sample = judged(engine)
+        sample.data["rewards"] = np.array([1, 0, 0, 1, 1, 0], np.float32)
+        stats = PPOActorInterface(config).train_step(engine, sample, version=0)
+        if config.loss != "ppo":
+            assert 0.0 < stats["gentle/worse_fraction"] < 1.0
+        change = compute_logprobs(engine, sample) - sample.data["old_logprobs"]
+        return [float(x.sum()) for x in np.split(change, np.cumsum([n - 1 for n in sample.answer_lengths()])[:-1])]
+
+    usual, gentle = gains(PPOConfig()), gains(PPOConfig(loss="gentle_loss:gentle"))
+    assert sum(gentle) > sum(usual)
+
+
+def test_a_key_of_ones_own_goes_from_an_interface_through_the_plan_to_an_advantage() -> None:
+    keys, problems = read_declared_keys("surprise:Surprise")
+    assert (keys, problems) == ([SURPRISE], [])
+    call = ModelFunctionCall(
+        name="surprise_inf",
+        model_name=ModelName("ref"),
+        call_type=CallType.INFERENCE,
+        implementation="surprise:Surprise",
+        n_seqs=2,
+        input_keys=("input_ids", "prompt_mask"),
+        output_keys=("surprise",),
+    )
+    assert graph_keys([call], {call.implementation: keys}, ["input_ids", "prompt_mask"]) == (SURPRISE,)
+
+    interface = make_interface(call.implementation, InterfaceSettings())
+    check_call(interface, call)
+    engine = SmallEngine("lm", lr=0.05)
+    sample = judged(engine)
+    made = interface.inference(engine, sample.select_keys(call.input_keys))["surprise"]
+    # The store of a rank knows the plan's keys, a rank without samples among them.
+    table = key_specs(keys)
+    sample = SequenceSample.gather([sample], specs=table).with_key("surprise", made)
+    assert SequenceSample.gather([], keys=["surprise"], specs=table).data["surprise"].dtype == np.float32
+
+    actor = PPOActorInterface(PPOConfig(advantage="curiosity:curious"))
+    assert SURPRISE in actor.inputs[CallType.TRAIN_STEP]
+    sample.data["rewards"] = np.zeros(6, np.float32)  # only the bonus tells answers apart
+    assert actor.train_step(engine, sample, version=0)["train/tokens"] > 0
+    change = compute_logprobs(engine, sample) - sample.data["old_logprobs"]
+    gains = [float(x.sum()) for x in np.split(change, np.cumsum([n - 1 for n in sample.answer_lengths()])[:-1])]
+    for group in (slice(0, 3), slice(3, 6)):
+        assert np.argmax(gains[group]) == np.argmax(made[group])

@@ -1,0 +1,90 @@
+"""Reward models and DPO on pairs: losses of plain loops whatever the micro-batches, and preferences learned."""
+
+import math
+
+import numpy as np
+import pytest
+
+from corral.experiments.config.algorithm import DPOConfig
+from corral.workers.algorithms.base import response_mask
+from corral.workers.algorithms.dpo import DPOInterface
+from corral.workers.algorithms.pairs import mark_pairs
+from corral.workers.algorithms.reward_model import PairedRewardInterface, RewardInterface
+from corral.workers.data.sequence_sample import SequenceSample, answer_slices
+from tests.workers.algorithms.small_engine import SmallEngine
+from tests.workers.backends.training_helpers import make_sample
+
+LENGTHS = [[6, 9], [12, 5, 7, 8], [4, 11]]
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x))
+
+
+def test_answers_are_chosen_and_rejected_in_turn() -> None:
+    assert mark_pairs(make_sample(LENGTHS)).data["is_chosen"].tolist() == [True, False] * 4
+    with pytest.raises(ValueError, match="'0:1' has 3 answers; pairs are"):
+        mark_pairs(make_sample([[4, 4], [4, 4, 4]]))
+
+
+@pytest.mark.parametrize("max_tokens", [32, 1000])
+def test_a_reward_model_learns_which_answers_are_preferred(max_tokens: int) -> None:
+    engine, paired = SmallEngine("scalar", max_tokens=max_tokens), PairedRewardInterface()
+    sample = make_sample(LENGTHS)
+    scores = RewardInterface().inference(engine, sample)["rewards"].tolist()
+    margins = [scores[n] - scores[n + 1] for n in range(0, len(scores), 2)]
+    expected = -math.fsum(map(log_sigmoid, margins)) / 4
+    evaluation = paired.evaluate(engine, sample)
+    assert evaluation == {
+        "reward_model/eval_loss": pytest.approx(expected, abs=1e-6),
+        "reward_model/eval_accuracy": sum(margin > 0 for margin in margins) / 4,
+        "reward_model/eval_margin": pytest.approx(math.fsum(margins) / 4, abs=1e-6),
+    }
+    first = paired.train_step(engine, sample, version=0)
+    assert first["reward_model/loss"] == pytest.approx(expected, abs=1e-6)
+    assert first["reward_model/margin"] == pytest.approx(evaluation["reward_model/eval_margin"], abs=1e-6)
+    assert first["reward_model/accuracy"] == evaluation["reward_model/eval_accuracy"]
+    for version in range(1, 40):
+        paired.train_step(engine, sample, version=version)
+    assert paired.evaluate(engine, sample)["reward_model/eval_accuracy"] == 1.0
+
+
+def response_sums(sample: SequenceSample, logprobs: list[float]) -> list[float]:
+    places = answer_slices([length - 1 for length in sample.answer_lengths()])
+    mask = response_mask(sample)
+    return [math.fsum(x for x, m in zip(logprobs[p], mask[p], strict=True) if m) for p in places]
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("max_tokens", [32, 1000])
+def test_dpo_starts_at_the_reference_and_raises_the_margin(label_smoothing: float, max_tokens: int) -> None:
+    config = DPOConfig(beta=0.5, label_smoothing=label_smoothing)
+    engine, dpo = SmallEngine("lm", max_tokens=max_tokens), DPOInterface(config)
+    sample = make_sample(LENGTHS)
+    sample = sample.with_key("ref_logprobs", dpo.inference(engine, sample)["logprobs"])
+    first = dpo.train_step(engine, sample, version=0)
+    assert first["dpo/loss"] == pytest.approx(math.log(2.0), abs=1e-5)
+    assert first["dpo/margin"] == pytest.approx(0.0, abs=1e-5)
+
+    policy = response_sums(sample, dpo.inference(engine, sample)["logprobs"].tolist())
+    reference = response_sums(sample, sample.data["ref_logprobs"].tolist())
+    gains = [0.5 * (p - r) for p, r in zip(policy, reference, strict=True)]
+    margins = [gains[n] - gains[n + 1] for n in range(0, len(gains), 2)]
+    losses = [-(1 - label_smoothing) * log_sigmoid(m) - label_smoothing * log_sigmoid(-m) for m in margins]
+    evaluation = dpo.evaluate(engine, sample)
+    assert evaluation["dpo/eval_loss"] == pytest.approx(math.fsum(losses) / 4, abs=1e-5)
+    assert evaluation["dpo/eval_margin"] == pytest.approx(math.fsum(margins) / 4, abs=1e-5)
+    assert evaluation["dpo/eval_accuracy"] == sum(m > 0 for m in margins) / 4
+    assert evaluation["dpo/eval_margin"] > 0.0
+    second = dpo.train_step(engine, sample, version=1)
+    assert second["dpo/loss"] == pytest.approx(evaluation["dpo/eval_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_reference_that_is_not_finite_trains_nothing(value: float) -> None:
+    engine, dpo = SmallEngine("lm"), DPOInterface(DPOConfig())
+    sample = make_sample([[6, 9], [7, 8]])
+    sample.data["ref_logprobs"] = np.array(sample.data["ref_logprobs"])
+    sample.data["ref_logprobs"][-1] = value
+    stats = dpo.train_step(engine, sample, version=0)
+    assert (engine.step, stats["train/skipped_nonfinite"]) == (0, 1.0)

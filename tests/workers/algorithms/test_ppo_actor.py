@@ -1,0 +1,269 @@
+"""What the PPO actor makes of a batch: advantages, masks, statistics, and weights that move the right way."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corral.experiments.config.algorithm import KLConfig, PPOConfig
+from corral.scheduling.model_function_call import CallType
+from corral.scheduling.packing import MicroBatchSpec
+from corral.workers.algorithms.advantage import advantage_named
+from corral.workers.algorithms.base import compute_logprobs, response_mask
+from corral.workers.algorithms.mini_batches import deal_mini_batches
+from corral.workers.algorithms.ppo_actor import PPOActorInterface
+from corral.workers.algorithms.ppo_batch import prepare_actor_sample, shape_rewards
+from corral.workers.algorithms.ppo_stats import batch_stats
+from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.data.sequence_sample import SequenceSample, answer_slices
+from tests.workers.algorithms.small_engine import SmallEngine
+from tests.workers.backends.training_helpers import make_sample, optimizer_config, save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def make_engine(directory: Path, **overrides: Any) -> FSDPEngine:
+    return FSDPEngine(
+        directory,
+        context=ParallelContext(),
+        optimizer=optimizer_config(**overrides),
+        total_steps=100,
+        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=64),
+    )
+
+
+def prepare(config: PPOConfig, sample: SequenceSample) -> SequenceSample:
+    return prepare_actor_sample(
+        config,
+        sample,
+        estimator=advantage_named(config.advantage),
+        kl_coefficient=config.kl.coef,
+        context=ParallelContext(),
+    )
+
+
+def test_the_response_mask_marks_predicted_response_tokens() -> None:
+    sample = make_sample([[5, 3], [4]], prompt_length=2)
+    # Answers of 5, 3 and 4 tokens with 2 prompt tokens: the first prediction of each is still prompt.
+    assert response_mask(sample).tolist() == [False, True, True, True] + [False, True] + [False, True, True]
+    assert response_mask(sample.select([])).tolist() == []
+
+
+def test_rewards_are_shifted_scaled_clipped_and_masked() -> None:
+    sample = make_sample([[3, 3, 3]])
+    sample.data["rewards"] = np.array([1.0, 0.0, 9.0], np.float32)
+    sample.data["seq_no_eos_mask"] = np.array([False, True, False])
+    config = PPOConfig(reward_bias=0.5, reward_scale=4.0, max_reward_clip=10.0)
+    assert shape_rewards(config, sample).tolist() == [2.0, -2.0, 10.0]
+    config = config.model_copy(update={"mask_no_eos_with_zero": True})
+    assert shape_rewards(config, sample).tolist() == [2.0, 0.0, 10.0]
+
+
+def test_every_response_token_gets_its_answers_advantage_and_prompts_get_none() -> None:
+    sample = make_sample([[4, 3], [3, 3]])
+    sample.data["rewards"] = np.array([1.0, 0.0, 3.0, 1.0], np.float32)
+    config = PPOConfig(group_std_normalization=False, use_decoupled_loss=False)
+    prepared = prepare(config, sample)
+    assert np.asarray(prepared.data["advantages"]).tolist() == [0, 0.5, 0.5] + [0, -0.5] + [0, 1.0] + [0, -1.0]
+    assert "behaviour_weights" not in prepared.data
+
+
+def test_tokens_above_the_cap_leave_the_loss_mask() -> None:
+    sample = make_sample([[4, 4]])
+    old = np.asarray(sample.data["proximal_logprobs"]).copy()
+    old[2] -= 3.0  # e^3 times likelier now than when it was generated
+    sample.data["old_logprobs"] = old
+    prepared = prepare(PPOConfig(behav_imp_weight_cap=5.0), sample)
+    assert np.asarray(prepared.data["loss_mask"]).tolist() == [False, True, False, False, True, True]
+    assert np.asarray(prepared.data["behaviour_weights"]).tolist() == [0, 1, 0, 0, 1, 1]
+    stats = batch_stats(prepared, version=3, context=ParallelContext())
+    assert stats["ppo/capped_fraction"] == pytest.approx(1 / 4)
+
+
+def test_statistics_describe_the_global_batch() -> None:
+    sample = make_sample([[4, 6]])
+    sample.data["rewards"] = np.array([1.0, 0.0], np.float32)
+    sample.data["seq_no_eos_mask"] = np.array([True, False])
+    sample.data["versions"] = np.array([-1, 7, 7, -1, 6, 6, 5, 5], np.int32)
+    prepared = prepare(PPOConfig(behav_imp_weight_cap=None), sample)
+    assert batch_stats(prepared, version=7, context=ParallelContext()) == {
+        "rewards/mean": 0.5,
+        "rewards/std": 0.5,
+        "response_length/mean": 3.0,
+        "response_length/max": 4.0,
+        "ppo/capped_fraction": 0.0,
+        "ppo/num_answers": 2.0,
+        "no_eos_fraction": 0.5,
+        "staleness/mean": 1.0,
+        "staleness/max": 2.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"use_decoupled_loss": True}, "proximal_logprobs"),
+        ({"kl": {"coef": 0.1}}, "ref_logprobs"),
+        ({"mask_no_eos_with_zero": True}, "seq_no_eos_mask"),
+        ({"advantage": "gae"}, "values"),
+        ({"advantage": "gae"}, "seq_no_eos_mask"),
+    ],
+)
+def test_a_setting_that_needs_a_key_declares_it(settings: dict[str, Any], key: str) -> None:
+    def needed(config: PPOConfig) -> set[str]:
+        return {declared.name for declared in PPOActorInterface(config).inputs[CallType.TRAIN_STEP]}
+
+    assert key in needed(PPOConfig.model_validate(settings))
+    assert key not in needed(PPOConfig(use_decoupled_loss=False))
+
+
+@pytest.mark.parametrize("is_decoupled", [True, False])
+def test_training_makes_rewarded_answers_likelier_and_others_less_so(is_decoupled: bool, model_directory: Path) -> None:
+    engine = make_engine(model_directory)
+    actor = PPOActorInterface(PPOConfig(use_decoupled_loss=is_decoupled, n_minibatches=2), temperature=0.8, seed=1)
+    sample = make_sample([[8, 12, 9, 5], [6, 6, 10, 7]])
+    sample.data["rewards"] = np.array([1, 0, 1, 0, 0, 0, 1, 1], np.float32)
+    before = actor.inference(engine, sample)["logprobs"]
+    sample = sample.with_key("old_logprobs", before).with_key("proximal_logprobs", before)
+    for version in range(3):
+        stats = actor.train_step(engine, sample, version=version)
+    after = actor.inference(engine, sample)["logprobs"]
+    slices = answer_slices(sample.answer_lengths("old_logprobs"))
+    change = [float((after - before)[s].sum()) for s in slices]
+    assert [c > 0 for c in change] == [r == 1 for r in np.asarray(sample.data["rewards"])]
+    assert engine.step == 6
+    assert {"ppo/loss", "ppo/approx_kl", "ppo/clip_fraction", "ppo/importance_weight", "ppo/entropy"} <= stats.keys()
+    assert ("ppo/behav_weight" in stats) == is_decoupled
+
+
+def test_the_first_pass_over_fresh_answers_has_ratio_one(model_directory: Path) -> None:
+    engine = make_engine(model_directory)
+    actor = PPOActorInterface(PPOConfig(), temperature=0.8)
+    sample = make_sample([[8, 12, 9, 5]])
+    logprobs = actor.inference(engine, sample)["logprobs"]
+    sample = sample.with_key("old_logprobs", logprobs).with_key("proximal_logprobs", logprobs)
+    stats = actor.train_step(engine, sample, version=0)
+    assert stats["ppo/importance_weight"] == pytest.approx(1.0, abs=1e-5)
+    assert stats["ppo/behav_weight"] == pytest.approx(1.0, abs=1e-5)
+    assert stats["ppo/approx_kl"] == pytest.approx(0.0, abs=1e-5)
+    assert stats["ppo/clip_fraction"] == 0.0
+
+
+def test_a_kl_penalty_holds_the_policy_near_the_reference(model_directory: Path) -> None:
+    def drift(kl_coef: float) -> float:
+        engine = make_engine(model_directory)
+        actor = PPOActorInterface(PPOConfig(kl=KLConfig(coef=kl_coef), use_decoupled_loss=False, eps_clip=10.0))
+        sample = make_sample([[8, 12, 9, 5]])
+        start = compute_logprobs(engine, sample)
+        sample = sample.with_key("old_logprobs", start).with_key("ref_logprobs", start)
+        sample.data["rewards"] = np.array([1, 0, 1, 0], np.float32)
+        for version in range(8):
+            stats = actor.train_step(engine, sample, version=version)
+        return stats["ppo/ref_kl"]
+
+    assert drift(10.0) < 0.2 * drift(1e-6)
+
+
+def parts(config: PPOConfig, *, seed: int, version: int) -> list[list[str]]:
+    sample = make_sample([[4, 5, 6, 7], [8, 9, 10, 11]])
+    return [part.uids for part in deal_mini_batches(config, sample, seed=seed, version=version, dp_rank=0)]
+
+
+def test_mini_batches_are_drawn_from_seed_and_version_alone() -> None:
+    config = PPOConfig(n_minibatches=3)
+    assert parts(config, seed=1, version=5) == parts(config, seed=1, version=5)
+    assert parts(config, seed=1, version=5) != parts(config, seed=1, version=6)
+
+
+def test_every_pass_deals_all_answers_anew() -> None:
+    dealt = parts(PPOConfig(n_minibatches=2, sample_reuse=3), seed=1, version=5)
+    passes = [dealt[0:2], dealt[2:4], dealt[4:6]]
+    everything = {f"0:{prompt}#{answer}" for prompt in range(2) for answer in range(4)}
+    assert all(sorted(one[0] + one[1]) == sorted(everything) for one in passes)
+    assert passes[0] != passes[1] != passes[2]
+
+
+def on_policy(engine: SmallEngine, sample: SequenceSample) -> SequenceSample:
+    """The sample as if the engine's present weights had generated it."""
+    logprobs = compute_logprobs(engine, sample)
+    return sample.with_key("old_logprobs", logprobs).with_key("proximal_logprobs", logprobs)
+
+
+def test_reused_samples_are_trained_on_that_many_times() -> None:
+    engine = SmallEngine("lm", lr=0.01)
+    sample = on_policy(engine, make_sample([[8, 12, 9, 5]]))
+    stats = PPOActorInterface(PPOConfig(sample_reuse=3, n_minibatches=2)).train_step(engine, sample, version=0)
+    assert engine.step == 6 == PPOConfig(sample_reuse=3, n_minibatches=2).updates_per_step
+    assert stats["train/tokens"] == 3 * response_mask(sample).sum()
+
+
+@pytest.mark.parametrize(
+    "limits", [{"early_stop_imp_ratio": 1.0001}, {"early_stop_imp_ratio": None, "early_stop_kl": 1e-5}]
+)
+def test_a_policy_that_has_moved_too_far_is_left_where_it_is(limits: dict[str, Any]) -> None:
+    engine = SmallEngine("lm", lr=5.0)
+    sample = on_policy(engine, make_sample([[8, 12, 9, 5]]))
+    sample.data["rewards"] = np.array([1, 0, 1, 0], np.float32)
+    config = PPOConfig.model_validate({"sample_reuse": 5, "eps_clip": 10.0, **limits})
+    stats = PPOActorInterface(config).train_step(engine, sample, version=0)
+    assert engine.step == 1  # the first pass has ratio 1; the second finds the policy gone
+    assert stats["train/skipped_early_stop"] == 4.0
+    free = SmallEngine("lm", lr=5.0)
+    PPOActorInterface(PPOConfig(sample_reuse=5, eps_clip=10.0, early_stop_imp_ratio=None)).train_step(
+        free, sample, version=0
+    )
+    assert free.step == 5
+
+
+@pytest.mark.parametrize("key", ["rewards", "old_logprobs", "proximal_logprobs"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_number_that_is_not_finite_trains_nothing(key: str, value: float) -> None:
+    engine = SmallEngine("lm")
+    sample = on_policy(engine, make_sample([[8, 12], [9, 5]]))
+    sample.data[key] = np.array(sample.data[key])
+    sample.data[key][-1] = value
+    before = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+    stats = PPOActorInterface(PPOConfig(n_minibatches=2)).train_step(engine, sample, version=0)
+    assert (engine.step, engine.num_nonfinite, stats["train/skipped_nonfinite"]) == (0, 2, 2.0)
+    assert all(bool((before[name] == tensor).all()) for name, tensor in engine.model.state_dict().items())
+
+
+def test_what_stands_on_prompt_tokens_stops_nothing() -> None:
+    engine = SmallEngine("lm")
+    sample = on_policy(engine, make_sample([[8, 12]], prompt_length=3))
+    sample.data["old_logprobs"] = np.where(response_mask(sample), sample.data["old_logprobs"], np.float32(math.nan))
+    PPOActorInterface(PPOConfig()).train_step(engine, sample, version=0)
+    assert engine.step == 1
+
+
+def test_the_kl_coefficient_is_adapted_once_per_step_and_goes_on_from_its_state() -> None:
+    config = PPOConfig(kl=KLConfig(coef=0.1, target=1.0, horizon=100.0), n_minibatches=2, sample_reuse=2)
+    engine, actor = SmallEngine("lm"), PPOActorInterface(config)
+    sample = on_policy(engine, make_sample([[8, 12], [9, 5]]))
+    responses = response_mask(sample)
+    kl = float((sample.data["old_logprobs"] - sample.data["ref_logprobs"])[responses].sum()) / 4
+    stats = actor.train_step(engine, sample, version=0)
+    assert stats["ppo/kl_coef"] == 0.1
+    assert stats["ppo/ref_kl_per_answer"] == pytest.approx(kl, rel=1e-5)
+    expected = 0.1 * (1 + min(max(kl / 1.0 - 1, -0.2), 0.2) * 4 / 100)
+    assert actor.state_dict() == {"kl_coefficient": pytest.approx(expected, rel=1e-6)}
+    resumed = PPOActorInterface(config)
+    resumed.load_state_dict(actor.state_dict())
+    assert resumed.train_step(engine, sample, version=1)["ppo/kl_coef"] == pytest.approx(expected, rel=1e-6)
+    assert PPOActorInterface(PPOConfig(kl=KLConfig(coef=0.1))).state_dict() == {}
+    with pytest.raises(ValueError, match="written without an adaptive coefficient"):
+        PPOActorInterface(config).load_state_dict({})
+
+
+def test_a_batch_that_is_not_finite_leaves_the_kl_coefficient_alone() -> None:
+    actor, engine = PPOActorInterface(PPOConfig(kl=KLConfig(coef=0.1, target=1.0))), SmallEngine("lm")
+    sample = on_policy(engine, make_sample([[8, 12]]))
+    sample.data["rewards"] = np.array([math.nan, 1.0], np.float32)
+    actor.train_step(engine, sample, version=0)
+    assert actor.state_dict() == {"kl_coefficient": 0.1}

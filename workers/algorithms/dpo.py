@@ -1,0 +1,101 @@
+"""Direct preference optimisation: the policy's own log-ratio to a reference as the reward of an answer.
+
+inference    input_ids ─► logprobs             (of the reference; renamed to ref_logprobs by the call)
+
+train_step   pairs, ref_logprobs ─► margins ─► one optimizer step
+evaluate     pairs, ref_logprobs ─► loss, accuracy, margin
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from corral.experiments.config.algorithm import DPOConfig
+from corral.scheduling.keys import built_in
+from corral.scheduling.model_function_call import CallType
+from corral.workers.algorithms.base import CallKeys, ModelInterface, compute_logprobs, response_mask
+from corral.workers.algorithms.functional.losses import dpo_loss, dpo_margins
+from corral.workers.algorithms.functional.packed import sum_per_answer
+from corral.workers.algorithms.mini_batches import merge_stats
+from corral.workers.algorithms.pairs import IS_CHOSEN, mark_pairs, split_all_pairs, split_pairs
+from corral.workers.backends.base import LossOutput, TrainEngine
+from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.token_scores import TokenScores
+from corral.workers.data.sequence_sample import SequenceSample
+
+
+class DPOInterface(ModelInterface):
+    """Policy and reference alike; see `DPOConfig` for the settings."""
+
+    def __init__(self, config: DPOConfig) -> None:
+        self._config = config
+
+    @property
+    def inputs(self) -> CallKeys:
+        pairs = built_in("input_ids", "prompt_mask", "ref_logprobs")
+        return {
+            CallType.INFERENCE: built_in("input_ids", "prompt_mask"),
+            CallType.TRAIN_STEP: pairs,
+            CallType.EVALUATE: pairs,
+        }
+
+    @property
+    def outputs(self) -> CallKeys:
+        return {CallType.INFERENCE: built_in("logprobs")}
+
+    def inference(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
+        """`logprobs` of the responses under the engine's weights, per token."""
+        return {"logprobs": compute_logprobs(engine, sample)}
+
+    def train_step(self, engine: TrainEngine[TokenScores], sample: SequenceSample, *, version: int) -> dict[str, float]:
+        """One optimizer step on the mean over all ranks' pairs; `version` decides nothing, nothing is drawn."""
+        pairs = mark_pairs(sample.with_key("loss_mask", response_mask(sample)))
+        stats = engine.train_batch(pairs, loss_fn=self._loss, counted=IS_CHOSEN, keeps_groups=True)
+        return merge_stats([stats], loss_name="dpo/loss")
+
+    def evaluate(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, float]:
+        """Loss, accuracy and margin of the ranks' pairs together."""
+        pairs, mask = mark_pairs(sample), torch.from_numpy(response_mask(sample))
+        lengths = [length - 1 for length in pairs.answer_lengths()]
+        policy, reference = (
+            sum_per_answer(torch.where(mask, torch.as_tensor(logprobs).double(), 0.0), lengths).numpy()
+            for logprobs in (compute_logprobs(engine, pairs), pairs.data["ref_logprobs"])
+        )
+        margins = self._margins(
+            *(torch.from_numpy(half) for half in split_all_pairs(policy)),
+            *(torch.from_numpy(half) for half in split_all_pairs(reference)),
+        )
+        total = engine.context.sum_over_ranks(
+            {
+                "pairs": float(len(margins)),
+                "dpo/eval_loss": float(dpo_loss(margins, label_smoothing=self._config.label_smoothing).sum()),
+                "dpo/eval_accuracy": float((margins > 0).sum()),
+                "dpo/eval_margin": float(margins.sum()),
+            }
+        )
+        num_pairs = max(total.pop("pairs"), 1.0)
+        return {name: value / num_pairs for name, value in total.items()}
+
+    def _margins(self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Tensor:
+        return dpo_margins(
+            chosen,
+            rejected,
+            ref_chosen_logprobs=ref_chosen,
+            ref_rejected_logprobs=ref_rejected,
+            beta=self._config.beta,
+        )
+
+    def _loss(self, scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
+        keys = micro_batch.tensors
+        lengths = [length - 1 for length in micro_batch.segment_lengths]
+        policy, reference = (
+            split_pairs(sum_per_answer(torch.where(keys["loss_mask"], logprobs, 0.0), lengths), keys[IS_CHOSEN])
+            for logprobs in (scores.logprobs, keys["ref_logprobs"])
+        )
+        margins = self._margins(*policy, *reference)
+        # An infinite margin would be a pair that is perfectly learned; it is one that cannot be judged.
+        margins = torch.where(margins.isfinite(), margins, torch.nan)
+        losses = dpo_loss(margins, label_smoothing=self._config.label_smoothing)
+        seen = margins.detach()
+        return LossOutput(losses.sum(), {"dpo/accuracy": (seen > 0).sum(), "dpo/margin": seen.sum()})

@@ -1,0 +1,86 @@
+"""The implementation that a call names -> an interface with its settings.
+
+    "ppo_actor"          ──INTERFACES──┐
+                                       ├──► factory(InterfaceSettings) ──► ModelInterface
+    "my_pkg.mine:Margin" ──import──────┘
+
+One of the user's own is a class (or function) that takes the settings and gives a `ModelInterface`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from corral.experiments.config.algorithm import CriticConfig, DPOConfig, PPOConfig
+from corral.workers.algorithms.base import ModelInterface
+from corral.workers.algorithms.dpo import DPOInterface
+from corral.workers.algorithms.ppo_actor import PPOActorInterface
+from corral.workers.algorithms.ppo_critic import PPOCriticInterface
+from corral.workers.algorithms.reward_model import PairedRewardInterface, RewardInterface
+from corral.workers.algorithms.sft import SFTInterface
+from corral.workers.lifecycle.user_code import load_callable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterfaceSettings:
+    """What the plan says to the interface of a role."""
+
+    ppo: PPOConfig | None = None
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    temperature: float = 1.0
+    """That answers are sampled with."""
+    seed: int = 0
+    """The trial's."""
+
+    def require_ppo(self) -> PPOConfig:
+        """The settings of PPO.
+
+        Raises:
+            ValueError: if the plan has none.
+        """
+        if self.ppo is None:
+            raise ValueError("the plan has no PPO settings for this role")
+        return self.ppo
+
+
+InterfaceFactory = Callable[[InterfaceSettings], ModelInterface]
+
+
+def _ppo_actor(settings: InterfaceSettings) -> ModelInterface:
+    return PPOActorInterface(settings.require_ppo(), temperature=settings.temperature, seed=settings.seed)
+
+
+def _ppo_critic(settings: InterfaceSettings) -> ModelInterface:
+    return PPOCriticInterface(settings.require_ppo(), settings.critic, seed=settings.seed)
+
+
+INTERFACES: Mapping[str, InterfaceFactory] = {
+    "ppo_actor": _ppo_actor,
+    "ppo_critic": _ppo_critic,
+    "reward": lambda settings: RewardInterface(),
+    "paired_reward": lambda settings: PairedRewardInterface(),
+    "dpo": lambda settings: DPOInterface(settings.dpo),
+    "sft": lambda settings: SFTInterface(),
+}
+
+
+def make_interface(implementation: str, settings: InterfaceSettings) -> ModelInterface:
+    """The interface of this name or import path.
+
+    Raises:
+        ValueError: if there is none, or the settings are not enough for it.
+        ImportError: if its module cannot be imported.
+    """
+    factory: InterfaceFactory
+    if ":" in implementation:
+        factory = load_callable(implementation)
+    elif implementation in INTERFACES:
+        factory = INTERFACES[implementation]
+    else:
+        raise ValueError(
+            f"there is no interface {implementation!r}; there are {', '.join(INTERFACES)} and import paths"
+        )
+    interface = factory(settings)
+    if not isinstance(interface, ModelInterface):
+        raise ValueError(f"{implementation!r} made a {type(interface).__name__}, not a ModelInterface; let it be one")
+    return interface

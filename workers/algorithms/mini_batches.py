@@ -1,0 +1,45 @@
+"""One train step as several optimizer steps: answers -> mini-batches -> statistics of the step.
+
+    answers ──deal──► parts of pass 0 | parts of pass 1 | ...  ──► one optimizer step each ──merge_stats──► one line
+
+Each rank deals its own answers, so that no sample moves for it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from corral.experiments.config.algorithm import PPOConfig
+from corral.workers.data.sequence_sample import SequenceSample
+
+STEPS_SKIPPED_EARLY = "train/skipped_early_stop"
+
+_COUNTS = {"train/tokens", "train/skipped_nonfinite", "train/skipped_empty", STEPS_SKIPPED_EARLY}
+
+
+def deal_mini_batches(
+    config: PPOConfig, sample: SequenceSample, *, seed: int, version: int, dp_rank: int
+) -> Iterator[SequenceSample]:
+    """`sample_reuse` passes over the answers, each dealt anew into `n_minibatches` parts of equal numbers of answers.
+
+    The same seed, version and rank deal alike. A part may be empty on a rank with few answers; every rank deals the
+    same number of parts.
+    """
+    answers = sample.ungroup()
+    for reuse in range(config.sample_reuse):
+        if config.n_minibatches == 1:
+            yield answers
+            continue
+        order = np.random.default_rng([seed, version, dp_rank, reuse]).permutation(len(answers))
+        for part in np.array_split(order, config.n_minibatches):
+            yield answers.select([answers.uids[index] for index in sorted(part)])
+
+
+def merge_stats(stats: Sequence[dict[str, float]], *, loss_name: str) -> dict[str, float]:
+    """Means over the mini-batches that made a step; counts of tokens and skipped steps are added up."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for mini_batch in stats:
+        for name, value in mini_batch.items():
+            values[loss_name if name == "loss" else name].append(value)
+    return {name: sum(v) if name in _COUNTS else sum(v) / len(v) for name, v in values.items()}

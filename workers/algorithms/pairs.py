@@ -1,0 +1,41 @@
+"""Preference data: the answers to a prompt are pairs, each the preferred one and then the other.
+
+    0:a  chosen rejected              is_chosen  True False
+    0:b  chosen rejected chosen rejected         True False True False
+
+A loss over pairs needs both in one micro-batch, so the engine keeps the answers to a prompt together; it counts pairs.
+"""
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from corral.workers.data.sequence_sample import SequenceSample
+
+IS_CHOSEN = "is_chosen"
+
+
+def mark_pairs(sample: SequenceSample) -> SequenceSample:
+    """The sample with `is_chosen`.
+
+    Raises:
+        ValueError: if a prompt has an odd number of answers.
+    """
+    for uid, count in zip(sample.uids, sample.num_answers_per_sample(), strict=True):
+        if count % 2:
+            raise ValueError(
+                f"sample {uid!r} has {count} answers; pairs are a chosen and a rejected answer, one after the other"
+            )
+    num_answers = sum(sample.num_answers_per_sample())
+    return sample.with_key(IS_CHOSEN, np.arange(num_answers) % 2 == 0)
+
+
+def split_pairs(per_answer: Tensor, is_chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """(chosen, rejected), each [pairs], of something per answer of a micro-batch; padding has no pairs."""
+    chosen = is_chosen.nonzero().squeeze(1)
+    return per_answer[chosen], per_answer[chosen + 1]
+
+
+def split_all_pairs(per_answer: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """The same for all answers of a sample of pairs."""
+    return per_answer[0::2], per_answer[1::2]

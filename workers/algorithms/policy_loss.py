@@ -1,0 +1,97 @@
+"""Policy losses: plain functions from scores and a micro-batch to a loss per token, and the keys they declare.
+
+    TokenScores, MicroBatch ──loss(scores, micro_batch, config)──► TokenLosses                    ppo gspo cispo
+
+The actor does the rest for every loss alike: it masks, weighs by behaviour and by answer, adds the KL term, and sums.
+One of the user's own is a function of the same form, named by its import path; if it reads keys that are not built in,
+it is wrapped: `mine = PolicyLoss(_mine, inputs=(Key(...),))`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from corral.experiments.config.algorithm import PPOConfig
+from corral.scheduling.keys import Key
+from corral.workers.algorithms.functional import policy_losses
+from corral.workers.algorithms.functional.token_losses import TokenLosses
+from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.token_scores import TokenScores
+from corral.workers.lifecycle.user_code import load_callable
+
+LossFunction = Callable[[TokenScores, MicroBatch, PPOConfig], TokenLosses]
+"""Log-probabilities are 0 outside the loss mask, so that no gradient comes from there."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """A function and the keys that it reads besides those of every actor."""
+
+    function: LossFunction
+    inputs: tuple[Key, ...] = ()
+
+    def __call__(self, scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig) -> TokenLosses:
+        return self.function(scores, micro_batch, config)
+
+
+def center_logprobs(micro_batch: MicroBatch, config: PPOConfig) -> Tensor:
+    """[T] of the policy that ratios are taken to."""
+    return micro_batch.tensors["proximal_logprobs" if config.use_decoupled_loss else "old_logprobs"]
+
+
+def ppo(scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig) -> TokenLosses:
+    """Clipped per token."""
+    return policy_losses.ppo_clip(
+        scores.logprobs,
+        center_logprobs=center_logprobs(micro_batch, config),
+        advantages=micro_batch.tensors["advantages"],
+        loss_mask=micro_batch.tensors["loss_mask"],
+        eps_clip=config.eps_clip,
+        eps_clip_high=config.eps_clip_high,
+        c_clip=config.c_clip,
+    )
+
+
+def gspo(scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig) -> TokenLosses:
+    """Clipped per answer."""
+    return policy_losses.gspo(
+        scores.logprobs,
+        center_logprobs=center_logprobs(micro_batch, config),
+        advantages=micro_batch.tensors["advantages"],
+        loss_mask=micro_batch.tensors["loss_mask"],
+        answer_lengths=[length - 1 for length in micro_batch.segment_lengths],
+        eps_clip=config.eps_clip,
+        eps_clip_high=config.eps_clip_high,
+    )
+
+
+def cispo(scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig) -> TokenLosses:
+    """REINFORCE with a clipped weight."""
+    return policy_losses.cispo(
+        scores.logprobs,
+        center_logprobs=center_logprobs(micro_batch, config),
+        advantages=micro_batch.tensors["advantages"],
+        loss_mask=micro_batch.tensors["loss_mask"],
+        eps_clip=config.eps_clip,
+        eps_clip_high=config.eps_clip_high,
+    )
+
+
+LOSSES: Mapping[str, PolicyLoss] = {"ppo": PolicyLoss(ppo), "gspo": PolicyLoss(gspo), "cispo": PolicyLoss(cispo)}
+
+
+def loss_named(name: str) -> PolicyLoss:
+    """The loss of this name or import path.
+
+    Raises:
+        ValueError: if there is none.
+        ImportError: if its module cannot be imported.
+    """
+    if ":" not in name:
+        if name not in LOSSES:
+            raise ValueError(f"there is no loss {name!r}; there are {', '.join(LOSSES)} and import paths")
+        return LOSSES[name]
+    found: Any = load_callable(name)
+    return found if isinstance(found, PolicyLoss) else PolicyLoss(found)

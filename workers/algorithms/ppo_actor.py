@@ -1,0 +1,145 @@
+"""The PPO actor: GRPO and its relatives with advantages that need no critic, PPO with those of a critic.
+
+inference    input_ids ─► logprobs                        (renamed to proximal_logprobs or ref_logprobs by the call)
+
+train_step   rewards ─► shaped rewards ─► advantages ┐
+             proximal / old logprobs ─► weights, cap ┴─► prepared sample ─► mini-batches ─► engine.train_batch
+             divergence from the reference ─► KL coefficient of the next step                    │ too far: stop early
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from corral.experiments.config.algorithm import PPOConfig
+from corral.scheduling.keys import built_in
+from corral.scheduling.model_function_call import CallType
+from corral.workers.algorithms.advantage import advantage_named
+from corral.workers.algorithms.base import (
+    CallKeys,
+    ModelInterface,
+    compute_logprobs,
+    join_keys,
+    sum_over_mask,
+)
+from corral.workers.algorithms.functional.kl import approximate_kl
+from corral.workers.algorithms.functional.policy_losses import importance_ratio
+from corral.workers.algorithms.functional.token_losses import TokenLosses
+from corral.workers.algorithms.kl_controller import KLController
+from corral.workers.algorithms.mini_batches import STEPS_SKIPPED_EARLY, deal_mini_batches, merge_stats
+from corral.workers.algorithms.policy_loss import center_logprobs, loss_named
+from corral.workers.algorithms.ppo_batch import measure_batch, prepare_actor_sample, with_loss_weights
+from corral.workers.algorithms.ppo_stats import batch_stats
+from corral.workers.backends.base import LossOutput, TrainEngine
+from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.token_scores import TokenScores
+from corral.workers.backends.train_state import Numbers
+from corral.workers.data.sequence_sample import SequenceSample
+
+_RATIO, _APPROX_KL = "ppo/importance_weight", "ppo/approx_kl"
+
+
+class PPOActorInterface(ModelInterface):
+    """Policy updates; see `PPOConfig` for the settings.
+
+    Raises:
+        ValueError: if the loss or the advantage is not there.
+        ImportError: if one of the user's own cannot be imported.
+    """
+
+    def __init__(self, config: PPOConfig, *, temperature: float = 1.0, seed: int = 0) -> None:
+        """
+        Args:
+            temperature: that the answers were sampled with; log-probabilities are those of the same distribution.
+            seed: decides, with the policy version, which answers share a mini-batch.
+        """
+        self._config = config
+        self._temperature = temperature
+        self._seed = seed
+        self._estimator = advantage_named(config.advantage)
+        self._policy_loss = loss_named(config.loss)
+        self._kl = KLController.at_start(config.kl)
+
+    @property
+    def inputs(self) -> CallKeys:
+        config, made = self._config, self._estimator.outputs
+        needed = ["input_ids", "prompt_mask", "old_logprobs", "rewards"]
+        needed += ["proximal_logprobs"] if config.use_decoupled_loss else []
+        needed += ["ref_logprobs"] if config.kl.coef > 0.0 else []
+        needed += ["seq_no_eos_mask"] if config.mask_no_eos_with_zero else []
+        of_loss = [key for key in self._policy_loss.inputs if key not in made]
+        return {
+            CallType.INFERENCE: built_in("input_ids", "prompt_mask"),
+            CallType.TRAIN_STEP: join_keys(built_in(*needed), self._estimator.inputs, of_loss),
+        }
+
+    @property
+    def outputs(self) -> CallKeys:
+        return {CallType.INFERENCE: built_in("logprobs")}
+
+    def inference(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
+        """`logprobs` of the answers under the engine's weights."""
+        return {"logprobs": compute_logprobs(engine, sample, temperature=self._temperature)}
+
+    def train_step(self, engine: TrainEngine[TokenScores], sample: SequenceSample, *, version: int) -> dict[str, float]:
+        """`sample_reuse` passes over this rank's answers, each in `n_minibatches` optimizer steps.
+
+        Once a mini-batch has moved too far, nothing more of the batch is trained on: the rest is counted as skipped.
+        """
+        config, context = self._config, engine.context
+        facts = measure_batch(sample, context)
+        prepared = prepare_actor_sample(
+            config, sample, estimator=self._estimator, kl_coefficient=self._kl.coefficient, context=context
+        )
+        stats: list[dict[str, float]] = []
+        for mini_batch in deal_mini_batches(
+            config, prepared, seed=self._seed, version=version, dp_rank=context.dp_rank
+        ):
+            if stats and stats[-1].get(STEPS_SKIPPED_EARLY):
+                stats.append({STEPS_SKIPPED_EARLY: 1.0})
+                continue
+            weighted = with_loss_weights(config, mini_batch, is_finite=facts.is_finite, context=context)
+            stats.append(
+                engine.train_batch(
+                    weighted, loss_fn=self._loss, temperature=self._temperature, may_step=self._is_near_center
+                )
+            )
+        merged = merge_stats(stats, loss_name="ppo/loss") | batch_stats(prepared, version=version, context=context)
+        if config.kl.coef > 0.0:
+            merged |= {"ppo/kl_coef": self._kl.coefficient, "ppo/ref_kl_per_answer": facts.kl_per_answer}
+        if facts.is_finite:
+            self._kl = self._kl.after(observed_kl=facts.kl_per_answer, num_answers=facts.num_answers)
+        return merged
+
+    def state_dict(self) -> Numbers:
+        return self._kl.state_dict()
+
+    def load_state_dict(self, state: Numbers) -> None:
+        self._kl = self._kl.with_state(state)
+
+    def _is_near_center(self, means: Mapping[str, float]) -> bool:
+        """Whether the policy is still near the one that its data is read with; see the two limits of the config."""
+        ratio, kl = self._config.early_stop_imp_ratio, self._config.early_stop_kl
+        return (ratio is None or means[_RATIO] <= ratio) and (kl is None or means[_APPROX_KL] <= kl)
+
+    def _loss(self, scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
+        keys, config = micro_batch.tensors, self._config
+        loss_mask = keys["loss_mask"]
+        # Masked before any exp(): what stands on prompt tokens must reach neither a sum nor a gradient.
+        masked = TokenScores(torch.where(loss_mask, scores.logprobs, 0.0), scores.entropy)
+        policy = self._policy_loss(masked, micro_batch, config)
+        ratio, log_ratio = importance_ratio(masked.logprobs.detach(), center_logprobs(micro_batch, config), loss_mask)
+        stats = {_RATIO: ratio, _APPROX_KL: -log_ratio, "ppo/entropy": scores.entropy, **policy.stats}
+        losses = policy.losses
+        if "behaviour_weights" in keys:
+            losses = losses * keys["behaviour_weights"]
+            stats["ppo/behav_weight"] = keys["behaviour_weights"]
+        if config.kl.coef > 0.0:
+            reference = torch.where(loss_mask, keys["ref_logprobs"], 0.0)
+            kl = approximate_kl(masked.logprobs, reference, estimator=config.kl.estimator_in_place)
+            stats["ppo/ref_kl"] = kl
+            if config.kl.place == "loss":
+                losses = losses + self._kl.coefficient * kl
+        return sum_over_mask(TokenLosses(losses, stats), loss_mask, weights=keys["loss_weights"])

@@ -1,0 +1,153 @@
+"""What actor and critic make of a batch before they train on it.
+
+    rewards ──shape──► + KL penalty ──► token rewards ──estimator──► advantages ──normalise──► prepared sample
+                                                           └──────► returns (of a critic)
+
+Numbers that are not finite train nothing. One of them anywhere in the batch, on any rank, makes every weight of the
+loss NaN, so that the engine skips each of the step's updates and counts them, as it does where a loss overflows.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from corral.experiments.config.algorithm import PPOConfig
+from corral.scheduling.keys import Key, KeyLayout
+from corral.workers.algorithms.advantage import AdvantageBatch, AdvantageEstimator
+from corral.workers.algorithms.base import response_mask
+from corral.workers.algorithms.functional.kl import approximate_kl, token_rewards
+from corral.workers.algorithms.functional.normalization import normalize_over_batch, normalize_per_group
+from corral.workers.algorithms.functional.policy_losses import behaviour_weights
+from corral.workers.algorithms.functional.reduction import reduction_weights
+from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.data.sequence_sample import SequenceSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFacts:
+    """What is known of the global batch, alike on all ranks, before anything is computed from it."""
+
+    is_finite: bool
+    """Whether every number that training would read is."""
+    num_answers: float
+    kl_per_answer: float
+    """Nats of k1 between the policy that generated and the reference, mean over answers; 0 without a reference."""
+
+
+def measure_batch(sample: SequenceSample, context: ParallelContext) -> BatchFacts:
+    """One sum over the ranks."""
+    responses = response_mask(sample)
+    kl = 0.0
+    if {"old_logprobs", "ref_logprobs"} <= sample.data.keys():
+        with np.errstate(invalid="ignore"):  # infinities are found below
+            kl = float((sample.data["old_logprobs"] - sample.data["ref_logprobs"]).sum(where=responses, dtype=float))
+    nonfinite = _num_nonfinite(sample, responses)
+    local = {
+        "answers": float(sum(sample.num_answers_per_sample())),
+        "kl": kl if math.isfinite(kl) else 0.0,
+        "nonfinite": float(nonfinite),
+    }
+    total = context.sum_over_ranks(local)
+    return BatchFacts(
+        is_finite=total["nonfinite"] == 0.0,
+        num_answers=total["answers"],
+        kl_per_answer=total["kl"] / max(total["answers"], 1.0),
+    )
+
+
+def _num_nonfinite(sample: SequenceSample, responses: npt.NDArray[np.bool_]) -> int:
+    """Entries that are not finite, but for what stands on prompt tokens: nobody reads that."""
+    count = 0
+    for key, array in sample.data.items():
+        if np.issubdtype(array.dtype, np.floating):
+            is_shifted = sample.specs[key].layout is KeyLayout.PER_SHIFTED_TOKEN
+            count += int(np.count_nonzero(~np.isfinite(array) & (responses if is_shifted else True)))
+    return count
+
+
+def shape_rewards(config: PPOConfig, sample: SequenceSample) -> npt.NDArray[np.float32]:
+    """[n] rewards shifted, scaled and clipped; 0 for answers that were cut off, if the configuration says so."""
+    raw: npt.NDArray[np.float32] = np.asarray(sample.data["rewards"], dtype=np.float32)
+    shaped: npt.NDArray[np.float32] = np.clip(
+        (raw - config.reward_bias) * config.reward_scale, -config.max_reward_clip, config.max_reward_clip
+    ).astype(np.float32)
+    if config.mask_no_eos_with_zero:
+        shaped = np.where(np.asarray(sample.data["seq_no_eos_mask"]), np.float32(0.0), shaped)
+    return shaped
+
+
+def advantage_batch(config: PPOConfig, sample: SequenceSample, *, kl_coefficient: float) -> AdvantageBatch:
+    """What estimators read; the KL penalty is in the rewards where the configuration puts it there."""
+    tensors = {key: torch.as_tensor(array) for key, array in sample.data.items()}
+    responses = torch.from_numpy(response_mask(sample))
+    lengths = [length - 1 for length in sample.answer_lengths()]
+    is_charged = config.kl.coef > 0.0 and config.kl.place == "reward"
+    kl = (
+        approximate_kl(tensors["old_logprobs"], tensors["ref_logprobs"], estimator="k1")
+        if is_charged
+        else torch.zeros(sum(lengths))
+    )
+    return AdvantageBatch(
+        token_rewards=token_rewards(
+            torch.from_numpy(shape_rewards(config, sample)), kl, responses, lengths, kl_coefficient=kl_coefficient
+        ),
+        response_mask=responses,
+        answer_lengths=lengths,
+        group_sizes=sample.num_answers_per_sample(),
+        tensors=tensors,
+    )
+
+
+def prepare_actor_sample(
+    config: PPOConfig,
+    sample: SequenceSample,
+    *,
+    estimator: AdvantageEstimator,
+    kl_coefficient: float,
+    context: ParallelContext,
+) -> SequenceSample:
+    """The sample with `loss_mask`, `advantages` and, for the decoupled loss, `behaviour_weights`."""
+    batch = advantage_batch(config, sample, kl_coefficient=kl_coefficient)
+    made = dict(estimator(batch, config))
+    advantages = torch.where(batch.response_mask, made.pop("advantages"), 0.0)
+    sample = sample.with_key("advantages", _normalize(config, advantages, batch, context).numpy())
+    declared: dict[str, Key] = {key.name: key for key in estimator.outputs}
+    for name, values in made.items():
+        sample = sample.with_key(declared[name], values.numpy().astype(declared[name].dtype, copy=False))
+    loss_mask = batch.response_mask
+    if config.use_decoupled_loss:
+        weights, loss_mask = behaviour_weights(
+            batch.tensors["proximal_logprobs"],
+            batch.tensors["old_logprobs"],
+            loss_mask,
+            cap=config.behav_imp_weight_cap,
+            truncates=config.behav_imp_weight_mode == "truncate",
+        )
+        sample = sample.with_key("behaviour_weights", weights.numpy())
+    return sample.with_key("loss_mask", loss_mask.numpy())
+
+
+def _normalize(config: PPOConfig, advantages: Tensor, batch: AdvantageBatch, context: ParallelContext) -> Tensor:
+    if config.advantage_normalization == "batch":
+        return normalize_over_batch(advantages, batch.response_mask, sum_over_ranks=context.sum_over_ranks)
+    if config.advantage_normalization == "group":
+        return normalize_per_group(advantages, batch.response_mask, batch.answer_lengths, batch.group_sizes)
+    return advantages.float()
+
+
+def with_loss_weights(
+    config: PPOConfig, mini_batch: SequenceSample, *, is_finite: bool, context: ParallelContext
+) -> SequenceSample:
+    """The mini-batch with each token's weight in the mean over all ranks; NaN where nothing may be trained."""
+    weights = reduction_weights(
+        torch.as_tensor(mini_batch.data["loss_mask"]),
+        [length - 1 for length in mini_batch.answer_lengths()],
+        reduction=config.loss_reduction,
+        divisor=config.loss_divisor,
+        sum_over_ranks=context.sum_over_ranks,
+    ).numpy()
+    return mini_batch.with_key("loss_weights", weights if is_finite else np.full_like(weights, np.nan))

@@ -1,0 +1,150 @@
+"""The PPO critic: what reward is to be expected after each token.
+
+inference    input_ids ─► values in units of reward
+
+train_step   rewards, values ─► GAE ─► returns ─┬─► running mean and deviation
+                                                └─► in the head's units ─► mini-batches ─► engine.train_batch
+
+The head works in units of mean 0 and deviation 1, if `value_norm` is set; keys are in units of reward, so that nobody
+else has to know. The old values go back with the moments that they came with, the returns with the new ones.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from corral.experiments.config.algorithm import CriticConfig, PPOConfig
+from corral.scheduling.keys import built_in
+from corral.scheduling.model_function_call import CallType
+from corral.workers.algorithms.advantage import GAE
+from corral.workers.algorithms.base import CallKeys, ModelInterface, sum_over_mask
+from corral.workers.algorithms.functional.losses import value_loss
+from corral.workers.algorithms.functional.normalization import RunningMoments, SumOverRanks
+from corral.workers.algorithms.kl_controller import KLController
+from corral.workers.algorithms.mini_batches import deal_mini_batches, merge_stats
+from corral.workers.algorithms.ppo_batch import advantage_batch, measure_batch
+from corral.workers.backends.base import LossOutput, TrainEngine
+from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.train_state import Numbers
+from corral.workers.data.sequence_sample import SequenceSample
+
+
+class PPOCriticInterface(ModelInterface):
+    """Value updates, on an engine with a value head.
+
+    See `CriticConfig` for the settings, and `PPOConfig` for those of rewards and mini-batches.
+    """
+
+    def __init__(self, config: PPOConfig, critic: CriticConfig, *, seed: int = 0) -> None:
+        """
+        Args:
+            seed: decides, with the policy version, which answers share a mini-batch.
+        """
+        self._config = config
+        self._critic = critic
+        self._seed = seed
+        self._kl = KLController.at_start(config.kl)
+        self._moments = _moments(critic)
+
+    @property
+    def inputs(self) -> CallKeys:
+        needed = ["input_ids", "prompt_mask", "rewards", "values", "seq_no_eos_mask"]
+        if self._charges_kl:
+            needed += ["old_logprobs", "ref_logprobs"]
+        return {CallType.INFERENCE: built_in("input_ids"), CallType.TRAIN_STEP: built_in(*needed)}
+
+    @property
+    def outputs(self) -> CallKeys:
+        return {CallType.INFERENCE: built_in("values")}
+
+    @property
+    def _charges_kl(self) -> bool:
+        return self._config.kl.coef > 0.0 and self._config.kl.place == "reward"
+
+    def inference(self, engine: TrainEngine[Tensor], sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
+        """`values` after every token, in units of reward."""
+        values = engine.forward(sample.select_keys(["input_ids"]))["values"]
+        return {"values": values if self._moments is None else self._moments.denormalize(values)}
+
+    def train_step(self, engine: TrainEngine[Tensor], sample: SequenceSample, *, version: int) -> dict[str, float]:
+        """As many optimizer steps as the actor's, on returns that all of them share."""
+        config, context = self._config, engine.context
+        facts = measure_batch(sample, context)
+        batch = advantage_batch(config, sample, kl_coefficient=self._kl.coefficient)
+        responses = batch.response_mask.numpy()
+        returns = GAE(batch, config)["returns"].numpy()
+        values = np.asarray(sample.data["values"], dtype=np.float32)
+        totals = _ReturnTotals.over_ranks(returns[responses], context.sum_over_ranks)
+        if self._moments is not None and facts.is_finite:
+            before, self._moments = self._moments, totals.added_to(self._moments)
+            values, returns = before.normalize(values), self._moments.normalize(returns)
+        weight = np.float32(1.0 if facts.is_finite else np.nan)
+        prepared = (
+            sample.with_key("values", values)
+            .with_key("returns", returns)
+            .with_key("loss_mask", responses)
+            .with_key("loss_weights", np.full(len(responses), weight, np.float32))
+        )
+        stats = [
+            engine.train_batch(mini_batch, loss_fn=self._loss)
+            for mini_batch in deal_mini_batches(
+                config, prepared, seed=self._seed, version=version, dp_rank=context.dp_rank
+            )
+        ]
+        if facts.is_finite:
+            self._kl = self._kl.after(observed_kl=facts.kl_per_answer, num_answers=facts.num_answers)
+        return merge_stats(stats, loss_name="critic/loss") | totals.stats()
+
+    def state_dict(self) -> Numbers:
+        return self._kl.state_dict() | ({} if self._moments is None else self._moments.state_dict())
+
+    def load_state_dict(self, state: Numbers) -> None:
+        self._kl = self._kl.with_state(state)
+        if self._moments is not None:
+            self._moments = self._moments.with_state(state)
+
+    def _loss(self, values: Tensor, micro_batch: MicroBatch) -> LossOutput:
+        keys = micro_batch.tensors
+        predicted = values[micro_batch.predicting]
+        losses = value_loss(
+            predicted,
+            old_values=keys["values"][micro_batch.predicting],
+            returns=keys["returns"],
+            value_eps_clip=self._critic.value_eps_clip,
+            huber_delta=self._critic.huber_delta,
+        )
+        return sum_over_mask(losses, keys["loss_mask"], weights=keys["loss_weights"])
+
+
+@dataclass(frozen=True, slots=True)
+class _ReturnTotals:
+    """Sums over the response tokens of all ranks."""
+
+    count: float
+    total: float
+    square_total: float
+
+    @classmethod
+    def over_ranks(cls, returns: npt.NDArray[np.float32], sum_over_ranks: SumOverRanks) -> "_ReturnTotals":
+        wide = returns.astype(np.float64)
+        local = {"count": float(wide.size), "total": float(wide.sum()), "squares": float(np.square(wide).sum())}
+        sums = sum_over_ranks(local)
+        return cls(sums["count"], sums["total"], sums["squares"])
+
+    def added_to(self, moments: RunningMoments) -> RunningMoments:
+        return moments.updated(count=self.count, total=self.total, square_total=self.square_total)
+
+    def stats(self) -> dict[str, float]:
+        """Mean and deviation of the batch's returns, in units of reward."""
+        mean = self.total / max(self.count, 1.0)
+        variance = self.square_total / max(self.count, 1.0) - mean**2
+        return {"returns/mean": mean, "returns/std": math.sqrt(variance) if variance > 0.0 else 0.0}
+
+
+def _moments(critic: CriticConfig) -> RunningMoments | None:
+    if critic.value_norm == "none":
+        return None
+    return RunningMoments(decay=critic.value_norm_decay if critic.value_norm == "exponential" else None)
