@@ -11,8 +11,9 @@ is forgotten while the epoch lasts, and the next one's session asks for it again
 
 from collections.abc import Callable, Mapping
 
-from corral.workers.requests.client import PendingReplies, RequestClient
+from corral.workers.requests.client import RequestClient
 from corral.workers.requests.messages import Fetch, MetadataReply, ReplyPayload, SampleMetadata
+from corral.workers.requests.pending_replies import PendingReplies
 
 _AT_MOST = 1024  # samples in one reply
 _WAIT_S = 60.0  # a rank without arrivals costs a message a minute, and a link that is dead is noticed otherwise

@@ -16,7 +16,6 @@ from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 from corral.scheduling.packing import TYPICAL_SHAPE, TransformerShape, forward_flops, partition_near_owners
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
 
-_NOWHERE: frozenset[int] = frozenset()
 _TRAINING_FORWARDS = 3  # a backward pass takes as much as two forward passes
 
 
@@ -58,12 +57,13 @@ def _owners(
     located: Sequence[Mapping[str, frozenset[int]]], keys: Sequence[str], dp_ranks: Mapping[int, int]
 ) -> list[int | None]:
     """For each sample the data-parallel rank that holds most of its keys; None if none holds anything."""
-    known: dict[tuple[frozenset[int], ...], int | None] = {}  # samples are in few places, and places are slow to count
+    # Samples are in few places, and places are slow to count.
+    known: dict[tuple[frozenset[int] | None, ...], int | None] = {}
     owners: list[int | None] = []
     for of_sample in located:
-        places = tuple(of_sample.get(key, _NOWHERE) for key in keys)
+        places = tuple(map(of_sample.get, keys))
         if places not in known:
-            held = Counter(dp_ranks[rank] for holders in places for rank in holders if rank in dp_ranks)
+            held = Counter(dp_ranks[rank] for holders in places for rank in holders or () if rank in dp_ranks)
             known[places] = max(held, key=lambda dp_rank: (held[dp_rank], -dp_rank), default=None)
         owners.append(known[places])
     return owners

@@ -24,7 +24,7 @@ from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.lifecycle.worker import WorkerContext
 from corral.workers.master.arrivals import Arrivals
 from corral.workers.master.sequence_buffer import BufferedSample
-from corral.workers.requests.client import PendingReplies, RequestClient
+from corral.workers.requests.client import RequestClient
 from corral.workers.requests.messages import (
     ClearDataCache,
     Evaluate,
@@ -43,6 +43,7 @@ from corral.workers.requests.messages import (
     SaveWeights,
     StatsReply,
 )
+from corral.workers.requests.pending_replies import PendingReplies
 from corral.workers.streams.errors import PeerDeadError, RemoteError, StreamTimeoutError
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,8 @@ from corral.workers.requests.messages import (
     StaleReply,
     WorkerRequest,
 )
-from corral.workers.streams.calls import ErrorReply, PendingCalls, RequestId, mark_seen, remote_error
+from corral.workers.requests.pending_replies import PendingReplies, Share
+from corral.workers.streams.calls import ErrorReply, PendingCalls, RequestId, remote_error
 from corral.workers.streams.closing import Closing
 from corral.workers.streams.codec import Buffer, Message, MessageCodec
 from corral.workers.streams.errors import (
@@ -43,7 +44,6 @@ from corral.workers.streams.errors import (
     PeerDeadError,
     StaleEpochError,
     StreamClosedError,
-    StreamError,
     StreamTimeoutError,
 )
 from corral.workers.streams.router import Peer, RouterEndpoint
@@ -69,83 +69,6 @@ class _Worker:
         if self.grace_timer is not None:
             self.grace_timer.cancel()
             self.grace_timer = None
-
-
-class PendingReplies:
-    """Replies that are on their way, of one request to some workers. Belongs to the client's loop."""
-
-    def __init__(self, workers: Iterable[str]) -> None:
-        self._missing = dict.fromkeys(workers)
-        self._workers = tuple(self._missing)
-        self._ended: dict[str, ReplyPayload | None] = {}
-        self._deadline: asyncio.TimerHandle | None = None
-        self._watchers: list[Callable[[str, ReplyPayload | None], None]] = []
-        # One future for all of them: a future and a deadline per worker would cost more than the messages.
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._done.add_done_callback(mark_seen)
-        if not self._missing:
-            self._done.set_result(None)
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """The workers of which neither a payload nor an error has come."""
-        return tuple(self._missing)
-
-    async def results(self) -> dict[str, ReplyPayload]:
-        """Every worker's payload, or the first error.
-
-        Raises:
-            RemoteError: if a worker's handler raised.
-            StaleEpochError: if a worker follows a newer master.
-            PeerDeadError: if a worker's process is gone.
-            StreamTimeoutError: if a worker did not answer before the deadline.
-        """
-        await self._done
-        return {worker: payload for worker in self._workers if (payload := self._ended[worker]) is not None}
-
-    def on_each(self, callback: Callable[[str, ReplyPayload | None], None]) -> None:
-        """Call this with each worker and its payload as it comes; None instead of an error, which `results` raises."""
-        for worker, payload in self._ended.items():
-            callback(worker, payload)
-        self._watchers.append(callback)
-
-    def expire_by(self, deadline: asyncio.TimerHandle) -> None:
-        """This timer ends what is missing by then; once nothing is, it is cancelled."""
-        self._deadline = deadline
-        if not self._missing:
-            deadline.cancel()
-
-    def end(self, worker: str, payload: ReplyPayload | None, error: StreamError | None = None) -> bool:
-        """What has come of a worker, once; False if nobody waits for it any more."""
-        if worker not in self._missing:
-            return False
-        del self._missing[worker]
-        self._ended[worker] = payload
-        is_awaited = not self._done.cancelled()
-        if not self._done.done():
-            if error is not None:
-                self._done.set_exception(error)
-            elif not self._missing:
-                self._done.set_result(None)
-        if not self._missing and self._deadline is not None:
-            self._deadline.cancel()
-        for callback in self._watchers:
-            callback(worker, payload)
-        return is_awaited
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """One worker's part of what is on its way."""
-
-    replies: PendingReplies
-    worker: str
-
-    def settle(self, reply: ReplyPayload) -> bool:
-        return self.replies.end(self.worker, reply)
-
-    def fail(self, error: StreamError) -> bool:
-        return self.replies.end(self.worker, None, error)
 
 
 class RequestClient(Closing):
@@ -282,7 +205,7 @@ class RequestClient(Closing):
                 frames_by_content[content] = self._codec.encode(
                     body, epoch=self._epoch, request_id=str(request_id), deadline_s=deadline_s
                 )
-            self._ask(request_id, request, frames_by_content[content], _Share(replies, worker), is_flushed=flush)
+            self._ask(request_id, request, frames_by_content[content], Share(replies, worker), is_flushed=flush)
         replies.expire_by(self._loop.call_later(deadline_s, self._expire, request_id, replies, deadline_s))
         return replies
 
@@ -337,7 +260,7 @@ class RequestClient(Closing):
         return riders
 
     def _ask(
-        self, request_id: RequestId, request: Request, frames: list[Buffer], share: _Share, *, is_flushed: bool
+        self, request_id: RequestId, request: Request, frames: list[Buffer], share: Share, *, is_flushed: bool
     ) -> None:
         asked = f"{type(request).__name__} {request_id}"
         worker = self._worker_by_id.get(share.worker)

@@ -1,0 +1,92 @@
+"""PendingReplies: what has come, and what is still to come, of one request to some workers.
+
+RequestClient --Share of each worker--> PendingCalls of that worker --payload or error, once--> end()
+                                                                                                 │
+results(): all payloads, or the first error <── one future ──────────────────────────────────────┤
+on_each(): as they come <────────────────────────────────────────────────────────────────────────┘
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from corral.workers.requests.messages import ReplyPayload
+from corral.workers.streams.calls import mark_seen
+from corral.workers.streams.errors import StreamError
+
+
+class PendingReplies:
+    """Replies that are on their way, of one request to some workers. Belongs to the client's loop."""
+
+    def __init__(self, workers: Iterable[str]) -> None:
+        self._missing = dict.fromkeys(workers)
+        self._workers = tuple(self._missing)
+        self._ended: dict[str, ReplyPayload | None] = {}
+        self._deadline: asyncio.TimerHandle | None = None
+        self._watchers: list[Callable[[str, ReplyPayload | None], None]] = []
+        # One future for all of them: a future and a deadline per worker would cost more than the messages.
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._done.add_done_callback(mark_seen)
+        if not self._missing:
+            self._done.set_result(None)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The workers of which neither a payload nor an error has come."""
+        return tuple(self._missing)
+
+    async def results(self) -> dict[str, ReplyPayload]:
+        """Every worker's payload, or the first error.
+
+        Raises:
+            RemoteError: if a worker's handler raised.
+            StaleEpochError: if a worker follows a newer master.
+            PeerDeadError: if a worker's process is gone.
+            StreamTimeoutError: if a worker did not answer before the deadline.
+        """
+        await self._done
+        return {worker: payload for worker in self._workers if (payload := self._ended[worker]) is not None}
+
+    def on_each(self, callback: Callable[[str, ReplyPayload | None], None]) -> None:
+        """Call this with each worker and its payload as it comes; None instead of an error, which `results` raises."""
+        for worker, payload in self._ended.items():
+            callback(worker, payload)
+        self._watchers.append(callback)
+
+    def expire_by(self, deadline: asyncio.TimerHandle) -> None:
+        """This timer ends what is missing by then; once nothing is, it is cancelled."""
+        self._deadline = deadline
+        if not self._missing:
+            deadline.cancel()
+
+    def end(self, worker: str, payload: ReplyPayload | None, error: StreamError | None = None) -> bool:
+        """What has come of a worker, once; False if nobody waits for it any more."""
+        if worker not in self._missing:
+            return False
+        del self._missing[worker]
+        self._ended[worker] = payload
+        is_awaited = not self._done.cancelled()
+        if not self._done.done():
+            if error is not None:
+                self._done.set_exception(error)
+            elif not self._missing:
+                self._done.set_result(None)
+        if not self._missing and self._deadline is not None:
+            self._deadline.cancel()
+        for callback in self._watchers:
+            callback(worker, payload)
+        return is_awaited
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One worker's part of what is on its way."""
+
+    replies: PendingReplies
+    worker: str
+
+    def settle(self, reply: ReplyPayload) -> bool:
+        return self.replies.end(self.worker, reply)
+
+    def fail(self, error: StreamError) -> bool:
+        return self.replies.end(self.worker, None, error)
