@@ -94,8 +94,6 @@ class DPOInterface(ModelInterface):
             for logprobs in (scores.logprobs, keys["ref_logprobs"])
         )
         margins = self._margins(*policy, *reference)
-        # An infinite margin would be a pair that is perfectly learned; it is one that cannot be judged.
-        margins = torch.where(margins.isfinite(), margins, torch.nan)
         losses = dpo_loss(margins, label_smoothing=self._config.label_smoothing)
         seen = margins.detach()
         return LossOutput(losses.sum(), {"dpo/accuracy": (seen > 0).sum(), "dpo/margin": seen.sum()})

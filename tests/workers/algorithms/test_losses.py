@@ -127,3 +127,8 @@ def test_next_token_scores_equal_a_softmax_in_float64(temperature: float, chunk_
 def test_a_forbidden_token_does_not_poison_the_entropy() -> None:
     scores = score_next_tokens(torch.tensor([[0.0, 0.0, -math.inf]]), torch.tensor([0]))
     assert float(scores.entropy[0]) == pytest.approx(math.log(2.0), abs=1e-6)
+
+
+@pytest.mark.parametrize("margin", [math.inf, -math.inf, math.nan])
+def test_a_margin_that_is_not_finite_has_no_finite_loss(margin: float) -> None:
+    assert not math.isfinite(float(dpo_loss(torch.tensor(margin))))

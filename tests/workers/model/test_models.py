@@ -3,7 +3,7 @@
 import shutil
 import weakref
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 
 from corral.experiments.config.model import ModelConfig
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, RewardSpec
+from corral.scheduling.keys import Key, built_in
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.interfaces import InterfaceSettings
@@ -20,7 +21,7 @@ from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.train_state import Numbers
 from corral.workers.checkpoint.durable_file import no_progress
-from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
+from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample, key_specs
 from corral.workers.lifecycle.worker import BadConfigurationError
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.models import Models
@@ -238,6 +239,70 @@ class Counting(SFTInterface):
 
     def load_state_dict(self, state: Numbers) -> None:
         self.steps = float(cast(float, state["steps"]))
+
+
+NUM_TOKENS, DOUBLED = Key("num_tokens", "per_answer", "float32"), Key("doubled", "per_answer", "float32")
+
+
+class Counted(SFTInterface):
+    """An interface with keys of its own, one of which the graph has no use for."""
+
+    inputs = {CallType.INFERENCE: built_in("input_ids")}
+    outputs = {CallType.INFERENCE: (NUM_TOKENS, DOUBLED)}
+
+    def __init__(self, settings: InterfaceSettings) -> None:
+        pass
+
+    def inference(self, engine: AnyEngine, sample: SequenceSample) -> dict[str, Any]:
+        counts = np.array(sample.answer_lengths(), np.float32)
+        return {"num_tokens": counts, "doubled": 2 * counts}
+
+
+class Doubled(Counted):
+    inputs = {CallType.INFERENCE: (*built_in("input_ids"), NUM_TOKENS)}
+    outputs = {CallType.INFERENCE: (DOUBLED,)}
+
+    def inference(self, engine: AnyEngine, sample: SequenceSample) -> dict[str, Any]:
+        assert sample.data["num_tokens"].dtype == np.float32  # on a rank without samples, too
+        return {"doubled": 2 * sample.data["num_tokens"]}
+
+
+def test_a_key_of_the_users_own_goes_from_one_call_to_the_next(folder: Path) -> None:
+    spec = specification(folder)
+    common = {"model_name": ModelName("ref"), "call_type": CallType.INFERENCE, "n_seqs": 2}
+    counted, doubled = (
+        ModelFunctionCall.model_validate(common | fields)
+        for fields in (
+            {
+                "name": "counted",
+                "implementation": f"{__name__}:Counted",
+                "input_keys": ("input_ids",),
+                "output_keys": ("num_tokens",),
+            },
+            {
+                "name": "doubled",
+                "implementation": f"{__name__}:Doubled",
+                "input_keys": ("input_ids", "num_tokens"),
+                "output_keys": ("doubled",),
+            },
+        )
+    )
+    store = DataStore(key_specs([NUM_TOKENS, DOUBLED]))
+    store.put(SAMPLE.select_keys(["input_ids"]))
+    models = Models(spec.model_copy(update={"calls": [counted, doubled]}), store, PLACES, seed=0)
+    initialize(models, folder / "actor")
+    models.inference(Inference(mfc="counted", uids=UIDS, version=0))
+    assert store.holds("0:1", "num_tokens") and not store.holds("0:1", "doubled")
+    for uids in ([], UIDS):
+        models.inference(Inference(mfc="doubled", uids=uids, version=0))
+    assert store.gather(UIDS, ["doubled"]).data["doubled"].tolist() == [12.0, 18.0]
+
+
+def test_a_call_that_does_not_fit_its_interface_is_refused_at_the_start(folder: Path) -> None:
+    spec = specification(folder)
+    blind = spec.calls[1].model_copy(update={"input_keys": ("input_ids",)})
+    with pytest.raises(BadConfigurationError, match="does not give SFTInterface the key prompt_mask"):
+        Models(spec.model_copy(update={"calls": [spec.calls[0], blind]}), DataStore(), PLACES, seed=0)
 
 
 def test_a_model_is_described_before_and_after_it_is_loaded(folder: Path) -> None:

@@ -56,6 +56,9 @@ def dpo_loss(margins: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
 
     Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, eq. 7. With `label_smoothing` that share of the labels is
     taken to be wrong: conservative DPO, E. Mitchell 2023, https://ericmitchell.ai/cdpo.pdf.
+
+    A margin that is not finite gives a loss that is not, either (0 times infinity, if nothing else): an infinite one is
+    no pair that is perfectly learned, but one that cannot be judged.
     """
     return -(1.0 - label_smoothing) * logsigmoid(margins) - label_smoothing * logsigmoid(-margins)
 
