@@ -145,6 +145,11 @@ class Experiment(FrozenConfig):
     def trained(self) -> TrainedModelConfig:
         """The model that is trained."""
 
+    @property
+    def changing_roles(self) -> tuple[str, ...]:
+        """The roles whose weights training changes: what a commit has to hold."""
+        return (self.roles[0],)
+
     @abstractmethod
     def length_limits(self) -> LengthLimits:
         """How long a row of the dataset may be."""
@@ -291,7 +296,7 @@ class Experiment(FrozenConfig):
             max_head_offpolicyness=max_head_offpolicyness,
             control=self.control,
             eval_every_steps=self.evaluation.every_steps if self.evaluation is not None else None,
-            initial_weights={self.roles[0]: self.trained.path},
+            initial_weights={role.role: role.model.path for role in roles if role.role in self.changing_roles},
             published_role=self.roles[0],
             shape_by_role={role: shape for role, shape in shapes.items() if shape is not None},
             declared_keys=declared_keys,
@@ -308,7 +313,7 @@ class Experiment(FrozenConfig):
                 declared_keys=declared_keys,
                 tokenizer=self.trained.path,
                 takes_samples=rank in self.sample_ranks,
-                dataset=None if self.generates else dataset,
+                    dataset=None if self.generates else dataset,
                 evaluation=self.evaluation,
                 reward=reward,
                 temperature=temperature,

@@ -5,6 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from corral.experiments.config.algorithm import CriticConfig
 from corral.experiments.config.base import FrozenConfig
 
 
@@ -66,6 +67,11 @@ class ModelConfig(FrozenConfig):
     """Type of the matrix products, and of the weights that are written and served; in memory weights are float32."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=16)
     """Token budget of one packed forward and backward pass; longer single sequences are an error."""
+    n_seqs: int | None = Field(default=None, ge=1)
+    """Samples that an inference call on it takes at a time: with fewer than the batch, the calls that read what it
+    makes begin earlier. None takes the whole batch."""
+    offload: bool = False
+    """Whether it leaves the device after each step's calls on it, to make room for others on the same ranks."""
 
 
 class TrainedModelConfig(ModelConfig):
@@ -77,3 +83,18 @@ class TrainedModelConfig(ModelConfig):
     def without_optimizer(self) -> ModelConfig:
         """The part that concerns the weights alone."""
         return ModelConfig(**{name: getattr(self, name) for name in ModelConfig.model_fields})
+
+
+class CriticModelConfig(TrainedModelConfig):
+    """The critic: a model that says what reward is to be expected, token by token."""
+
+    value: CriticConfig = CriticConfig()
+    """How its values are trained."""
+
+
+class ReferenceModelConfig(ModelConfig):
+    """The model that the policy is held near to."""
+
+    ema: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Share of the policy in the reference after each train step (an exponential moving average, from `path` on); None
+    leaves the reference as it is."""

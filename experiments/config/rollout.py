@@ -44,11 +44,22 @@ class SamplingConfig(FrozenConfig):
         return value
 
 
-class RolloutConfig(FrozenConfig):
-    """The asynchronous side of the trial."""
+class GenerationConfig(FrozenConfig):
+    """How answers are made and judged."""
 
     sampling: SamplingConfig = SamplingConfig()
     """How answers are sampled."""
+    reward: ImportPath = EXACT_MATCH
+    """A function (problem, answer text) -> float."""
+    reward_timeout_s: float = Field(default=15.0, gt=0.0)
+    """Deadline of one reward call, counted from when the function is called."""
+    reward_retries: int = Field(default=2, ge=0)
+    """Further tries of a failed reward or agent; then the prompt is dropped and counted, never given a reward of 0."""
+
+
+class RolloutConfig(GenerationConfig):
+    """The asynchronous side of the trial."""
+
     max_head_offpolicyness: int = Field(default=1, ge=0)
     """Eta: no token that is trained on is more than this many policy versions old; 0 is synchronous."""
     max_concurrent_rollouts: int | None = Field(default=None, ge=1)
@@ -62,12 +73,6 @@ class RolloutConfig(FrozenConfig):
     agent_timeout_s: float = Field(default=300.0, gt=0.0)
     """How long an agent may wait at a time for something that is neither an answer nor a reward; those have deadlines
     of their own."""
-    reward: ImportPath = EXACT_MATCH
-    """A function (problem, answer text) -> float."""
-    reward_timeout_s: float = Field(default=15.0, gt=0.0)
-    """Deadline of one reward call, counted from when the function is called."""
-    reward_retries: int = Field(default=2, ge=0)
-    """Further tries of a failed reward or agent; then the prompt is dropped and counted, never given a reward of 0."""
     request_timeout_s: float = Field(default=300.0, gt=0.0)
     """Deadline of one request to a generation server or of one weight update."""
 

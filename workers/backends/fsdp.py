@@ -235,11 +235,10 @@ class FSDPEngine:
         on_progress: Callable[[], None] = no_progress,
     ) -> dict[str, FileEntry]:
         """See `TrainEngine.save_state`; no rank waits for another one."""
-        optimizer, _ = self._require_optimizer()
         rank, num_ranks = self.context.place, self.context.world_size
         directory.mkdir(parents=True, exist_ok=True)
         files = train_state.write_shard(
-            directory, self._parameters(), optimizer, rank=rank, num_ranks=num_ranks, on_progress=on_progress
+            directory, self._parameters(), self._optimizer, rank=rank, num_ranks=num_ranks, on_progress=on_progress
         )
         if rank == 0:
             header = train_state.TrainStateHeader(
@@ -251,12 +250,11 @@ class FSDPEngine:
 
     def load_state(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> train_state.Numbers:
         """See `TrainEngine.load_state`."""
-        optimizer, _ = self._require_optimizer()
         header = train_state.read_header(directory)
         train_state.read_shards(
             directory,
             self._parameters(),
-            optimizer,
+            self._optimizer,
             num_files=header.num_ranks,
             first_file=self.context.place * header.num_ranks // self.context.world_size,
             on_progress=on_progress,

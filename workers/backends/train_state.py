@@ -68,13 +68,13 @@ def shard_name(rank: int, num_ranks: int) -> str:
 def write_shard(
     directory: Path,
     parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     *,
     rank: int,
     num_ranks: int,
     on_progress: Callable[[], None] = no_progress,
 ) -> dict[str, FileEntry]:
-    """Write this rank's pieces of every parameter, and of everything that the optimizer keeps of it.
+    """Write this rank's pieces of every parameter, and of everything that the optimizer, if any, keeps of it.
 
     Raises:
         ValueError: if the optimizer keeps something else than tensors.
@@ -90,10 +90,13 @@ def write_shard(
     return {shard_name(rank, num_ranks): entry}
 
 
-def _pieces(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+def _pieces(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[str, Tensor]]:
+    states = {} if optimizer is None else optimizer.state
     for name, parameter in parameters.items():
         yield f"{_PARAMETER}.{name}", parameter
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in states.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 raise ValueError(f"the optimizer keeps {key}={value!r} of {name}; only tensors are saved: make it one")
             yield f"{key}.{name}", value
@@ -120,7 +123,7 @@ def read_header(directory: Path) -> TrainStateHeader:
 def read_shards(
     directory: Path,
     parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     *,
     num_files: int,
     first_file: int = 0,
@@ -149,6 +152,8 @@ def read_shards(
         for name, parameter in parameters.items():
             on_progress()
             local(parameter).copy_(local(files.read(f"{_PARAMETER}.{name}", like=parameter)))
+            if optimizer is None:
+                continue
             optimizer.state.pop(parameter, None)
             if keys[name]:
                 optimizer.state[parameter] = {key: files.read(f"{key}.{name}", like=parameter) for key in keys[name]}

@@ -1,0 +1,228 @@
+"""PolicyExperiment: what synchronous and asynchronous PPO share: the roles, and the calls that train them.
+
+    answers ──┬──► actor_inf ───proximal_logprobs──┐     with the decoupled loss
+              ├──► ref_inf ─────ref_logprobs───────┤     with a reference model, which may follow the actor (ema)
+              ├──► rew_inf ─────model_rewards──────┤     with a reward model, in place of the reward function's
+              ├──► critic_inf ──values─────────────┤     with a critic
+              └────────────────────────────────────┼──► actor_train ──► new weights
+                                                   └──► critic_train
+
+Without a critic, advantages compare the answers to one prompt: GRPO and its kin.
+"""
+
+from collections.abc import Iterator
+
+from corral.experiments.checks import MODEL_CONTEXT, check_length, check_model, check_ppo
+from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.config.model import CriticModelConfig, ModelConfig, ReferenceModelConfig, TrainedModelConfig
+from corral.experiments.config.rollout import EXACT_MATCH, GenerationConfig
+from corral.experiments.errors import ConfigProblem
+from corral.experiments.experiment import Experiment
+from corral.experiments.inputs.model_directory import ModelFacts
+from corral.experiments.inputs.tokens import LengthLimits
+from corral.experiments.worker_specs import ModelRoleSpec, RewardSpec
+from corral.scheduling.model_function_call import (
+    CallType,
+    ModelFunctionCall,
+    ModelName,
+    OffloadHook,
+    PostHook,
+    PublishWeightsHook,
+    PushWeightsHook,
+)
+from corral.scheduling.packing import MicroBatchSpec
+
+TRAJECTORY_KEYS = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask")
+MODEL_REWARDS = "model_rewards"
+"""What the graph calls the scores of a reward model, beside the `rewards` of the reward function."""
+
+
+class PolicyExperiment(Experiment):
+    """PPO on answers of the policy."""
+
+    actor: TrainedModelConfig
+    """The policy."""
+    critic: CriticModelConfig | None = None
+    """The critic of ppo.advantage: gae; None trains without one."""
+    ref: ReferenceModelConfig | None = None
+    """The reference model of the KL term; None trains without one."""
+    reward_model: ModelConfig | None = None
+    """A model whose scores are the rewards, in place of rollout.reward's; None asks the function alone."""
+    ppo: PPOConfig = PPOConfig()
+    """The algorithm."""
+
+    @property
+    def generation(self) -> GenerationConfig:
+        """How answers are made and judged."""
+        raise NotImplementedError
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """The model of each role, the trained policy first."""
+        given = {"actor": self.actor, "critic": self.critic, "ref": self.ref, "reward": self.reward_model}
+        return {role: model for role, model in given.items() if model is not None}
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(self.models)
+
+    @property
+    def trained(self) -> TrainedModelConfig:
+        return self.actor
+
+    @property
+    def needs_answers(self) -> bool:
+        # A reward of one's own may judge without a reference.
+        return self.generation.reward == EXACT_MATCH
+
+    def training_calls(self) -> list[ModelFunctionCall]:
+        """The model function calls from answers to new weights."""
+        made: list[ModelFunctionCall] = []
+        masked = ("input_ids", "prompt_mask")
+        if self.ppo.use_decoupled_loss:
+            made.append(self._inference("actor_inf", "actor", "ppo_actor", masked, logprobs="proximal_logprobs"))
+        if self.ref is not None:
+            made.append(self._inference("ref_inf", "ref", "ppo_actor", masked, logprobs="ref_logprobs"))
+        if self.reward_model is not None:
+            made.append(self._inference("rew_inf", "reward", "reward", ("input_ids",), rewards=MODEL_REWARDS))
+        if self.critic is not None:
+            made.append(self._inference("critic_inf", "critic", "ppo_critic", ("input_ids",), values="values"))
+        outputs = [key for call in made for key in call.output_keys]
+        keys = [key for key in TRAJECTORY_KEYS if key != "rewards" or self.reward_model is None]
+        made.append(self._train("actor", self.actor, "ppo_actor", (*keys, *outputs)))
+        if self.critic is not None:
+            made.append(self._train("critic", self.critic, "ppo_critic", (*keys, *outputs)))
+        return made
+
+    def _inference(
+        self, name: str, role: str, implementation: str, input_keys: tuple[str, ...], **outputs: str
+    ) -> ModelFunctionCall:
+        """A call that makes `outputs`: the graph's names by the interface's."""
+        model = self.models[role]
+        is_called_again = role in ("actor", "critic")
+        return ModelFunctionCall(
+            name=name,
+            model_name=ModelName(role),
+            call_type=CallType.INFERENCE,
+            implementation=implementation,
+            n_seqs=min(model.n_seqs or self.train_batch_size, self.train_batch_size),
+            input_keys=input_keys,
+            output_keys=tuple(outputs.values()),
+            output_key_remap={own: name for own, name in outputs.items() if own != name},
+            micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=model.max_tokens_per_micro_batch),
+            post_hooks=(OffloadHook(),) if model.offload and not is_called_again else (),
+        )
+
+    def _train(
+        self, role: str, model: TrainedModelConfig, implementation: str, keys: tuple[str, ...]
+    ) -> ModelFunctionCall:
+        after: list[PostHook] = []
+        if role == "actor":
+            after.append(PublishWeightsHook())
+            if self.ref is not None and self.ref.ema is not None:
+                after.append(PushWeightsHook(target=ModelName("ref"), eta=self.ref.ema))
+        if model.offload:
+            after.append(OffloadHook())
+        return ModelFunctionCall(
+            name=f"{role}_train",
+            model_name=ModelName(role),
+            call_type=CallType.TRAIN_STEP,
+            implementation=implementation,
+            n_seqs=self.train_batch_size,
+            input_keys=keys,
+            input_key_remap={MODEL_REWARDS: "rewards"} if MODEL_REWARDS in keys else {},
+            micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=model.max_tokens_per_micro_batch),
+            post_hooks=tuple(after),
+        )
+
+    def role_specs(self) -> list[ModelRoleSpec]:
+        """What model workers are told of each role."""
+        specs = [self._role_spec("actor", self.actor)]
+        if self.critic is not None:
+            specs.append(self._role_spec("critic", self.critic).model_copy(update={"critic": self.critic.value}))
+        specs += [self._role_spec(role, self.models[role]) for role in ("ref", "reward") if role in self.models]
+        return specs
+
+    def _role_spec(self, role: str, model: ModelConfig) -> ModelRoleSpec:
+        return ModelRoleSpec(
+            role=role,
+            model=ModelConfig(**{name: getattr(model, name) for name in ModelConfig.model_fields}),
+            head="value" if role == "critic" else "scalar" if role == "reward" else "lm",
+            optimizer=model.optimizer if isinstance(model, TrainedModelConfig) else None,
+            ppo=self.ppo,
+        )
+
+    @property
+    def changing_roles(self) -> tuple[str, ...]:
+        """The roles whose weights a train step changes, one way or the other: what a commit has to hold."""
+        changing = ["actor"] + (["critic"] if self.critic is not None else [])
+        return (*changing, "ref") if self.ref is not None and self.ref.ema is not None else tuple(changing)
+
+    def reward_spec(self) -> RewardSpec:
+        """Who judges answers."""
+        return RewardSpec(
+            function=self.generation.reward,
+            timeout_s=self.generation.reward_timeout_s,
+            retries=self.generation.reward_retries,
+        )
+
+    def length_limits(self) -> LengthLimits:
+        return LengthLimits(self.actor.path, max_prompt_tokens=self.dataset.max_prompt_tokens)
+
+    def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
+        facts, problems = check_model(self.actor, ("actor",))
+        yield from problems
+        yield from self._other_model_problems(facts)
+        yield from check_ppo(
+            self.ppo,
+            has_ref=self.ref is not None,
+            has_critic=self.critic is not None,
+            train_batch_size=self.train_batch_size,
+            dp=max((mesh.dims.dp for role, mesh in self.known_meshes().items() if role in ("actor", "critic")), default=1),
+        )
+        yield from self._length_problems(facts)
+        yield from self.check_training(facts, num_rows=num_rows)
+
+    def _other_model_problems(self, actor: ModelFacts | None) -> Iterator[ConfigProblem]:
+        for role, key in (("critic", "critic"), ("ref", "ref"), ("reward", "reward_model")):
+            if role not in self.models:
+                continue
+            facts, problems = check_model(self.models[role], (key,))
+            yield from problems
+            if actor is not None and facts is not None and actor.vocab_size != facts.vocab_size:
+                yield ConfigProblem(
+                    message=f"{key} has a vocabulary of {facts.vocab_size}, the actor one of {actor.vocab_size}",
+                    hint="use the model that the actor starts from, or one with the same tokenizer",
+                    path=(key, "path"),
+                    shown=str(self.models[role].path),
+                )
+
+    def length_bounds(self) -> list[tuple[str, int]]:
+        """What a prompt and its answer together have to fit, by name."""
+        names = {"reward": "reward_model"}
+        return [
+            (f"{names.get(role, role)}.max_tokens_per_micro_batch", model.max_tokens_per_micro_batch)
+            for role, model in self.models.items()
+        ]
+
+    def _length_problems(self, facts: ModelFacts | None) -> Iterator[ConfigProblem]:
+        limits = self.length_bounds()
+        if facts is not None and facts.max_position_embeddings is not None:
+            limits.append((MODEL_CONTEXT, facts.max_position_embeddings))
+        for limit_name, limit in limits:
+            yield from check_length(
+                max_prompt_tokens=self.dataset.max_prompt_tokens,
+                max_new_tokens=self.generation.sampling.max_new_tokens,
+                limit=limit,
+                limit_name=limit_name,
+                path=("rollout", "sampling", "max_new_tokens"),
+            )
+
+    def find_warnings(self) -> Iterator[str]:
+        yield from super().find_warnings()
+        if self.ref is not None and self.ppo.kl.coef == 0.0:
+            yield "ref has no effect on training while ppo.kl.coef is 0; leave it out to save its memory"
+        if self.critic is not None and not self.ppo.needs_critic:
+            yield f"critic has no effect on the policy with ppo.advantage: {self.ppo.advantage}; set it to gae"
+        if not self.ppo.use_decoupled_loss and "behav_imp_weight_cap" in self.ppo.model_fields_set:
+            yield "ppo.behav_imp_weight_cap has no effect without ppo.use_decoupled_loss"
