@@ -88,11 +88,21 @@ class PolicyExperiment(Experiment):
         if self.critic is not None:
             made.append(self._inference("critic_inf", "critic", "ppo_critic", ("input_ids",), values="values"))
         outputs = [key for call in made for key in call.output_keys]
-        keys = [key for key in TRAJECTORY_KEYS if key != "rewards" or self.reward_model is None]
-        made.append(self._train("actor", self.actor, "ppo_actor", (*keys, *outputs)))
+        made.append(self._train("actor", self.actor, "ppo_actor", (*self._answer_keys(), *outputs)))
         if self.critic is not None:
-            made.append(self._train("critic", self.critic, "ppo_critic", (*keys, *outputs)))
+            made.append(self._train("critic", self.critic, "ppo_critic", self._critic_keys()))
         return made
+
+    def _answer_keys(self) -> tuple[str, ...]:
+        """What comes with the answers, and is read."""
+        return tuple(key for key in TRAJECTORY_KEYS if key != "rewards" or self.reward_model is None)
+
+    def _critic_keys(self) -> tuple[str, ...]:
+        """No more than it reads: a critic on ranks of its own then waits for nothing of the actor's."""
+        rewards = "rewards" if self.reward_model is None else MODEL_REWARDS
+        keys = ("input_ids", "prompt_mask", "seq_no_eos_mask", rewards, "values")
+        charges_kl = self.ppo.kl.coef > 0.0 and self.ppo.kl.place == "reward"
+        return (*keys, "old_logprobs", "ref_logprobs") if charges_kl else keys
 
     def _inference(
         self, name: str, role: str, implementation: str, input_keys: tuple[str, ...], **outputs: str

@@ -58,8 +58,8 @@ class StepOutcome:
         trained = self.graph.trained_models
         for name, reply in self.by_call.items():
             role = self.graph.call(name).role
-            prefix = "" if role == trained[0].role else f"{role}/"
-            values |= {f"{prefix}{key}": value for key, value in reply.stats.items()}
+            is_first = role == trained[0].role
+            values |= {_named(key, "" if is_first else role): value for key, value in reply.stats.items()}
         for name, times in self.result.times.items():
             values |= _times(name, times)
         return values
@@ -75,6 +75,11 @@ def _joined(replies: Sequence[TrainReply]) -> TrainReply:
         num_nonfinite=sum(reply.num_nonfinite for reply in replies),
         is_damaged=any(reply.is_damaged for reply in replies),
     )
+
+
+def _named(key: str, role: str) -> str:
+    """The statistic of a role, whose name it may begin with already."""
+    return key if not role or key.startswith(f"{role}/") else f"{role}/{key}"
 
 
 def _times(name: str, times: CallTimes) -> dict[str, float]:
