@@ -13,7 +13,7 @@ from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.cluster import ClusterConfig, GroupConfig
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.config.model import ModelConfig
-from corral.experiments.config.rollout import RolloutConfig
+from corral.experiments.config.rollout import GenerationConfig, RolloutConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, dotted, show_value, split_remedy
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.inputs.import_paths import check_import_path
@@ -354,9 +354,10 @@ def check_concurrency(rollout: RolloutConfig, *, train_batch_size: int) -> Itera
         )
 
 
-def check_imports(rollout: RolloutConfig) -> Iterator[ConfigProblem]:
+def check_imports(rollout: GenerationConfig) -> Iterator[ConfigProblem]:
     """Agents and rewards that do not exist."""
-    yield from _import_problems(("rollout", "agent"), rollout.agent, must_be_async=True)
+    if isinstance(rollout, RolloutConfig):
+        yield from _import_problems(("rollout", "agent"), rollout.agent, must_be_async=True)
     yield from _import_problems(("rollout", "reward"), rollout.reward)
 
 

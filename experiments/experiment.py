@@ -9,7 +9,7 @@ Subclasses (sft.py, async_ppo.py) say which model function calls there are and w
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -42,6 +42,7 @@ from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.trial.directory import validate_name
 from corral.experiments.worker_specs import (
     DatasetSpec,
+    GenerationSpec,
     MasterWorkerSpec,
     ModelRoleSpec,
     ModelWorkerSpec,
@@ -256,6 +257,15 @@ class Experiment(FrozenConfig):
             yield from check_evaluation(self.evaluation, self.trained.path, facts, needs_answer=self.needs_answers)
 
     @property
+    def source(self) -> Literal["dataset", "prompts", "trajectories"]:
+        """Where the samples of a train step come from."""
+        return "trajectories" if self.generates else "dataset"
+
+    def mesh_of(self, model: ModelName) -> Mesh:
+        """The ranks of a model."""
+        return self.meshes[model.role]
+
+    @property
     def sample_ranks(self) -> list[int]:
         """Where samples come in: at the heads of the trained policy, which reads most of their keys."""
         return list(self.meshes[self.roles[0]].dp_heads)
@@ -283,16 +293,17 @@ class Experiment(FrozenConfig):
         reward: RewardSpec,
         max_head_offpolicyness: int = 0,
         temperature: float = 1.0,
+        generation: GenerationSpec | None = None,
     ) -> list[WorkerSpec]:
         """The master and every model worker, each with the models that it holds a part of."""
-        meshes = {str(name): self.meshes[name.role] for name in graph.model_names}
+        meshes = {str(name): self.mesh_of(name) for name in graph.model_names}
         shapes = {role.role: transformer_shape(role.model.path) for role in roles}
         declared_keys = keys_of_graph(graph.calls, graph.dataset_keys)
         master = MasterWorkerSpec(
             calls=list(graph.calls),
             train_batch_size=self.train_batch_size,
             num_prompts=dataset.num_rows,
-            source="trajectories" if self.generates else "dataset",
+            source=self.source,
             max_head_offpolicyness=max_head_offpolicyness,
             control=self.control,
             eval_every_steps=self.evaluation.every_steps if self.evaluation is not None else None,
@@ -312,8 +323,9 @@ class Experiment(FrozenConfig):
                 calls=list(graph.calls),
                 declared_keys=declared_keys,
                 tokenizer=self.trained.path,
-                takes_samples=rank in self.sample_ranks,
-                    dataset=None if self.generates else dataset,
+                takes_samples=rank in self.sample_ranks and self.source != "prompts",
+                dataset=None if self.generates else dataset,
+                generation=generation,
                 evaluation=self.evaluation,
                 reward=reward,
                 temperature=temperature,

@@ -22,11 +22,13 @@ from corral.experiments.loading.profile import Layer, merge, read_profile, witho
 from corral.experiments.loading.schema import path_keys
 from corral.experiments.loading.validation import validate
 from corral.experiments.loading.yaml_loader import read_yaml
+from corral.experiments.ppo import PPOExperiment
 from corral.experiments.sft import SFTExperiment
 from corral.scheduling.worker_information import WorkerKind
 
 EXPERIMENTS: Mapping[str, type[Experiment]] = {
     "async_ppo": AsyncPPOExperiment,
+    "ppo": PPOExperiment,
     "sft": SFTExperiment,
 }
 """Experiment class by the file's `experiment` key."""

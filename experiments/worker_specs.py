@@ -10,7 +10,7 @@ from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.config.model import ModelConfig, OptimizerConfig
-from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, ImportPath, RolloutConfig
+from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, ImportPath, RolloutConfig, SamplingConfig
 from corral.scheduling.keys import Key
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelFunctionCall, ModelName
@@ -59,6 +59,17 @@ class RewardSpec(FrozenConfig):
     """Further tries of a call that failed."""
 
 
+class GenerationSpec(FrozenConfig):
+    """How a model worker answers prompts, where `generate` is a call of the graph."""
+
+    sampling: SamplingConfig
+    """How answers are sampled."""
+    group_size: int = Field(ge=1)
+    """Answers to one prompt."""
+    max_running_requests: int = Field(ge=1)
+    """Answers that one data-parallel rank decodes at a time."""
+
+
 class MasterWorkerSpec(FrozenConfig):
     """The one process that knows where every sample stands and says what runs next."""
 
@@ -70,8 +81,8 @@ class MasterWorkerSpec(FrozenConfig):
     """Prompts (or rows, for SFT) that one train step consumes."""
     num_prompts: int = Field(ge=1)
     """Rows of the dataset: prompts of one pass."""
-    source: Literal["dataset", "trajectories"]
-    """Whether samples are read by the model workers or arrive from rollout workers."""
+    source: Literal["dataset", "prompts", "trajectories"]
+    """Whether model workers read samples from rows, make them from prompts, or get them from rollout workers."""
     max_head_offpolicyness: int = Field(ge=0)
     """Eta."""
     control: TrainControl
@@ -147,6 +158,8 @@ class ModelWorkerSpec(FrozenConfig):
     """Whether samples come in at this rank."""
     dataset: DatasetSpec | None
     """The rows of a dataset source; None where samples arrive from rollout workers."""
+    generation: GenerationSpec | None = None
+    """How answers are sampled, where a call of the graph generates."""
     evaluation: EvaluationConfig | None
     """Held-out problems."""
     reward: RewardSpec

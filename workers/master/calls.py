@@ -25,15 +25,19 @@ from corral.scheduling.model_function_call import (
     PublishWeightsHook,
     PushWeightsHook,
 )
+from corral.scheduling.policy_version import Lineage
 from corral.scheduling.redistribution import Demand
 from corral.workers.data.sequence_sample import key_specs
 from corral.workers.master.all_or_first import all_or_first_error
 from corral.workers.master.dealing import Dealer
 from corral.workers.master.sequence_buffer import SequenceBuffer
-from corral.workers.master.trainer_gang import TrainerGang
+from corral.workers.master.step_runner import CallResult
+from corral.workers.master.trainer_gang import TrainerGang, buffered
 from corral.workers.master.transfers import TransferPlanner
 from corral.workers.requests.messages import (
+    Generate,
     Inference,
+    MetadataReply,
     Offload,
     PostHook,
     Reallocate,
@@ -50,7 +54,7 @@ class MeshCalls:
     """Runs calls, each on the mesh of its model.
 
     Example:
-        calls = MeshCalls(spec, graph, gang, buffer, publish=write_and_publish)
+        calls = MeshCalls(spec, graph, gang, buffer, lineage, publish=write_and_publish)
         result = await StepRunner(graph, calls, ranks_of=calls.ranks_of).run(batch, version=12)
     """
 
@@ -60,6 +64,7 @@ class MeshCalls:
         graph: DataflowGraph,
         gang: TrainerGang,
         buffer: SequenceBuffer,
+        lineage: Lineage,
         *,
         publish: Callable[[ModelName], Awaitable[None]],
     ) -> None:
@@ -71,6 +76,7 @@ class MeshCalls:
         self._graph = graph
         self._gang = gang
         self._buffer = buffer
+        self._lineage = lineage
         self._publish = publish
         self._dealer = Dealer(spec, graph)
         self._transfers = TransferPlanner(gang.host_by_rank(), key_specs(spec.declared_keys))
@@ -88,13 +94,15 @@ class MeshCalls:
 
     async def run_call(
         self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool
-    ) -> TrainReply | None:
+    ) -> CallResult:
         """See `CallRunner.run_call`."""
         for hook in call.pre_hooks:
             await self._reallocate(hook.source, call.model_name, eta=_COPY)
         mesh = self._spec.mesh(call.model_name)
         shares = self._dealer.deal(call, uids, self._buffer)
         replies = await self._ask(call, mesh, shares, version=version, is_last_go=is_last_go)
+        if call.call_type is CallType.GENERATE:
+            return self._take_in_answers(replies)
         reply = next((reply for reply in replies.values() if isinstance(reply, TrainReply)), None)
         if reply is None:
             heads = mesh.dp_heads
@@ -102,7 +110,18 @@ class MeshCalls:
             self._buffer.amend(call.output_keys, ranks)
         elif is_last_go and not reply.is_skipped and not reply.is_damaged:
             await self._after_training(call)
-        return reply
+        return CallResult(trained=reply)
+
+    def _take_in_answers(self, replies: Mapping[int, ReplyPayload]) -> CallResult:
+        """Note what ranks have made of prompts; what they had to give up, the step goes on without."""
+        dropped: dict[str, str] = {}
+        for rank, reply in replies.items():
+            for metadata in reply.samples if isinstance(reply, MetadataReply) else ():
+                if metadata.dropped_because:
+                    dropped[metadata.uid] = metadata.dropped_because
+                else:
+                    self._buffer.fill(buffered(metadata, owner=rank))
+        return CallResult(dropped=dropped)
 
     async def _ask(
         self, call: ModelFunctionCall, mesh: Mesh, shares: list[list[str]], *, version: int, is_last_go: bool
@@ -119,7 +138,7 @@ class MeshCalls:
         asked = asyncio.ensure_future(
             self._gang.start(
                 {
-                    rank: _request(call, shares[mesh.dims.coords(place).dp_rank], rank, mesh, version)
+                    rank: self._request(call, shares[mesh.dims.coords(place).dp_rank], rank, version)
                     for place, rank in enumerate(mesh.ranks)
                 },
                 pre_hooks={rank: [hook] for rank, hook in transfers.takes.items()},
@@ -130,6 +149,15 @@ class MeshCalls:
         await all_or_first_error(asked, given)
         transfers.note_arrival(self._buffer)
         return asked.result()
+
+    def _request(self, call: ModelFunctionCall, uids: list[str], rank: int, version: int) -> Request:
+        if call.call_type is CallType.TRAIN_STEP:
+            reports = rank == self._spec.mesh(call.model_name).ranks[0]
+            return TrainStep(mfc=call.name, uids=uids, version=version, reports=reports)
+        if call.call_type is CallType.GENERATE:
+            orders = [self._buffer.samples[uid].order for uid in uids]
+            return Generate(mfc=call.name, uids=uids, orders=orders, version=str(self._lineage.version(version)))
+        return Inference(mfc=call.name, uids=uids, version=version)
 
     async def _after_training(self, call: ModelFunctionCall) -> None:
         for hook in call.post_hooks:
@@ -142,9 +170,3 @@ class MeshCalls:
         ranks = {*self._spec.mesh(source).ranks, *self._spec.mesh(target).ranks}
         request = Reallocate(source=str(source), target=str(target), eta=eta)
         await self._gang.start(dict.fromkeys(sorted(ranks), request))
-
-
-def _request(call: ModelFunctionCall, uids: list[str], rank: int, mesh: Mesh, version: int) -> Request:
-    if call.call_type is CallType.TRAIN_STEP:
-        return TrainStep(mfc=call.name, uids=uids, version=version, reports=rank == mesh.ranks[0])
-    return Inference(mfc=call.name, uids=uids, version=version)

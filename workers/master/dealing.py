@@ -48,7 +48,8 @@ class Dealer:
         """The work of each sample, counted once for calls that take the same samples on the same mesh."""
         known, costs = self._last_costs.get(ranks, ([], []))
         if known != samples:
-            costs = forward_flops((sample.num_tokens for sample in samples), self._shapes[ranks])
+            flops = forward_flops((sample.num_tokens for sample in samples), self._shapes[ranks])
+            costs = [cost or 1.0 for cost in flops]  # nobody knows how long the answers to a prompt will be
             self._last_costs[ranks] = samples, costs
         return costs
 

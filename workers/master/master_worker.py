@@ -114,7 +114,7 @@ from corral.workers.lifecycle.worker import (
 )
 from corral.workers.master.epoch_parts import EpochParts
 from corral.workers.master.garbage import rare_collections
-from corral.workers.master.sample_source import DatasetSource, SampleSource, TrajectorySource
+from corral.workers.master.sample_source import DatasetSource, PromptSource, SampleSource, TrajectorySource
 from corral.workers.master.sequence_buffer import SequenceBuffer
 from corral.workers.master.trainer_epoch import NotFiniteError, Outcome, TrainerEpoch
 from corral.workers.master.trainer_gang import GangLostError, TrainerGang
@@ -246,6 +246,11 @@ class MasterWorker(Worker):
     def _source(self, buffer: SequenceBuffer, gang: TrainerGang, lineage: Lineage, ledger: Ledger) -> SampleSource:
         if self._spec.source == "dataset":
             return DatasetSource(self._row_uids(), buffer, gang, batch_size=self._spec.train_batch_size)
+        if self._spec.source == "prompts":
+            consumed = ledger.trained_count + ledger.dropped_count
+            return PromptSource(
+                self._row_uids(), buffer, gang, batch_size=self._spec.train_batch_size, next_order=consumed
+            )
         return TrajectorySource(
             buffer,
             gang,
@@ -279,8 +284,8 @@ class MasterWorker(Worker):
             self._published.update(text)
 
     def _weights_in_use(self) -> frozenset[Path] | None:
-        if self._spec.source == "dataset":
-            return frozenset()  # nobody generates
+        if self._spec.source != "trajectories":
+            return frozenset()  # no servers generate
         return read_weights_in_use(self.context.names, self.context.keys.weights_in_use())
 
 

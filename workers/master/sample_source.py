@@ -89,6 +89,48 @@ class DatasetSource:
 
 
 @dataclass(slots=True)
+class PromptSource:
+    """Prompts of the dataset in the order of the seed, which a call of the graph turns into samples.
+
+    Every issue of a prompt has an order of its own, and with it other answers; the first of a trial has 0, as the first
+    that rollout workers are admitted with.
+    """
+
+    uids: Iterator[str]
+    buffer: SequenceBuffer
+    holders: SampleHolders
+    _: KW_ONLY
+    batch_size: int
+    next_order: int
+    _given_back: deque[str] = field(default_factory=deque, init=False)
+
+    async def poll(self, *, version: int, remaining: int) -> list[str] | None:
+        batch: list[str] = []
+        while len(batch) < min(self.batch_size, remaining):
+            uid = next(self.uids, None) or self._given_back.popleft()
+            if not self.buffer.is_consumed(uid):
+                batch.append(uid)
+                self.buffer.put(_prompt(uid, self.next_order))
+                self.next_order += 1
+        return batch
+
+    async def give_back(self, batch: Sequence[str]) -> None:
+        await self.holders.clear(self.buffer.release(batch))
+        self._given_back.extend(batch)
+
+    def waiting_for(self) -> str:
+        return "prompts of the dataset"
+
+    def waits_for(self) -> Sequence[str]:
+        return ()
+
+
+def _prompt(uid: str, order: int) -> BufferedSample:
+    """A prompt without answers: no rank holds anything of it."""
+    return BufferedSample(uid=uid, order=order, owner=0, num_tokens=[], versions=frozenset(), keys=frozenset())
+
+
+@dataclass(slots=True)
 class TrajectorySource:
     """Judged groups from rollout workers, under the staleness bound."""
 

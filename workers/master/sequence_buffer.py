@@ -70,6 +70,11 @@ class SequenceBuffer:
         self.located[sample.uid] = dict.fromkeys(sample.keys, self._only(sample.owner))
         return True
 
+    def fill(self, sample: BufferedSample) -> None:
+        """What was a prompt has answers now, where they were made."""
+        self.samples[sample.uid] = sample
+        self.located[sample.uid] = dict.fromkeys(sample.keys, self._only(sample.owner))
+
     def amend(self, keys: Iterable[str], ranks_by_uid: Mapping[str, int]) -> None:
         """Record that `keys` now exist for each uid on the rank that computed them."""
         names = list(keys)

@@ -25,13 +25,23 @@ from corral.workers.master.step_state import StepState
 from corral.workers.requests.messages import TrainReply
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallResult:
+    """What one go of a call did, beside the keys that it made."""
+
+    trained: TrainReply | None = None
+    """What it did to the weights, if it is a train step."""
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    """Samples that the step goes on without, and why; no other call of the step may have taken them before."""
+
+
 class CallRunner(Protocol):
     """Runs calls on the model workers."""
 
     async def run_call(
         self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool
-    ) -> TrainReply | None:
-        """Run a call on some samples of the batch; what it did to the weights, if it is a train step.
+    ) -> CallResult:
+        """Run a call on some samples of the batch.
 
         Args:
             version: policy version before this step.
@@ -60,6 +70,8 @@ class StepResult:
     """Of the train steps, by call; one per go."""
     times: dict[str, CallTimes]
     """By call."""
+    dropped: dict[str, str]
+    """Why the step went on without a sample, by uid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,38 +117,43 @@ class StepRunner:
         """
         step = _Step(StepState(self._graph, batch), version=version)
         await all_or_first_error(*(self._run_call(call, step) for call in self._graph.step_calls))
-        return StepResult(step.train_replies, step.times)
+        return StepResult(step.train_replies, step.times, step.dropped)
 
     async def _run_call(self, call: ModelFunctionCall, step: "_Step") -> None:
         times = step.times.setdefault(call.name, CallTimes())
         while not step.state.is_over(call.name):
             uids = await self._inputs(call, step, times)
+            if not uids:
+                return
             asked = time.monotonic()
             async with self._locks.hold(call.name, self._ranks_of(call)):
                 started = time.monotonic()
                 step.running.add(call.name)
                 self._report(step)
                 is_last_go = step.state.is_last_go(call.name, uids)
-                reply = await self._runner.run_call(call, uids, version=step.version, is_last_go=is_last_go)
+                result = await self._runner.run_call(call, uids, version=step.version, is_last_go=is_last_go)
                 step.running.remove(call.name)
             times.ranks_s += started - asked
             times.run_s += time.monotonic() - started
-            if reply is not None:
-                step.train_replies.setdefault(call.name, []).append(reply)
+            if result.trained is not None:
+                step.train_replies.setdefault(call.name, []).append(result.trained)
             step.state.finish_go(call.name, uids)
+            step.state.drop(result.dropped)
+            step.dropped.update(result.dropped)
             self._report(step)
             step.changed.set()
             step.changed = asyncio.Event()
 
     async def _inputs(self, call: ModelFunctionCall, step: "_Step", times: CallTimes) -> list[str]:
-        while (uids := step.state.next_go(call.name)) is None:
+        """The samples of the next go; none if all that remained was dropped meanwhile."""
+        while (uids := step.state.next_go(call.name)) is None and not step.state.is_over(call.name):
             waits_for, started = step.state.waits_for(call.name), time.monotonic()
             await step.changed.wait()
             waited_s = time.monotonic() - started
             times.inputs_s += waited_s
             for other in waits_for:
                 times.waited_for[other] = times.waited_for.get(other, 0.0) + waited_s
-        return uids
+        return uids or []
 
     def _report(self, step: "_Step") -> None:
         waiting = {
@@ -155,6 +172,7 @@ class _Step:
     version: int = field(kw_only=True)
     train_replies: dict[str, list[TrainReply]] = field(default_factory=dict)
     times: dict[str, CallTimes] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a go has ended, and then replaced."""

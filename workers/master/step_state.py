@@ -8,7 +8,7 @@ Pure: which calls really run, on which ranks, at what time, is decided in step_r
 of the batch exactly once, and never before all of its input keys exist: this is where that holds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from corral.scheduling.dataflow import DataflowGraph
 
@@ -59,6 +59,12 @@ class StepState:
             del self._remaining[name][uid]
         for key in self._graph.call(name).output_keys:
             self._made[key].update(uids)
+
+    def drop(self, uids: Iterable[str]) -> None:
+        """The step goes on without these samples."""
+        for uid in uids:
+            for remaining in self._remaining.values():
+                remaining.pop(uid, None)
 
     def waits_for(self, name: str) -> list[str]:
         """The calls without which a call cannot go on, in topological order; empty if it can."""

@@ -14,7 +14,7 @@ one ends without a trace in it. Files are looked at and written in a thread (`Di
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from corral.scheduling.model_function_call import ModelName
@@ -52,7 +52,7 @@ class TrainerEpoch:
         self._disk = Disk()
         self._watch = LogWatch(self._disk, parts.writer, parts.trial, on_news=parts.gang.news.set)
         self._durable = DurableState(parts, self._disk)
-        self._calls = MeshCalls(parts.spec, parts.graph, parts.gang, parts.buffer, publish=self._publish)
+        self._calls = MeshCalls(parts.spec, parts.graph, parts.gang, parts.buffer, parts.lineage, publish=self._publish)
         self._runner = StepRunner(parts.graph, self._calls, ranks_of=self._calls.ranks_of, on_progress=self._show)
 
     @property
@@ -131,6 +131,9 @@ class TrainerEpoch:
         started, saved_before_s = time.monotonic(), self._saving_s
         with parts.presence.during("train step", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
             outcome = StepOutcome(parts.graph, await self._runner.run(batch, version=self._step))
+        batch = await self._without_dropped(batch, outcome.result.dropped)
+        if not outcome.by_call:
+            return  # nothing is left of the batch
         if outcome.num_nonfinite or outcome.is_damaged:
             await self._note_nonfinite(outcome, batch)
         else:
@@ -157,6 +160,16 @@ class TrainerEpoch:
         save_every = parts.spec.control.save_every_steps
         if save_every is not None and self._step % save_every == 0:
             await self._durable.export(f"step-{self._step:08d}", self.version)
+
+    async def _without_dropped(self, batch: list[str], dropped: Mapping[str, str]) -> list[str]:
+        """The samples that were trained on; those that were given up on the way are counted, and go."""
+        parts = self._parts
+        if not dropped:
+            return batch
+        for uid, reason in dropped.items():
+            parts.ledger.drop(uid, reason)
+        await parts.gang.clear(parts.buffer.release(dropped))
+        return [uid for uid in batch if uid not in dropped]
 
     async def _publish(self, model: ModelName) -> None:
         """Hand the weights that the present step has just made to whoever generates.

@@ -122,7 +122,7 @@ class TrainerGang:
         self._arrivals.ask()
         if self._arrivals.failed is not None:
             await self._guard(self._arrivals.failed)
-        return [_buffered(metadata, owner=rank) for rank, metadata in self._arrivals.take()]
+        return [buffered(metadata, owner=rank) for rank, metadata in self._arrivals.take()]
 
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         """Deal rows of the dataset over the ranks that read them."""
@@ -204,7 +204,7 @@ class TrainerGang:
         samples: list[BufferedSample] = []
         for rank, reply in sorted(replies.items()):
             if isinstance(reply, MetadataReply):
-                samples.extend(_buffered(metadata, owner=rank) for metadata in reply.samples)
+                samples.extend(buffered(metadata, owner=rank) for metadata in reply.samples)
         return samples
 
     async def _guard(self, pending: PendingReplies) -> dict[str, ReplyPayload]:
@@ -233,7 +233,8 @@ class TrainerGang:
         self.news.set()
 
 
-def _buffered(metadata: SampleMetadata, *, owner: int) -> BufferedSample:
+def buffered(metadata: SampleMetadata, *, owner: int) -> BufferedSample:
+    """What the master keeps of a sample that a rank has described."""
     return BufferedSample(
         uid=metadata.uid,
         order=metadata.order,

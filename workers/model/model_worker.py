@@ -2,7 +2,7 @@
 
               in the I/O thread, at once                        in the main thread, in the master's order, after a flush
     samples   Fetch  LoadRows  Reject  ClearDataCache  Spec     Initialize: forgets the last epoch's
-    models    ModelConfig                                       Initialize  Inference  TrainStep  Evaluate
+    models    ModelConfig                                       Initialize  Generate  Inference  TrainStep  Evaluate
                                                                 Reallocate  SaveWeights  SaveCheckpoint
     data plane  Give                                            the hook before a call, which takes its inputs
     models                                                      the hook after a call, which moves its model away
@@ -45,6 +45,7 @@ from corral.workers.requests.messages import (
     Evaluate,
     Fetch,
     FilesReply,
+    Generate,
     Give,
     Inference,
     Initialize,
@@ -188,7 +189,7 @@ class ModelWorker(Worker):
         logger.debug("%s took %.3f s", name, time.monotonic() - started)
 
     def _follow(self, hook: PostHook, request: BlockingRequest) -> None:
-        if isinstance(hook, Offload) and isinstance(request, Inference | TrainStep):
+        if isinstance(hook, Offload) and isinstance(request, Generate | Inference | TrainStep):
             self._models.offload(request.mfc)
 
     def _run(self, envelope: Envelope) -> ReplyPayload:
@@ -197,6 +198,8 @@ class ModelWorker(Worker):
             case Initialize():
                 self._initialize(request, epoch=envelope.epoch)
                 return OkReply()
+            case Generate():
+                return MetadataReply(samples=self._models.generate(request))
             case Inference():
                 self._models.inference(request)
                 return OkReply()

@@ -1,6 +1,7 @@
 """The models of one rank, and the calls that run on them.
 
     Initialize ──► weights, optimizer state ──► RoleModel of each role that this rank holds
+    Generate   ──► prompts of this rank ──► Generator on the model of the call ──► answers, into the store
     Inference  ──► inputs of this rank ──► RoleModel ──► output keys, into the store
     TrainStep  ──► inputs of this rank ──► RoleModel ──► statistics
     Reallocate ──► weights of one model into another           Offload ──► one model to the host
@@ -22,14 +23,17 @@ from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.evaluation.held_out import Evaluator
 from corral.workers.lifecycle.worker import BadConfigurationError
 from corral.workers.model.data_store import DataStore
+from corral.workers.model.generator import Generated, Generator
 from corral.workers.model.reallocation import group_name, reallocate
 from corral.workers.model.role_model import RoleModel
 from corral.workers.requests.messages import (
     Evaluate,
+    Generate,
     Inference,
     Initialize,
     ModelConfigReply,
     Reallocate,
+    SampleMetadata,
     TrainReply,
     TrainStep,
 )
@@ -68,6 +72,7 @@ class Models:
             )
             for role in spec.roles
         }
+        self._generator = _generator(spec, seed=seed)
         self._evaluators = {
             call.name: _make_evaluator(spec, self._models[call.model_name])
             for call in spec.calls
@@ -93,6 +98,20 @@ class Models:
                 seed=request.seed,
                 on_progress=on_progress,
             )
+
+    def generate(self, request: Generate) -> list[SampleMetadata]:
+        """Answer prompts, and keep what a data-parallel head has made of its share."""
+        call = self._calls[request.mfc]
+        model = self._models[call.model_name]
+        if self._generator is None:
+            raise ValueError(f"call {call.name} generates, and the plan does not say how")
+        made = self._generator.generate(model.engine.model, request.uids, request.orders, version=request.version)
+        if not model.context.is_dp_head:
+            return []
+        for generated in made:
+            if generated.sample is not None:
+                self._store.put(generated.sample)
+        return [_described(generated, request.version) for generated in made]
 
     def inference(self, request: Inference) -> None:
         """Compute a call's output keys and keep them beside its inputs."""
@@ -143,6 +162,27 @@ class Models:
     def _inputs(self, call: ModelFunctionCall, uids: list[str]) -> SequenceSample:
         # A rank without samples still takes part in every collective, with no rows of the same keys.
         return self._store.gather(uids, call.input_keys).remap_keys(call.input_key_remap)
+
+
+def _generator(spec: ModelWorkerSpec, *, seed: int) -> Generator | None:
+    if spec.generation is None:
+        return None
+    try:
+        return Generator(spec, spec.generation, seed=seed)
+    except ValueError as error:
+        raise BadConfigurationError(str(error)) from error
+
+
+def _described(generated: Generated, version: str) -> SampleMetadata:
+    sample = generated.sample
+    return SampleMetadata(
+        uid=generated.uid,
+        keys=[] if sample is None else list(sample.seqlens),
+        num_tokens=[] if sample is None else sample.answer_lengths(),
+        versions=[version],
+        order=generated.order,
+        dropped_because=generated.dropped_because,
+    )
 
 
 def _place(contexts: Mapping[str, ParallelContext | None], role: ModelRoleSpec) -> ParallelContext:

@@ -54,7 +54,9 @@ class RoleModel:
         self._temperature = temperature
         self._seed = seed
         self._calls = [
-            call for call in calls if call.model_name == spec.model_name and call.call_type is not CallType.EVALUATE
+            call
+            for call in calls
+            if call.model_name == spec.model_name and call.call_type in (CallType.INFERENCE, CallType.TRAIN_STEP)
         ]
         self._interfaces = self._make_interfaces()
 

@@ -6,7 +6,7 @@ Epoch, request id and deadline travel in the header of every message (`codec.Hea
 
     non-blocking   Spec ModelConfig Fetch LoadRows Reject Give ClearDataCache Ping Shutdown
                    answered by the I/O thread, at once; a Fetch that waits, when something has arrived
-    blocking       Initialize Inference TrainStep Evaluate Reallocate SaveWeights SaveCheckpoint
+    blocking       Initialize Generate Inference TrainStep Evaluate Reallocate SaveWeights SaveCheckpoint
                    collectives inside: queued until a Flush names them, run by the main thread in the order of request
                        ids
 """
@@ -112,6 +112,18 @@ class Inference(MessageBody, frozen=True, tag="inference"):
     version: int
 
 
+class Generate(MessageBody, frozen=True, tag="generate"):
+    """Answer prompts of the dataset with the present weights of the call's model -> MetadataReply, or OkReply"""
+
+    mfc: str
+    uids: list[str]
+    """The receiver's own share of the batch; without any it takes part in the collectives."""
+    orders: list[int]
+    """Admission number of each prompt; with the trial's seed it decides the random numbers."""
+    version: str
+    """Tag of the weights, "epoch.step"; every token carries it."""
+
+
 class TrainStep(MessageBody, frozen=True, tag="train_step"):
     """One update of one model function call, from `version` to `version + 1` -> TrainReply, or OkReply
 
@@ -181,7 +193,7 @@ class Shutdown(MessageBody, frozen=True, tag="shutdown"):
 
 
 NonBlockingRequest = Spec | ModelConfig | Fetch | LoadRows | Reject | Give | ClearDataCache | Ping | Shutdown
-BlockingRequest = Initialize | Inference | TrainStep | Evaluate | Reallocate | SaveWeights | SaveCheckpoint
+BlockingRequest = Initialize | Generate | Inference | TrainStep | Evaluate | Reallocate | SaveWeights | SaveCheckpoint
 Rider = ClearDataCache
 """What may wait for the next message to the same worker, since nobody waits for it."""
 Request = NonBlockingRequest | BlockingRequest | Flush

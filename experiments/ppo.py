@@ -1,0 +1,105 @@
+"""Synchronous PPO: generation is a call of the graph, and every step trains on answers of the newest policy.
+
+    prompts ──► actor_gen ──answers──► calls of policy.py ──► new weights ──┐
+                    ▲                                                       │
+                    └───────────────────────────────────────────────────────┘
+
+Workers: the master and the model workers. The policy generates on its own ranks, or a replica of it does on ranks of
+their own, which takes its weights over before each step: a share of the allocation named `generation`.
+"""
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from corral.experiments.checks import check_imports
+from corral.experiments.config.rollout import EngineConfig, GenerationConfig
+from corral.experiments.errors import ConfigProblem
+from corral.experiments.experiment import ExperimentConfig
+from corral.experiments.policy import TRAJECTORY_KEYS, PolicyExperiment
+from corral.experiments.worker_specs import GenerationSpec, ModelRoleSpec
+from corral.scheduling.dataflow import build_dataflow
+from corral.scheduling.mesh import Mesh
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PullWeightsHook
+
+GENERATE = "generate"
+"""What a call that generates is implemented by."""
+GENERATION = "generation"
+"""What an allocation calls the ranks of a replica that generates."""
+
+
+class PPOExperiment(PolicyExperiment):
+    """PPO on answers that the policy has just given to the next prompts of the dataset."""
+
+    experiment: Literal["ppo"] = "ppo"
+    """Synchronous PPO and GRPO."""
+    allocation: str = "fsdp:d1"
+    """Who holds which model, on how many GPUs or processes: actor,ref=fsdp:d2,critic,reward=fsdp:d2."""
+    rollout: GenerationConfig = GenerationConfig()
+    """How answers are made and judged."""
+    engine: EngineConfig = EngineConfig()
+    """The generation engine of each data-parallel rank."""
+
+    generates: ClassVar[bool] = False
+
+    @property
+    def generation(self) -> GenerationConfig:
+        return self.rollout
+
+    @property
+    def source(self) -> Literal["prompts"]:
+        return "prompts"
+
+    @property
+    def has_replica(self) -> bool:
+        """Whether a replica of the policy generates, on ranks of its own."""
+        try:
+            shares = self.parsed_allocation.training
+        except ValueError:  # told by the check of the allocation
+            return False
+        return any(GENERATION in share.roles for share in shares)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (*super().roles, GENERATION) if self.has_replica else super().roles
+
+    def mesh_of(self, model: ModelName) -> Mesh:
+        return self.meshes[GENERATION] if model.replica_id else super().mesh_of(model)
+
+    def generate_call(self) -> ModelFunctionCall:
+        """The call that answers prompts."""
+        return ModelFunctionCall(
+            name="actor_gen",
+            model_name=ModelName("actor", int(self.has_replica)),
+            call_type=CallType.GENERATE,
+            implementation=GENERATE,
+            n_seqs=min(self.actor.n_seqs or self.train_batch_size, self.train_batch_size),
+            output_keys=TRAJECTORY_KEYS,
+            pre_hooks=(PullWeightsHook(source=ModelName("actor")),) if self.has_replica else (),
+        )
+
+    def role_specs(self) -> list[ModelRoleSpec]:
+        specs = super().role_specs()
+        if not self.has_replica:
+            return specs
+        return [*specs, specs[0].model_copy(update={"replica_id": 1, "optimizer": None})]
+
+    def initial_setup(self) -> ExperimentConfig:
+        dataset = self.read_dataset()
+        graph = build_dataflow([self.generate_call(), *self.training_calls(), *self.evaluate_calls()], ())
+        workers = self.trainer_specs(
+            dataset,
+            graph,
+            self.role_specs(),
+            reward=self.reward_spec(),
+            temperature=self.rollout.sampling.temperature,
+            generation=GenerationSpec(
+                sampling=self.rollout.sampling,
+                group_size=self.ppo.group_size,
+                max_running_requests=self.engine.max_running_requests,
+            ),
+        )
+        return ExperimentConfig(graph=graph, workers=tuple(workers))
+
+    def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
+        yield from super().find_own_problems(num_rows=num_rows)
+        yield from check_imports(self.rollout)

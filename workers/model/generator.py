@@ -1,0 +1,169 @@
+"""Generation as a call of the graph: prompts of the dataset ──► groups of answers, by a model that this rank holds.
+
+    uids ──► prompts ──► the embedded engine, on the model's present weights ──► the reward function ──► samples
+                                                                 failed on every try: dropped, with its reason
+
+What a rollout worker and a generation server do together, in one place and one after the other: the answers to a
+prompt follow from the trial's seed, the prompt's order and the weights alone, in both ways alike.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from corral.experiments.inputs.dataset_file import DatasetRow
+from corral.experiments.inputs.tokens import encode_prompt, eos_token_ids, load_tokenizer
+from corral.experiments.worker_specs import GenerationSpec, ModelWorkerSpec
+from corral.workers.data.answer_seed import group_seeds
+from corral.workers.data.prompts import load_planned_rows, split_uid
+from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.engine.batch import ContinuousBatch
+from corral.workers.engine.decoder import Decoder
+from corral.workers.engine.requests import AbortFinish, GenerationRequest, RequestOutput, StopFinish
+from corral.workers.engine.sampling import SamplingParams
+from corral.workers.lifecycle.user_code import load_callable
+from corral.workers.rollout.agents import JudgedGroup
+from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from corral.workers.rollout.partial_rollout import PartialAnswer
+from corral.workers.rollout.trajectories import make_sample
+
+NOT_FINITE = "not_finite"
+REWARD_ERROR = "reward_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What became of one prompt."""
+
+    uid: str
+    order: int
+    sample: SequenceSample | None
+    """None if it was dropped."""
+    dropped_because: str = ""
+
+
+class Generator:
+    """Answers prompts of the dataset, and has the answers judged.
+
+    Raises:
+        ValueError: if the dataset has changed since it was submitted.
+    """
+
+    def __init__(self, spec: ModelWorkerSpec, generation: GenerationSpec, *, seed: int) -> None:
+        if spec.dataset is None:
+            raise ValueError("the plan has a call that generates, and no dataset to take prompts from")
+        self._generation = generation
+        self._seed = seed
+        self._rows = load_planned_rows(spec.dataset)
+        self._tokenizer = load_tokenizer(spec.tokenizer)
+        self._stop_token_ids = eos_token_ids(spec.tokenizer)
+        self._reward = spec.reward
+
+    def generate(
+        self, model: nn.Module, uids: Sequence[str], orders: Sequence[int], *, version: str
+    ) -> list[Generated]:
+        """A group of answers for each prompt; every rank that holds a part of the model calls it, be it without any.
+
+        Args:
+            orders: admission number of each prompt, which decides its random numbers.
+            version: tag of the model's weights.
+        """
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            decoder = Decoder(model)
+        rows = [self._rows[split_uid(uid)[1]] for uid in uids]
+        prompts = [encode_prompt(self._tokenizer, row.prompt) for row in rows]
+        groups = self._answers(decoder, prompts, orders, version=version) if uids else []
+        model.train(was_training)
+        return asyncio.run(self._judge_all(uids, orders, rows, prompts, groups))
+
+    def _answers(
+        self, decoder: Decoder, prompts: Sequence[list[int]], orders: Sequence[int], *, version: str
+    ) -> list[list[PartialAnswer | None]]:
+        generation = self._generation
+        longest = max(map(len, prompts)) + generation.sampling.max_new_tokens
+        running = min(generation.max_running_requests, len(prompts) * generation.group_size)
+        batch = ContinuousBatch(
+            decoder,
+            eos_token_ids=(),
+            max_running_requests=running,
+            max_total_tokens=running * longest,
+            seed=self._seed,
+            version=version,
+        )
+        outputs = batch.generate(
+            GenerationRequest(request_id=f"{number}/{answer}", prompt=tuple(prompt), sampling=self._sampling(seed))
+            for number, (prompt, order) in enumerate(zip(prompts, orders, strict=True))
+            for answer, seed in enumerate(group_seeds(self._seed, order=order, group_size=generation.group_size))
+        )
+        size = generation.group_size
+        return [
+            [self._as_answer(output) for output in outputs[start : start + size]]
+            for start in range(0, len(outputs), size)
+        ]
+
+    def _sampling(self, seed: int) -> SamplingParams:
+        sampling = self._generation.sampling
+        return SamplingParams(
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=frozenset(self._stop_token_ids),
+            sampling_seed=seed,
+        )
+
+    def _as_answer(self, output: RequestOutput) -> PartialAnswer | None:
+        if isinstance(output.finish_reason, AbortFinish):  # of a batch that nobody aborts: no finite number to draw by
+            return None
+        return PartialAnswer(
+            max_new_tokens=self._generation.sampling.max_new_tokens,
+            output_ids=list(output.output_ids),
+            logprobs=list(output.output_logprobs),
+            spans=list(output.weight_versions),
+            stopped=isinstance(output.finish_reason, StopFinish),
+        )
+
+    async def _judge_all(
+        self,
+        uids: Sequence[str],
+        orders: Sequence[int],
+        rows: Sequence[DatasetRow],
+        prompts: Sequence[list[int]],
+        groups: Sequence[list[PartialAnswer | None]],
+    ) -> list[Generated]:
+        with ExitStack() as stack:
+            judge = RewardJudge(
+                load_callable(self._reward.function),
+                self._tokenizer,
+                stop_token_ids=self._stop_token_ids,
+                timeout_s=self._reward.timeout_s,
+                retries=self._reward.retries,
+            )
+            stack.callback(judge.close)
+            judged = [self._judge(judge, *prompt) for prompt in zip(uids, orders, rows, prompts, groups, strict=True)]
+            return list(await asyncio.gather(*judged))
+
+    async def _judge(
+        self,
+        judge: RewardJudge,
+        uid: str,
+        order: int,
+        row: DatasetRow,
+        prompt: list[int],
+        group: list[PartialAnswer | None],
+    ) -> Generated:
+        answers = [answer for answer in group if answer is not None]
+        if len(answers) < len(group):
+            return Generated(uid, order, None, dropped_because=NOT_FINITE)
+        try:
+            rewards: list[Any] = await asyncio.gather(*(judge(row.fields, answer) for answer in answers))
+        except RewardFailedError:
+            return Generated(uid, order, None, dropped_because=REWARD_ERROR)
+        return Generated(uid, order, make_sample(uid, JudgedGroup(prompt, answers, rewards)))
