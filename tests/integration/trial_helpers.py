@@ -259,10 +259,12 @@ def submit(
     runs_on: bool = False,
     where: Sequence[str] = ("--local",),
     environment: Mapping[str, str] | None = None,
+    file: Path | None = None,
 ) -> Trial:
     """Starts a trial of a shipped recipe, made small.
 
     Args:
+        file: what is submitted in place of the recipe, with the same settings.
         fileroot: where its directory is made; each trial needs one of its own.
         overrides: further -s options.
         pause_s: what every reward takes until `Trial.full_speed`, so that a test can act while it trains.
@@ -276,7 +278,7 @@ def submit(
     rows = write_rows(fileroot / "rows.jsonl", num_rows)
     settings: dict[str, object] = {
         "name": recipe,
-        "actor.path" if recipe == "grpo" else "model.path": material.model,
+        "model.path" if recipe == "sft" else "actor.path": material.model,
         "dataset.path": fileroot / "rows.jsonl",
         "evaluation.dataset.path": material.held_out,
         "train_batch_size": 8,
@@ -285,7 +287,7 @@ def submit(
         "supervision.step_timeout_s": 120,
         "supervision.setup_timeout_s": 120,
     }
-    if recipe == "grpo":
+    if recipe != "sft":
         settings |= {"ppo.group_size": 4, "rollout.reward": "paced_rewards:digits", "rollout.reward_timeout_s": 600}
     settings |= dict(overrides or {})
     options = [option for key, value in settings.items() for option in ("-s", f"{key}={value}")]
@@ -296,7 +298,7 @@ def submit(
         "CORRAL_TEST_PACE": str(pace.path),
         "CORRAL_TEST_METRICS": str(directory / "metrics.jsonl"),
     }
-    file = RECIPES / f"arithmetic_{recipe}.yaml"
+    file = file or RECIPES / f"arithmetic_{recipe}.yaml"
     trial = Trial(
         directory,
         uids=[f"{dataset_pass}:{row}" for dataset_pass in range(num_passes) for row in rows],

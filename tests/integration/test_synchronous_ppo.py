@@ -1,0 +1,78 @@
+"""Generation as a call of the graph: the same machine, one thing after the other."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.integration.evidence import (
+    check_every_sample_was_consumed_once,
+    check_no_token_was_too_old,
+    check_nothing_is_left,
+)
+from tests.integration.trial_helpers import RECIPES, Trial
+
+NUM_STEPS = 5
+ALIKE = {"control.max_steps": NUM_STEPS, "evaluation": "null", "actor.optimizer.lr": 1e-3, "ppo.n_minibatches": 2}
+
+
+def synchronous(folder: Path) -> Path:
+    """The recipe of asynchronous GRPO with generation in the graph."""
+    recipe: dict[str, Any] = yaml.safe_load((RECIPES / "arithmetic_grpo.yaml").read_text())
+    recipe |= {"experiment": "ppo", "allocation": "fsdp:d1"}
+    recipe["rollout"] = {key: recipe["rollout"][key] for key in ("sampling", "reward")}
+    recipe["groups"] = {kind: recipe["groups"][kind] for kind in ("master_worker", "model_worker")}
+    file = folder / "synchronous.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    return file
+
+
+def answers(trial: Trial) -> list[tuple[float, ...]]:
+    """What the answers of each step were like."""
+    names = ("rewards/mean", "rewards/std", "response_length/mean", "no_eos_fraction", "train/tokens")
+    return [tuple(line[name] for name in names) for line in trial.metrics() if "ppo/loss" in line]
+
+
+def losses(trial: Trial) -> list[tuple[float, float]]:
+    return [(line["ppo/loss"], line["train/grad_norm"]) for line in trial.metrics() if "ppo/loss" in line]
+
+
+def check_same_training(first: Trial, second: Trial) -> None:
+    """The same answers, and the same updates.
+
+    Not bit for bit: which requests a server decodes together follows from when they come, and with it the last bits of
+    their log-probabilities. That is all that differs, and what the losses inherit.
+    """
+    assert len(losses(first)) == NUM_STEPS
+    assert answers(first) == answers(second)
+    for mine, theirs in zip(losses(first), losses(second), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    assert len(set(losses(first))) == NUM_STEPS
+
+
+def test_synchronous_ppo_and_asynchronous_ppo_at_eta_0_are_the_same_training(
+    start_trial: Callable[..., Trial], tmp_path: Path
+) -> None:
+    asynchronous = start_trial("grpo", num_rows=40, overrides=ALIKE | {"rollout.max_head_offpolicyness": 0})
+    in_turns = start_trial("ppo", num_rows=40, overrides=ALIKE, file=synchronous(tmp_path))
+    for trial in (asynchronous, in_turns):
+        trial.wait_for_end()
+        check_nothing_is_left(trial)
+        check_every_sample_was_consumed_once(trial)
+        check_no_token_was_too_old(trial, eta=0)
+    check_same_training(in_turns, asynchronous)
+
+
+def test_a_replica_on_ranks_of_its_own_generates_what_the_policy_would(
+    start_trial: Callable[..., Trial], tmp_path: Path
+) -> None:
+    file = synchronous(tmp_path)
+    alone = start_trial("ppo", num_rows=40, overrides=ALIKE, file=file)
+    apart = start_trial(
+        "ppo", num_rows=40, overrides=ALIKE | {"allocation": "actor=fsdp:d1,generation=fsdp:d1"}, file=file
+    )
+    for trial in (alone, apart):
+        trial.wait_for_end()
+    check_same_training(apart, alone)
