@@ -188,7 +188,9 @@ class PolicyExperiment(Experiment):
             has_ref=self.ref is not None,
             has_critic=self.critic is not None,
             train_batch_size=self.train_batch_size,
-            dp=max((mesh.dims.dp for role, mesh in self.known_meshes().items() if role in ("actor", "critic")), default=1),
+            dp=max(
+                (mesh.dims.dp for role, mesh in self.known_meshes().items() if role in ("actor", "critic")), default=1
+            ),
         )
         yield from self._length_problems(facts)
         yield from self.check_training(facts, num_rows=num_rows)

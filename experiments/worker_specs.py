@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.config.algorithm import CriticConfig, DPOConfig, PPOConfig
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
@@ -38,10 +38,16 @@ class ModelRoleSpec(FrozenConfig):
     """Which of the role's models: replicas hold the same parameters in another layout or place."""
     model: ModelConfig
     """Its weights."""
+    head: Literal["lm", "value", "scalar"] = "lm"
+    """What it makes of tokens: a language model's logits, a value each, or one score of the whole answer."""
     optimizer: OptimizerConfig | None
     """None for a model that is only read."""
     ppo: PPOConfig | None = None
-    """Settings of `ppo_actor`."""
+    """Settings of `ppo_actor` and `ppo_critic`."""
+    critic: CriticConfig = CriticConfig()
+    """Settings of `ppo_critic`."""
+    dpo: DPOConfig = DPOConfig()
+    """Settings of `dpo`."""
 
     @property
     def model_name(self) -> ModelName:

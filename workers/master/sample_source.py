@@ -115,7 +115,7 @@ class PromptSource:
         return batch
 
     async def give_back(self, batch: Sequence[str]) -> None:
-        await self.holders.clear(self.buffer.release(batch))
+        self.holders.clear(self.buffer.release(batch))
         self._given_back.extend(batch)
 
     def waiting_for(self) -> str:

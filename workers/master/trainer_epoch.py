@@ -131,7 +131,7 @@ class TrainerEpoch:
         started, saved_before_s = time.monotonic(), self._saving_s
         with parts.presence.during("train step", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
             outcome = StepOutcome(parts.graph, await self._runner.run(batch, version=self._step))
-        batch = await self._without_dropped(batch, outcome.result.dropped)
+        batch = self._without_dropped(batch, outcome.result.dropped)
         if not outcome.by_call:
             return  # nothing is left of the batch
         if outcome.num_nonfinite or outcome.is_damaged:
@@ -161,14 +161,14 @@ class TrainerEpoch:
         if save_every is not None and self._step % save_every == 0:
             await self._durable.export(f"step-{self._step:08d}", self.version)
 
-    async def _without_dropped(self, batch: list[str], dropped: Mapping[str, str]) -> list[str]:
+    def _without_dropped(self, batch: list[str], dropped: Mapping[str, str]) -> list[str]:
         """The samples that were trained on; those that were given up on the way are counted, and go."""
         parts = self._parts
         if not dropped:
             return batch
         for uid, reason in dropped.items():
             parts.ledger.drop(uid, reason)
-        await parts.gang.clear(parts.buffer.release(dropped))
+        parts.gang.clear(parts.buffer.release(dropped))
         return [uid for uid in batch if uid not in dropped]
 
     async def _publish(self, model: ModelName) -> None:

@@ -142,7 +142,10 @@ class RoleModel:
         return self._interfaces[call.implementation]
 
     def _make_interfaces(self) -> dict[str, ModelInterface]:
-        settings = InterfaceSettings(ppo=self.spec.ppo, temperature=self._temperature, seed=self._seed)
+        spec = self.spec
+        settings = InterfaceSettings(
+            ppo=spec.ppo, critic=spec.critic, dpo=spec.dpo, temperature=self._temperature, seed=self._seed
+        )
         interfaces: dict[str, ModelInterface] = {}
         for call in self._calls:
             name = call.implementation
@@ -159,6 +162,7 @@ class RoleModel:
         return FSDPEngine(
             directory,
             context=self.context,
+            head=self.spec.head,
             optimizer=self.spec.optimizer,
             total_steps=self._total_steps * updates_per_step,
             seed=seed,
