@@ -198,18 +198,19 @@ async def _drive(
         await opening
         await gang.initialize(step=0, weights={}, states={})
         cost.startup_s = time.process_time() - begin_s
+        lineage = Lineage([], epoch=1)
         buffer = SequenceBuffer(is_consumed=lambda uid: False)
         source = TrajectorySource(
             buffer,
             gang,
-            Lineage([], epoch=1),
+            lineage,
             input_keys=graph.dataset_keys,
             batch_size=load.samples,
             eta=1,
             producers=(),
             on_drop=lambda uid, reason: None,
         )
-        calls = MeshCalls(spec, graph, gang, buffer, publish=_publish)
+        calls = MeshCalls(spec, graph, gang, buffer, lineage, publish=_publish)
         runner = StepRunner(graph, calls, ranks_of=calls.ranks_of)
         for step in range(num_steps + 1):
             process_s, loop_s = time.process_time(), time.thread_time()

@@ -8,7 +8,7 @@ import pytest
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.model_function_call import ModelFunctionCall
 from corral.workers.master.rank_locks import RankLocks
-from corral.workers.master.step_runner import Progress, StepResult, StepRunner
+from corral.workers.master.step_runner import CallResult, Progress, StepResult, StepRunner
 from corral.workers.requests.messages import TrainReply
 
 RANKS = {"actor": {0, 1}, "ref": {0, 1}, "critic": {2, 3}, "reward": {2, 3}}
@@ -43,15 +43,17 @@ class Calls:
     def __init__(self) -> None:
         self.started: list[tuple[str, tuple[str, ...], bool]] = []
         self._ends: dict[str, asyncio.Future[None]] = {}
+        self.drops: dict[str, dict[str, str]] = {}
 
     async def run_call(
         self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool
-    ) -> TrainReply | None:
+    ) -> CallResult:
         self.started.append((call.name, tuple(uids), is_last_go))
         self._ends[call.name] = asyncio.get_running_loop().create_future()
         await self._ends[call.name]
         is_train = call.call_type == "train_step"
-        return TrainReply(stats={"version": float(version)}, num_updates=1, num_nonfinite=0) if is_train else None
+        trained = TrainReply(stats={"version": float(version)}, num_updates=1, num_nonfinite=0)
+        return CallResult(trained=trained if is_train else None, dropped=self.drops.pop(call.name, {}))
 
     @property
     def running(self) -> set[str]:
@@ -128,6 +130,32 @@ def test_a_call_of_fewer_samples_feeds_the_next_one_before_it_is_over() -> None:
         ("critic_inf", ("a", "b"), False),
         ("critic_inf", ("c", "d"), True),
     ]
+
+
+def test_a_step_goes_on_without_samples_that_were_given_up() -> None:
+    graph = build_dataflow(
+        [
+            call("actor_gen", "generate", "actor", (), "ids"),
+            call("critic_inf", "inference", "critic", ("ids",), "values", n_seqs=3),
+            call("actor_train", "train_step", "actor", ("ids", "values")),
+        ],
+        [],
+    )
+
+    async def scenario(dropped: str) -> tuple[StepResult, list[str]]:
+        calls = Calls()
+        calls.drops["actor_gen"] = dict.fromkeys(dropped, "reward_error")
+        step = start(graph, calls)
+        await settle()
+        while calls.running:
+            await calls.end(calls.running.pop())
+        return await step, [f"{name} {''.join(uids)}" for name, uids, _ in calls.started]
+
+    result, started = asyncio.run(scenario("b"))
+    assert started == ["actor_gen abcd", "critic_inf acd", "actor_train acd"]
+    assert result.dropped == {"b": "reward_error"}
+    result, started = asyncio.run(scenario("abcd"))
+    assert (started, result.train_replies) == (["actor_gen abcd"], {})
 
 
 def test_the_first_error_ends_the_step() -> None:
