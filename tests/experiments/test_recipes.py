@@ -21,8 +21,9 @@ def _plan(recipe: str, folder: Path) -> RunPlan:
         (folder / name).write_text(rows(128))
     model = "model" if recipe.endswith("sft.yaml") else "actor"
     data = "train_sft.jsonl" if model == "model" else "train_grpo.jsonl"
+    models = [model, "critic", "ref"] if recipe == "arithmetic_ppo.yaml" else [model]
     overrides = [
-        f"{model}.path={folder / 'model'}",
+        *(f"{name}.path={folder / 'model'}" for name in models),
         f"dataset.path={folder / data}",
         f"evaluation.dataset.path={folder / 'heldout.jsonl'}",
     ]
