@@ -122,12 +122,12 @@ class MasterWorkerSpec(FrozenConfig):
     @property
     def samples_from(self) -> str:
         """Where samples come from, in words."""
-        return "dataset" if self.source == "dataset" else "rollout workers"
+        return "rollout workers" if self.source == "trajectories" else "dataset"
 
     @property
     def weights_go_to(self) -> str:
         """Who takes published weights, in words."""
-        return "trial folder" if self.source == "dataset" else "generation servers"
+        return "generation servers" if self.source == "trajectories" else "trial folder"
 
     @property
     def sample_unit(self) -> str:

@@ -163,6 +163,11 @@ def _parts(step: StepPlan, samples: str, published_to: str) -> tuple[list[_Node]
         )
         for route in step.routes
     ]
+    generating = tuple(
+        call.name for call in step.graph.calls if call.call_type is CallType.GENERATE and not call.input_keys
+    )
+    if generating:  # it reads prompts, which are no key of a sample
+        trunks.append(_Trunk(start=samples, ends=generating, label=("prompts",), role=None))
     returns: list[_Return] = []
     outside: dict[str, _Node] = {}
     for route in step.weight_routes:
@@ -189,7 +194,7 @@ def _parts(step: StepPlan, samples: str, published_to: str) -> tuple[list[_Node]
         )
         for call in step.graph.calls
     ]
-    line = f"to model_worker {fold_numbers(step.sample_ranks)}"
+    line = "rows" if generating else f"to model_worker {fold_numbers(step.sample_ranks)}"
     return [_Node(name=samples, lines=(line,), role=None, column=0), *calls, *outside.values()], trunks, returns
 
 

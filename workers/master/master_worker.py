@@ -36,10 +36,11 @@ A whole asynchronous step:
      6 fetch      what has arrived, or     a batch; verdicts on    rollout workers     5: a rank answers when something
                   rows of a data set       what cannot be in one                       is there, until enough of it is
                                                                                        fresh; rows are read at once
-     7 calls      a batch and its keys     output keys; weights    every rank, level   replies of all ranks; the death
-                                           in memory               by level            of one leads to 12
-     8 weights    the trained role         weights/vSTEP-eEPOCH,   every rank, disk    FilesReply of all ranks
-                                           under a manifest
+     7 calls      samples that have the    output keys; weights    its own inputs,     other calls of the step; replies
+                  call's input keys        in memory               its own ranks       of the call's ranks; the death of
+                                                                                       any rank leads to 12
+     8 weights    the published role,      weights/vSTEP-eEPOCH,   its ranks, disk     FilesReply of its ranks
+                  once it has learned      under a manifest
      9 publish    the version, its path    a leased record; the    nobody              nothing; the manager looks for a
                                            updates of all servers                      version ten times a second
     10 commit     shards, weights, ledger, a checkpoint, and an    every rank, disk    link(2) of the next slot; a later
@@ -55,8 +56,10 @@ A whole asynchronous step:
             model workers; where a record stands is decided by sender_book.py and receiver_book.py
      6      model/trajectory_inbox.py, data_store.py and samples.py there, arrivals.py, sample_source.py and
             sequence_buffer.py here, the rule in scheduling/staleness.py
-     7      trainer_gang.py and trainer_epoch.py here, model/model_worker.py with models.py and transfer.py there, which
-            run algorithms/ppo_actor.py on backends/fsdp.py
+     7      step_runner.py: a coroutine for each call, with step_state.py (whose inputs are there) and rank_locks.py
+            (whose ranks are free); calls.py: what a call consists of, with dealing.py (who works on which samples) and
+            transfers.py (what has to move); trainer_gang.py, which asks the ranks. There model/model_worker.py, with
+            models.py, role_model.py, data_plane.py, reallocation.py, which run algorithms/ on backends/fsdp.py
      8, 10  trainer_epoch.py, durable_state.py, checkpoint/; backends/weight_files.py for weights, train_state.py for
             what training resumes from, checkpoint/ledger.py, which refuses a sample twice, and
             experiments/trial/log.py, whose entries mean what log_state.py says
@@ -64,7 +67,8 @@ A whole asynchronous step:
     11      checkpoint/committed_ledger.py, followed by gserver_manager.py and rollout_worker.py
     12      `_main` and `_recover` below, trainer_gang.py, checkpoint/checkpoint.py, backends/train_state.py
 
-1 to 5 and 11 go on all the time; the master does 6 to 10 one after the other, batch by batch. Epochs follow each other:
+1 to 5 and 11 go on all the time; the master goes through 6 to 10 batch by batch, and within a batch calls on ranks
+apart from each other run at the same time, 8 and 9 of one role beside 7 of another. Epochs follow each other:
 
     trial log ──claim──► epoch ──► TrainerEpoch.run ──┬─► complete, stopped: leave
         ▲                                             ├─► a model worker died: next epoch, from the last commit
