@@ -97,14 +97,17 @@ def main() -> None:
 
 def side_by_side(intervals: Sequence[Interval]) -> list[tuple[str, str]]:
     """Calls that ran at the same time in every step, in the order of their beginnings."""
-    pairs = [
-        (one.call, other.call, one.number)
-        for one, other in itertools.combinations(intervals, 2)
-        if one.number == other.number and one.call != other.call and one.overlaps(other)
-    ]
-    steps = {interval.number for interval in intervals}
-    found = dict.fromkeys((one, other) for one, other, _ in pairs)
-    return [pair for pair in found if {number for *names, number in pairs if tuple(names) == pair} == steps]
+    steps_by_pair: dict[frozenset[str], set[int]] = {}
+    for one, other in itertools.combinations(intervals, 2):
+        if one.number == other.number and one.call != other.call and one.overlaps(other):
+            steps_by_pair.setdefault(frozenset((one.call, other.call)), set()).add(one.number)
+    order = {name: place for place, name in enumerate(dict.fromkeys(interval.call for interval in intervals))}
+    pairs = [sorted(pair, key=order.__getitem__) for pair, steps in steps_by_pair.items() if steps == _steps(intervals)]
+    return [(one, other) for one, other in pairs]
+
+
+def _steps(intervals: Sequence[Interval]) -> set[int]:
+    return {interval.number for interval in intervals}
 
 
 def slow_plan(folder: Path, training: str, *overrides: str) -> RunPlan:
