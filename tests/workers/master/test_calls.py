@@ -1,0 +1,218 @@
+"""What a model function call says, and what the master asks of which ranks because of it; the ranks only write it down."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+import pytest
+
+from corral.experiments.config.control import TrainControl
+from corral.experiments.worker_specs import MasterWorkerSpec
+from corral.scheduling.dataflow import build_dataflow
+from corral.scheduling.mesh import Mesh
+from corral.scheduling.model_function_call import ModelFunctionCall, ModelName
+from corral.scheduling.parallel import ParallelDims
+from corral.workers.master.calls import MeshCalls
+from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
+from corral.workers.requests.messages import (
+    DataTransfer,
+    Give,
+    Inference,
+    Offload,
+    OkReply,
+    PostHook,
+    PreHook,
+    Reallocate,
+    ReplyPayload,
+    Request,
+    TrainReply,
+    TrainStep,
+)
+
+UIDS = ["a", "b", "c", "d"]
+MESHES = {
+    "actor/0": Mesh(ranks=(0, 1), dims=ParallelDims(dp=2)),
+    "actor/1": Mesh(ranks=(2,), dims=ParallelDims()),
+    "ref/0": Mesh(ranks=(0, 1), dims=ParallelDims(dp=2)),
+    "critic/0": Mesh(ranks=(2, 3), dims=ParallelDims(dp=2)),
+}
+FINE = TrainReply(stats={}, num_updates=1, num_nonfinite=0)
+SKIPPED = TrainReply(stats={}, num_updates=0, num_nonfinite=1)
+DAMAGED = TrainReply(stats={}, num_updates=1, num_nonfinite=0, is_damaged=True)
+
+
+@dataclass
+class Ranks:
+    """Answers everything; `happened` is what was asked, and published, in this order."""
+
+    reply: TrainReply = FINE
+    happened: list[Any] = field(default_factory=list)
+    gives: dict[int, Give] = field(default_factory=dict)
+    pre_hooks: dict[int, Sequence[PreHook]] = field(default_factory=dict)
+    post_hooks: dict[int, Sequence[PostHook]] = field(default_factory=dict)
+
+    def host_by_rank(self) -> dict[int, str]:
+        return dict.fromkeys(range(4), "here")
+
+    async def tell(self, requests: Mapping[int, Request]) -> dict[int, ReplyPayload]:
+        self.gives.update(cast(dict[int, Give], requests))
+        return dict.fromkeys(requests, OkReply())
+
+    async def start(
+        self,
+        requests: Mapping[int, Request],
+        *,
+        pre_hooks: Mapping[int, Sequence[PreHook]] = MappingProxyType({}),
+        post_hooks: Mapping[int, Sequence[PostHook]] = MappingProxyType({}),
+    ) -> dict[int, ReplyPayload]:
+        self.happened.append(dict(requests))
+        self.pre_hooks.update(pre_hooks)
+        self.post_hooks.update(post_hooks)
+        return {
+            rank: self.reply if isinstance(request, TrainStep) and request.reports else OkReply()
+            for rank, request in requests.items()
+        }
+
+    async def publish(self, model: ModelName) -> None:
+        self.happened.append(f"publish {model}")
+
+
+def call(**changes: Any) -> ModelFunctionCall:
+    """An inference of the reference, but for the changes."""
+    usual = {"name": "ref_inf", "model_name": "ref", "call_type": "inference", "implementation": "x", "n_seqs": 4}
+    return ModelFunctionCall.model_validate(
+        usual | {"input_keys": ("input_ids",), "output_keys": ("ref_logprobs",)} | changes
+    )
+
+
+def update(**changes: Any) -> ModelFunctionCall:
+    """A train step of the actor, but for the changes."""
+    kind = {"name": "actor_train", "model_name": "actor", "call_type": "train_step", "output_keys": ()}
+    return call(**kind | changes)
+
+
+def run(
+    called: ModelFunctionCall, ranks: Ranks | None = None, *, is_last_go: bool = True
+) -> tuple[Ranks, SequenceBuffer]:
+    """Let the master run one call on samples that lie on ranks 0 and 1."""
+    ranks = ranks or Ranks()
+    buffer = SequenceBuffer(is_consumed=lambda uid: False)
+    for number, uid in enumerate(UIDS):
+        keys = frozenset({"input_ids", "prompt_mask"})
+        sample = BufferedSample(
+            uid=uid, order=number, owner=number % 2, num_tokens=[10], versions=frozenset(), keys=keys
+        )
+        buffer.put(sample)
+    spec = specification(called)
+    graph = build_dataflow(spec.calls, called.input_keys)
+    calls = MeshCalls(spec, graph, cast(Any, ranks), buffer, publish=ranks.publish)
+    asyncio.run(calls.run_call(called, UIDS, version=7, is_last_go=is_last_go))
+    return ranks, buffer
+
+
+def specification(called: ModelFunctionCall) -> MasterWorkerSpec:
+    first = called.model_copy(update={"name": "first", "model_name": ModelName(called.role), "output_keys": ()})
+    return MasterWorkerSpec(
+        calls=[first, called] if called.model_name.replica_id else [called],
+        train_batch_size=4,
+        num_prompts=4,
+        source="dataset",
+        max_head_offpolicyness=0,
+        control=TrainControl(),
+        eval_every_steps=None,
+        initial_weights={"actor": Path("/nowhere")},
+        published_role="actor",
+        meshes=MESHES,
+        sample_ranks=[0, 1],
+    )
+
+
+def only_request(called: ModelFunctionCall) -> dict[int, Request]:
+    (requests,) = run(called)[0].happened
+    return cast(dict[int, Request], requests)
+
+
+def test_the_name_says_which_call_a_rank_runs() -> None:
+    for name in ("ref_inf", "again"):
+        assert {cast(Inference, request).mfc for request in only_request(call(name=name)).values()} == {name}
+
+
+def test_the_kind_says_what_a_rank_is_asked_and_one_rank_of_a_train_step_reports() -> None:
+    assert {type(request) for request in only_request(call()).values()} == {Inference}
+    steps = cast(dict[int, TrainStep], only_request(update()))
+    assert {rank: (type(step), step.reports, step.version) for rank, step in steps.items()} == {
+        0: (TrainStep, True, 7),
+        1: (TrainStep, False, 7),
+    }
+
+
+@pytest.mark.parametrize(
+    ("model_name", "ranks"),
+    [("ref", {0, 1}), ("critic", {2, 3}), (ModelName("actor", 0), {0, 1}), (ModelName("actor", 1), {2})],
+)
+def test_role_and_replica_say_which_ranks_are_asked(model_name: str | ModelName, ranks: set[int]) -> None:
+    assert only_request(call(model_name=model_name)).keys() == ranks
+
+
+def test_each_rank_gets_its_own_samples() -> None:
+    shares = {rank: cast(Inference, request).uids for rank, request in only_request(call()).items()}
+    assert shares == {0: ["a", "c"], 1: ["b", "d"]}  # where they lie
+
+
+@pytest.mark.parametrize("keys", [("input_ids",), ("input_ids", "prompt_mask")])
+def test_what_a_call_reads_goes_to_its_ranks_and_nothing_else(keys: tuple[str, ...]) -> None:
+    ranks, _ = run(call(model_name="critic", input_keys=keys))
+    hooks = [hook for hooks in ranks.pre_hooks.values() for hook in hooks]
+    assert all(isinstance(hook, DataTransfer) for hook in hooks)
+    assert {parcel.keys for hook in hooks for parcel in hook.parcels} == {keys}
+    assert {parcel.keys for give in ranks.gives.values() for parcel in give.parcels} == {keys}
+    assert (set(ranks.gives), set(ranks.pre_hooks)) == ({0, 1}, {2, 3})
+    assert not run(call(input_keys=keys))[0].pre_hooks  # all is where it is needed
+
+
+@pytest.mark.parametrize("keys", [("ref_logprobs",), ("ref_logprobs", "values")])
+def test_what_a_call_makes_is_known_to_lie_where_it_was_made(keys: tuple[str, ...]) -> None:
+    _, buffer = run(call(output_keys=keys))
+    made = {uid: set(places) - {"input_ids", "prompt_mask"} for uid, places in buffer.located.items()}
+    assert made == dict.fromkeys(UIDS, set(keys))
+    assert {uid: set(buffer.located[uid]["ref_logprobs"]) for uid in UIDS} == {"a": {0}, "b": {1}, "c": {0}, "d": {1}}
+
+
+def test_weights_are_pulled_before_the_call() -> None:
+    ranks, _ = run(call(model_name="critic", pre_hooks=({"source": "actor"},)))
+    first, second = ranks.happened
+    assert first == dict.fromkeys(range(4), Reallocate(source="actor/0", target="critic/0", eta=1.0))
+    assert {type(request) for request in second.values()} == {Inference}
+
+
+PUSH = {"type": "push_weights", "target": "ref", "eta": 0.25}
+PUBLISH = {"type": "publish_weights"}
+
+
+def test_new_weights_are_published_and_pushed_after_the_train_step_in_the_order_of_its_hooks() -> None:
+    for hooks in ((PUBLISH, PUSH), (PUSH, PUBLISH)):
+        ranks, _ = run(update(post_hooks=hooks))
+        pushed = dict.fromkeys((0, 1), Reallocate(source="actor/0", target="ref/0", eta=0.25))
+        expected = ["publish actor/0" if hook is PUBLISH else pushed for hook in hooks]
+        assert ranks.happened[1:] == expected
+        assert {type(request) for request in ranks.happened[0].values()} == {TrainStep}
+    (_, copied) = run(update(post_hooks=({**PUSH, "eta": 1.0},)))[0].happened
+    assert {request.eta for request in copied.values()} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_last_go"), [(SKIPPED, True), (DAMAGED, True), (FINE, False)], ids=["skipped", "damaged", "not over"]
+)
+def test_weights_that_are_not_new_or_not_sound_or_not_final_go_nowhere(reply: TrainReply, is_last_go: bool) -> None:
+    ranks, _ = run(update(post_hooks=(PUBLISH, PUSH)), Ranks(reply), is_last_go=is_last_go)
+    assert len(ranks.happened) == 1
+
+
+def test_a_model_is_moved_away_after_its_last_go_on_every_rank() -> None:
+    offloading = call(post_hooks=({"type": "offload"},))
+    assert run(offloading)[0].post_hooks == {0: [Offload()], 1: [Offload()]}
+    assert not any(run(offloading, is_last_go=False)[0].post_hooks.values())
+    assert not any(run(call())[0].post_hooks.values())
