@@ -189,7 +189,7 @@ async def _drive(context: WorkerContext, *, num_steps: int) -> list[Seen]:
             started = time.monotonic()
             result = await runner.run(batch, version=step)
             seen.append(Seen(time.monotonic() - started, result, calls.take_moved_bytes()))
-            await gang.clear(buffer.release(batch))
+            gang.clear(buffer.release(batch))
     return seen
 
 

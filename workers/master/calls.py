@@ -157,7 +157,7 @@ class MeshCalls:
         if call.call_type is CallType.GENERATE:
             orders = [self._buffer.samples[uid].order for uid in uids]
             return Generate(mfc=call.name, uids=uids, orders=orders, version=str(self._lineage.version(version)))
-        return Inference(mfc=call.name, uids=uids, version=version)
+        return Inference(mfc=call.name, uids=uids)
 
     async def _after_training(self, call: ModelFunctionCall) -> None:
         for hook in call.post_hooks:

@@ -17,12 +17,15 @@ import time
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
+import msgspec
+
 from corral.scheduling.model_function_call import ModelName
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.disk import Disk, LogWatch
 from corral.workers.master.durable_state import DurableState
 from corral.workers.master.epoch_parts import EpochParts
+from corral.workers.master.loaded_models import check_reallocations, check_rows
 from corral.workers.master.step_outcome import StepOutcome
 from corral.workers.master.step_runner import Progress, StepRunner
 
@@ -78,6 +81,7 @@ class TrainerEpoch:
             await parts.gang.initialize(
                 step=self._step, weights=self._durable.initial_weights, states=self._durable.initial_states
             )
+        await self._look_at_what_was_loaded()
         parts.publish(self.version, self._durable.weights)
         parts.presence.enter("train")
         parts.presence.beat(version=str(self.version))
@@ -92,6 +96,16 @@ class TrainerEpoch:
         await self._durable.export("final", self.version)
         await self._disk.run(parts.writer.done)
         return Outcome.COMPLETE
+
+    async def _look_at_what_was_loaded(self) -> None:
+        """Ranks that hold something else than the plan says are refused before the first step."""
+        parts = self._parts
+        if parts.spec.source == "dataset":
+            check_rows(await parts.gang.count_rows(), planned=parts.spec.num_prompts)
+        models = await parts.gang.describe_models()
+        check_reallocations(parts.graph, models)
+        told = {name: msgspec.to_builtins(model) for name, model in models.items()}
+        await self._disk.run(parts.journal.append, "models_loaded", epoch=parts.writer.epoch, models=told)
 
     # What is left
 
@@ -232,7 +246,7 @@ class TrainerEpoch:
         parts = self._parts
         with parts.presence.during("evaluate", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
             for call in parts.graph.evaluate_calls:
-                values = await parts.gang.evaluate(call, step=self._step)
+                values = await parts.gang.evaluate(call)
                 await self._durable.add_metrics(self._step, {f"eval/{key}": value for key, value in values.items()})
         self._evaluated_step = self._step
 

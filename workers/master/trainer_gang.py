@@ -32,6 +32,8 @@ from corral.workers.requests.messages import (
     Initialize,
     LoadRows,
     MetadataReply,
+    ModelConfig,
+    ModelConfigReply,
     PostHook,
     PreHook,
     Reject,
@@ -41,6 +43,8 @@ from corral.workers.requests.messages import (
     SampleMetadata,
     SaveCheckpoint,
     SaveWeights,
+    Spec,
+    SpecReply,
     StatsReply,
 )
 from corral.workers.requests.pending_replies import PendingReplies
@@ -117,6 +121,19 @@ class TrainerGang:
         )
         await self._post(dict.fromkeys(range(len(self._workers)), request), deadline_s=math.inf, flush=True)
 
+    async def count_rows(self) -> dict[int, int]:
+        """Rows of the dataset that each rank reads at which samples come in, by rank."""
+        replies = await self.tell(dict.fromkeys(self._spec.sample_ranks, Spec()))
+        return {rank: reply.num_rows for rank, reply in replies.items() if isinstance(reply, SpecReply)}
+
+    async def describe_models(self) -> dict[str, ModelConfigReply]:
+        """What each model has become that the ranks have loaded, by its name; its first rank speaks for all."""
+        described: dict[str, ModelConfigReply] = {}
+        for name, mesh in self._spec.meshes.items():
+            replies = await self.tell({mesh.ranks[0]: ModelConfig(model=name)})
+            described |= {name: reply for reply in replies.values() if isinstance(reply, ModelConfigReply)}
+        return described
+
     async def fetch(self) -> list[BufferedSample]:
         """What has arrived since the last call, at once; `news` is set when there is more."""
         self._arrivals.ask()
@@ -138,11 +155,11 @@ class TrainerGang:
         """Free the tensors of samples that were trained on, where they are, with the next message to each rank."""
         self._client.attach({self._workers[rank]: ClearDataCache(uids=uids) for rank, uids in uids_by_rank.items()})
 
-    async def evaluate(self, call: ModelFunctionCall, *, step: int) -> dict[str, float]:
+    async def evaluate(self, call: ModelFunctionCall) -> dict[str, float]:
         """Look at held-out problems with the present weights of the call's model."""
         ranks = self._spec.mesh(call.model_name).ranks
         replies = await self.start(
-            {rank: Evaluate(mfc=call.name, version=step, reports=rank == ranks[0]) for rank in ranks}
+            {rank: Evaluate(mfc=call.name, reports=rank == ranks[0]) for rank in ranks}
         )
         return next((dict(reply.stats) for reply in replies.values() if isinstance(reply, StatsReply)), {})
 

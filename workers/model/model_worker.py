@@ -6,7 +6,6 @@
                                                                 Reallocate  SaveWeights  SaveCheckpoint
     data plane  Give                                            the hook before a call, which takes its inputs
     models                                                      the hook after a call, which moves its model away
-    itself    Ping  Shutdown
 
     gang.py ──► ParallelContext ──► models.py ◄──► data_store.py ◄── samples.py ◄── trajectory_inbox.py, row_loader.py
                       └────────────────────────► data_plane.py ◄──► the other ranks' stores
@@ -55,7 +54,6 @@ from corral.workers.requests.messages import (
     NonBlockingRequest,
     Offload,
     OkReply,
-    Ping,
     PostHook,
     Reallocate,
     Reject,
@@ -63,7 +61,6 @@ from corral.workers.requests.messages import (
     Request,
     SaveCheckpoint,
     SaveWeights,
-    Shutdown,
     Spec,
     SpecReply,
     StatsReply,
@@ -153,14 +150,9 @@ class ModelWorker(Worker):
                 self._samples.clear(request.uids)
                 return OkReply()
             case Spec():
-                return SpecReply(num_samples=self._samples.num_rows)
+                return SpecReply(num_rows=self._samples.num_rows)
             case ModelConfig():
-                return self._models.describe(request.role)
-            case Ping():
-                return OkReply()
-            case Shutdown():
-                self.context.stopping.set()
-                return OkReply()
+                return self._models.describe(request.model)
         raise _not_served(request)
 
     # Requests that the main thread runs, in the order of the master

@@ -6,7 +6,7 @@
     TrainStep  ──► inputs of this rank ──► RoleModel ──► statistics
     Reallocate ──► weights of one model into another           Offload ──► one model to the host
     Evaluate   ──► Evaluator on the model of the call          SaveWeights, SaveCheckpoint ◄── engines
-    ModelConfig ◄── config.json of a role
+    ModelConfig ◄── config.json, engine of a model
 
 All of them but ModelConfig contain collectives of a mesh and are the main thread's; the ranks of a mesh run them in the
 same order.
@@ -152,9 +152,9 @@ class Models:
         """Write this rank's pieces of what a role's training resumes from."""
         return self._of_role(role).save_state(directory, on_progress=on_progress)
 
-    def describe(self, role: str) -> ModelConfigReply:
-        """The shape of a role's model; no parameters are counted before it is loaded."""
-        return self._of_role(role).describe()
+    def describe(self, model: str) -> ModelConfigReply:
+        """The shape of a model; no parameters are counted before it is loaded."""
+        return self._models[parse_model_name(model)].describe()
 
     def _of_role(self, role: str) -> RoleModel:
         return self._models[ModelName(role)]

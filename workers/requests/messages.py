@@ -4,11 +4,14 @@
 
 Epoch, request id and deadline travel in the header of every message (`codec.Header`).
 
-    non-blocking   Spec ModelConfig Fetch LoadRows Reject Give ClearDataCache Ping Shutdown
+    non-blocking   Spec ModelConfig Fetch LoadRows Reject Give ClearDataCache
                    answered by the I/O thread, at once; a Fetch that waits, when something has arrived
     blocking       Initialize Generate Inference TrainStep Evaluate Reallocate SaveWeights SaveCheckpoint
                    collectives inside: queued until a Flush names them, run by the main thread in the order of request
                        ids
+
+The reference system's `restore` and `reset` are Initialize: it loads what a commit holds, and forgets all that an
+earlier epoch left. A worker is not shut down by a request, but through its control channel, as all workers are.
 """
 
 from typing import Literal
@@ -47,13 +50,14 @@ Rejection = Literal["stale", "consumed", "duplicate"]
 
 
 class Spec(MessageBody, frozen=True, tag="spec"):
-    """How much data is there? -> SpecReply"""
+    """How many rows does this worker read? -> SpecReply"""
 
 
 class ModelConfig(MessageBody, frozen=True, tag="model_config"):
-    """What model is it? -> ModelConfigReply"""
+    """What has this model become, once it is loaded? -> ModelConfigReply"""
 
-    role: str
+    model: str
+    """ "actor/0" """
 
 
 class Fetch(MessageBody, frozen=True, tag="fetch"):
@@ -109,7 +113,6 @@ class Inference(MessageBody, frozen=True, tag="inference"):
     mfc: str
     uids: list[str]
     """The receiver's own share of the batch; without any it takes part in the collectives, with no rows."""
-    version: int
 
 
 class Generate(MessageBody, frozen=True, tag="generate"):
@@ -142,7 +145,6 @@ class Evaluate(MessageBody, frozen=True, tag="evaluate"):
     """Look at held-out problems with the present weights of the call's model -> StatsReply, or OkReply"""
 
     mfc: str
-    version: int
     reports: bool = True
     """Whether this rank answers with the statistics, which are equal on all ranks; the others answer OkReply."""
 
@@ -182,17 +184,7 @@ class Flush(MessageBody, frozen=True, tag="flush"):
     """What the worker must have before it starts any of them; the network may have lost one."""
 
 
-class Ping(MessageBody, frozen=True, tag="ping"):
-    """-> OkReply"""
-
-
-class Shutdown(MessageBody, frozen=True, tag="shutdown"):
-    """End the worker after the current request -> OkReply"""
-
-    reason: str
-
-
-NonBlockingRequest = Spec | ModelConfig | Fetch | LoadRows | Reject | Give | ClearDataCache | Ping | Shutdown
+NonBlockingRequest = Spec | ModelConfig | Fetch | LoadRows | Reject | Give | ClearDataCache
 BlockingRequest = Initialize | Generate | Inference | TrainStep | Evaluate | Reallocate | SaveWeights | SaveCheckpoint
 Rider = ClearDataCache
 """What may wait for the next message to the same worker, since nobody waits for it."""
@@ -239,10 +231,9 @@ class OkReply(MessageBody, frozen=True, tag="ok"):
 
 
 class SpecReply(MessageBody, frozen=True, tag="spec"):
-    """Size of the dataset as this worker sees it."""
+    """Size of the dataset as this worker has read it; 0 where samples do not come from one."""
 
-    num_samples: int
-    max_seqlen: int | None = None
+    num_rows: int
 
 
 class ModelConfigReply(MessageBody, frozen=True, tag="model_config"):

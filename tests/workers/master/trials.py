@@ -28,13 +28,14 @@ from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
 from corral.workers.master import master_worker
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.sequence_buffer import BufferedSample
-from corral.workers.requests.messages import OkReply, Rejection, ReplyPayload, Request, TrainReply, TrainStep
+from corral.workers.requests.messages import ModelConfigReply, OkReply, Rejection, ReplyPayload, Request, TrainReply, TrainStep
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_SFT, write_inputs
 
 UUID = "ab" * 16
 BATCH_SIZE = 8
 NUM_STEPS = NUM_TRAINING_ROWS // BATCH_SIZE
 FINE = TrainReply(stats={"sft/loss": 0.5}, num_updates=1, num_nonfinite=0)
+SHAPE = ModelConfigReply(architecture="qwen2", num_parameters=100, num_layers=2, hidden_size=8, vocab_size=14)
 SKIPPED = TrainReply(stats={}, num_updates=0, num_nonfinite=1)
 
 
@@ -58,6 +59,8 @@ class Gang:
     loaded: list[Path] = field(default_factory=list)
     """Weights that each epoch started from."""
     workers: tuple[str, ...] = ("model_worker/0",)
+    num_rows: int = NUM_TRAINING_ROWS
+    models: dict[str, ModelConfigReply] = field(default_factory=lambda: {"actor/0": SHAPE})
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __call__(self, context: WorkerContext, spec: object, *, epoch: int) -> Self:
@@ -81,6 +84,12 @@ class Gang:
     async def initialize(self, *, step: int, weights: Mapping[str, Path], states: Mapping[str, Path]) -> None:
         self.at_call("initialize")
         self.loaded.append(weights["actor"])
+
+    async def count_rows(self) -> dict[int, int]:
+        return {0: self.num_rows}
+
+    async def describe_models(self) -> dict[str, ModelConfigReply]:
+        return self.models
 
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         self.at_call("load_rows")
@@ -115,7 +124,7 @@ class Gang:
     def host_by_rank(self) -> dict[int, str]:
         return {0: "here"}
 
-    async def evaluate(self, call: ModelFunctionCall, *, step: int) -> dict[str, float]:
+    async def evaluate(self, call: ModelFunctionCall) -> dict[str, float]:
         self.at_call("evaluate")
         return {"accuracy": 0.25}
 

@@ -109,7 +109,7 @@ def test_outputs_lie_beside_the_inputs_under_the_name_that_the_graph_gives_them(
     store.put(SAMPLE.select_keys(["input_ids", "prompt_mask"]))
     models = models_of(folder, store)
     initialize(models, folder / "actor")
-    models.inference(Inference(mfc="ref_inf", uids=UIDS, version=0))
+    models.inference(Inference(mfc="ref_inf", uids=UIDS))
     assert {key for key in KEY_LAYOUTS if store.holds("0:1", key)} == {"input_ids", "prompt_mask", "ref_logprobs"}
     held = store.gather(["0:1"], ["input_ids", "ref_logprobs"])
     ids = torch.from_numpy(np.asarray(held.data["input_ids"], dtype=np.int64))
@@ -124,7 +124,7 @@ def test_a_rank_without_samples_takes_part_and_adds_nothing(folder: Path) -> Non
     store = DataStore()
     models = models_of(folder, store)
     initialize(models, folder / "actor")
-    models.inference(Inference(mfc="ref_inf", uids=[], version=0))
+    models.inference(Inference(mfc="ref_inf", uids=[]))
     assert len(store) == 0
 
 
@@ -160,7 +160,7 @@ def test_a_new_epoch_loads_what_is_trained_and_keeps_what_is_only_read(folder: P
     models.save_weights("actor", folder / "now", on_progress=no_progress)
     before, now = read_weights(folder / "actor"), read_weights(folder / "now")
     assert all(torch.equal(before[name], now[name]) for name in before)
-    models.inference(Inference(mfc="ref_inf", uids=UIDS, version=0))
+    models.inference(Inference(mfc="ref_inf", uids=UIDS))
 
 
 def test_an_old_engine_is_gone_before_a_new_one_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,10 +291,10 @@ def test_a_key_of_the_users_own_goes_from_one_call_to_the_next(folder: Path) -> 
     store.put(SAMPLE.select_keys(["input_ids"]))
     models = Models(spec.model_copy(update={"calls": [counted, doubled]}), store, PLACES, seed=0)
     initialize(models, folder / "actor")
-    models.inference(Inference(mfc="counted", uids=UIDS, version=0))
+    models.inference(Inference(mfc="counted", uids=UIDS))
     assert store.holds("0:1", "num_tokens") and not store.holds("0:1", "doubled")
     for uids in ([], UIDS):
-        models.inference(Inference(mfc="doubled", uids=uids, version=0))
+        models.inference(Inference(mfc="doubled", uids=uids))
     assert store.gather(UIDS, ["doubled"]).data["doubled"].tolist() == [12.0, 18.0]
 
 
@@ -307,9 +307,9 @@ def test_a_call_that_does_not_fit_its_interface_is_refused_at_the_start(folder: 
 
 def test_a_model_is_described_before_and_after_it_is_loaded(folder: Path) -> None:
     models = models_of(folder, DataStore())
-    assert models.describe("actor").num_parameters == 0
+    assert models.describe("actor/0").num_parameters == 0
     initialize(models, folder / "actor")
-    reply = models.describe("actor")
+    reply = models.describe("actor/0")
     assert reply.num_parameters == sum(tensor.numel() for tensor in read_weights(folder / "actor").values())
     assert (reply.architecture, reply.num_layers, reply.hidden_size, reply.vocab_size) == ("qwen2", 2, 64, 64)
 
@@ -337,7 +337,7 @@ def test_each_call_cuts_its_samples_as_it_says(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(
         engine.model, "forward", lambda **inputs: sizes.append(inputs["input_ids"].shape[1]) or forward(**inputs)
     )
-    models.inference(Inference(mfc="ref_inf", uids=UIDS, version=0))
+    models.inference(Inference(mfc="ref_inf", uids=UIDS))
     assert sorted(sizes) == [6, 9]
 
 
@@ -361,5 +361,5 @@ def test_a_model_that_was_moved_away_comes_back_with_its_next_call(folder: Path)
     parameters = list(engine.model.parameters())
     models.offload("ref_inf")
     assert sum(parameter.untyped_storage().nbytes() for parameter in parameters) == 0
-    models.inference(Inference(mfc="ref_inf", uids=UIDS, version=0))
+    models.inference(Inference(mfc="ref_inf", uids=UIDS))
     assert all(parameter.untyped_storage().nbytes() > 0 for parameter in parameters)

@@ -26,7 +26,7 @@ INITIALIZE = Initialize(weights={"actor": "/weights"}, states={}, step=0, seed=1
 def answer(request: NonBlockingRequest) -> ReplyPayload:
     """The workers of these tests know how large their dataset is, and cannot fetch."""
     if isinstance(request, Spec):
-        return SpecReply(num_samples=1000)
+        return SpecReply(num_rows=1000)
     if isinstance(request, Fetch):
         raise LookupError("the dataset is gone")
     return OkReply()

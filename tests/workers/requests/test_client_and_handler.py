@@ -26,7 +26,7 @@ from corral.workers.requests.messages import (
     MetadataReply,
     NonBlockingRequest,
     OkReply,
-    Ping,
+    ClearDataCache,
     ReplyPayload,
     SampleMetadata,
     Spec,
@@ -55,7 +55,7 @@ def test_non_blocking_requests_are_answered_while_a_blocking_one_runs(as_role: A
             step = client.post({stream.worker_id: train(version=4)}, deadline_s=10)
             await client.flush(deadline_s=10)
             envelope = await take(stream)  # and now the main thread "computes"
-            assert await ask(client, stream.worker_id, Spec(), deadline_s=10) == SpecReply(num_samples=1000)
+            assert await ask(client, stream.worker_id, Spec(), deadline_s=10) == SpecReply(num_rows=1000)
             await asyncio.to_thread(stream.reply, envelope, StatsReply(stats={"loss": 0.25}))
             assert await step.results() == {stream.worker_id: StatsReply(stats={"loss": 0.25})}
             assert envelope.request == train(version=4)
@@ -100,7 +100,7 @@ def test_blocking_requests_wait_for_the_flush(as_role: AsRole) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
             client.post({stream.worker_id: train()}, deadline_s=10)
-            await ask(client, stream.worker_id, Ping(), deadline_s=10)  # the request before it has arrived, too
+            await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10)  # the request before it has arrived, too
             assert stream.next_blocking(timeout_s=0) is None
             await client.flush(deadline_s=10)
             assert (await take(stream)).request == train()
@@ -135,7 +135,7 @@ def test_a_flush_aboard_starts_its_request_after_all_that_was_posted_before(as_r
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
             client.post({stream.worker_id: train("waits")}, deadline_s=10)
-            await ask(client, stream.worker_id, Ping(), deadline_s=10)
+            await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10)
             assert stream.next_blocking(timeout_s=0) is None
             client.post({stream.worker_id: train("starts both")}, deadline_s=10, flush=True)
             client.post({stream.worker_id: train("starts at once")}, deadline_s=10, flush=True)
@@ -167,7 +167,7 @@ def test_each_worker_gets_its_own_share_and_hooks_and_nothing_of_the_others(as_r
         ):
             await initialize(client, first, second)
             shares = {
-                stream.worker_id: Inference(mfc="ref_inf", uids=[stream.worker_id], version=3)
+                stream.worker_id: Inference(mfc="ref_inf", uids=[stream.worker_id])
                 for stream in (first, second)
             }
             hook = DataTransfer(parcels=[], num_tokens={"0:a": [1]})
@@ -222,7 +222,7 @@ def test_metadata_travels_typed(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
-            request = Inference(mfc="ref_inf", uids=["0:a"], version=3)
+            request = Inference(mfc="ref_inf", uids=["0:a"])
             pending = client.post({stream.worker_id: request}, deadline_s=10)
             await client.flush(deadline_s=10)
             envelope = await take(stream)
@@ -241,7 +241,7 @@ def test_a_remote_exception_comes_with_its_traceback(as_role: AsRole) -> None:
             with pytest.raises(RemoteError, match="model_worker/0.*LookupError: the dataset is gone") as raised:
                 await ask(client, stream.worker_id, Fetch(), deadline_s=10)
             assert 'raise LookupError("the dataset is gone")' in str(raised.value)
-            assert await ask(client, stream.worker_id, Ping(), deadline_s=10) == OkReply()
+            assert await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10) == OkReply()
 
     with_master(run, as_role("master_worker"))
 
@@ -252,7 +252,7 @@ def test_a_missed_deadline_names_worker_and_request(as_role: AsRole) -> None:
             await initialize(client, stream)
             with pytest.raises(StreamTimeoutError, match=r"model_worker/0 did not answer TrainStep 1:\d+ within 0.1 s"):
                 await ask(client, stream.worker_id, train(), deadline_s=0.1)
-            assert await ask(client, stream.worker_id, Ping(), deadline_s=10) == OkReply()
+            assert await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10) == OkReply()
 
     with_master(run, as_role("master_worker"))
 
@@ -286,8 +286,8 @@ def test_workers_that_do_not_come_are_named(as_role: AsRole) -> None:
 
 def test_a_request_to_somebody_who_never_came_is_an_error_at_once(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
-        with pytest.raises(PeerDeadError, match="model_worker/7 got Ping 1:1 but has not said hello"):
-            await ask(client, "model_worker/7", Ping(), deadline_s=100)
+        with pytest.raises(PeerDeadError, match="model_worker/7 got ClearDataCache 1:1 but has not said hello"):
+            await ask(client, "model_worker/7", ClearDataCache(uids=[]), deadline_s=100)
 
     with_master(run, as_role("master_worker"))
 
@@ -326,7 +326,7 @@ def test_a_killed_or_stopped_worker_is_an_error_for_whoever_waits_for_it(
             ):
                 await pending.results()
             with pytest.raises(PeerDeadError):
-                await ask(client, "model_worker/0", Ping(), deadline_s=100)
+                await ask(client, "model_worker/0", ClearDataCache(uids=[]), deadline_s=100)
             assert dead == ["model_worker/0"]
             assert client.hello_of("model_worker/0") is None
 
@@ -418,7 +418,7 @@ def test_a_repeated_request_gets_the_same_reply_without_being_run_again(as_role:
 
         def count(request: NonBlockingRequest) -> ReplyPayload:
             calls.append(request)
-            return SpecReply(num_samples=len(calls))
+            return SpecReply(num_rows=len(calls))
 
         codec: MessageCodec[FromWorker] = MessageCodec(FromWorker, trial_uuid=TRIAL)
         server = as_role("master_worker").bind_router(LOOPBACK, roles={"model_worker"}, purpose="requests")
@@ -436,7 +436,7 @@ def test_a_repeated_request_gets_the_same_reply_without_being_run_again(as_role:
             for _ in range(3):
                 server.socket.send_multipart([identity, *request])
                 replies.append(await asyncio.to_thread(server.socket.recv_multipart))
-            assert [codec.decode(reply[1:]).body for reply in replies] == [SpecReply(num_samples=1)] * 3
+            assert [codec.decode(reply[1:]).body for reply in replies] == [SpecReply(num_rows=1)] * 3
             assert calls == [Spec()]
         server.close()
 
@@ -459,7 +459,7 @@ def test_a_worker_finds_a_new_master_and_refuses_the_old_one(as_role: AsRole) ->
                 addresses.append(old.endpoint)
                 await until(lambda: old.hello_of(stream.worker_id) is not None, waiting_for="the worker to come back")
                 with pytest.raises(StaleEpochError, match="already follows epoch 2"):
-                    await ask(old, stream.worker_id, Ping(), deadline_s=10)
+                    await ask(old, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10)
 
     asyncio.run(run())
 
@@ -490,7 +490,7 @@ def test_only_initialize_raises_the_epoch(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await client.wait_for_workers([stream.worker_id], timeout_s=120)
-            assert await ask(client, stream.worker_id, Ping(), deadline_s=10) == OkReply()
+            assert await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10) == OkReply()
             with pytest.raises(RemoteError, match="TrainStep of epoch 5 came before its Initialize"):
                 await ask(client, stream.worker_id, train(), deadline_s=10)
             assert stream.max_epoch == 0

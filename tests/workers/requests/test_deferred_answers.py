@@ -12,7 +12,6 @@ from corral.workers.requests.messages import (
     MetadataReply,
     NonBlockingRequest,
     OkReply,
-    Ping,
     ReplyPayload,
     SampleMetadata,
     TrainStep,
@@ -60,7 +59,7 @@ def test_a_waiting_request_is_answered_when_something_arrives_while_others_are_a
             waiting = asyncio.create_task(ask(client, stream.worker_id, WAITS, deadline_s=100))
             await until(lambda: inbox.num_looks == 1, waiting_for="the first look")
             envelope = await take(stream)  # and now the main thread "computes"
-            assert await ask(client, stream.worker_id, Ping(), deadline_s=100) == OkReply()
+            assert await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=100) == OkReply()
             stream.look_again()  # there was nothing yet, after all
             await until(lambda: inbox.num_looks == 2, waiting_for="the second look")
             assert not waiting.done()
@@ -117,7 +116,7 @@ def test_a_waiting_request_outlives_a_break_during_which_nothing_came(as_role: A
             await until(lambda: inbox.num_looks == 1, waiting_for="the first look")
             cable.cut()
             await until(lambda: cable.num_connections == 2, waiting_for="the second connection")
-            assert await ask(client, stream.worker_id, Ping(), deadline_s=100) == OkReply()  # and the repeated Fetch
+            assert await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=100) == OkReply()  # and the repeated Fetch
             inbox.arrived = ["0:a"]
             stream.look_again()
             assert await waiting == announced("0:a")
@@ -159,10 +158,10 @@ def test_riders_are_done_before_what_carries_them_in_order_and_once(as_role: AsR
             await initialize(client, stream, other)
             client.attach({stream.worker_id: clears[0], "model_worker/9": clears[2]})
             client.attach({stream.worker_id: clears[1]})
-            await ask(client, other.worker_id, Ping(), deadline_s=100)
+            await ask(client, other.worker_id, ClearDataCache(uids=[]), deadline_s=100)
             assert done == []  # they ride with the next message to their own worker
-            await ask(client, stream.worker_id, Ping(), deadline_s=100)
-            assert done == [clears[0], clears[1], Ping()]
+            await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=100)
+            assert done == [clears[0], clears[1], ClearDataCache(uids=[])]
             client.attach({stream.worker_id: clears[2]})
             client.post({stream.worker_id: train()}, deadline_s=100, flush=True)
             assert (await take(stream)).request == train()
@@ -171,8 +170,8 @@ def test_riders_are_done_before_what_carries_them_in_order_and_once(as_role: AsR
     with_master(run, as_role("master_worker"))
 
 
-@pytest.mark.parametrize("carrier", [Ping(), train()])
-def test_a_rider_that_fails_fails_what_carries_it(as_role: AsRole, carrier: Ping | TrainStep) -> None:
+@pytest.mark.parametrize("carrier", [Spec(), train()])
+def test_a_rider_that_fails_fails_what_carries_it(as_role: AsRole, carrier: Spec | TrainStep) -> None:
     def answer(request: NonBlockingRequest) -> ReplyPayload:
         if isinstance(request, ClearDataCache):
             raise KeyError("0:a")

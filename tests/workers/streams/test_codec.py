@@ -17,7 +17,7 @@ from corral.workers.requests.messages import (
     FromWorker,
     MetadataReply,
     OkReply,
-    Ping,
+    ClearDataCache,
     SampleMetadata,
     StatsReply,
     ToWorker,
@@ -127,7 +127,7 @@ def test_a_message_of_another_trial_is_refused() -> None:
 
 def header_with(**changes: object) -> bytes:
     """Frame 0 of a ping, with some fields replaced or added."""
-    frame = worker_codec().encode(WorkerRequest(request=Ping()), epoch=1, request_id="1:1")[0]
+    frame = worker_codec().encode(WorkerRequest(request=ClearDataCache(uids=[])), epoch=1, request_id="1:1")[0]
     return msgspec.msgpack.encode({**msgspec.msgpack.decode(frame), **changes})
 
 
@@ -198,7 +198,7 @@ def test_ten_thousand_mutated_messages_are_refused_or_decoded_and_nothing_else()
     tensors = {"input_ids": np.arange(6, dtype=np.int32), "mask": np.array([True, False]), "rewards": np.zeros((2, 3))}
     good = [
         [bytes(frame) for frame in worker_codec().encode(REQUEST, epoch=2, request_id="2:5", tensors=tensors)],
-        [bytes(frame) for frame in worker_codec().encode(WorkerRequest(request=Ping()), epoch=2, request_id="2:6")],
+        [bytes(frame) for frame in worker_codec().encode(WorkerRequest(request=ClearDataCache(uids=[])), epoch=2, request_id="2:6")],
     ]
     num_refused = 0
     for index in range(10_000):

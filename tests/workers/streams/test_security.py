@@ -18,7 +18,7 @@ from corral.workers.delivery.receiver import TrajectoryReceiver
 from corral.workers.lifecycle.control import ControlServer, control_call
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.handler import WorkerRequestStream
-from corral.workers.requests.messages import OkReply, Ping
+from corral.workers.requests.messages import ClearDataCache, OkReply
 from corral.workers.streams.codec import MessageCodec
 from corral.workers.streams.errors import StreamTimeoutError, WrongTrialKeyError
 from corral.workers.streams.link import DealerLink
@@ -219,9 +219,9 @@ def test_servers_survive_a_thousand_connections_of_garbage(as_role: AsRole) -> N
                     non_blocking=lambda request: OkReply(),
                 ) as stream:
                     await client.wait_for_workers([stream.worker_id], timeout_s=120)
-                    assert await ask(client, stream.worker_id, Ping(), deadline_s=10) == OkReply()
+                    assert await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10) == OkReply()
                     await asyncio.to_thread(send_garbage, client.endpoint, count=100, seed=3)
-                    assert await ask(client, stream.worker_id, Ping(), deadline_s=10) == OkReply()
+                    assert await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10) == OkReply()
 
         asyncio.run(master_goes_on())
 
