@@ -34,6 +34,7 @@ from corral.experiments.trial.secrets import TrialSecrets  # noqa: E402
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec, WorkerSpec  # noqa: E402
 from corral.scheduling.dataflow import build_dataflow, dataset_keys  # noqa: E402
 from corral.scheduling.model_function_call import ModelFunctionCall, ModelName  # noqa: E402
+from corral.scheduling.policy_version import Lineage  # noqa: E402
 from corral.workers.data.prompts import ordered_uids  # noqa: E402
 from corral.workers.lifecycle.worker import WorkerContext  # noqa: E402
 from corral.workers.master.calls import MeshCalls  # noqa: E402
@@ -181,7 +182,7 @@ async def _drive(context: WorkerContext, *, num_steps: int) -> list[Seen]:
             [f"sum-{number}" for number in range(spec.num_prompts)], seed=1, dataset_epoch=0, shuffle=True
         )
         source = DatasetSource(iter(uids), buffer, gang, batch_size=spec.train_batch_size)
-        calls = MeshCalls(spec, graph, gang, buffer, publish=_publish)
+        calls = MeshCalls(spec, graph, gang, buffer, Lineage([], epoch=1), publish=_publish)
         runner = StepRunner(graph, calls, ranks_of=calls.ranks_of)
         for step in range(num_steps):
             batch = await source.poll(version=step, remaining=spec.num_prompts)

@@ -130,8 +130,9 @@ class TrainerGang:
         """What each model has become that the ranks have loaded, by its name; its first rank speaks for all."""
         described: dict[str, ModelConfigReply] = {}
         for name, mesh in self._spec.meshes.items():
-            replies = await self.tell({mesh.ranks[0]: ModelConfig(model=name)})
-            described |= {name: reply for reply in replies.values() if isinstance(reply, ModelConfigReply)}
+            reply = (await self.tell({mesh.ranks[0]: ModelConfig(model=name)}))[mesh.ranks[0]]
+            assert isinstance(reply, ModelConfigReply), reply
+            described[name] = reply
         return described
 
     async def fetch(self) -> list[BufferedSample]:
@@ -158,9 +159,7 @@ class TrainerGang:
     async def evaluate(self, call: ModelFunctionCall) -> dict[str, float]:
         """Look at held-out problems with the present weights of the call's model."""
         ranks = self._spec.mesh(call.model_name).ranks
-        replies = await self.start(
-            {rank: Evaluate(mfc=call.name, reports=rank == ranks[0]) for rank in ranks}
-        )
+        replies = await self.start({rank: Evaluate(mfc=call.name, reports=rank == ranks[0]) for rank in ranks})
         return next((dict(reply.stats) for reply in replies.values() if isinstance(reply, StatsReply)), {})
 
     async def save_weights(self, role: str, directory: Path) -> dict[str, FileEntry]:

@@ -1,4 +1,4 @@
-"""What a model function call says, and what the master asks of which ranks because of it; the ranks only write it down."""
+"""What the master asks of which ranks because of what a call says; the ranks only write it down."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelFunctionCall, ModelName
 from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.policy_version import Lineage
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
 from corral.workers.requests.messages import (
@@ -108,13 +109,13 @@ def run(
         buffer.put(sample)
     spec = specification(called)
     graph = build_dataflow(spec.calls, called.input_keys)
-    calls = MeshCalls(spec, graph, cast(Any, ranks), buffer, publish=ranks.publish)
+    calls = MeshCalls(spec, graph, cast(Any, ranks), buffer, Lineage([], epoch=1), publish=ranks.publish)
     asyncio.run(calls.run_call(called, UIDS, version=7, is_last_go=is_last_go))
     return ranks, buffer
 
 
 def specification(called: ModelFunctionCall) -> MasterWorkerSpec:
-    first = called.model_copy(update={"name": "first", "model_name": ModelName(called.role), "output_keys": ()})
+    first = called.model_copy(update={"name": "first", "model_name": ModelName(called.role), "output_keys": ("other",)})
     return MasterWorkerSpec(
         calls=[first, called] if called.model_name.replica_id else [called],
         train_batch_size=4,

@@ -28,7 +28,15 @@ from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
 from corral.workers.master import master_worker
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.sequence_buffer import BufferedSample
-from corral.workers.requests.messages import ModelConfigReply, OkReply, Rejection, ReplyPayload, Request, TrainReply, TrainStep
+from corral.workers.requests.messages import (
+    ModelConfigReply,
+    OkReply,
+    Rejection,
+    ReplyPayload,
+    Request,
+    TrainReply,
+    TrainStep,
+)
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_SFT, write_inputs
 
 UUID = "ab" * 16

@@ -12,13 +12,18 @@ from corral.workers.requests.handler import Envelope
 from corral.workers.requests.messages import (
     Evaluate,
     Initialize,
+    ModelConfig,
+    ModelConfigReply,
     OkReply,
     ReplyPayload,
+    Spec,
+    SpecReply,
     StatsReply,
     TrainReply,
     TrainStep,
 )
 from corral.workers.streams.calls import RequestId
+from tests.experiments.broken_yaml import NUM_TRAINING_ROWS
 from tests.workers.master.trials import context_of, trial_of
 
 
@@ -32,6 +37,17 @@ def test_a_rank_refuses_a_non_blocking_request_that_it_does_not_know_and_lives(t
         with pytest.raises(ValueError, match="UnknownRequest is not served"):
             worker._answer_now(cast(Any, UnknownRequest()))
         assert not context.stopping.is_set()
+
+
+def test_a_rank_says_how_many_rows_it_reads_and_what_models_it_has(tmp_path: Path) -> None:
+    with context_of(*trial_of(tmp_path), "model_worker") as context, ExitStack() as stack:
+        worker = ModelWorker(context)
+        worker._set_up(stack)
+        assert worker._answer_now(Spec()) == SpecReply(num_rows=NUM_TRAINING_ROWS)
+        described = worker._answer_now(ModelConfig(model="actor/0"))
+        assert isinstance(described, ModelConfigReply) and described.architecture == "qwen2"
+        with pytest.raises(KeyError, match="critic"):
+            worker._answer_now(ModelConfig(model="critic/0"))
 
 
 class Replies:

@@ -18,6 +18,7 @@ from corral.workers.requests import handler
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.handler import WorkerRequestStream
 from corral.workers.requests.messages import (
+    ClearDataCache,
     DataTransfer,
     Fetch,
     FromWorker,
@@ -26,7 +27,6 @@ from corral.workers.requests.messages import (
     MetadataReply,
     NonBlockingRequest,
     OkReply,
-    ClearDataCache,
     ReplyPayload,
     SampleMetadata,
     Spec,
@@ -100,7 +100,9 @@ def test_blocking_requests_wait_for_the_flush(as_role: AsRole) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
             client.post({stream.worker_id: train()}, deadline_s=10)
-            await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10)  # the request before it has arrived, too
+            await ask(
+                client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10
+            )  # the request before it has arrived, too
             assert stream.next_blocking(timeout_s=0) is None
             await client.flush(deadline_s=10)
             assert (await take(stream)).request == train()
@@ -166,10 +168,7 @@ def test_each_worker_gets_its_own_share_and_hooks_and_nothing_of_the_others(as_r
             worker(security, lambda: client.endpoint, index=1) as second,
         ):
             await initialize(client, first, second)
-            shares = {
-                stream.worker_id: Inference(mfc="ref_inf", uids=[stream.worker_id])
-                for stream in (first, second)
-            }
+            shares = {stream.worker_id: Inference(mfc="ref_inf", uids=[stream.worker_id]) for stream in (first, second)}
             hook = DataTransfer(parcels=[], num_tokens={"0:a": [1]})
             client.post(shares, deadline_s=10, pre_hooks={second.worker_id: [hook]}, flush=True)
             for stream, hooks in ((first, []), (second, [hook])):

@@ -14,6 +14,7 @@ from corral.workers.requests.messages import (
     OkReply,
     ReplyPayload,
     SampleMetadata,
+    Spec,
     TrainStep,
 )
 from corral.workers.streams.errors import RemoteError
@@ -116,7 +117,9 @@ def test_a_waiting_request_outlives_a_break_during_which_nothing_came(as_role: A
             await until(lambda: inbox.num_looks == 1, waiting_for="the first look")
             cable.cut()
             await until(lambda: cable.num_connections == 2, waiting_for="the second connection")
-            assert await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=100) == OkReply()  # and the repeated Fetch
+            assert (
+                await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=100) == OkReply()
+            )  # and the repeated Fetch
             inbox.arrived = ["0:a"]
             stream.look_again()
             assert await waiting == announced("0:a")

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from corral.scheduling.redistribution import Parcel
 from corral.workers.requests.messages import (
+    ClearDataCache,
     DataTransfer,
     FromWorker,
     MetadataReply,
     OkReply,
-    ClearDataCache,
     SampleMetadata,
     StatsReply,
     ToWorker,
@@ -198,7 +198,12 @@ def test_ten_thousand_mutated_messages_are_refused_or_decoded_and_nothing_else()
     tensors = {"input_ids": np.arange(6, dtype=np.int32), "mask": np.array([True, False]), "rewards": np.zeros((2, 3))}
     good = [
         [bytes(frame) for frame in worker_codec().encode(REQUEST, epoch=2, request_id="2:5", tensors=tensors)],
-        [bytes(frame) for frame in worker_codec().encode(WorkerRequest(request=ClearDataCache(uids=[])), epoch=2, request_id="2:6")],
+        [
+            bytes(frame)
+            for frame in worker_codec().encode(
+                WorkerRequest(request=ClearDataCache(uids=[])), epoch=2, request_id="2:6"
+            )
+        ],
     ]
     num_refused = 0
     for index in range(10_000):

@@ -1,0 +1,55 @@
+"""An epoch begins by looking at what the ranks have loaded; what differs from the plan ends it before the first step."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from corral.experiments.exit_codes import WorkerExit
+from corral.scheduling.dataflow import DataflowGraph, build_dataflow
+from corral.scheduling.model_function_call import ModelFunctionCall
+from corral.workers.lifecycle.worker import BadConfigurationError
+from corral.workers.master.loaded_models import check_reallocations, check_rows
+from corral.workers.requests.messages import ModelConfigReply
+from tests.workers.master.trials import SHAPE, Gang, run_master, trial_of
+
+
+def test_ranks_that_read_another_number_of_rows_are_named() -> None:
+    check_rows({0: 40, 2: 40}, planned=40)
+    with pytest.raises(BadConfigurationError, match=r"model_worker/2 reads 39 rows .* the plan counts 40"):
+        check_rows({0: 40, 2: 39}, planned=40)
+
+
+def graph_of(*hooks: dict[str, object]) -> DataflowGraph:
+    call = {"name": "actor_train", "model_name": "actor", "call_type": "train_step", "implementation": "x"}
+    return build_dataflow(
+        [ModelFunctionCall.model_validate(call | {"n_seqs": 1, "input_keys": ["ids"], "post_hooks": hooks})], ["ids"]
+    )
+
+
+def test_models_that_give_each_other_weights_must_be_alike() -> None:
+    other = ModelConfigReply(architecture="qwen2", num_parameters=90, num_layers=1, hidden_size=8, vocab_size=14)
+    models = {"actor/0": SHAPE, "ref/0": other}
+    check_reallocations(graph_of(), models)
+    pushing = graph_of({"type": "push_weights", "target": "ref"})
+    check_reallocations(pushing, models | {"ref/0": SHAPE})
+    with pytest.raises(
+        BadConfigurationError, match=r"'actor_train' .* actor/0 \(.* 2 layers.*\) to ref/0 \(.* 1 layers"
+    ):
+        check_reallocations(pushing, models)
+
+
+def test_a_master_trains_nothing_on_ranks_that_read_another_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gang = Gang(num_rows=39)
+    assert run_master(*trial_of(tmp_path), gang, monkeypatch) == WorkerExit.BAD_CONFIGURATION
+    assert gang.trained == []
+
+
+def test_the_journal_says_what_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, trial = trial_of(tmp_path)
+    assert run_master(plan, trial, Gang(), monkeypatch) == WorkerExit.DONE
+    events = [json.loads(line) for line in trial.journal_path.read_text().splitlines()]
+    (loaded,) = (event for event in events if event["event"] == "models_loaded")
+    assert loaded["models"]["actor/0"]["num_parameters"] == SHAPE.num_parameters
