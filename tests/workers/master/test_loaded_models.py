@@ -1,4 +1,4 @@
-"""An epoch begins by looking at what the ranks have loaded; what differs from the plan ends it before the first step."""
+"""An epoch begins by looking at what ranks have loaded; what differs from the plan ends it before the first step."""
 
 import json
 from pathlib import Path
@@ -33,9 +33,7 @@ def test_models_that_give_each_other_weights_must_be_alike() -> None:
     check_reallocations(graph_of(), models)
     pushing = graph_of({"type": "push_weights", "target": "ref"})
     check_reallocations(pushing, models | {"ref/0": SHAPE})
-    with pytest.raises(
-        BadConfigurationError, match=r"'actor_train' .* actor/0 \(.* 2 layers.*\) to ref/0 \(.* 1 layers"
-    ):
+    with pytest.raises(BadConfigurationError, match=r"'actor_train' .* actor/0 \(.* 2 layers.*ref/0 \(.* 1 layers"):
         check_reallocations(pushing, models)
 
 
