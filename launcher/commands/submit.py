@@ -84,11 +84,8 @@ def submit(
                 sbatch_arguments=_checked_arguments(sbatch_arg or []),
             )
         submission = prepare(has_checks=not no_checks)
-        if dry_run == "script":
-            _print_script(submission)
-            return
-        if dry_run == "graph":
-            _print_graph(submission)
+        if dry_run in ("script", "graph"):
+            (_print_script if dry_run == "script" else _print_graph)(submission)
             return
         _print_plan(submission, sys.stdout)
         if dry_run is None:
