@@ -8,7 +8,7 @@ Nobody re-runs user code to find out its configuration: each worker finds its co
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,9 @@ from corral.experiments.worker_specs import (
     WorkerSpec,
 )
 from corral.scheduling.scheduling import ExperimentScheduling
+
+SCHEMA_VERSION: Final = 2
+"""Rises whenever a plan, or the checkpoints that a trial of it keeps, mean something else than before."""
 
 
 class TrialIdentity(FrozenConfig):
@@ -39,7 +42,7 @@ class TrialIdentity(FrozenConfig):
 class RunPlan(FrozenConfig):
     """Everything that a trial's processes need to know."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = SCHEMA_VERSION
     trial: TrialIdentity
     mode: Mode
     """Where the workers run."""
@@ -63,7 +66,8 @@ class RunPlan(FrozenConfig):
         """Read plan.json.
 
         Raises:
-            ValueError: if the digest does not match: the file was changed after submission.
+            ValueError: if the digest does not match: the file was changed after submission; or if another version of
+                corral has written it, whose trials this one cannot carry on.
         """
         content = json.loads(text)
         if not isinstance(content, dict):
@@ -73,6 +77,12 @@ class RunPlan(FrozenConfig):
             raise ValueError(
                 f"plan.json was changed after submission (digest {digest!r}, content {_digest(content)!r}); "
                 "submit a new trial instead of editing a plan"
+            )
+        if content.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError(
+                f"plan.json was written by another version of corral (plans of form {content.get('schema_version')}, "
+                f"this one reads form {SCHEMA_VERSION}); go on with that version, or submit a new trial that starts "
+                "from this one's exports"
             )
         return cls.model_validate(content)
 
