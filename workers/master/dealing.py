@@ -3,8 +3,8 @@
     samples of a go ──► their work, in all calls on this mesh ──┐
     where their keys lie ───────────────────────────────────────┴──► a share for each data-parallel rank
 
-Work is balanced first, and then as little moves as that allows. Calls on one mesh count the same work, so that the
-first of them decides, and the others find their samples where they need them.
+Work is balanced first, and then as little moves as that allows. Calls on one mesh count the same work, and the first of
+them that takes some samples decides for the others, which find them where they need them.
 """
 
 from collections import Counter
@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.dataflow import DataflowGraph
+from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 from corral.scheduling.packing import TYPICAL_SHAPE, TransformerShape, forward_flops, partition_near_owners
-from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
+from corral.workers.master.sequence_buffer import SequenceBuffer
 
 _TRAINING_FORWARDS = 3  # a backward pass takes as much as two forward passes
 
@@ -26,7 +27,8 @@ class Dealer:
         self._spec = spec
         self._shapes: dict[tuple[int, ...], list[TransformerShape]] = {}
         self._dp_ranks: dict[tuple[int, ...], dict[int, int]] = {}
-        self._last_costs: dict[tuple[int, ...], tuple[list[BufferedSample], list[float]]] = {}
+        self._last: dict[tuple[int, ...], tuple[list[str], list[list[str]]]] = {}
+        """What was dealt last on a mesh, and how."""
         for call in graph.step_calls:
             shape = spec.shape_by_role.get(call.role, TYPICAL_SHAPE)
             count = _TRAINING_FORWARDS if call.call_type is CallType.TRAIN_STEP else 1
@@ -39,19 +41,21 @@ class Dealer:
         mesh = self._spec.mesh(call.model_name)
         if mesh.dims.dp == 1:
             return [list(uids)]
-        costs = self._costs(mesh.ranks, [buffer.samples[uid] for uid in uids])
+        dealt, shares = self._last.get(mesh.ranks, ([], []))
+        if dealt != uids:
+            shares = self._deal_anew(call, mesh, uids, buffer)
+            if call.call_type is not CallType.GENERATE:  # its answers will have other lengths than its prompts
+                self._last[mesh.ranks] = list(uids), shares
+        return shares
+
+    def _deal_anew(
+        self, call: ModelFunctionCall, mesh: Mesh, uids: Sequence[str], buffer: SequenceBuffer
+    ) -> list[list[str]]:
+        flops = forward_flops((buffer.samples[uid].num_tokens for uid in uids), self._shapes[mesh.ranks])
+        costs = [cost or 1.0 for cost in flops]  # nobody knows how long the answers to a prompt will be
         owners = _owners([buffer.located[uid] for uid in uids], call.input_keys, self._dp_ranks[mesh.ranks])
         parts = partition_near_owners(costs, owners, num_parts=mesh.dims.dp)
         return [[uids[index] for index in part] for part in parts]
-
-    def _costs(self, ranks: tuple[int, ...], samples: list[BufferedSample]) -> list[float]:
-        """The work of each sample, counted once for calls that take the same samples on the same mesh."""
-        known, costs = self._last_costs.get(ranks, ([], []))
-        if known != samples:
-            flops = forward_flops((sample.num_tokens for sample in samples), self._shapes[ranks])
-            costs = [cost or 1.0 for cost in flops]  # nobody knows how long the answers to a prompt will be
-            self._last_costs[ranks] = samples, costs
-        return costs
 
 
 def _owners(

@@ -1,5 +1,6 @@
 """Who works on which samples: equal work, and nothing moves that need not."""
 
+import dataclasses
 from pathlib import Path
 
 from corral.experiments.config.control import TrainControl
@@ -70,3 +71,18 @@ def test_another_mesh_is_dealt_by_itself_and_then_stays_as_it_is() -> None:
         for uid in share:
             buffer.moved(uid, "ids", [rank])
     assert dealer.deal(CRITIC, list("dcba"), buffer) == [sorted(share, reverse=True) for share in first]
+
+
+def test_answers_are_dealt_anew_once_their_lengths_are_known() -> None:
+    generate = ModelFunctionCall.model_validate(
+        {"name": "gen", "model_name": "ref", "call_type": "generate", "implementation": "x", "n_seqs": 4}
+        | {"output_keys": ("ids",)}
+    )
+    buffer = buffer_of({"a": 0, "b": 0, "c": 0, "d": 0}, {"a": 300, "b": 100, "c": 100, "d": 100})
+    for uid in "abcd":
+        buffer.samples[uid] = dataclasses.replace(buffer.samples[uid], num_tokens=[])
+    dealer = Dealer(SPEC, build_dataflow([generate, REF], []))
+    assert [len(share) for share in dealer.deal(generate, list("abcd"), buffer)] == [2, 2]
+    for uid, length in {"a": 300, "b": 100, "c": 100, "d": 100}.items():
+        buffer.samples[uid] = dataclasses.replace(buffer.samples[uid], num_tokens=[length])
+    assert sorted(map(len, dealer.deal(REF, list("abcd"), buffer))) == [1, 3]
