@@ -8,12 +8,12 @@ All five kinds of workers take part.
 """
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from corral.experiments.checks import check_concurrency, check_imports
 from corral.experiments.config.rollout import EngineConfig, GenerationConfig, RolloutConfig
 from corral.experiments.errors import ConfigProblem
-from corral.experiments.experiment import ExperimentConfig
+from corral.experiments.experiment_config import ExperimentConfig
 from corral.experiments.policy import TRAJECTORY_KEYS, PolicyExperiment
 from corral.experiments.worker_specs import (
     DatasetSpec,
@@ -27,7 +27,7 @@ from corral.scheduling.dataflow import build_dataflow
 class AsyncPPOExperiment(PolicyExperiment):
     """PPO on answers that the policy, at most `max_head_offpolicyness` versions ago, gave to the dataset's prompts."""
 
-    experiment: Literal["async_ppo"] = "async_ppo"
+    experiment: str = "async_ppo"
     """Asynchronous PPO and GRPO."""
     allocation: str = "hf:d1+fsdp:d1"
     """Who generates and who trains, on how many GPUs or processes: hf:d2+fsdp:d4."""

@@ -7,7 +7,8 @@ error: trial can never start: it needs 5 nodes, partition 'h100' has 4
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -74,9 +75,9 @@ class ConfigError(ValueError):
         return cls([ConfigProblem(message=message, hint=hint, path=path, shown=shown, place=place)])
 
     def located(self, source: "ConfigSource") -> Self:
-        """The same error with a place for every problem that names a key but not yet where it stands."""
+        """The same error with a place for every problem that has none yet: its key's, or the file."""
         return type(self)(
-            replace(problem, place=source.place(problem.path)) if problem.path and not problem.place else problem
+            problem if problem.place else replace(problem, place=source.place(problem.path))
             for problem in self.problems
         )
 
@@ -132,6 +133,15 @@ class ConfigSource:
             return Path.cwd()
         file = self.profile_by_path.get(path, self.file)
         return file.parent if file is not None else Path.cwd()
+
+
+@contextmanager
+def located(source: ConfigSource) -> Iterator[None]:
+    """What is raised in here says where the keys that it names stand."""
+    try:
+        yield
+    except ConfigError as error:
+        raise error.located(source) from error
 
 
 NO_SOURCE = ConfigSource(line_by_path={}, override_by_path={})

@@ -8,7 +8,7 @@ Subclasses (sft.py, async_ppo.py) say which model function calls there are and w
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
@@ -33,8 +33,9 @@ from corral.experiments.config.cluster import (
 )
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig
-from corral.experiments.config.model import TrainedModelConfig
+from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
+from corral.experiments.experiment_config import ExperimentConfig, check_models
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.inputs.declared_keys import keys_of_graph
 from corral.experiments.inputs.model_directory import ModelFacts, transformer_shape
@@ -43,6 +44,7 @@ from corral.experiments.trial.directory import validate_name
 from corral.experiments.worker_specs import (
     DatasetSpec,
     GenerationSpec,
+    Head,
     MasterWorkerSpec,
     ModelRoleSpec,
     ModelWorkerSpec,
@@ -52,57 +54,19 @@ from corral.experiments.worker_specs import (
 from corral.scheduling.allocation import Allocation, parse_allocation
 from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.mesh import Mesh
-from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PostHook, PublishWeightsHook
+from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, TasksGroup
-from corral.scheduling.worker_information import WORKER_KINDS, WorkerInformation, WorkerKind, worker_id
+from corral.scheduling.worker_information import WORKER_KINDS, WorkerKind
 
 Name = Annotated[str, AfterValidator(validate_name)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExperimentConfig:
-    """A resolved experiment: the dataflow graph and the specification of every worker, consistent with each other.
-
-    Raises:
-        ValueError: if a worker is missing or given twice, or the training ranks are not exactly 0..n-1.
-    """
-
-    graph: DataflowGraph
-    workers: tuple[WorkerSpec, ...]
-
-    def __post_init__(self) -> None:
-        for kind in WORKER_KINDS:
-            indices = sorted(worker.index for worker in self.workers if worker.kind == kind)
-            if indices != list(range(len(indices))):
-                raise ValueError(f"indices of {kind} must be 0..{len(indices) - 1}, each once, got {indices}")
-        ranks = [worker for worker in self.workers if isinstance(worker, ModelWorkerSpec)]
-        for rank in ranks:
-            if rank.world_size != len(ranks):
-                raise ValueError(
-                    f"model_worker/{rank.index} has world_size {rank.world_size}; there are {len(ranks)} ranks"
-                )
-
-    def worker_information(self, *, experiment: str, trial: str) -> tuple[WorkerInformation, ...]:
-        """Who each worker is; its record under `host_key` lives as long as it does."""
-        counts = {kind: sum(worker.kind == kind for worker in self.workers) for kind in WORKER_KINDS}
-        return tuple(
-            WorkerInformation(
-                experiment=experiment,
-                trial=trial,
-                kind=worker.kind,
-                index=worker.index,
-                count=counts[worker.kind],
-                host_key=f"workers/{worker_id(worker.kind, worker.index)}",
-            )
-            for worker in self.workers
-        )
 
 
 class Experiment(FrozenConfig):
     """What all experiments have in common."""
 
     experiment: str
-    """Kind of the experiment: sft or async_ppo."""
+    """Kind of the experiment: a name, or the import path of a class of your own."""
     name: Name
     """Name of the experiment; with the trial's name it makes the folder."""
     trial: Name | None = None
@@ -128,8 +92,10 @@ class Experiment(FrozenConfig):
     supervision: SupervisionConfig = SupervisionConfig()
     """Restart budgets and deadlines."""
 
-    generates: ClassVar[bool]
+    generates: ClassVar[bool] = False
     """Whether there is a generation side: servers, a manager and rollout workers."""
+    heads: ClassVar[Mapping[str, Head]] = {"critic": "value", "reward": "scalar"}
+    """What the models of some roles make of tokens; all others are language models."""
 
     @property
     @abstractmethod
@@ -138,18 +104,28 @@ class Experiment(FrozenConfig):
 
     @property
     @abstractmethod
+    def models(self) -> dict[str, ModelConfig]:
+        """The model of each role, first the one whose weights are published."""
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """Roles of the models that are held."""
+        return tuple(self.models)
 
     @property
-    @abstractmethod
     def trained(self) -> TrainedModelConfig:
-        """The model that is trained."""
+        """The model whose weights are published.
 
-    @property
-    def changing_roles(self) -> tuple[str, ...]:
-        """The roles whose weights training changes: what a commit has to hold."""
-        return (self.roles[0],)
+        Raises:
+            ValueError: if it is none that is trained.
+        """
+        role, model = next(iter(self.models.items()))
+        if not isinstance(model, TrainedModelConfig):
+            raise ValueError(
+                f"the first of the models, {role!r}, is the one that is published, and nothing trains it; declare its "
+                "field a TrainedModelConfig, or put another one first"
+            )
+        return model
 
     @abstractmethod
     def length_limits(self) -> LengthLimits:
@@ -284,6 +260,76 @@ class Experiment(FrozenConfig):
             )
         ]
 
+    def inference_call(
+        self,
+        name: str,
+        role: str,
+        implementation: str,
+        *,
+        input_keys: Sequence[str],
+        outputs: Mapping[str, str],
+        post_hooks: Sequence[PostHook] = (),
+    ) -> ModelFunctionCall:
+        """A call that makes keys with the model of a role.
+
+        Args:
+            outputs: what the graph calls each key, by the interface's own name.
+        """
+        model = self.models[role]
+        return ModelFunctionCall(
+            name=name,
+            model_name=ModelName(role),
+            call_type=CallType.INFERENCE,
+            implementation=implementation,
+            n_seqs=min(model.n_seqs or self.train_batch_size, self.train_batch_size),
+            input_keys=tuple(input_keys),
+            output_keys=tuple(outputs.values()),
+            output_key_remap={own: name for own, name in outputs.items() if own != name},
+            micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=model.max_tokens_per_micro_batch),
+            post_hooks=tuple(post_hooks),
+        )
+
+    def train_call(
+        self,
+        implementation: str,
+        *,
+        input_keys: Sequence[str],
+        role: str | None = None,
+        input_key_remap: Mapping[str, str] = MappingProxyType({}),
+        post_hooks: Sequence[PostHook] = (),
+    ) -> ModelFunctionCall:
+        """The call that trains the model of a role; of the first one, it publishes the weights.
+
+        Args:
+            input_key_remap: the interface's own name of keys that the graph calls otherwise.
+        """
+        role = self.roles[0] if role is None else role
+        model = self.models[role]
+        publish = (PublishWeightsHook(),) if role == self.roles[0] else ()
+        return ModelFunctionCall(
+            name=f"{role}_train",
+            model_name=ModelName(role),
+            call_type=CallType.TRAIN_STEP,
+            implementation=implementation,
+            n_seqs=self.train_batch_size,
+            input_keys=tuple(input_keys),
+            input_key_remap=dict(input_key_remap),
+            micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=model.max_tokens_per_micro_batch),
+            post_hooks=(*publish, *post_hooks),
+        )
+
+    def role_specs(self) -> list[ModelRoleSpec]:
+        """What model workers are told of each role."""
+        return [
+            ModelRoleSpec(
+                role=role,
+                model=model.weights_alone(),
+                head=self.heads.get(role, "lm"),
+                optimizer=model.optimizer if isinstance(model, TrainedModelConfig) else None,
+            )
+            for role, model in self.models.items()
+        ]
+
     def trainer_specs(
         self,
         dataset: DatasetSpec,
@@ -296,8 +342,10 @@ class Experiment(FrozenConfig):
         generation: GenerationSpec | None = None,
     ) -> list[WorkerSpec]:
         """The master and every model worker, each with the models that it holds a part of."""
+        check_models(graph, roles)
         meshes = {str(name): self.mesh_of(name) for name in graph.model_names}
         shapes = {role.role: transformer_shape(role.model.path) for role in roles}
+        changed = {name.role for call in graph.calls for name in graph.changed_by(call)}
         declared_keys = keys_of_graph(graph.calls, graph.dataset_keys)
         master = MasterWorkerSpec(
             calls=list(graph.calls),
@@ -307,7 +355,7 @@ class Experiment(FrozenConfig):
             max_head_offpolicyness=max_head_offpolicyness,
             control=self.control,
             eval_every_steps=self.evaluation.every_steps if self.evaluation is not None else None,
-            initial_weights={role.role: role.model.path for role in roles if role.role in self.changing_roles},
+            initial_weights={role.role: role.model.path for role in roles if role.role in changed},
             published_role=self.roles[0],
             shape_by_role={role: shape for role, shape in shapes.items() if shape is not None},
             declared_keys=declared_keys,

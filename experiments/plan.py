@@ -15,6 +15,7 @@ from pydantic import Field
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.cluster import ClusterConfig, LaunchConfig, SupervisionConfig
 from corral.experiments.experiment import Experiment
+from corral.experiments.inputs.users_class import naming_users_line
 from corral.experiments.trial.mode import Mode
 from corral.experiments.worker_specs import (
     MasterWorkerSpec,
@@ -120,8 +121,11 @@ def make_run_plan(experiment: Experiment, trial_identity: TrialIdentity, mode: M
     The datasets are read here once more, so that the plan holds the digest of what the workers will find.
 
     Raises:
-        ConfigError: if the experiment cannot be resolved, such as when a file vanished since it was loaded.
+        ConfigError: if the experiment cannot be resolved: its calls do not fit each other, or a file has vanished since
+            it was loaded.
     """
+    with naming_users_line(type(experiment), path=("experiment",), shown=experiment.experiment):
+        scheduling, workers = experiment.scheduling_setup(), list(experiment.initial_setup().workers)
     return RunPlan(
         trial=trial_identity,
         mode=mode,
@@ -130,8 +134,8 @@ def make_run_plan(experiment: Experiment, trial_identity: TrialIdentity, mode: M
         cluster=experiment.cluster,
         launch=experiment.launch,
         supervision=experiment.supervision,
-        scheduling=experiment.scheduling_setup(),
-        workers=list(experiment.initial_setup().workers),
+        scheduling=scheduling,
+        workers=workers,
     )
 
 

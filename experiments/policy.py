@@ -10,7 +10,7 @@
 Without a critic, advantages compare the answers to one prompt: GRPO and its kin.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from corral.experiments.checks import MODEL_CONTEXT, check_length, check_model, check_ppo
 from corral.experiments.config.algorithm import PPOConfig
@@ -22,15 +22,12 @@ from corral.experiments.inputs.model_directory import ModelFacts
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.worker_specs import ModelRoleSpec, RewardSpec
 from corral.scheduling.model_function_call import (
-    CallType,
     ModelFunctionCall,
     ModelName,
     OffloadHook,
     PostHook,
-    PublishWeightsHook,
     PushWeightsHook,
 )
-from corral.scheduling.packing import MicroBatchSpec
 
 TRAJECTORY_KEYS = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask")
 MODEL_REWARDS = "model_rewards"
@@ -58,17 +55,8 @@ class PolicyExperiment(Experiment):
 
     @property
     def models(self) -> dict[str, ModelConfig]:
-        """The model of each role, the trained policy first."""
         given = {"actor": self.actor, "critic": self.critic, "ref": self.ref, "reward": self.reward_model}
         return {role: model for role, model in given.items() if model is not None}
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return tuple(self.models)
-
-    @property
-    def trained(self) -> TrainedModelConfig:
-        return self.actor
 
     @property
     def needs_answers(self) -> bool:
@@ -88,9 +76,9 @@ class PolicyExperiment(Experiment):
         if self.critic is not None:
             made.append(self._inference("critic_inf", "critic", "ppo_critic", ("input_ids",), values="values"))
         outputs = [key for call in made for key in call.output_keys]
-        made.append(self._train("actor", self.actor, "ppo_actor", (*self._answer_keys(), *outputs)))
+        made.append(self._train("actor", "ppo_actor", (*self._answer_keys(), *outputs)))
         if self.critic is not None:
-            made.append(self._train("critic", self.critic, "ppo_critic", self._critic_keys()))
+            made.append(self._train("critic", "ppo_critic", self._critic_keys()))
         return made
 
     def _answer_keys(self) -> tuple[str, ...]:
@@ -108,65 +96,30 @@ class PolicyExperiment(Experiment):
         self, name: str, role: str, implementation: str, input_keys: tuple[str, ...], **outputs: str
     ) -> ModelFunctionCall:
         """A call that makes `outputs`: the graph's names by the interface's."""
-        model = self.models[role]
-        is_called_again = role in ("actor", "critic")
-        return ModelFunctionCall(
-            name=name,
-            model_name=ModelName(role),
-            call_type=CallType.INFERENCE,
-            implementation=implementation,
-            n_seqs=min(model.n_seqs or self.train_batch_size, self.train_batch_size),
-            input_keys=input_keys,
-            output_keys=tuple(outputs.values()),
-            output_key_remap={own: name for own, name in outputs.items() if own != name},
-            micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=model.max_tokens_per_micro_batch),
-            post_hooks=(OffloadHook(),) if model.offload and not is_called_again else (),
-        )
+        leaves = self.models[role].offload and role not in ("actor", "critic")  # which are called again
+        hooks = [OffloadHook()] if leaves else []
+        return self.inference_call(name, role, implementation, input_keys=input_keys, outputs=outputs, post_hooks=hooks)
 
-    def _train(
-        self, role: str, model: TrainedModelConfig, implementation: str, keys: tuple[str, ...]
-    ) -> ModelFunctionCall:
+    def _train(self, role: str, implementation: str, keys: Sequence[str]) -> ModelFunctionCall:
         after: list[PostHook] = []
-        if role == "actor":
-            after.append(PublishWeightsHook())
-            if self.ref is not None and self.ref.ema is not None:
-                after.append(PushWeightsHook(target=ModelName("ref"), eta=self.ref.ema))
-        if model.offload:
+        if role == "actor" and self.ref is not None and self.ref.ema is not None:
+            after.append(PushWeightsHook(target=ModelName("ref"), eta=self.ref.ema))
+        if self.models[role].offload:
             after.append(OffloadHook())
-        return ModelFunctionCall(
-            name=f"{role}_train",
-            model_name=ModelName(role),
-            call_type=CallType.TRAIN_STEP,
-            implementation=implementation,
-            n_seqs=self.train_batch_size,
+        return self.train_call(
+            implementation,
             input_keys=keys,
+            role=role,
             input_key_remap={MODEL_REWARDS: "rewards"} if MODEL_REWARDS in keys else {},
-            micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=model.max_tokens_per_micro_batch),
-            post_hooks=tuple(after),
+            post_hooks=after,
         )
 
     def role_specs(self) -> list[ModelRoleSpec]:
-        """What model workers are told of each role."""
-        specs = [self._role_spec("actor", self.actor)]
-        if self.critic is not None:
-            specs.append(self._role_spec("critic", self.critic).model_copy(update={"critic": self.critic.value}))
-        specs += [self._role_spec(role, self.models[role]) for role in ("ref", "reward") if role in self.models]
-        return specs
-
-    def _role_spec(self, role: str, model: ModelConfig) -> ModelRoleSpec:
-        return ModelRoleSpec(
-            role=role,
-            model=ModelConfig(**{name: getattr(model, name) for name in ModelConfig.model_fields}),
-            head="value" if role == "critic" else "scalar" if role == "reward" else "lm",
-            optimizer=model.optimizer if isinstance(model, TrainedModelConfig) else None,
-            ppo=self.ppo,
-        )
-
-    @property
-    def changing_roles(self) -> tuple[str, ...]:
-        """The roles whose weights a train step changes, one way or the other: what a commit has to hold."""
-        changing = ["actor"] + (["critic"] if self.critic is not None else [])
-        return (*changing, "ref") if self.ref is not None and self.ref.ema is not None else tuple(changing)
+        critic = {} if self.critic is None else {"critic": self.critic.value}
+        return [
+            spec.model_copy(update={"ppo": self.ppo, **(critic if spec.role == "critic" else {})})
+            for spec in super().role_specs()
+        ]
 
     def reward_spec(self) -> RewardSpec:
         """Who judges answers."""

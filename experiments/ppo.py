@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from corral.experiments.checks import check_imports
 from corral.experiments.config.rollout import EngineConfig, GenerationConfig
 from corral.experiments.errors import ConfigProblem
-from corral.experiments.experiment import ExperimentConfig
+from corral.experiments.experiment_config import ExperimentConfig
 from corral.experiments.policy import TRAJECTORY_KEYS, PolicyExperiment
 from corral.experiments.worker_specs import GenerationSpec, ModelRoleSpec
 from corral.scheduling.dataflow import build_dataflow
@@ -30,7 +30,7 @@ GENERATION = "generation"
 class PPOExperiment(PolicyExperiment):
     """PPO on answers that the policy has just given to the next prompts of the dataset."""
 
-    experiment: Literal["ppo"] = "ppo"
+    experiment: str = "ppo"
     """Synchronous PPO and GRPO."""
     allocation: str = "fsdp:d1"
     """Who holds which model, on how many GPUs or processes: actor,ref=fsdp:d2,critic,reward=fsdp:d2."""

@@ -15,8 +15,17 @@ from typing import Any
 
 from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.config.cluster import DEFAULT_SCHEDULING
-from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, KeyPath, did_you_mean, show_value
+from corral.experiments.errors import (
+    ConfigError,
+    ConfigProblem,
+    ConfigSource,
+    KeyPath,
+    did_you_mean,
+    located,
+    show_value,
+)
 from corral.experiments.experiment import Experiment
+from corral.experiments.inputs.users_class import import_class, naming_users_line
 from corral.experiments.loading.overrides import Override, apply_overrides, as_text_where_asked, parse_override
 from corral.experiments.loading.profile import Layer, merge, read_profile, without
 from corral.experiments.loading.schema import path_keys
@@ -31,7 +40,7 @@ EXPERIMENTS: Mapping[str, type[Experiment]] = {
     "ppo": PPOExperiment,
     "sft": SFTExperiment,
 }
-"""Experiment class by the file's `experiment` key."""
+"""Experiment class by the file's `experiment` key, where that is no import path."""
 
 GENERATION_KINDS: tuple[WorkerKind, ...] = ("generation_server", "gserver_manager", "rollout_worker")
 """Groups of experiments that generate."""
@@ -108,9 +117,10 @@ def _keys_of_others(layer: Layer, experiment_class: type[Experiment]) -> list[Ke
 
 def check_experiment(experiment: Experiment, source: ConfigSource) -> None:
     """ConfigError with everything that is wrong across fields, with the files, models and import paths named in it."""
-    problems = [replace(problem, place=source.place(problem.path)) for problem in experiment.find_problems()]
-    if problems:
-        raise ConfigError(problems)
+    with located(source), naming_users_line(type(experiment), path=("experiment",), shown=experiment.experiment):
+        problems = list(experiment.find_problems())
+        if problems:
+            raise ConfigError(problems)
 
 
 def _parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -128,10 +138,13 @@ def _parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 def _experiment_class(data: Mapping[str, Any], source: ConfigSource) -> type[Experiment]:
     kind = data.get("experiment")
-    known = ", ".join(sorted(EXPERIMENTS))
+    if isinstance(kind, str) and ":" in kind:
+        with located(source):
+            return import_class(kind, Experiment, path=("experiment",))
+    known = f"{', '.join(sorted(EXPERIMENTS))}, or package.module:Class of your own"
     if kind is None:
         place = source.place(("experiment",))
-        raise ConfigError.of("experiment is missing: the kind of experiment", hint=f"add one of: {known}", place=place)
+        raise ConfigError.of("experiment is missing: the kind of experiment", hint=f"add one of {known}", place=place)
     experiment_class = EXPERIMENTS.get(kind) if isinstance(kind, str) else None
     if experiment_class is None:
         raise ConfigError.of(

@@ -17,6 +17,9 @@ from corral.scheduling.model_function_call import ModelFunctionCall, ModelName
 from corral.scheduling.packing import TransformerShape
 from corral.scheduling.step_plan import StepPlan
 
+Head = Literal["lm", "value", "scalar"]
+"""What a model makes of tokens: a language model's logits, a value each, or one score of the whole answer."""
+
 
 class DatasetSpec(FrozenConfig):
     """A dataset that was read and checked at submission."""
@@ -38,8 +41,8 @@ class ModelRoleSpec(FrozenConfig):
     """Which of the role's models: replicas hold the same parameters in another layout or place."""
     model: ModelConfig
     """Its weights."""
-    head: Literal["lm", "value", "scalar"] = "lm"
-    """What it makes of tokens: a language model's logits, a value each, or one score of the whole answer."""
+    head: Head = "lm"
+    """What it makes of tokens."""
     optimizer: OptimizerConfig | None
     """None for a model that is only read."""
     ppo: PPOConfig | None = None

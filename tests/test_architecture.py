@@ -42,7 +42,7 @@ RANKS: dict[str, list[set[str]]] = {
     "experiments": [
         {"config", "exit_codes"},
         {"errors", "worker_specs"},
-        {"inputs", "trial"},
+        {"experiment_config", "inputs", "trial"},
         {"checks", "loading"},
         {"experiment"},
         {"plan", "policy", "sft"},

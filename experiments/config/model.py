@@ -73,16 +73,16 @@ class ModelConfig(FrozenConfig):
     offload: bool = False
     """Whether it leaves the device after each step's calls on it, to make room for others on the same ranks."""
 
+    def weights_alone(self) -> "ModelConfig":
+        """What every model has, without what its role adds."""
+        return ModelConfig(**{name: getattr(self, name) for name in ModelConfig.model_fields})
+
 
 class TrainedModelConfig(ModelConfig):
     """A model that is updated."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """How its weights are updated."""
-
-    def without_optimizer(self) -> ModelConfig:
-        """The part that concerns the weights alone."""
-        return ModelConfig(**{name: getattr(self, name) for name in ModelConfig.model_fields})
 
 
 class CriticModelConfig(TrainedModelConfig):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, shorten
+from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, located, shorten
 from corral.experiments.experiment import Experiment
 from corral.experiments.loading.profile import find_profiles
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
@@ -106,11 +106,9 @@ def prepare(
             f"trial {experiment.name}/{trial} exists already: {directory.path}",
             hint=f"choose another name with -n, or continue it with rl-submit --resume {experiment.name}/{trial}",
         )
-    try:
+    with located(loaded.source):
         _check_fileroot(fileroot, directory)
-    except ConfigError as error:
-        raise error.located(loaded.source) from error
-    plan = make_run_plan(experiment, _identity(experiment, directory, trial=trial), mode)
+        plan = make_run_plan(experiment, _identity(experiment, directory, trial=trial), mode)
     found = _CHECK_BY_MODE[mode](plan, directory, source=loaded.source, has_checks=has_checks)
     return Submission(
         plan=plan,

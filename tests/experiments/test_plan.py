@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from corral.experiments.config.control import TrainControl
 from corral.experiments.errors import ConfigError
-from corral.experiments.experiment import ExperimentConfig
+from corral.experiments.experiment_config import ExperimentConfig
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec, RolloutWorkerSpec

@@ -1,0 +1,68 @@
+"""ExperimentConfig: what an experiment comes to: the graph, and one complete specification for every worker.
+
+Experiment ──initial_setup()──► ExperimentConfig ──► the workers of plan.json
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, WorkerSpec
+from corral.scheduling.dataflow import DataflowGraph
+from corral.scheduling.worker_information import WORKER_KINDS, WorkerInformation, worker_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExperimentConfig:
+    """A resolved experiment: the dataflow graph and the specification of every worker, consistent with each other.
+
+    Raises:
+        ValueError: if a worker is missing or given twice, or the training ranks are not exactly 0..n-1.
+    """
+
+    graph: DataflowGraph
+    workers: tuple[WorkerSpec, ...]
+
+    def __post_init__(self) -> None:
+        for kind in WORKER_KINDS:
+            indices = sorted(worker.index for worker in self.workers if worker.kind == kind)
+            if indices != list(range(len(indices))):
+                raise ValueError(f"indices of {kind} must be 0..{len(indices) - 1}, each once, got {indices}")
+        ranks = [worker for worker in self.workers if isinstance(worker, ModelWorkerSpec)]
+        for rank in ranks:
+            if rank.world_size != len(ranks):
+                raise ValueError(
+                    f"model_worker/{rank.index} has world_size {rank.world_size}; there are {len(ranks)} ranks"
+                )
+
+    def worker_information(self, *, experiment: str, trial: str) -> tuple[WorkerInformation, ...]:
+        """Who each worker is; its record under `host_key` lives as long as it does."""
+        counts = {kind: sum(worker.kind == kind for worker in self.workers) for kind in WORKER_KINDS}
+        return tuple(
+            WorkerInformation(
+                experiment=experiment,
+                trial=trial,
+                kind=worker.kind,
+                index=worker.index,
+                count=counts[worker.kind],
+                host_key=f"workers/{worker_id(worker.kind, worker.index)}",
+            )
+            for worker in self.workers
+        )
+
+
+def check_models(graph: DataflowGraph, roles: Sequence[ModelRoleSpec]) -> None:
+    """See that every call has a model, and every model a call.
+
+    Raises:
+        ValueError: naming the one that has none.
+    """
+    held = {role.model_name for role in roles}
+    for call in graph.calls:
+        if call.model_name not in held:
+            names = ", ".join(map(str, sorted(held)))
+            raise ValueError(
+                f"call {call.name!r} runs on {call.model_name}, and the models are {names}; "
+                "add it to the models, or let the call run on one of them"
+            )
+    if idle := sorted(held - set(graph.model_names)):
+        raise ValueError(f"no call runs on {', '.join(map(str, idle))}; remove what nothing is asked of")

@@ -1,0 +1,127 @@
+"""`package.module:Class` of the user's own that has to run at submission -> the class, or what is wrong with it.
+
+    experiment: my_pkg.mine:Mine ──check_import_path──► import, from the current directory too ──► a complete subclass
+    what its methods raise ──naming_users_line──► ConfigError with the file and the line
+
+Workers never import it: what it says is in the plan.
+"""
+
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import ValidationError
+
+from corral.experiments.config.rollout import check_import_path_syntax
+from corral.experiments.errors import ConfigError, KeyPath, display_path, split_remedy
+from corral.experiments.inputs.import_paths import check_import_path
+
+
+def import_class(import_path: str, base: type, *, path: KeyPath) -> type[Any]:
+    """The class of this import path, which can be made an instance of.
+
+    Args:
+        base: what it has to be derived from.
+        path: the key that names it.
+
+    Raises:
+        ConfigError: if it is not there, cannot be imported, is not derived from `base`, or leaves methods undefined.
+    """
+    try:
+        check_import_path_syntax(import_path)
+    except ValueError as error:
+        raise _refusal(str(error), import_path, path) from error
+    if problem := check_import_path(import_path):
+        raise ConfigError.of(problem.message, hint=problem.hint, path=path, shown=import_path)
+    module_name, _, name = import_path.partition(":")
+    module = _import(module_name, import_path, path)
+    found = getattr(module, name, None)
+    where = display_path(Path(module.__file__ or module_name))
+    if not isinstance(found, type) or not issubclass(found, base):
+        what = "a class of another kind" if isinstance(found, type) else "no class"
+        raise _refusal(
+            f"{where}: {name} is {what}, and has to be derived from {base.__module__}:{base.__name__}; "
+            "derive it from one of those that corral has, such as corral.experiments.sft:SFTExperiment",
+            import_path,
+            path,
+        )
+    if undefined := sorted(getattr(found, "__abstractmethods__", ())):
+        raise _refusal(
+            f"{where}:{_line_of(found)}: {name} does not define {', '.join(undefined)}; define what is missing, or "
+            "derive it from a class that has it",
+            import_path,
+            path,
+        )
+    return found
+
+
+@contextmanager
+def naming_users_line(made_by: type, *, path: KeyPath, shown: str) -> Iterator[None]:
+    """What a class of the user's own raises in here becomes a ConfigError that names the line; what corral's own raise
+    because things that the user named do not fit each other, a ValueError, one without a line.
+
+    Args:
+        made_by: the class whose methods run in here.
+        path: the key that names it.
+    """
+    module = sys.modules.get(made_by.__module__)
+    is_users = made_by.__module__.partition(".")[0] != __name__.partition(".")[0]
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if is_users:
+            raise _refusal(f"{_place(error, module)}{_message(error)}", shown, path) from error
+        if isinstance(error, ValueError):
+            raise _refusal(_message(error), "", ()) from error
+        raise
+
+
+def _import(module_name: str, import_path: str, path: KeyPath) -> ModuleType:
+    here = str(Path.cwd())
+    sys.path.insert(0, here)  # as in workers, which start there
+    try:
+        return import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise _refusal(
+            f"cannot import {module_name}: {_last_place(error)}{_message(error)}", import_path, path
+        ) from error
+    finally:
+        sys.path.remove(here)
+
+
+def _refusal(text: str, shown: str, path: KeyPath) -> ConfigError:
+    message, hint = split_remedy(text)
+    return ConfigError.of(message, hint=hint, path=path, shown=shown)
+
+
+def _message(error: BaseException) -> str:
+    """What an error says, with its kind where that alone tells what it is about."""
+    if isinstance(error, ValidationError):
+        return "; ".join(details["msg"].removeprefix("Value error, ") for details in error.errors())
+    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+
+
+def _place(error: BaseException, module: ModuleType | None) -> str:
+    """The innermost line of the module that an error came through."""
+    file = getattr(module, "__file__", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{display_path(Path(file))}:{lines[-1]}: " if file is not None and lines else ""
+
+
+def _last_place(error: BaseException) -> str:
+    """The innermost line that is no part of Python's own import."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
+    users = [frame for frame in frames if frame.filename != __file__ and "importlib" not in Path(frame.filename).parts]
+    return f"{display_path(Path(users[-1].filename))}:{users[-1].lineno}: " if users else ""
+
+
+def _line_of(found: type) -> int:
+    return inspect.getsourcelines(found)[1]

@@ -1,0 +1,99 @@
+"""`experiment: module:Class`: a class of the user's own is imported at submission, or what is wrong with it is said."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from corral.experiments.errors import ConfigError
+from corral.experiments.plan import RunPlan
+from corral.launcher.submit.prepare import prepare
+from tests.experiments.broken_yaml import VALID_SFT, write_inputs
+
+MINE = """\
+from corral.experiments.sft import SFTExperiment
+
+
+class Mine(SFTExperiment):
+    halves: bool = False
+
+    def calls(self):
+        call, = super().calls()
+        change = {"n_seqs": self.train_batch_size // 2 if self.halves else self.train_batch_size}
+        return [call.model_copy(update=change)]
+"""
+Submit = Callable[..., RunPlan]
+
+
+@pytest.fixture
+def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
+    """The plan of a file that names `users_mine:Mine`, with this text for the module."""
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    path_before = list(sys.path)
+
+    def submit(module: str, *overrides: str, name: str = "users_mine:Mine") -> RunPlan:
+        (tmp_path / "users_mine.py").write_text(module)
+        (tmp_path / "mine.yaml").write_text(VALID_SFT.replace("experiment: sft", f"experiment: {name}"))
+        options = [f"cluster.fileroot={tmp_path / 'trials'}", *overrides]
+        return prepare(tmp_path / "mine.yaml", options, trial_name=None, mode="local").plan
+
+    yield submit
+    sys.modules.pop("users_mine", None)
+    assert sys.path == path_before
+
+
+def test_fields_and_calls_of_ones_own_are_in_the_plan(submit: Submit) -> None:
+    assert [call.n_seqs for call in submit(MINE).master.calls] == [8]
+    plan = submit(MINE, "halves=true")
+    assert [call.n_seqs for call in plan.master.calls] == [4]
+    assert (plan.config["experiment"], plan.config["halves"]) == ("users_mine:Mine", True)
+
+
+def test_a_plan_is_read_without_the_users_module(submit: Submit, tmp_path: Path) -> None:
+    text = submit(MINE).to_json()
+    sys.modules.pop("users_mine")
+    (tmp_path / "users_mine.py").unlink()
+    assert RunPlan.from_json(text).to_json() == text
+    assert "users_mine" not in sys.modules
+
+
+def changing(change: str) -> str:
+    """The module with a call that is changed otherwise."""
+    head, _, tail = MINE.partition('        change = {"n_seqs"')
+    return f"{head}        change = {change}\n{tail.partition(chr(10))[2]}"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "message"),
+    [
+        (MINE, "users_mine:mine.Mine", "must look like package.module:name"),
+        (MINE, "users_other:Mine", "there is no module 'users_other'"),
+        (MINE, "users_mine:Yours", "users_mine.py defines no 'Yours'"),
+        ("class Mine: pass\n", "users_mine:Mine", "Mine is a class of another kind, and has to be derived from"),
+        ("def Mine(): pass\n", "users_mine:Mine", "Mine is no class, and has to be derived from"),
+        ("import users_missing\nMine = 1\n", "users_mine:Mine", "users_mine.py:1: ModuleNotFoundError"),
+        ("raise SystemExit(3)\nMine = 1\n", "users_mine:Mine", "users_mine.py:1: SystemExit"),
+        (
+            "from corral.experiments.experiment import Experiment\n\nclass Mine(Experiment):\n    pass\n",
+            "users_mine:Mine",
+            "users_mine.py:3: Mine does not define",
+        ),
+        (changing("self.nobody"), "users_mine:Mine", "users_mine.py:9: AttributeError"),
+        (changing("{'input_keys': ('x',)}"), "users_mine:Mine", "reads key 'x', which nobody makes"),
+        (
+            changing("{'model_name': type(call.model_name)('judge')}"),
+            "users_mine:Mine",
+            "call 'actor_train' runs on judge/0, and the models are actor/0",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_line_that_names_it(
+    submit: Submit, module: str, name: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        submit(module, name=name)
+    (problem,) = raised.value.problems
+    assert message in problem.message
+    assert (problem.place, problem.path, problem.shown) == ("mine.yaml:1", ("experiment",), name)
