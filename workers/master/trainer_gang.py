@@ -117,7 +117,6 @@ class TrainerGang:
             weights={role: str(directory) for role, directory in weights.items()},
             states={role: str(directory) for role, directory in states.items()},
             step=step,
-            seed=self._context.plan.seed,
         )
         await self._post(dict.fromkeys(range(len(self._workers)), request), deadline_s=math.inf, flush=True)
 

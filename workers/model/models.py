@@ -95,7 +95,6 @@ class Models:
             model.initialize(
                 Path(weights[role]) if role in weights else None,
                 Path(states[role]) if role in states else None,
-                seed=request.seed,
                 on_progress=on_progress,
             )
 

@@ -78,9 +78,7 @@ class RoleModel:
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def initialize(
-        self, weights: Path | None, state: Path | None, *, seed: int, on_progress: Callable[[], None]
-    ) -> None:
+    def initialize(self, weights: Path | None, state: Path | None, *, on_progress: Callable[[], None]) -> None:
         """Load weights and, of a model that is trained, what training resumes from.
 
         Args:
@@ -89,7 +87,7 @@ class RoleModel:
         """
         if self._engine is None:
             self._interfaces = self._make_interfaces()
-            self._engine = self._make_engine(weights or self.spec.model.path, seed=seed)
+            self._engine = self._make_engine(weights or self.spec.model.path)
         if state is not None:
             numbers = self._engine.load_state(state, on_progress=on_progress)
             for name, interface in self._interfaces.items():
@@ -157,7 +155,7 @@ class RoleModel:
                 raise BadConfigurationError(f"model {self.spec.model_name} cannot run {name}: {error}") from error
         return interfaces
 
-    def _make_engine(self, directory: Path, *, seed: int) -> FSDPEngine:
+    def _make_engine(self, directory: Path) -> FSDPEngine:
         updates_per_step = self.spec.ppo.updates_per_step if self.spec.ppo is not None else 1
         return FSDPEngine(
             directory,
@@ -165,6 +163,6 @@ class RoleModel:
             head=self.spec.head,
             optimizer=self.spec.optimizer,
             total_steps=self._total_steps * updates_per_step,
-            seed=seed,
+            seed=self._seed,
             compute_dtype=_DTYPES[self.spec.model.dtype],
         )

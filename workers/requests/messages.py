@@ -104,7 +104,7 @@ class Initialize(MessageBody, frozen=True, tag="initialize"):
     states: dict[str, str]
     """Directory with what the role's training resumes from; a role without one starts with a fresh optimizer."""
     step: int
-    seed: int
+    """Train steps that the weights have behind them."""
 
 
 class Inference(MessageBody, frozen=True, tag="inference"):

@@ -1,21 +1,43 @@
 """Which requests a model worker answers, and what it makes of those that it does not know."""
 
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import pytest
 
+from corral.scheduling.redistribution import Parcel
+from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.model.model_worker import ModelWorker
 from corral.workers.requests.handler import Envelope
 from corral.workers.requests.messages import (
+    BlockingRequest,
+    ClearDataCache,
+    DataTransfer,
     Evaluate,
+    Fetch,
+    FilesReply,
+    Generate,
+    Give,
+    Inference,
     Initialize,
+    LoadRows,
+    MetadataReply,
     ModelConfig,
     ModelConfigReply,
+    NonBlockingRequest,
+    Offload,
     OkReply,
+    PostHook,
+    PreHook,
+    Reallocate,
+    Reject,
     ReplyPayload,
+    SampleMetadata,
+    SaveCheckpoint,
+    SaveWeights,
     Spec,
     SpecReply,
     StatsReply,
@@ -102,6 +124,7 @@ def test_one_rank_reports_what_is_equal_on_all(tmp_path: Path) -> None:
             worker._serve(cast(Any, replies), blocking(Evaluate(mfc="evaluate", reports=reports)))
             request = TrainStep(mfc="actor_train", uids=[], version=1, reports=reports)
             worker._serve(cast(Any, replies), blocking(request))
+        assert context.presence.snapshot().version == "2"
     trained = TrainReply(stats={"loss": 0.5}, num_updates=1, num_nonfinite=0)
     assert replies.payloads == [StatsReply(stats={"accuracy": 0.5}), trained, OkReply(), OkReply()]
 
@@ -130,17 +153,103 @@ def test_a_new_epoch_forgets_the_last_one_then_loads_and_only_then_asks_for_samp
     with context_of(*trial_of(tmp_path), "model_worker") as context:
         worker = ModelWorker(context)
         worker._samples = worker._models = worker._plane = cast(Any, part)
-        request = Initialize(weights={"actor": "w"}, states={}, step=3, seed=0)
+        request = Initialize(weights={"actor": "w"}, states={}, step=3)
         worker._serve(cast(Any, replies), blocking(request))
         assert replies.payloads == [OkReply()]
         assert part.asked == ["forget", "meet for epoch 1", "load w", f"session 1-{context.incarnation}"]
+        assert context.presence.snapshot().version == "3"
 
 
-def blocking(request: msgspec.Struct) -> Envelope:
+class Recorder:
+    """Stands for any part, and writes down what is asked of it, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def note(*arguments: Any, **_: Any) -> Any:
+            self.asked.append((name, *arguments))
+            return ANSWERS.get(name)
+
+        return note
+
+
+SAMPLES = [SampleMetadata(uid="0:a", keys=["input_ids"], num_tokens=[3])]
+FILES = {"model.safetensors": FileEntry(sha256="0" * 64, size=7)}
+ANSWERS: dict[str, Any] = {
+    "fetch": SAMPLES,
+    "load_rows": SAMPLES,
+    "generate": SAMPLES,
+    "save_weights": FILES,
+    "save_state": FILES,
+}
+PARCEL = Parcel(tag=0, source=0, destinations=(1,), uids=("0:a",), keys=("input_ids",))
+GENERATE = Generate(mfc="actor_gen", uids=["0:a"], orders=[4], version="1.2")
+INFERENCE = Inference(mfc="ref_inf", uids=["0:a"])
+REALLOCATE = Reallocate(source="actor/0", target="ref/0", eta=0.5)
+
+
+@contextmanager
+def recording_worker(folder: Path) -> Iterator[tuple[ModelWorker, Recorder]]:
+    with context_of(*trial_of(folder), "model_worker") as context:
+        worker, parts = ModelWorker(context), Recorder()
+        worker._samples = worker._models = worker._plane = cast(Any, parts)
+        yield worker, parts
+
+
+@pytest.mark.parametrize(
+    ("request_", "asked", "answer"),
+    [
+        (Fetch(max_samples=3), ("fetch", 3), MetadataReply(samples=SAMPLES)),
+        (LoadRows(uids=["0:a"]), ("load_rows", ["0:a"]), MetadataReply(samples=SAMPLES)),
+        (Reject(uids=["0:a"], rejection="stale"), ("reject", ["0:a"], "stale"), OkReply()),
+        (Give(parcels=[PARCEL]), ("give", [PARCEL]), OkReply()),
+        (ClearDataCache(uids=["0:a"]), ("clear", ["0:a"]), OkReply()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_answered_at_once_is_done_by_its_part(
+    request_: NonBlockingRequest, asked: tuple[Any, ...], answer: ReplyPayload, tmp_path: Path
+) -> None:
+    with recording_worker(tmp_path) as (worker, parts):
+        assert worker._answer_now(request_) == answer
+        assert parts.asked == [asked]
+
+
+@pytest.mark.parametrize(
+    ("request_", "asked", "answer"),
+    [
+        (GENERATE, ("generate", GENERATE), MetadataReply(samples=SAMPLES)),
+        (INFERENCE, ("inference", INFERENCE), OkReply()),
+        (REALLOCATE, ("reallocate", REALLOCATE), OkReply()),
+        (SaveWeights(role="ref", directory="/w"), ("save_weights", "ref", Path("/w")), FilesReply(files=FILES)),
+        (SaveCheckpoint(role="ref", directory="/w"), ("save_state", "ref", Path("/w")), FilesReply(files=FILES)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_waits_for_its_turn_is_done_by_the_models(
+    request_: BlockingRequest, asked: tuple[Any, ...], answer: ReplyPayload, tmp_path: Path
+) -> None:
+    replies = Replies()
+    with recording_worker(tmp_path) as (worker, parts):
+        worker._serve(cast(Any, replies), blocking(request_))
+        assert (parts.asked, replies.payloads, replies.errors) == ([asked], [answer], [])
+
+
+def test_inputs_are_taken_before_a_call_and_its_model_is_moved_away_after_it(tmp_path: Path) -> None:
+    take = DataTransfer(parcels=[PARCEL], num_tokens={"0:a": [3]})
+    with recording_worker(tmp_path) as (worker, parts):
+        worker._serve(cast(Any, Replies()), blocking(INFERENCE, pre_hooks=[take], post_hooks=[Offload()]))
+        assert parts.asked == [("take", [PARCEL], {"0:a": [3]}), ("inference", INFERENCE), ("offload", "ref_inf")]
+
+
+def blocking(
+    request: msgspec.Struct, *, pre_hooks: Sequence[PreHook] = (), post_hooks: Sequence[PostHook] = ()
+) -> Envelope:
     """A request as the stream hands it to the main thread."""
     return Envelope(
         request_id=RequestId(1, 1),
         request=cast(Any, request),
-        pre_hooks=[],
-        post_hooks=[],
+        pre_hooks=list(pre_hooks),
+        post_hooks=list(post_hooks),
     )

@@ -89,7 +89,7 @@ def models_of(folder: Path, store: DataStore) -> Models:
 
 def initialize(models: Models, weights: Path, state: Path | None = None) -> None:
     states = {"actor": str(state)} if state else {}
-    request = Initialize(weights={"actor": str(weights)}, states=states, step=0, seed=0)
+    request = Initialize(weights={"actor": str(weights)}, states=states, step=0)
     models.initialize(request, on_progress=lambda: None)
 
 
@@ -172,9 +172,9 @@ def test_an_old_engine_is_gone_before_a_new_one_is_loaded(folder: Path, monkeypa
     alive: list[bool] = []
     make = actor._make_engine
 
-    def note(directory: Path, *, seed: int) -> FSDPEngine:
+    def note(directory: Path) -> FSDPEngine:
         alive.append(model() is not None)
-        return make(directory, seed=seed)
+        return make(directory)
 
     monkeypatch.setattr(actor, "_make_engine", note)
     initialize(models, folder / "actor")
@@ -194,7 +194,7 @@ def test_every_trained_role_goes_on_from_its_own_weights_and_numbers(folder: Pat
         models = Models(spec, filled_store(), PLACES, seed=0)
         directories = {role: str(weights / role) for role in ("actor", "critic")}
         states = {role: str(state / role) for role in directories} if state else {}
-        models.initialize(Initialize(weights=directories, states=states, step=0, seed=0), on_progress=no_progress)
+        models.initialize(Initialize(weights=directories, states=states, step=0), on_progress=no_progress)
         return models
 
     first = started(folder, None)
@@ -215,7 +215,7 @@ def test_every_trained_role_goes_on_from_its_own_weights_and_numbers(folder: Pat
 
     # A new epoch with nothing committed starts from the beginning, with these numbers, too.
     weights = {role: str(folder / role) for role in ("actor", "critic")}
-    second.initialize(Initialize(weights=weights, states={}, step=0, seed=0), on_progress=no_progress)
+    second.initialize(Initialize(weights=weights, states={}, step=0), on_progress=no_progress)
     assert steps_of(second) == [0.0, 0.0]
 
 
@@ -296,6 +296,24 @@ def test_a_key_of_the_users_own_goes_from_one_call_to_the_next(folder: Path) -> 
     for uids in ([], UIDS):
         models.inference(Inference(mfc="doubled", uids=uids))
     assert store.gather(UIDS, ["doubled"]).data["doubled"].tolist() == [12.0, 18.0]
+
+
+def test_a_call_reads_and_makes_keys_under_the_names_that_the_graph_gives_them(folder: Path) -> None:
+    common = {"model_name": ModelName("ref"), "call_type": CallType.INFERENCE, "n_seqs": 2}
+    counted = {"name": "counted", "implementation": f"{__name__}:Counted", "input_keys": ("input_ids",)}
+    doubled = {"name": "doubled", "implementation": f"{__name__}:Doubled", "input_keys": ("input_ids", "lengths")}
+    counted |= {"output_keys": ("lengths",), "output_key_remap": {"num_tokens": "lengths"}}
+    doubled |= {"output_keys": ("doubled",), "input_key_remap": {"lengths": "num_tokens"}}
+    calls = [ModelFunctionCall.model_validate(common | fields) for fields in (counted, doubled)]
+    store = DataStore(key_specs([NUM_TOKENS, DOUBLED, Key("lengths", "per_answer", "float32")]))
+    store.put(SAMPLE.select_keys(["input_ids"]))
+    models = Models(specification(folder).model_copy(update={"calls": calls}), store, PLACES, seed=0)
+    initialize(models, folder / "actor")
+    for name in ("counted", "doubled"):
+        models.inference(Inference(mfc=name, uids=UIDS))
+    assert store.gather(UIDS, ["lengths"]).data["lengths"].tolist() == [6.0, 9.0]
+    assert store.gather(UIDS, ["doubled"]).data["doubled"].tolist() == [12.0, 18.0]
+    assert not store.holds("0:1", "num_tokens")
 
 
 def test_a_call_that_does_not_fit_its_interface_is_refused_at_the_start(folder: Path) -> None:

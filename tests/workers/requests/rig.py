@@ -20,7 +20,7 @@ from corral.workers.streams.security import StreamSecurity
 from tests.workers.stream_helpers import LOOPBACK
 
 AsRole = Callable[[str], StreamSecurity]
-INITIALIZE = Initialize(weights={"actor": "/weights"}, states={}, step=0, seed=1)
+INITIALIZE = Initialize(weights={"actor": "/weights"}, states={}, step=0)
 
 
 def answer(request: NonBlockingRequest) -> ReplyPayload:
