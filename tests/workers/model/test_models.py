@@ -344,9 +344,19 @@ def test_a_model_whose_mesh_does_not_have_the_rank_is_refused(folder: Path) -> N
         Models(specification(folder), DataStore(), PLACES | {"ref/0": None}, seed=0)
 
 
-def test_each_call_cuts_its_samples_as_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("micro_batches", "expected"),
+    [
+        (MicroBatchSpec(), [15]),
+        (MicroBatchSpec(max_tokens_per_micro_batch=9), [6, 9]),
+        (MicroBatchSpec(n_min=2), [6, 9]),
+    ],
+)
+def test_each_call_cuts_its_samples_as_it_says(
+    micro_batches: MicroBatchSpec, expected: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = specification(folder)
-    tight = spec.calls[0].model_copy(update={"micro_batches": MicroBatchSpec(max_tokens_per_micro_batch=9)})
+    tight = spec.calls[0].model_copy(update={"micro_batches": micro_batches})
     models = Models(spec.model_copy(update={"calls": [tight, spec.calls[1]]}), filled_store(), PLACES, seed=0)
     initialize(models, folder / "actor")
     sizes: list[int] = []
@@ -356,7 +366,7 @@ def test_each_call_cuts_its_samples_as_it_says(folder: Path, monkeypatch: pytest
         engine.model, "forward", lambda **inputs: sizes.append(inputs["input_ids"].shape[1]) or forward(**inputs)
     )
     models.inference(Inference(mfc="ref_inf", uids=UIDS))
-    assert sorted(sizes) == [6, 9]
+    assert sorted(sizes) == expected
 
 
 def test_weights_move_from_one_model_into_another_and_may_be_averaged(folder: Path) -> None:
