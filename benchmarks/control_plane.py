@@ -24,26 +24,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.stub_ranks import TRIAL  # noqa: E402 - found through the line above
+from benchmarks.real_ranks import worker_context  # noqa: E402 - found through the line above
+from benchmarks.stub_ranks import TRIAL  # noqa: E402
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan  # noqa: E402
 from corral.experiments.registry import load_experiment  # noqa: E402
-from corral.experiments.trial.directory import TrialDirectory  # noqa: E402
 from corral.experiments.trial.secrets import TrialSecrets  # noqa: E402
-from corral.experiments.trial.worker_record import WorkerRecord  # noqa: E402
 from corral.experiments.worker_specs import MasterWorkerSpec  # noqa: E402
-from corral.name_resolve import MemoryNameService, TrialKeys  # noqa: E402
+from corral.name_resolve import MemoryNameService  # noqa: E402
 from corral.scheduling.dataflow import build_dataflow, dataset_keys  # noqa: E402
 from corral.scheduling.model_function_call import ModelName  # noqa: E402
 from corral.scheduling.policy_version import Lineage  # noqa: E402
-from corral.workers.lifecycle.presence import Presence  # noqa: E402
 from corral.workers.lifecycle.worker import WorkerContext  # noqa: E402
 from corral.workers.master.calls import MeshCalls  # noqa: E402
 from corral.workers.master.garbage import rare_collections  # noqa: E402
@@ -51,12 +48,10 @@ from corral.workers.master.sample_source import TrajectorySource  # noqa: E402
 from corral.workers.master.sequence_buffer import SequenceBuffer  # noqa: E402
 from corral.workers.master.step_runner import StepRunner  # noqa: E402
 from corral.workers.master.trainer_gang import TrainerGang  # noqa: E402
-from corral.workers.streams.security import StreamSecurity  # noqa: E402
 from tests.experiments.broken_yaml import write_inputs  # noqa: E402
 
 RANKS_PER_PROCESS = 128
 STEP_S = 30.0
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -125,7 +120,9 @@ def measure(load: Load, folder: Path, *, num_steps: int, profile: cProfile.Profi
     with ExitStack() as stack:
         secrets = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder))) / "secrets"
         TrialSecrets.create(secrets)
-        context = stack.enter_context(_context(plan, folder, secrets))
+        context = stack.enter_context(
+            worker_context(plan, "master_worker", 0, names=MemoryNameService(), secrets=TrialSecrets.load(secrets))
+        )
         ranks: list[subprocess.Popen[str]] = []
         try:
             with rare_collections():
@@ -154,30 +151,6 @@ def _plan(load: Load, folder: Path, *, num_steps: int) -> RunPlan:
     experiment = load_experiment(recipe, [f"{key}={value}" for key, value in settings.items()])
     identity = TrialIdentity(experiment=experiment.name, trial="t", uuid=TRIAL, directory=folder / "trial")
     return make_run_plan(experiment, identity, "local")
-
-
-@contextmanager
-def _context(plan: RunPlan, folder: Path, secrets: Path) -> Iterator[WorkerContext]:
-    names, keys = MemoryNameService(), TrialKeys(TRIAL)
-    loaded = TrialSecrets.load(secrets)
-    with (
-        Presence(names, keys.worker("master_worker", 0), owner="o", ttl_s=60.0, identity=WorkerRecord()) as presence,
-        StreamSecurity(loaded, "master_worker", trial_uuid=TRIAL) as security,
-    ):
-        yield WorkerContext(
-            plan=plan,
-            kind="master_worker",
-            index=0,
-            attempt=0,
-            incarnation="o",
-            address=LOOPBACK,
-            trial=TrialDirectory(folder / "trial"),
-            names=names,
-            keys=keys,
-            secrets=loaded,
-            security=security,
-            presence=presence,
-        )
 
 
 async def _drive(

@@ -63,11 +63,6 @@ class DataflowGraph:
         producers = {edge.producer for edge in self.edges if edge.consumer == self.call(name).name}
         return tuple(call.name for call in self.calls if call.name in producers)
 
-    def successors(self, name: str) -> tuple[str, ...]:
-        """The calls that wait for `name`, in topological order."""
-        consumers = {edge.consumer for edge in self.edges if edge.producer == self.call(name).name}
-        return tuple(call.name for call in self.calls if call.name in consumers)
-
     @property
     def step_calls(self) -> tuple[ModelFunctionCall, ...]:
         """The calls of every train step, in topological order."""

@@ -239,10 +239,6 @@ class SequenceSample:
         lengths = [[layout.length(length) for length in group] for group in self.seqlens["input_ids"]]
         return SequenceSample(self.uids, self.seqlens | {key: lengths}, self.data | {key: array}, specs)
 
-    def without_data(self) -> "SequenceSample":
-        """Uids and lengths only: what the master worker sees."""
-        return SequenceSample(self.uids, self.seqlens, {}, self.specs)
-
     # --- measuring --------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:

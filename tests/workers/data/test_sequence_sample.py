@@ -112,12 +112,6 @@ def test_a_key_is_added_with_the_layout_that_it_declares() -> None:
         make_sample([[4, 2]]).with_key("advantages", np.zeros(5, np.float32))
 
 
-def test_a_sample_without_data_keeps_its_lengths() -> None:
-    bare = make_sample([[4, 2], [3]]).without_data()
-    assert bare.data == {}
-    assert bare.select(["0:1"]).seqlens["input_ids"] == [[3]]
-
-
 @pytest.mark.parametrize(
     ("answers", "message"),
     [

@@ -202,7 +202,7 @@ def recording_worker(folder: Path) -> Iterator[tuple[ModelWorker, Recorder]]:
     [
         (Fetch(max_samples=3), ("fetch", 3), MetadataReply(samples=SAMPLES)),
         (LoadRows(uids=["0:a"]), ("load_rows", ["0:a"]), MetadataReply(samples=SAMPLES)),
-        (Reject(uids=["0:a"], rejection="stale"), ("reject", ["0:a"], "stale"), OkReply()),
+        (Reject(uids=["0:a"], rejection="duplicate"), ("reject", ["0:a"], "duplicate"), OkReply()),
         (Give(parcels=[PARCEL]), ("give", [PARCEL]), OkReply()),
         (ClearDataCache(uids=["0:a"]), ("clear", ["0:a"]), OkReply()),
     ],
