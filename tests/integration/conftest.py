@@ -6,12 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.four_roles import write_experiment
 from tests.integration.trial_helpers import Material, Trial, make_material, submit
 
 
 @pytest.fixture(scope="session")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
     return make_material(tmp_path_factory.mktemp("material"))
+
+
+@pytest.fixture(scope="session")
+def four_roles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an experiment with four roles; trials in it are told apart by their names."""
+    folder = tmp_path_factory.mktemp("four_roles")
+    write_experiment(folder)
+    return folder
 
 
 @pytest.fixture
