@@ -1,0 +1,92 @@
+"""A trial of four roles goes on from a commit on other meshes as if it had never stopped.
+
+The plan of a trial fixes its allocation, and `rl-submit --resume` takes no other one: each attempt here has a plan of
+its own, for the same directory.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from corral.experiments.exit_codes import WorkerExit
+from corral.workers.checkpoint.checkpoint import committed_ledger
+from tests.integration.four_roles import BATCH_SIZE, NUM_ROWS, Group, make_batches
+from tests.integration.trainer_half import TrainerTrial
+
+NUM_STEPS = NUM_ROWS // BATCH_SIZE
+TWO, ONE = "fsdp:d2", "fsdp:d1"
+SPLIT = "actor,ref=fsdp:d1,critic,reward=fsdp:d2"
+FIRST_KL_COEFFICIENT, VALUE_NORM_DECAY = 0.1, 0.7  # of the experiment
+ROLES = ("actor", "critic", "ref")
+
+
+def test_losses_go_on_as_if_nothing_had_happened(four_roles: Path) -> None:
+    batches = make_batches(NUM_STEPS)
+    uninterrupted, resumed = TrainerTrial(four_roles, "uninterrupted"), TrainerTrial(four_roles, "resumed")
+    assert uninterrupted.run(batches, TWO) == WorkerExit.DONE
+    assert resumed.run(batches, TWO, stop_after=2) == WorkerExit.DONE
+    assert resumed.run(batches, ONE, stop_after=4) == WorkerExit.DONE
+    assert resumed.run(batches, SPLIT) == WorkerExit.DONE
+    assert [commit.epoch for commit in resumed.commits()] == [1, 1, 2, 2, 3, 3]
+    expected, found = (
+        [(line["ppo/loss"], line["critic/loss"], line["ppo/kl_coef"]) for line in trial.metrics()]
+        for trial in (uninterrupted, resumed)
+    )
+    assert len(found) == NUM_STEPS
+    assert found == [pytest.approx(each, abs=1e-5) for each in expected]
+    # Every sample was delivered to every attempt, and trained on by one.
+    assert {step: set(uids) for step, uids in resumed.trained().items()} == {
+        step: {group.uid for group in batch} for step, batch in enumerate(batches, 1)
+    }
+
+
+@pytest.mark.parametrize(("before", "after"), [(TWO, ONE), (ONE, SPLIT)], ids=["2 to 1", "1 to 2"])
+def test_what_a_commit_holds_is_restored_exactly(before: str, after: str, four_roles: Path) -> None:
+    batches = make_batches(NUM_STEPS)
+    settings = ("ref.dtype=bfloat16", "actor.dtype=bfloat16")  # weights of a commit are rounded, its state must not be
+    trial = TrainerTrial(four_roles, f"from {before}")
+    assert trial.run(batches, before, *settings, stop_after=2) == WorkerExit.DONE
+    # An attempt that trains nothing still commits, because what is left of the prompts is given up.
+    given_up = [[Group(uid=group.uid, dropped_because="test") for group in batch] for batch in batches[2:]]
+    rest = [*batches[:2], [group for batch in given_up for group in batch]]
+    assert trial.run(rest, after, *settings) == WorkerExit.DONE
+    saved, restored = trial.commits()[-2:]
+    assert (saved.epoch, saved.step, restored.epoch, restored.step) == (1, 2, 2, 2)
+    states = [trial.directory.inside(commit.directory) / "state" for commit in (saved, restored)]
+    for role in ROLES:
+        (tensors, numbers), (same_tensors, same_numbers) = (read_state(state / role) for state in states)
+        assert numbers == same_numbers
+        assert tensors.keys() == same_tensors.keys()
+        assert all(torch.equal(tensor, same_tensors[name]) for name, tensor in tensors.items()), role
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    of_actor, of_critic = (read_state(states[0] / role)[1]["extra"] for role in ("actor", "critic"))
+    assert of_actor["ppo_actor/kl_coefficient"] == of_critic["ppo_critic/kl_coefficient"] != FIRST_KL_COEFFICIENT
+    assert of_critic["ppo_critic/weight"] == pytest.approx(1 - VALUE_NORM_DECAY**2)
+    ledgers = [committed_ledger(trial.directory, commit) for commit in (saved, restored)]
+    assert (
+        ledgers[0].trained
+        == ledgers[1].trained
+        == {group.uid: step for step, batch in enumerate(batches[:2], 1) for group in batch}
+    )
+    assert ledgers[1].dropped_count == NUM_ROWS - 2 * BATCH_SIZE
+
+
+def read_state(directory: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, Any]]:
+    """What training resumes from: whole tensors, put together from the pieces of all ranks, and the other numbers."""
+    whole: dict[str, torch.Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            boxes: Mapping[str, Sequence[Sequence[int]]] = json.loads(file.metadata()["boxes"])
+            for name in file.keys():
+                start, shape, size = boxes[name]
+                target = whole.setdefault(name, torch.full(size, torch.nan))
+                target[tuple(slice(at, at + length) for at, length in zip(start, shape, strict=True))] = (
+                    file.get_tensor(name)
+                )
+    header = json.loads((directory / "train_state.json").read_text())
+    return whole, {name: value for name, value in header.items() if name != "num_ranks"}
