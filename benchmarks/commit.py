@@ -150,7 +150,6 @@ def make_parts(trial: TrialDirectory, rank: Rank) -> EpochParts:
         source="dataset",
         max_head_offpolicyness=0,
         control=TrainControl(),
-        eval_every_steps=None,
         num_model_workers=1,
         initial_weights={ROLE: trial.path},
         published_role=ROLE,

@@ -7,11 +7,10 @@ in by the loader.
 import bisect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.cluster import ClusterConfig, GroupConfig
-from corral.experiments.config.data import DatasetConfig, EvaluationConfig
+from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig
 from corral.experiments.config.rollout import GenerationConfig, RolloutConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, dotted, show_value, split_remedy
@@ -202,14 +201,14 @@ def _fits(scheduling: ExperimentScheduling, shape: NodeShape, *, max_nodes: int 
 
 
 def check_dataset(
-    config: DatasetConfig, path: KeyPath, *, needs_answer: bool, limits: LengthLimits
+    config: DatasetConfig, path: KeyPath, *, kind: RowKind, limits: LengthLimits
 ) -> tuple[int | None, list[ConfigProblem]]:
     """Rows of a dataset (None if it is broken), and what is wrong with it."""
-    reader = DatasetReader(config=config, needs_answer=needs_answer)
+    reader = DatasetReader(config=config, kind=kind)
     too_long: list[ConfigProblem] = []
     try:
         for row in reader:
-            if excess := limits.find_excess(row.prompt, row.answer):
+            if excess := limits.find_excess(row.prompt, row.answers):
                 place = f"{display_path(config.path)}:{row.line}"
                 hint = f"shorten or remove the row, or raise {dotted(path)}.max_prompt_tokens and what has to hold it"
                 too_long.append(ConfigProblem(message=f"{place}: {excess}", hint=hint))
@@ -258,6 +257,19 @@ def check_model(config: ModelConfig, path: KeyPath) -> tuple[ModelFacts | None, 
     return facts, [replace(problem, path=(*path, "path"), shown=display_path(config.path)) for problem in problems]
 
 
+def check_vocabulary(
+    model: ModelConfig, facts: ModelFacts | None, actor: ModelFacts | None, *, key: str
+) -> Iterator[ConfigProblem]:
+    """A model beside the actor whose tokens are not the actor's."""
+    if actor is not None and facts is not None and actor.vocab_size != facts.vocab_size:
+        yield ConfigProblem(
+            message=f"{key} has a vocabulary of {facts.vocab_size}, the actor one of {actor.vocab_size}",
+            hint="use the model that the actor starts from, or one with the same tokenizer",
+            path=(key, "path"),
+            shown=str(model.path),
+        )
+
+
 def check_length(
     *, max_prompt_tokens: int, max_new_tokens: int, limit: int | None, limit_name: str, path: KeyPath
 ) -> Iterator[ConfigProblem]:
@@ -276,13 +288,17 @@ def check_length(
 
 
 def check_evaluation(
-    evaluation: EvaluationConfig, model: Path, facts: ModelFacts | None, *, needs_answer: bool
+    evaluation: EvaluationConfig, facts: ModelFacts | None, *, kind: RowKind, limits: LengthLimits, answers: bool
 ) -> Iterator[ConfigProblem]:
-    """Held-out problems that are broken or too long for the model."""
-    limits = LengthLimits(model, max_prompt_tokens=evaluation.dataset.max_prompt_tokens)
-    path = ("evaluation", "dataset")
-    yield from check_dataset(evaluation.dataset, path, needs_answer=needs_answer, limits=limits)[1]
-    if facts is not None:
+    """Held-out rows that are broken or too long for the model.
+
+    Args:
+        limits: of the rows; those of the training data, but for the prompts.
+        answers: whether the model answers the prompts.
+    """
+    limits = replace(limits, max_prompt_tokens=evaluation.dataset.max_prompt_tokens)
+    yield from check_dataset(evaluation.dataset, ("evaluation", "dataset"), kind=kind, limits=limits)[1]
+    if facts is not None and answers:
         yield from check_length(
             max_prompt_tokens=evaluation.dataset.max_prompt_tokens,
             max_new_tokens=evaluation.max_new_tokens,

@@ -3,7 +3,7 @@
     experiment.yaml ──► Experiment ──scheduling_setup()──► ExperimentScheduling    counts and resources per worker kind
                                    └──initial_setup()────► ExperimentConfig        the graph, every worker's spec
 
-Subclasses (sft.py, async_ppo.py) say which model function calls there are and which workers run them.
+Subclasses (sft.py, dpo.py, async_ppo.py) say which model function calls there are and which workers run them.
 """
 
 from abc import abstractmethod
@@ -32,7 +32,7 @@ from corral.experiments.config.cluster import (
     SupervisionConfig,
 )
 from corral.experiments.config.control import TrainControl
-from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig
+from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig, check_models
@@ -52,6 +52,7 @@ from corral.experiments.worker_specs import (
     WorkerSpec,
 )
 from corral.scheduling.allocation import Allocation, parse_allocation
+from corral.scheduling.cadence import Frequency
 from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PostHook, PublishWeightsHook
@@ -76,11 +77,11 @@ class Experiment(FrozenConfig):
     allocation: str
     """Who generates and who trains, on how many GPUs or processes: hf:d2+fsdp:d4."""
     train_batch_size: int = Field(default=64, ge=1)
-    """Prompts (rows, for SFT) that one train step consumes."""
+    """Prompts (rows, where nothing is generated) that one train step consumes."""
     dataset: DatasetConfig
     """What is learned from."""
     evaluation: EvaluationConfig | None = None
-    """Held-out problems; None trains without looking."""
+    """Held-out rows; None trains without looking."""
     control: TrainControl = TrainControl()
     """How long to train, and what is written when."""
     groups: GroupsConfig = GroupsConfig()
@@ -99,8 +100,8 @@ class Experiment(FrozenConfig):
 
     @property
     @abstractmethod
-    def needs_answers(self) -> bool:
-        """Whether every row must have an answer."""
+    def row_kind(self) -> RowKind:
+        """What every row of the datasets must have."""
 
     @property
     @abstractmethod
@@ -209,9 +210,7 @@ class Experiment(FrozenConfig):
             yield from group_problems
             if not group_problems:
                 yield from check_placement(self.scheduling_setup(), self.cluster)
-        num_rows, problems = check_dataset(
-            self.dataset, ("dataset",), needs_answer=self.needs_answers, limits=self.length_limits()
-        )
+        num_rows, problems = check_dataset(self.dataset, ("dataset",), kind=self.row_kind, limits=self.length_limits())
         yield from problems
         yield from self.find_own_problems(num_rows=num_rows)
 
@@ -219,6 +218,16 @@ class Experiment(FrozenConfig):
         """Settings that have no effect as they stand."""
         if self.evaluation is not None and self.evaluation.dataset.path == self.dataset.path:
             yield "evaluation.dataset is the training data: the accuracy says nothing about new problems"
+        datasets = {"dataset": self.dataset} | (
+            {} if self.evaluation is None else {"evaluation.dataset": self.evaluation.dataset}
+        )
+        unread = {"answer_key"} if self.row_kind == "preferences" else {"chosen_key", "rejected_key"}
+        for name, dataset in datasets.items():
+            for key in sorted(unread & dataset.model_fields_set):
+                yield f"{name}.{key} has no effect: rows of this experiment are {self.row_kind}"
+        if self.evaluation is not None and self.row_kind == "preferences":
+            if "max_new_tokens" in self.evaluation.model_fields_set:
+                yield "evaluation.max_new_tokens has no effect: nothing is answered where rows are preferences"
 
     def check_training(self, facts: ModelFacts | None, *, num_rows: int | None) -> Iterator[ConfigProblem]:
         """Mistakes in how the trained model, batches, ranks and held-out problems fit together."""
@@ -230,7 +239,13 @@ class Experiment(FrozenConfig):
                 meshes=self.known_meshes(),
             )
         if self.evaluation is not None:
-            yield from check_evaluation(self.evaluation, self.trained.path, facts, needs_answer=self.needs_answers)
+            yield from check_evaluation(
+                self.evaluation,
+                facts,
+                kind=self.row_kind,
+                limits=self.length_limits(),
+                answers=self.row_kind != "preferences",
+            )
 
     @property
     def source(self) -> Literal["dataset", "prompts", "trajectories"]:
@@ -247,8 +262,8 @@ class Experiment(FrozenConfig):
         return list(self.meshes[self.roles[0]].dp_heads)
 
     def evaluate_calls(self) -> list[ModelFunctionCall]:
-        """The call that looks at held-out problems, if there are any."""
-        if self.evaluation is None:
+        """The calls that look at held-out rows, if there are any."""
+        if self.evaluation is None or self.row_kind == "preferences":
             return []
         return [
             ModelFunctionCall(
@@ -346,6 +361,7 @@ class Experiment(FrozenConfig):
         meshes = {str(name): self.mesh_of(name) for name in graph.model_names}
         shapes = {role.role: transformer_shape(role.model.path) for role in roles}
         changed = {name.role for call in graph.calls for name in graph.changed_by(call)}
+        held_out = self._read_held_out(graph)
         declared_keys = keys_of_graph(graph.calls, graph.dataset_keys)
         master = MasterWorkerSpec(
             calls=list(graph.calls),
@@ -354,7 +370,6 @@ class Experiment(FrozenConfig):
             source=self.source,
             max_head_offpolicyness=max_head_offpolicyness,
             control=self.control,
-            eval_every_steps=self.evaluation.every_steps if self.evaluation is not None else None,
             initial_weights={role.role: role.model.path for role in roles if role.role in changed},
             published_role=self.roles[0],
             shape_by_role={role: shape for role, shape in shapes.items() if shape is not None},
@@ -362,6 +377,7 @@ class Experiment(FrozenConfig):
             meshes=meshes,
             sample_ranks=self.sample_ranks,
             shuffle=self.dataset.shuffle,
+            evaluate_every=self.evaluation.frequency if self.evaluation is not None else Frequency(),
         )
         ranks = [
             ModelWorkerSpec(
@@ -375,6 +391,7 @@ class Experiment(FrozenConfig):
                 dataset=None if self.generates else dataset,
                 generation=generation,
                 evaluation=self.evaluation,
+                held_out=held_out,
                 reward=reward,
                 temperature=temperature,
                 total_steps=self.control.total_steps(num_rows=dataset.num_rows, batch_size=self.train_batch_size),
@@ -385,7 +402,15 @@ class Experiment(FrozenConfig):
 
     def read_dataset(self) -> DatasetSpec:
         """Facts of the dataset as it is now; ConfigError if it cannot be used."""
-        reader = DatasetReader(config=self.dataset, needs_answer=self.needs_answers)
+        return self._read_rows(self.dataset)
+
+    def _read_held_out(self, graph: DataflowGraph) -> DatasetSpec | None:
+        """Facts of the rows that calls evaluate on."""
+        reads_rows = any(call.input_keys for call in graph.evaluate_calls)
+        return self._read_rows(self.evaluation.dataset) if self.evaluation is not None and reads_rows else None
+
+    def _read_rows(self, dataset: DatasetConfig) -> DatasetSpec:
+        reader = DatasetReader(config=dataset, kind=self.row_kind)
         reader.read_to_end()
         reader.raise_problems()
-        return DatasetSpec(config=self.dataset, num_rows=reader.num_rows, sha256=reader.sha256)
+        return DatasetSpec(config=dataset, row_kind=self.row_kind, num_rows=reader.num_rows, sha256=reader.sha256)

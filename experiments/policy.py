@@ -12,8 +12,9 @@ Without a critic, advantages compare the answers to one prompt: GRPO and its kin
 
 from collections.abc import Iterator, Sequence
 
-from corral.experiments.checks import MODEL_CONTEXT, check_length, check_model, check_ppo
+from corral.experiments.checks import MODEL_CONTEXT, check_length, check_model, check_ppo, check_vocabulary
 from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.config.data import RowKind
 from corral.experiments.config.model import CriticModelConfig, ModelConfig, ReferenceModelConfig, TrainedModelConfig
 from corral.experiments.config.rollout import EXACT_MATCH, GenerationConfig
 from corral.experiments.errors import ConfigProblem
@@ -59,9 +60,9 @@ class PolicyExperiment(Experiment):
         return {role: model for role, model in given.items() if model is not None}
 
     @property
-    def needs_answers(self) -> bool:
+    def row_kind(self) -> RowKind:
         # A reward of one's own may judge without a reference.
-        return self.generation.reward == EXACT_MATCH
+        return "answers" if self.generation.reward == EXACT_MATCH else "prompts"
 
     def training_calls(self) -> list[ModelFunctionCall]:
         """The model function calls from answers to new weights."""
@@ -154,13 +155,7 @@ class PolicyExperiment(Experiment):
                 continue
             facts, problems = check_model(self.models[role], (key,))
             yield from problems
-            if actor is not None and facts is not None and actor.vocab_size != facts.vocab_size:
-                yield ConfigProblem(
-                    message=f"{key} has a vocabulary of {facts.vocab_size}, the actor one of {actor.vocab_size}",
-                    hint="use the model that the actor starts from, or one with the same tokenizer",
-                    path=(key, "path"),
-                    shown=str(self.models[role].path),
-                )
+            yield from check_vocabulary(self.models[role], facts, actor, key=key)
 
     def length_bounds(self) -> list[tuple[str, int]]:
         """What a prompt and its answer together have to fit, by name."""

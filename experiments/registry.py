@@ -15,6 +15,7 @@ from typing import Any
 
 from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.config.cluster import DEFAULT_SCHEDULING
+from corral.experiments.dpo import DPOExperiment
 from corral.experiments.errors import (
     ConfigError,
     ConfigProblem,
@@ -32,12 +33,15 @@ from corral.experiments.loading.schema import path_keys
 from corral.experiments.loading.validation import validate
 from corral.experiments.loading.yaml_loader import read_yaml
 from corral.experiments.ppo import PPOExperiment
+from corral.experiments.reward_model import RewardModelExperiment
 from corral.experiments.sft import SFTExperiment
 from corral.scheduling.worker_information import WorkerKind
 
 EXPERIMENTS: Mapping[str, type[Experiment]] = {
     "async_ppo": AsyncPPOExperiment,
+    "dpo": DPOExperiment,
     "ppo": PPOExperiment,
+    "reward_model": RewardModelExperiment,
     "sft": SFTExperiment,
 }
 """Experiment class by the file's `experiment` key, where that is no import path."""

@@ -8,9 +8,10 @@ from pydantic import Field
 from corral.experiments.config.algorithm import CriticConfig, DPOConfig, PPOConfig
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.control import TrainControl
-from corral.experiments.config.data import DatasetConfig, EvaluationConfig
+from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig, OptimizerConfig
 from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, ImportPath, RolloutConfig, SamplingConfig
+from corral.scheduling.cadence import Frequency
 from corral.scheduling.keys import Key
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelFunctionCall, ModelName
@@ -26,6 +27,8 @@ class DatasetSpec(FrozenConfig):
 
     config: DatasetConfig
     """Where it is and how its rows are named."""
+    row_kind: RowKind
+    """What a sample is made of."""
     num_rows: int = Field(ge=1)
     """Rows in the file."""
     sha256: str
@@ -96,8 +99,6 @@ class MasterWorkerSpec(FrozenConfig):
     """Eta."""
     control: TrainControl
     """Length of the run and its commits."""
-    eval_every_steps: int | None
-    """None without held-out problems."""
     initial_weights: dict[str, Path]
     """Weights of version 0 of every role that is trained."""
     published_role: str
@@ -112,6 +113,8 @@ class MasterWorkerSpec(FrozenConfig):
     """The ranks where samples come in: those that read rows, or take what rollout workers send."""
     shuffle: bool = True
     """Whether each pass over a dataset source has an order of its own."""
+    evaluate_every: Frequency = Frequency()
+    """When the calls that evaluate are due, besides before the first step and after the last."""
 
     @property
     def num_model_workers(self) -> int:
@@ -171,6 +174,8 @@ class ModelWorkerSpec(FrozenConfig):
     """How answers are sampled, where a call of the graph generates."""
     evaluation: EvaluationConfig | None
     """Held-out problems."""
+    held_out: DatasetSpec | None = None
+    """The rows of calls that evaluate on rows; None where there is no such call."""
     reward: RewardSpec
     """Who judges held-out answers."""
     temperature: float = Field(default=1.0, gt=0.0)

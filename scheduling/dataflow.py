@@ -58,6 +58,15 @@ class DataflowGraph:
         """The calls that read `key`, in topological order."""
         return tuple(call.name for call in self.calls if key in call.input_keys)
 
+    def makers_of(self, name: str) -> tuple[ModelFunctionCall, ...]:
+        """The calls that make what `name` reads, and what these read, and so on, in topological order."""
+        needed: set[str] = set()
+        found = list(self.predecessors(name))
+        while found:
+            needed.add(found[-1])
+            found += [other for other in self.predecessors(found.pop()) if other not in needed]
+        return tuple(call for call in self.calls if call.name in needed)
+
     def predecessors(self, name: str) -> tuple[str, ...]:
         """The calls that must be done before `name`, in topological order."""
         producers = {edge.producer for edge in self.edges if edge.consumer == self.call(name).name}

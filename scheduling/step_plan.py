@@ -103,9 +103,11 @@ class StepPlan:
     def routes(self) -> tuple[Route, ...]:
         """Which keys go from where to whom, what comes with the samples first."""
         keys_by_way: dict[tuple[str | None, tuple[str, ...]], list[str]] = defaultdict(list)
-        read = dict.fromkeys(key for call in self.graph.calls for key in call.input_keys)
+        steps = {call.name for call in self.graph.step_calls}
+        read = dict.fromkeys(key for call in self.graph.step_calls for key in call.input_keys)
         for key in read:
-            keys_by_way[self.graph.producer_of(key), self.graph.consumers_of(key)].append(key)
+            consumers = tuple(name for name in self.graph.consumers_of(key) if name in steps)
+            keys_by_way[self.graph.producer_of(key), consumers].append(key)
         order = {name: number for number, name in enumerate([None, *(call.name for call in self.graph.calls)])}
         return tuple(
             Route(producer=producer, source=self._heads(producer), consumers=consumers, keys=tuple(keys))

@@ -1,10 +1,15 @@
-"""What is learned from: one JSON object a line, with a prompt and, where reward or loss want one, an answer."""
+"""What is learned from: one JSON object a line, with a prompt and what reward or loss want beside it."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
 from corral.experiments.config.base import FrozenConfig
+from corral.scheduling.cadence import Frequency
+
+RowKind = Literal["prompts", "answers", "preferences"]
+"""What a row must have: a prompt; an answer besides, which prompts may have, too; or a chosen and a rejected answer."""
 
 HELD_OUT_ANSWERS = "held_out_answers"
 """What a call that evaluates by answering problems is implemented by."""
@@ -19,6 +24,10 @@ class DatasetConfig(FrozenConfig):
     """Field that holds the prompt, a non-empty string."""
     answer_key: str = Field(default="answer", min_length=1)
     """Field that holds the reference answer, a string."""
+    chosen_key: str = Field(default="chosen", min_length=1)
+    """Field that holds the preferred answer of a pair, a string."""
+    rejected_key: str = Field(default="rejected", min_length=1)
+    """Field that holds the other answer of a pair, a string."""
     id_key: str = Field(default="id", min_length=1)
     """Field that identifies the row; a row without it is known by its line number, counted from 0."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
@@ -28,13 +37,24 @@ class DatasetConfig(FrozenConfig):
 
 
 class EvaluationConfig(FrozenConfig):
-    """Held-out problems, answered greedily by the weights under training."""
+    """Held-out rows, of the same kind as those that are learned from: answered greedily by the weights under training,
+    unless they are preferences, and judged by the loss where there is one on rows."""
 
     dataset: DatasetConfig
-    """The held-out problems."""
-    every_steps: int = Field(default=20, ge=1)
-    """Train steps from one evaluation to the next; the first is before the first step, the last after the last one."""
+    """The held-out rows."""
+    every_steps: int | None = Field(default=20, ge=1)
+    """Train steps from one evaluation to the next; the first is before the first step, the last after the last one.
+    None leaves it to `every_epochs` and `every_seconds`; of several, whichever is due first counts."""
+    every_epochs: int | None = Field(default=None, ge=1)
+    """Passes over the training data from one evaluation to the next."""
+    every_seconds: float | None = Field(default=None, gt=0.0)
+    """Seconds from one evaluation to the next, counted anew after a restart."""
     batch_size: int = Field(default=64, ge=1)
-    """Problems that all ranks together answer at a time."""
+    """Rows that all ranks together look at at a time."""
     max_new_tokens: int = Field(default=64, ge=1)
-    """Longest answer in tokens."""
+    """Longest answer in tokens; where rows are preferences, nothing is answered."""
+
+    @property
+    def frequency(self) -> Frequency:
+        """When an evaluation is due."""
+        return Frequency(steps=self.every_steps, passes=self.every_epochs, seconds=self.every_seconds)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from corral.experiments.config.data import DatasetConfig
+from corral.experiments.config.data import DatasetConfig, RowKind
 from corral.experiments.errors import ConfigError, ConfigProblem, closest, display_path, show_value
 from corral.experiments.inputs.regular_file import open_regular
 
@@ -25,13 +25,14 @@ class DatasetRow:
     """One problem.
 
     row_id: unique in the file; with the dataset epoch it makes the sample's uid.
+    answers: the reference answer if there is one, or the chosen and the rejected answer.
     fields: everything that the row says, for rewards and agents of one's own.
     line: line of the file, from 1.
     """
 
     row_id: str
     prompt: str
-    answer: str | None
+    answers: tuple[str, ...]
     fields: dict[str, Any]
     line: int
 
@@ -40,13 +41,13 @@ class DatasetRow:
 class DatasetReader:
     """Iterates over the rows of a file once; `num_rows`, `sha256` and `problems` are complete afterwards.
 
-    reader = DatasetReader(config, needs_answer=True)
+    reader = DatasetReader(config, kind="answers")
     rows = list(reader)
     reader.raise_problems()
     """
 
     config: DatasetConfig
-    needs_answer: bool
+    kind: RowKind
     num_rows: int = 0
     problems: list[ConfigProblem] = field(default_factory=list)
     _digest: Any = field(default_factory=hashlib.sha256)
@@ -93,25 +94,46 @@ class DatasetReader:
             self._note(number, f"row is not JSON: {error}", "write one JSON object a line, without line breaks inside")
             return None
         if not isinstance(fields, dict):
-            self._note(
-                number, f"row is no JSON object but {show_value(fields)}", 'write {"prompt": ..., "answer": ...}'
-            )
+            hint = "write {" + ", ".join(f'"{what}": ...' for what in ("prompt", *self._answer_keys)) + "}"
+            self._note(number, f"row is no JSON object but {show_value(fields)}", hint)
             return None
-        prompt, answer = fields.get(self.config.prompt_key), fields.get(self.config.answer_key)
+        prompt = fields.get(self.config.prompt_key)
         if not isinstance(prompt, str) or not prompt:
             self._note_missing(number, fields, self.config.prompt_key, "prompt", prompt)
             return None
-        if answer is None and self.needs_answer:
-            self._note_missing(number, fields, self.config.answer_key, "answer", answer)
+        answers = self._answers(fields, number)
+        row_id = self._row_id(fields, number) if answers is not None else None
+        if answers is None or row_id is None:
             return None
-        if answer is not None and not isinstance(answer, str):
-            hint = f'write it as text: "{show_value(answer)}"'
-            self._note(number, f"{self.config.answer_key!r} must be text, got {show_value(answer)}", hint)
+        return DatasetRow(row_id=row_id, prompt=prompt, answers=answers, fields=fields, line=number)
+
+    @property
+    def _answer_keys(self) -> dict[str, str]:
+        """The field of each answer that a row has, by what it is."""
+        if self.kind == "preferences":
+            return {"chosen": self.config.chosen_key, "rejected": self.config.rejected_key}
+        return {"answer": self.config.answer_key}
+
+    def _answers(self, fields: dict[str, Any], number: int) -> tuple[str, ...] | None:
+        """The row's answers; None if something is wrong with them."""
+        answers: list[str] = []
+        for what, key in self._answer_keys.items():
+            answer = fields.get(key)
+            if answer is None and self.kind == "prompts":
+                continue
+            if answer is None:
+                self._note_missing(number, fields, key, what, answer)
+                return None
+            if not isinstance(answer, str):
+                hint = f'write it as text: "{show_value(answer)}"'
+                self._note(number, f"{key!r} must be text, got {show_value(answer)}", hint)
+                return None
+            answers.append(answer)
+        if self.kind == "preferences" and answers[0] == answers[1]:
+            hint = "remove the row: it says of no answer that it is the better one"
+            self._note(number, f"the chosen answer is the rejected one: {show_value(answers[0])}", hint)
             return None
-        row_id = self._row_id(fields, number)
-        if row_id is None:
-            return None
-        return DatasetRow(row_id=row_id, prompt=prompt, answer=answer, fields=fields, line=number)
+        return tuple(answers)
 
     def _row_id(self, fields: dict[str, Any], number: int) -> str | None:
         key = self.config.id_key

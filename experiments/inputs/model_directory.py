@@ -59,6 +59,12 @@ def inspect_model(directory: Path) -> tuple[ModelFacts | None, list[ConfigProble
     return facts, problems
 
 
+def context_length(directory: Path) -> int | None:
+    """The longest sequence that a model has positions for; None if config.json does not say."""
+    config, _ = _read_config(directory)
+    return _facts(config or {}).max_position_embeddings
+
+
 def transformer_shape(directory: Path) -> TransformerShape | None:
     """The sizes that decide how much work a sequence is; None if config.json does not say all of them."""
     config, _ = _read_config(directory)

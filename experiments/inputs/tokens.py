@@ -5,6 +5,7 @@ answer ──► answer tokens, end of answer nothing in between: the answer con
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -78,7 +79,7 @@ class LengthLimits:
 
     Example:
         limits = LengthLimits(model, max_prompt_tokens=1024)
-        limits.find_excess(prompt, None)      # "", or "the prompt has 1100 tokens, more than ..."
+        limits.find_excess(prompt)            # "", or "the prompt has 1100 tokens, more than ..."
     """
 
     model: Path
@@ -87,31 +88,35 @@ class LengthLimits:
     max_prompt_tokens: int
     """Of the prompt, special tokens included."""
     max_row_tokens: int | None = None
-    """Of prompt, answer and its end together; None where answers are not trained on."""
+    """Of all sequences of a row together, each a prompt, an answer and its end: they share a micro-batch. None where
+    answers are not trained on."""
+    max_sequence_tokens: int | None = None
+    """Of each of these sequences; None where the model does not say how many positions it has."""
 
-    def find_excess(self, prompt: str, answer: str | None) -> str:
+    def find_excess(self, prompt: str, answers: Sequence[str] = ()) -> str:
         """What of a row is too long; empty if nothing is.
 
         Raises:
             ValueError: if the tokenizer cannot be used.
         """
-        is_prompt_short = _at_most(prompt) <= self.max_prompt_tokens
-        is_row_short = (
-            self.max_row_tokens is None or answer is None or _at_most(prompt) + _at_most(answer) <= self.max_row_tokens
-        )
-        if is_prompt_short and is_row_short:
+        at_most = [_at_most(prompt) + _at_most(answer) for answer in answers]
+        if _at_most(prompt) <= self.max_prompt_tokens and not self._excess_of_row(at_most):
             return ""
         num_prompt = len(encode_prompt(self._tokenizer, prompt))
         if num_prompt > self.max_prompt_tokens:
             return f"the prompt has {num_prompt} tokens, more than max_prompt_tokens {self.max_prompt_tokens}"
-        if self.max_row_tokens is None or answer is None:
-            return ""
-        num_answer = len(encode_answer(self._tokenizer, answer)) + 1
-        if num_prompt + num_answer > self.max_row_tokens:
-            return (
-                f"prompt and answer have {num_prompt} + {num_answer} tokens, more than max_tokens_per_micro_batch "
-                f"{self.max_row_tokens}"
-            )
+        num_tokens = [len(encode_answer(self._tokenizer, answer)) + 1 for answer in answers]
+        if excess := self._excess_of_row([num_prompt + num for num in num_tokens]):
+            sequences = " and ".join(f"{num_prompt} + {num}" for num in num_tokens)
+            return f"prompt and answer have {sequences} tokens, more than {excess}"
+        return ""
+
+    def _excess_of_row(self, num_tokens: Sequence[int]) -> str:
+        """The limit that a row with these sequences breaks; empty if none."""
+        if self.max_row_tokens is not None and sum(num_tokens) > self.max_row_tokens:
+            return f"max_tokens_per_micro_batch {self.max_row_tokens}"
+        if self.max_sequence_tokens is not None and max(num_tokens, default=0) > self.max_sequence_tokens:
+            return f"the model's max_position_embeddings {self.max_sequence_tokens}"
         return ""
 
     @cached_property

@@ -30,7 +30,7 @@ class EvaluationRequest(FrozenConfig):
     are_weights_ours: bool
     """Whether the directory was made for this evaluation, and is removed after it."""
     evaluation: EvaluationConfig
-    """Problems, and the longest answer; `every_steps` has no meaning here."""
+    """Problems, and the longest answer; how often has no meaning here."""
     dataset_sha256: str
     """Digest of the problems; a file that changed in between would make results that cannot be compared."""
     reward: RewardSpec

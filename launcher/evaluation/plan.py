@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from corral.experiments.config.data import DatasetConfig, EvaluationConfig
+from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.rollout import EXACT_MATCH
 from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.dataset_file import DatasetReader
@@ -83,9 +83,13 @@ def make_evaluation_config(plan: RunPlan, dataset: Path | None, *, max_new_token
     """The trial's own held-out problems, or a file of the same form.
 
     Raises:
-        ConfigError: if the trial has no held-out problems and no file is named.
+        ConfigError: if the trial has no held-out problems and no file is named, or its rows are no problems.
     """
-    own = _model_worker(plan).evaluation
+    trainer = _model_worker(plan)
+    own = trainer.evaluation
+    if trainer.dataset is not None and trainer.dataset.row_kind == "preferences":
+        hint = "its loss and accuracy on held-out preferences are in metrics.jsonl, as eval/loss and eval/accuracy"
+        raise ConfigError.of("this trial learns from preferences, and nobody judges answers in it", hint=hint)
     if dataset is None and own is None:
         hint = "name a file with --dataset FILE: one JSON object a line, as in the trial's own dataset"
         raise ConfigError.of("this trial has no held-out problems (`evaluation.dataset`)", hint=hint)
@@ -107,7 +111,8 @@ def make_requests(
         ConfigError: if the problems are no good, or the reward cannot be found.
     """
     spec = _model_worker(plan)
-    reader = DatasetReader(config=evaluation.dataset, needs_answer=spec.reward.function == EXACT_MATCH)
+    kind: RowKind = "answers" if spec.reward.function == EXACT_MATCH else "prompts"
+    reader = DatasetReader(config=evaluation.dataset, kind=kind)
     reader.read_to_end()
     reader.raise_problems()
     if (problem := check_import_path(spec.reward.function)) is not None:

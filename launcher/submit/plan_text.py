@@ -50,25 +50,22 @@ def _steps(plan: RunPlan) -> str:
 
 
 def _commits(control: TrainControl) -> str:
-    exports = "at the end" if control.save_every_steps is None else f"{_every(control.save_every_steps)} and at the end"
-    return f"{_every(control.commit_every_steps)}, {control.keep_commits} are kept; weights that stay: {exports}"
-
-
-def _every(steps: int) -> str:
-    return "after every step" if steps == 1 else f"every {steps} steps"
+    exports = "at the end" if control.save_frequency.is_never else f"{control.save_frequency} and at the end"
+    return f"{control.commit_frequency}, {control.keep_commits} are kept; weights that stay: {exports}"
 
 
 def _evaluation(plan: RunPlan) -> Iterator[str]:
     """Of each call that looks at held-out problems."""
-    every, step = plan.master.eval_every_steps, plan.master.step_plan
+    every, step = plan.master.evaluate_every, plan.master.step_plan
     worker = next(worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec))
-    if every is None or worker.evaluation is None:
+    if worker.evaluation is None:
         return
+    between = "" if every.is_never else f"{every}, "
     for call in step.graph.evaluate_calls:
         share = call.n_seqs / step.mesh(call).dims.dp
         yield (
-            f"held-out   {display_path(worker.evaluation.dataset.path)}   {call.n_seqs} at a time, {share:.4g} per dp "
-            f"rank of {call.model_name}; before the first step, {_every(every)}, after the last"
+            f"held-out   {display_path(worker.evaluation.dataset.path)}   {call.implementation}, {call.n_seqs} at a "
+            f"time, {share:.4g} per dp rank of {call.model_name}; before the first step, {between}after the last"
         )
 
 

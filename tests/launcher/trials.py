@@ -74,7 +74,6 @@ def make_plan(
             source="trajectories",
             max_head_offpolicyness=1,
             control=TrainControl(max_steps=3),
-            eval_every_steps=None,
             initial_weights={"actor": directory},
             published_role="actor",
             meshes={"actor/0": Mesh(ranks=tuple(range(ranks)), dims=ParallelDims(dp=ranks))},
@@ -106,7 +105,9 @@ def make_plan(
         RolloutWorkerSpec(
             index=index,
             num_rollout_workers=rollout_workers,
-            dataset=DatasetSpec(config=DatasetConfig(path=Path("/nowhere")), num_rows=12, sha256=""),
+            dataset=DatasetSpec(
+                config=DatasetConfig(path=Path("/nowhere")), row_kind="answers", num_rows=12, sha256=""
+            ),
             tokenizer=Path("/nowhere"),
             group_size=1,
             train_batch_size=4,

@@ -70,7 +70,11 @@ class ModelInterface:
         self._refuse(CallType.TRAIN_STEP)
 
     def evaluate(self, engine: AnyEngine, sample: SequenceSample) -> dict[str, float]:
-        """Statistics of the ranks' samples together under the present weights, equal on all ranks."""
+        """Statistics of the ranks' samples together under the present weights, equal on all ranks.
+
+        They are means. `count` says over how many (pairs, tokens), and weighs them where held-out rows take several
+        calls; without it, rows do.
+        """
         self._refuse(CallType.EVALUATE)
 
     def state_dict(self) -> Numbers:

@@ -18,7 +18,14 @@ from corral.workers.algorithms.base import CallKeys, ModelInterface, compute_log
 from corral.workers.algorithms.functional.losses import dpo_loss, dpo_margins
 from corral.workers.algorithms.functional.packed import sum_per_answer
 from corral.workers.algorithms.mini_batches import merge_stats
-from corral.workers.algorithms.pairs import IS_CHOSEN, mark_pairs, split_all_pairs, split_pairs
+from corral.workers.algorithms.pairs import (
+    IS_CHOSEN,
+    mark_pairs,
+    mean_over_pairs,
+    num_right,
+    split_all_pairs,
+    split_pairs,
+)
 from corral.workers.backends.base import LossOutput, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.token_scores import TokenScores
@@ -66,16 +73,8 @@ class DPOInterface(ModelInterface):
             *(torch.from_numpy(half) for half in split_all_pairs(policy)),
             *(torch.from_numpy(half) for half in split_all_pairs(reference)),
         )
-        total = engine.context.sum_over_ranks(
-            {
-                "pairs": float(len(margins)),
-                "dpo/eval_loss": float(dpo_loss(margins, label_smoothing=self._config.label_smoothing).sum()),
-                "dpo/eval_accuracy": float((margins > 0).sum()),
-                "dpo/eval_margin": float(margins.sum()),
-            }
-        )
-        num_pairs = max(total.pop("pairs"), 1.0)
-        return {name: value / num_pairs for name, value in total.items()}
+        losses = dpo_loss(margins, label_smoothing=self._config.label_smoothing)
+        return mean_over_pairs(engine.context, losses, margins)
 
     def _margins(self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Tensor:
         return dpo_margins(
@@ -96,4 +95,4 @@ class DPOInterface(ModelInterface):
         margins = self._margins(*policy, *reference)
         losses = dpo_loss(margins, label_smoothing=self._config.label_smoothing)
         seen = margins.detach()
-        return LossOutput(losses.sum(), {"dpo/accuracy": (seen > 0).sum(), "dpo/margin": seen.sum()})
+        return LossOutput(losses.sum(), {"dpo/accuracy": num_right(seen), "dpo/margin": seen.sum()})

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
 
 IS_CHOSEN = "is_chosen"
@@ -34,6 +35,25 @@ def split_pairs(per_answer: Tensor, is_chosen: Tensor) -> tuple[Tensor, Tensor]:
     """(chosen, rejected), each [pairs], of something per answer of a micro-batch; padding has no pairs."""
     chosen = is_chosen.nonzero().squeeze(1)
     return per_answer[chosen], per_answer[chosen + 1]
+
+
+def num_right(margins: Tensor) -> Tensor:
+    """How many pairs are ranked as they should be; one whose answers are equal is half right, as a guess would be."""
+    return (margins > 0).sum() + 0.5 * (margins == 0).sum()
+
+
+def mean_over_pairs(context: ParallelContext, losses: Tensor, margins: Tensor) -> dict[str, float]:
+    """Means of `loss`, `accuracy` and `margin` over the pairs of all ranks, and their `count`."""
+    total = context.sum_over_ranks(
+        {
+            "count": float(len(margins)),
+            "loss": float(losses.sum()),
+            "accuracy": float(num_right(margins)),
+            "margin": float(margins.sum()),
+        }
+    )
+    count = total.pop("count")
+    return {name: value / max(count, 1.0) for name, value in total.items()} | {"count": count}
 
 
 def split_all_pairs(per_answer: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:

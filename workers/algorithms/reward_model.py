@@ -19,7 +19,14 @@ from corral.scheduling.model_function_call import CallType
 from corral.workers.algorithms.base import CallKeys, ModelInterface
 from corral.workers.algorithms.functional.losses import bradley_terry_loss
 from corral.workers.algorithms.mini_batches import merge_stats
-from corral.workers.algorithms.pairs import IS_CHOSEN, mark_pairs, split_all_pairs, split_pairs
+from corral.workers.algorithms.pairs import (
+    IS_CHOSEN,
+    mark_pairs,
+    mean_over_pairs,
+    num_right,
+    split_all_pairs,
+    split_pairs,
+)
 from corral.workers.backends.base import LossOutput, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.data.sequence_sample import SequenceSample
@@ -59,17 +66,7 @@ class PairedRewardInterface(ModelInterface):
         pairs = mark_pairs(sample.select_keys(["input_ids"]))
         scores = engine.forward(pairs)["scores"].astype(np.float64)
         chosen, rejected = (torch.from_numpy(half) for half in split_all_pairs(scores))
-        losses = bradley_terry_loss(chosen, rejected)
-        total = engine.context.sum_over_ranks(
-            {
-                "pairs": float(len(chosen)),
-                "reward_model/eval_loss": float(losses.sum()),
-                "reward_model/eval_accuracy": float((chosen > rejected).sum()),
-                "reward_model/eval_margin": float((chosen - rejected).sum()),
-            }
-        )
-        num_pairs = max(total.pop("pairs"), 1.0)
-        return {name: value / num_pairs for name, value in total.items()}
+        return mean_over_pairs(engine.context, bradley_terry_loss(chosen, rejected), chosen - rejected)
 
 
 def _loss(scores: Tensor, micro_batch: MicroBatch) -> LossOutput:
@@ -77,5 +74,5 @@ def _loss(scores: Tensor, micro_batch: MicroBatch) -> LossOutput:
     margin = (chosen - rejected).detach()
     return LossOutput(
         bradley_terry_loss(chosen, rejected).sum(),
-        {"reward_model/accuracy": (margin > 0).sum(), "reward_model/margin": margin.sum()},
+        {"reward_model/accuracy": num_right(margin), "reward_model/margin": margin.sum()},
     )

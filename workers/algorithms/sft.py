@@ -55,7 +55,7 @@ class SFTInterface(ModelInterface):
             {"loss": -float(logprobs.sum(dtype=np.float64)), "tokens": float(response_mask(sample).sum())}
         )
         loss = total["loss"] / max(total["tokens"], 1.0)
-        return {"sft/eval_loss": loss, "sft/eval_perplexity": math.exp(min(loss, 700.0))}
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "count": total["tokens"]}
 
 
 def _loss(scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:

@@ -4,9 +4,9 @@ row (a JSON object) --uid "{dataset_epoch}:{row_id}"--> rollout workers (prompts
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from corral.experiments.config.data import DatasetConfig
+from corral.experiments.config.data import DatasetConfig, RowKind
 from corral.experiments.inputs.dataset_file import DatasetReader, DatasetRow
 from corral.experiments.worker_specs import DatasetSpec
 
@@ -19,7 +19,7 @@ def load_planned_rows(spec: DatasetSpec) -> RowsById:
     Raises:
         ValueError: if the file has changed since.
     """
-    rows, reader = _read(spec.config)
+    rows, reader = _read(spec.config, spec.row_kind)
     if reader.sha256 != spec.sha256:
         raise ValueError(
             f"dataset {spec.config.path} has changed since the trial was submitted (sha256 {reader.sha256}, "
@@ -28,13 +28,13 @@ def load_planned_rows(spec: DatasetSpec) -> RowsById:
     return rows
 
 
-def load_held_out_rows(config: DatasetConfig) -> RowsById:
+def load_held_out_rows(config: DatasetConfig, kind: RowKind = "prompts") -> RowsById:
     """The rows of held-out problems, of which the plan keeps no digest."""
-    return _read(config)[0]
+    return _read(config, kind)[0]
 
 
-def _read(config: DatasetConfig) -> tuple[RowsById, DatasetReader]:
-    reader = DatasetReader(config=config, needs_answer=False)
+def _read(config: DatasetConfig, kind: RowKind) -> tuple[RowsById, DatasetReader]:
+    reader = DatasetReader(config=config, kind=kind)
     rows = {row.row_id: row for row in reader}
     reader.raise_problems()
     return rows, reader
@@ -54,6 +54,20 @@ def uids_of_share(
     """Every uid that one of `num_shares` workers issues, over all passes."""
     for dataset_epoch in range(num_epochs):
         yield from ordered_uids(row_ids, seed=seed, dataset_epoch=dataset_epoch, shuffle=shuffle)[share::num_shares]
+
+
+def held_out_uids(row_ids: Iterable[str], *, version: int) -> list[str]:
+    """Uids of held-out rows that weights of this version are looked at with.
+
+    Their passes are below 0, where those of what is learned from are not. Each version has its own, so that samples
+    which are on their way out are never taken for those of the next evaluation.
+    """
+    return [f"{-1 - version}:{row_id}" for row_id in row_ids]
+
+
+def is_held_out(uid: str) -> bool:
+    """Whether nothing is learned from this row."""
+    return split_uid(uid)[0] < 0
 
 
 def split_uid(uid: str) -> tuple[int, str]:

@@ -91,7 +91,7 @@ def _result(request: EvaluationRequest, progress: EvaluationProgress) -> Evaluat
 
 def _read_progress(request: EvaluationRequest) -> EvaluationProgress:
     """How far earlier starts got; who asks for an evaluation removes what an earlier request left."""
-    reader = DatasetReader(config=request.evaluation.dataset, needs_answer=False)
+    reader = DatasetReader(config=request.evaluation.dataset, kind="prompts")
     reader.read_to_end()
     reader.raise_problems()
     if reader.sha256 != request.dataset_sha256:

@@ -5,6 +5,7 @@
             what a share lacks ──► gives, takes ────────┤
                                                         ▼
     pull weights ──► request to every rank of the mesh ──► replies ──► outputs noted in the buffer
+                                                             │   statistics of a call that evaluates
                                                              │ a train step's last go that changed the weights
                                                              └──► push weights ──► publish
 
@@ -35,6 +36,7 @@ from corral.workers.master.step_runner import CallResult
 from corral.workers.master.trainer_gang import TrainerGang, buffered
 from corral.workers.master.transfers import TransferPlanner
 from corral.workers.requests.messages import (
+    Evaluate,
     Generate,
     Inference,
     MetadataReply,
@@ -43,6 +45,7 @@ from corral.workers.requests.messages import (
     Reallocate,
     ReplyPayload,
     Request,
+    StatsReply,
     TrainReply,
     TrainStep,
 )
@@ -96,11 +99,7 @@ class MeshCalls:
         self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool
     ) -> CallResult:
         """See `CallRunner.run_call`."""
-        for hook in call.pre_hooks:
-            await self._reallocate(hook.source, call.model_name, eta=_COPY)
-        mesh = self._spec.mesh(call.model_name)
-        shares = self._dealer.deal(call, uids, self._buffer)
-        replies = await self._ask(call, mesh, shares, version=version, is_last_go=is_last_go)
+        mesh, shares, replies = await self._run(call, uids, version=version, is_last_go=is_last_go)
         if call.call_type is CallType.GENERATE:
             return self._take_in_answers(replies)
         reply = next((reply for reply in replies.values() if isinstance(reply, TrainReply)), None)
@@ -122,6 +121,21 @@ class MeshCalls:
                 else:
                     self._buffer.fill(buffered(metadata, owner=rank))
         return CallResult(dropped=dropped)
+
+    async def evaluate(self, call: ModelFunctionCall, uids: Sequence[str], *, version: int) -> dict[str, float]:
+        """Statistics of some held-out rows, or of problems of the call's own."""
+        _, _, replies = await self._run(call, uids, version=version, is_last_go=True)
+        return next((dict(reply.stats) for reply in replies.values() if isinstance(reply, StatsReply)), {})
+
+    async def _run(
+        self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool
+    ) -> tuple[Mesh, list[list[str]], Mapping[int, ReplyPayload]]:
+        """The call's mesh, the share of each data-parallel rank, and the replies by rank."""
+        for hook in call.pre_hooks:
+            await self._reallocate(hook.source, call.model_name, eta=_COPY)
+        mesh = self._spec.mesh(call.model_name)
+        shares = self._dealer.deal(call, uids, self._buffer)
+        return mesh, shares, await self._ask(call, mesh, shares, version=version, is_last_go=is_last_go)
 
     async def _ask(
         self, call: ModelFunctionCall, mesh: Mesh, shares: list[list[str]], *, version: int, is_last_go: bool
@@ -151,8 +165,10 @@ class MeshCalls:
         return asked.result()
 
     def _request(self, call: ModelFunctionCall, uids: list[str], rank: int, version: int) -> Request:
+        reports = rank == self._spec.mesh(call.model_name).ranks[0]
+        if call.call_type is CallType.EVALUATE:
+            return Evaluate(mfc=call.name, uids=uids, reports=reports)
         if call.call_type is CallType.TRAIN_STEP:
-            reports = rank == self._spec.mesh(call.model_name).ranks[0]
             return TrainStep(mfc=call.name, uids=uids, version=version, reports=reports)
         if call.call_type is CallType.GENERATE:
             orders = [self._buffer.samples[uid].order for uid in uids]

@@ -29,10 +29,12 @@ class Dealer:
         self._dp_ranks: dict[tuple[int, ...], dict[int, int]] = {}
         self._last: dict[tuple[int, ...], tuple[list[str], list[list[str]]]] = {}
         """What was dealt last on a mesh, and how."""
-        for call in graph.step_calls:
+        for call in graph.calls:
             shape = spec.shape_by_role.get(call.role, TYPICAL_SHAPE)
             count = _TRAINING_FORWARDS if call.call_type is CallType.TRAIN_STEP else 1
             mesh = spec.mesh(call.model_name)
+            if call.call_type is CallType.EVALUATE and mesh.ranks in self._shapes:
+                continue  # held-out rows are dealt as others are, and do not change how those are
             self._shapes.setdefault(mesh.ranks, []).extend([shape] * count)
             self._dp_ranks[mesh.ranks] = {rank: mesh.coords(rank).dp_rank for rank in mesh.ranks}
 

@@ -1,6 +1,6 @@
 """What one trainer epoch works with, all of it made by the master before the epoch begins."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,8 @@ class EpochParts:
     lineage: Lineage
     buffer: SequenceBuffer
     source: SampleSource
+    held_out_rows: Sequence[str]
+    """Ids of the rows that calls evaluate on; empty where none does."""
     publish: Callable[[PolicyVersion, Path], None]
     """Make weights known to the generation-server manager."""
     weights_in_use: Callable[[], frozenset[Path] | None]

@@ -220,6 +220,7 @@ class MasterWorker(Worker):
             lineage=lineage,
             buffer=buffer,
             source=self._source(buffer, gang, lineage, ledger),
+            held_out_rows=self._held_out_rows(),
             publish=self._publish,
             weights_in_use=self._weights_in_use,
             step_timeout_s=self.context.plan.supervision.step_timeout_s,
@@ -267,9 +268,21 @@ class MasterWorker(Worker):
             on_drop=ledger.drop,
         )
 
-    def _row_uids(self) -> Iterator[str]:
+    def _held_out_rows(self) -> list[str]:
+        held_out = self._trainer.held_out
+        return [] if held_out is None else list(load_planned_rows(held_out))
+
+    @property
+    def _trainer(self) -> ModelWorkerSpec:
+        """What model workers are told; what is read here of it is equal for all."""
         trainer = self.context.plan.worker("model_worker", 0)
-        if not isinstance(trainer, ModelWorkerSpec) or trainer.dataset is None:
+        if not isinstance(trainer, ModelWorkerSpec):
+            raise BadConfigurationError("the plan has no model worker")
+        return trainer
+
+    def _row_uids(self) -> Iterator[str]:
+        trainer = self._trainer
+        if trainer.dataset is None:
             raise BadConfigurationError("the plan's samples come from a dataset, but its model workers have none")
         return uids_of_share(
             list(load_planned_rows(trainer.dataset)),

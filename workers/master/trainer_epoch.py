@@ -15,16 +15,19 @@ one ends without a trace in it. Files are looked at and written in a thread (`Di
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 
 import msgspec
 
+from corral.scheduling.cadence import BEFORE_THE_RUN, Cadence, Moment
 from corral.scheduling.model_function_call import ModelName
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.disk import Disk, LogWatch
 from corral.workers.master.durable_state import DurableState
 from corral.workers.master.epoch_parts import EpochParts
+from corral.workers.master.held_out import HeldOut
 from corral.workers.master.loaded_models import check_reallocations, check_rows
 from corral.workers.master.step_outcome import StepOutcome
 from corral.workers.master.step_runner import Progress, StepRunner
@@ -47,7 +50,6 @@ class TrainerEpoch:
     def __init__(self, parts: EpochParts) -> None:
         self._parts = parts
         self._step = parts.recovery.commit.step if parts.recovery.commit else 0
-        self._evaluated_step: int | None = None
         self._nonfinite_in_a_row = 0
         self._skipped_updates = 0
         self._committing_s = self._saving_s = 0.0
@@ -56,6 +58,15 @@ class TrainerEpoch:
         self._watch = LogWatch(self._disk, parts.writer, parts.trial, on_news=parts.gang.news.set)
         self._durable = DurableState(parts, self._disk)
         self._calls = MeshCalls(parts.spec, parts.graph, parts.gang, parts.buffer, parts.lineage, publish=self._publish)
+        self._held_out = HeldOut(
+            graph=parts.graph, calls=self._calls, holders=parts.gang, buffer=parts.buffer, row_ids=parts.held_out_rows
+        )
+        now = self._moment()
+        # What this epoch begins with is committed and exported, and was perhaps not evaluated: the line may be cut off.
+        begin = replace(now, step=now.step - 1, passes=now.passes if self._step else BEFORE_THE_RUN)
+        self._evaluations = Cadence(parts.spec.evaluate_every, last=begin)
+        self._commits = Cadence(parts.spec.control.commit_frequency, last=now)
+        self._exports = Cadence(parts.spec.control.save_frequency, last=now)
         self._runner = StepRunner(parts.graph, self._calls, ranks_of=self._calls.ranks_of, on_progress=self._show)
 
     @property
@@ -107,11 +118,19 @@ class TrainerEpoch:
         told = {name: msgspec.to_builtins(model) for name, model in models.items()}
         await self._disk.run(parts.journal.append, "models_loaded", epoch=parts.writer.epoch, models=told)
 
-    # What is left
+    # What is done, and what is left
+
+    @property
+    def _num_settled(self) -> int:
+        """Prompts that were trained on or dropped, over all passes."""
+        return self._parts.ledger.trained_count + self._parts.ledger.dropped_count
+
+    def _moment(self) -> Moment:
+        passes = self._num_settled // self._parts.spec.num_prompts
+        return Moment(step=self._step, passes=passes, time_s=time.monotonic())
 
     def _remaining(self) -> int:
-        spec, ledger = self._parts.spec, self._parts.ledger
-        return spec.num_prompts * spec.control.total_train_epochs - ledger.trained_count - ledger.dropped_count
+        return self._parts.spec.num_prompts * self._parts.spec.control.total_train_epochs - self._num_settled
 
     def _is_complete(self) -> bool:
         max_steps = self._parts.spec.control.max_steps
@@ -171,9 +190,9 @@ class TrainerEpoch:
         parts.presence.beat(version=str(self.version))
         parts.gang.clear(parts.buffer.release(batch))
         await self._durable.remove_old_weights(self.version)
-        save_every = parts.spec.control.save_every_steps
-        if save_every is not None and self._step % save_every == 0:
+        if self._exports.is_due(now := self._moment()):
             await self._durable.export(f"step-{self._step:08d}", self.version)
+            self._exports.note(now)
 
     def _without_dropped(self, batch: list[str], dropped: Mapping[str, str]) -> list[str]:
         """The samples that were trained on; those that were given up on the way are counted, and go."""
@@ -240,23 +259,24 @@ class TrainerEpoch:
         return {"train/skipped_nonfinite": float(skipped)}
 
     async def _evaluate_if_due(self, *, last: bool = False) -> None:
-        every = self._parts.spec.eval_every_steps
-        if every is None or (self._step % every != 0 and not last) or self._evaluated_step == self._step:
+        parts, now = self._parts, self._moment()
+        is_due = self._evaluations.is_due(now) or (last and self._evaluations.last.step != now.step)
+        if not is_due or not parts.graph.evaluate_calls:
             return
-        parts = self._parts
         with parts.presence.during("evaluate", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
             for call in parts.graph.evaluate_calls:
-                values = await parts.gang.evaluate(call)
+                values = await self._held_out.evaluate(call, version=self._step)
                 await self._durable.add_metrics(self._step, {f"eval/{key}": value for key, value in values.items()})
-        self._evaluated_step = self._step
+        self._evaluations.note(now)
 
     # The end of a step, and of the epoch
 
     async def _commit_if_due(self, *, force: bool = False) -> None:
         is_new = self._step > self._durable.committed_step or self._parts.ledger.has_pending
-        if is_new and (force or self._step % self._parts.spec.control.commit_every_steps == 0):
+        if is_new and (force or self._commits.is_due(self._moment())):
             await self._durable.commit(self._step, self.version)
             await self._durable.remove_old_checkpoints()
+            self._commits.note(self._moment())
 
     async def _stop(self) -> Outcome:
         """Commit what is trained and end the attempt in the log; `rl-submit --resume` goes on from there."""

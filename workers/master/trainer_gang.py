@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Self
 
 from corral.experiments.worker_specs import MasterWorkerSpec
-from corral.scheduling.model_function_call import ModelFunctionCall, ModelName
+from corral.scheduling.model_function_call import ModelName
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.lifecycle.worker import WorkerContext
@@ -27,7 +27,6 @@ from corral.workers.master.sequence_buffer import BufferedSample
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.messages import (
     ClearDataCache,
-    Evaluate,
     FilesReply,
     Initialize,
     LoadRows,
@@ -45,7 +44,6 @@ from corral.workers.requests.messages import (
     SaveWeights,
     Spec,
     SpecReply,
-    StatsReply,
 )
 from corral.workers.requests.pending_replies import PendingReplies
 from corral.workers.streams.errors import PeerDeadError, RemoteError, StreamTimeoutError
@@ -154,12 +152,6 @@ class TrainerGang:
     def clear(self, uids_by_rank: Mapping[int, list[str]]) -> None:
         """Free the tensors of samples that were trained on, where they are, with the next message to each rank."""
         self._client.attach({self._workers[rank]: ClearDataCache(uids=uids) for rank, uids in uids_by_rank.items()})
-
-    async def evaluate(self, call: ModelFunctionCall) -> dict[str, float]:
-        """Look at held-out problems with the present weights of the call's model."""
-        ranks = self._spec.mesh(call.model_name).ranks
-        replies = await self.start({rank: Evaluate(mfc=call.name, reports=rank == ranks[0]) for rank in ranks})
-        return next((dict(reply.stats) for reply in replies.values() if isinstance(reply, StatsReply)), {})
 
     async def save_weights(self, role: str, directory: Path) -> dict[str, FileEntry]:
         """Write a role's weights in Hugging Face format; the files, which are on disk then."""

@@ -5,7 +5,8 @@
     Inference  ──► inputs of this rank ──► RoleModel ──► output keys, into the store
     TrainStep  ──► inputs of this rank ──► RoleModel ──► statistics
     Reallocate ──► weights of one model into another           Offload ──► one model to the host
-    Evaluate   ──► Evaluator on the model of the call          SaveWeights, SaveCheckpoint ◄── engines
+    Evaluate   ──► RoleModel on inputs of this rank, or Evaluator on its own problems ──► statistics
+    SaveWeights, SaveCheckpoint ◄── engines
     ModelConfig ◄── config.json, engine of a model
 
 All of them but ModelConfig contain collectives of a mesh and are the main thread's; the ranks of a mesh run them in the
@@ -15,8 +16,9 @@ same order.
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from corral.experiments.config.data import HELD_OUT_ANSWERS
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec
-from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, parse_model_name
+from corral.scheduling.model_function_call import ModelFunctionCall, ModelName, parse_model_name
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.data.sequence_sample import SequenceSample
@@ -76,7 +78,7 @@ class Models:
         self._evaluators = {
             call.name: _make_evaluator(spec, self._models[call.model_name])
             for call in spec.calls
-            if call.call_type is CallType.EVALUATE and call.model_name in self._models
+            if call.implementation == HELD_OUT_ANSWERS and call.model_name in self._models
         }
 
     def initialize(self, request: Initialize, *, on_progress: Callable[[], None]) -> None:
@@ -128,10 +130,12 @@ class Models:
         return self._models[call.model_name].train_step(call, sample, version=request.version)
 
     def evaluate(self, request: Evaluate) -> dict[str, float]:
-        """Answer the held-out problems with the present weights of the call's model."""
+        """What the call's model makes of held-out rows, of those named or of problems of its own."""
         call = self._calls[request.mfc]
-        engine = self._models[call.model_name].engine
-        return self._evaluators[call.name].evaluate(engine.model, batch_size=call.n_seqs)
+        model = self._models[call.model_name]
+        if call.name in self._evaluators:
+            return self._evaluators[call.name].evaluate(model.engine.model, batch_size=call.n_seqs)
+        return model.evaluate(call, self._inputs(call, request.uids))
 
     def reallocate(self, request: Reallocate) -> None:
         """Let one model take over another one's weights; this rank may hold either, or both."""

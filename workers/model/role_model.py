@@ -2,6 +2,7 @@
 
     inputs ──► interface.inference  ──► output keys, as the graph names them
     inputs ──► interface.train_step ──► TrainReply
+    inputs ──► interface.evaluate   ──► statistics
 
 Everything here but `describe` contains collectives of the model's mesh: its ranks run the same in the same order.
 """
@@ -15,6 +16,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from corral.experiments.config.data import HELD_OUT_ANSWERS
 from corral.experiments.worker_specs import ModelRoleSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 from corral.workers.algorithms.base import ModelInterface, check_call
@@ -56,7 +58,9 @@ class RoleModel:
         self._calls = [
             call
             for call in calls
-            if call.model_name == spec.model_name and call.call_type in (CallType.INFERENCE, CallType.TRAIN_STEP)
+            if call.model_name == spec.model_name
+            and call.call_type is not CallType.GENERATE
+            and call.implementation != HELD_OUT_ANSWERS
         ]
         self._interfaces = self._make_interfaces()
 
@@ -120,6 +124,10 @@ class RoleModel:
             num_nonfinite=engine.num_nonfinite - nonfinite_before,
             is_damaged=engine.is_damaged,
         )
+
+    def evaluate(self, call: ModelFunctionCall, sample: SequenceSample) -> dict[str, float]:
+        """Statistics of held-out rows, of all ranks together."""
+        return self._interface(call).evaluate(self._ready_engine(call), sample)
 
     def describe(self) -> ModelConfigReply:
         """The model's shape; no parameters are counted before it is loaded."""

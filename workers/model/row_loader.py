@@ -1,9 +1,9 @@
 """Rows of a dataset as training samples: prompt and answer in one sequence, the loss on the answer only.
 
 row {"prompt": "12+34=", "answer": "46"}  ──►  input_ids = prompt ids, answer ids, end-of-answer;  prompt_mask
+row {"prompt": "12+34=", "chosen": "46", "rejected": "45"}  ──►  two such sequences as one group, the chosen one first
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from corral.workers.data.sequence_sample import SequenceSample
 
 
 class RowLoader:
-    """Turns uids into samples; `model` is the directory with the tokenizer."""
+    """Turns a uid into a sample; `model` is the directory with the tokenizer."""
 
     def __init__(self, spec: DatasetSpec, model: Path) -> None:
         self._rows = load_planned_rows(spec)
@@ -23,11 +23,12 @@ class RowLoader:
         self._end_of_answer = end_of_answer_id(model, self._tokenizer)
         self._max_prompt_tokens = spec.config.max_prompt_tokens
 
-    def load(self, uids: Iterable[str]) -> list[SequenceSample]:
-        """One sample per uid."""
-        return [self._sample(uid) for uid in uids]
+    def load(self, uid: str) -> SequenceSample:
+        """The sample of a uid.
 
-    def _sample(self, uid: str) -> SequenceSample:
+        Raises:
+            ValueError: if its prompt is longer than the dataset allows.
+        """
         _, row_id = split_uid(uid)
         row = self._rows[row_id]
         prompt = encode_prompt(self._tokenizer, row.prompt)
@@ -36,6 +37,7 @@ class RowLoader:
                 f"row {row_id!r} (line {row.line}) has a prompt of {len(prompt)} tokens, more than "
                 f"dataset.max_prompt_tokens {self._max_prompt_tokens}; raise that limit or shorten the row"
             )
-        answer = [*encode_answer(self._tokenizer, row.answer or ""), self._end_of_answer]
-        ids = np.asarray([*prompt, *answer], dtype=np.int32)
-        return SequenceSample.from_group(uid, {"input_ids": [ids], "prompt_mask": [np.arange(len(ids)) < len(prompt)]})
+        encoded = [[*prompt, *encode_answer(self._tokenizer, text), self._end_of_answer] for text in row.answers]
+        sequences = [np.asarray(ids, dtype=np.int32) for ids in encoded]
+        masks = [np.arange(len(ids)) < len(prompt) for ids in sequences]
+        return SequenceSample.from_group(uid, {"input_ids": sequences, "prompt_mask": masks})

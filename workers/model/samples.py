@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 
 from corral.experiments.worker_specs import ModelWorkerSpec
+from corral.workers.data.prompts import is_held_out
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.delivery.messages import VerdictKind
 from corral.workers.lifecycle.worker import WorkerContext
@@ -34,6 +35,8 @@ class Samples:
     """What rollout workers send; None where samples are rows."""
     rows: RowLoader | None = None
     """Reads rows of the dataset; None where samples are trajectories."""
+    held_out: RowLoader | None = None
+    """Reads rows that are looked at and not learned from; None where nobody does."""
     num_rows: int = 0
     """Rows of the dataset, 0 without one."""
 
@@ -47,14 +50,19 @@ class Samples:
         return self.inbox.fetch(max_samples) if self.inbox is not None else []
 
     def load_rows(self, uids: Sequence[str]) -> list[SampleMetadata]:
-        """Store rows of the dataset and say what they are.
+        """Store rows of the dataset, or held-out rows, and say what they are.
 
         Raises:
-            ValueError: if there is no dataset.
+            ValueError: if there are no such rows.
         """
-        if self.rows is None:
-            raise ValueError("this trial's samples come from rollout workers; there are no rows to load")
-        return [self._take_in(sample) for sample in self.rows.load(uids)]
+        return [self._take_in(self._loader(uid).load(uid)) for uid in uids]
+
+    def _loader(self, uid: str) -> RowLoader:
+        loader = self.held_out if is_held_out(uid) else self.rows
+        if loader is None:
+            what = "held-out rows" if is_held_out(uid) else "rows of a dataset: samples come from rollout workers"
+            raise ValueError(f"row {uid!r} was asked for, and this rank has no {what}")
+        return loader
 
     def reject(self, uids: Iterable[str], verdict: VerdictKind) -> None:
         """Throw trajectories away and tell who sent them; nobody sent a row."""
@@ -87,9 +95,11 @@ def open_samples(context: WorkerContext, spec: ModelWorkerSpec, store: DataStore
     if not spec.takes_samples:
         yield Samples(store)
         return
+    held_out = RowLoader(spec.held_out, spec.tokenizer) if spec.held_out is not None else None
     if spec.dataset is not None:
-        yield Samples(store, rows=RowLoader(spec.dataset, spec.tokenizer), num_rows=spec.dataset.num_rows)
+        rows = RowLoader(spec.dataset, spec.tokenizer)
+        yield Samples(store, rows=rows, held_out=held_out, num_rows=spec.dataset.num_rows)
         return
     batch_size = context.plan.master.train_batch_size
     with open_inbox(context, store, index=spec.index, batch_size=batch_size) as inbox:
-        yield Samples(store, inbox=inbox)
+        yield Samples(store, inbox=inbox, held_out=held_out)

@@ -142,9 +142,11 @@ class TrainStep(MessageBody, frozen=True, tag="train_step"):
 
 
 class Evaluate(MessageBody, frozen=True, tag="evaluate"):
-    """Look at held-out problems with the present weights of the call's model -> StatsReply, or OkReply"""
+    """Look at held-out rows with the present weights of the call's model -> StatsReply, or OkReply"""
 
     mfc: str
+    uids: list[str]
+    """The share of this rank; none where the call has problems of its own."""
     reports: bool = True
     """Whether this rank answers with the statistics, which are equal on all ranks; the others answer OkReply."""
 

@@ -70,8 +70,8 @@ def test_asynchronous_ppo_with_a_reference_fits_one_screen(folder: Path) -> None
         "steps      12 of 7 prompts = 28 answers, 5.714 per epoch; 80 of 2 x 40; the last step has 3",
         "staleness  eta 1: no token is trained on that is older by more versions",
         "commits    after every step, 2 are kept; weights that stay: at the end",
-        "held-out   FOLDER/heldout.jsonl   64 at a time, 32 per dp rank of actor/0; before the first step, "
-        "every 2 steps, after the last",
+        "held-out   FOLDER/heldout.jsonl   held_out_answers, 64 at a time, 32 per dp rank of actor/0; before the first "
+        "step, every 2 steps, after the last",
     ]
     assert [line.split()[:2] for line in groups[1:]] == [
         ["master_worker", "1"],

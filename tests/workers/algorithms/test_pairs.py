@@ -4,11 +4,12 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from corral.experiments.config.algorithm import DPOConfig
 from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.dpo import DPOInterface
-from corral.workers.algorithms.pairs import mark_pairs
+from corral.workers.algorithms.pairs import mark_pairs, num_right
 from corral.workers.algorithms.reward_model import PairedRewardInterface, RewardInterface
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices
 from tests.workers.algorithms.small_engine import SmallEngine
@@ -36,17 +37,22 @@ def test_a_reward_model_learns_which_answers_are_preferred(max_tokens: int) -> N
     expected = -math.fsum(map(log_sigmoid, margins)) / 4
     evaluation = paired.evaluate(engine, sample)
     assert evaluation == {
-        "reward_model/eval_loss": pytest.approx(expected, abs=1e-6),
-        "reward_model/eval_accuracy": sum(margin > 0 for margin in margins) / 4,
-        "reward_model/eval_margin": pytest.approx(math.fsum(margins) / 4, abs=1e-6),
+        "loss": pytest.approx(expected, abs=1e-6),
+        "accuracy": sum(margin > 0 for margin in margins) / 4,
+        "margin": pytest.approx(math.fsum(margins) / 4, abs=1e-6),
+        "count": 4.0,
     }
     first = paired.train_step(engine, sample, version=0)
     assert first["reward_model/loss"] == pytest.approx(expected, abs=1e-6)
-    assert first["reward_model/margin"] == pytest.approx(evaluation["reward_model/eval_margin"], abs=1e-6)
-    assert first["reward_model/accuracy"] == evaluation["reward_model/eval_accuracy"]
+    assert first["reward_model/margin"] == pytest.approx(evaluation["margin"], abs=1e-6)
+    assert first["reward_model/accuracy"] == evaluation["accuracy"]
     for version in range(1, 40):
         paired.train_step(engine, sample, version=version)
-    assert paired.evaluate(engine, sample)["reward_model/eval_accuracy"] == 1.0
+    assert paired.evaluate(engine, sample)["accuracy"] == 1.0
+
+
+def test_pairs_that_nothing_sets_apart_are_half_right() -> None:
+    assert num_right(torch.tensor([0.0, 0.0, 0.5, -1.0, 2.0])) == 3.0
 
 
 def response_sums(sample: SequenceSample, logprobs: list[float]) -> list[float]:
@@ -72,12 +78,12 @@ def test_dpo_starts_at_the_reference_and_raises_the_margin(label_smoothing: floa
     margins = [gains[n] - gains[n + 1] for n in range(0, len(gains), 2)]
     losses = [-(1 - label_smoothing) * log_sigmoid(m) - label_smoothing * log_sigmoid(-m) for m in margins]
     evaluation = dpo.evaluate(engine, sample)
-    assert evaluation["dpo/eval_loss"] == pytest.approx(math.fsum(losses) / 4, abs=1e-5)
-    assert evaluation["dpo/eval_margin"] == pytest.approx(math.fsum(margins) / 4, abs=1e-5)
-    assert evaluation["dpo/eval_accuracy"] == sum(m > 0 for m in margins) / 4
-    assert evaluation["dpo/eval_margin"] > 0.0
+    assert evaluation["loss"] == pytest.approx(math.fsum(losses) / 4, abs=1e-5)
+    assert evaluation["margin"] == pytest.approx(math.fsum(margins) / 4, abs=1e-5)
+    assert evaluation["accuracy"] == sum(m > 0 for m in margins) / 4
+    assert evaluation["margin"] > 0.0
     second = dpo.train_step(engine, sample, version=1)
-    assert second["dpo/loss"] == pytest.approx(evaluation["dpo/eval_loss"], abs=1e-5)
+    assert second["dpo/loss"] == pytest.approx(evaluation["loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

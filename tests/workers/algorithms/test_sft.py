@@ -27,10 +27,11 @@ def test_sft_learns_and_evaluates_the_loss_that_transformers_computes(tmp_path: 
     sft = SFTInterface()
     sample = make_sample([[9], [14], [6]], prompt_length=3)
     evaluation = sft.evaluate(engine, sample)
-    assert evaluation["sft/eval_loss"] == pytest.approx(transformers_loss(model_directory, sample), abs=1e-5)
-    assert evaluation["sft/eval_perplexity"] == pytest.approx(math.exp(evaluation["sft/eval_loss"]))
+    assert evaluation["loss"] == pytest.approx(transformers_loss(model_directory, sample), abs=1e-5)
+    assert evaluation["perplexity"] == pytest.approx(math.exp(evaluation["loss"]))
+    assert evaluation["count"] == 6 + 11 + 3
     first = sft.train_step(engine, sample, version=0)["sft/loss"]
-    assert first == pytest.approx(evaluation["sft/eval_loss"], abs=1e-5)
+    assert first == pytest.approx(evaluation["loss"], abs=1e-5)
     for version in range(1, 6):
         last = sft.train_step(engine, sample, version=version)["sft/loss"]
     assert last < first - 0.1

@@ -18,13 +18,13 @@ def row_loader(folder: Path, model: Path) -> RowLoader:
     path = folder / "rows.jsonl"
     path.write_text(json.dumps({"id": "a", "prompt": "1+2=", "answer": "3"}) + "\n")
     config = DatasetConfig(path=path)
-    reader = DatasetReader(config, needs_answer=True)
+    reader = DatasetReader(config, kind="answers")
     reader.read_to_end()
-    return RowLoader(DatasetSpec(config=config, num_rows=1, sha256=reader.sha256), model)
+    return RowLoader(DatasetSpec(config=config, row_kind="answers", num_rows=1, sha256=reader.sha256), model)
 
 
 def test_a_row_has_one_beginning_and_one_end(tmp_path: Path) -> None:
-    (sample,) = row_loader(tmp_path, write_tokenizer(tmp_path / "model", has_bos=True)).load(["0:a"])
+    sample = row_loader(tmp_path, write_tokenizer(tmp_path / "model", has_bos=True)).load("0:a")
     assert sample.data["input_ids"].tolist() == [BOS, *ids_of("1+2="), *ids_of("3"), EOS]
     assert sample.data["prompt_mask"].tolist() == [True] * 5 + [False] * 2
 
@@ -32,7 +32,7 @@ def test_a_row_has_one_beginning_and_one_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize("eos_token", ["<eos>", {"content": "<eos>", "special": True}])
 def test_of_several_ends_answers_are_taught_the_tokenizers_own(tmp_path: Path, eos_token: Any) -> None:
     model = write_tokenizer(tmp_path / "model", eos_token_id=[PAD, EOS], eos_token=eos_token)
-    (sample,) = row_loader(tmp_path, model).load(["0:a"])
+    sample = row_loader(tmp_path, model).load("0:a")
     assert sample.data["input_ids"].tolist()[-1] == EOS
 
 
@@ -57,12 +57,25 @@ def test_a_model_without_an_end_of_answer_is_refused(tmp_path: Path, given: Any)
 def test_rows_are_measured_in_tokens_of_the_model(tmp_path: Path) -> None:
     model = write_tokenizer(tmp_path, has_bos=True)
     limits = LengthLimits(model, max_prompt_tokens=9, max_row_tokens=12)
-    assert limits.find_excess("12345678", "12") == ""  # <bos> and 8, 2 and the end: 12
-    assert limits.find_excess("123456789", None) == "the prompt has 10 tokens, more than max_prompt_tokens 9"
-    assert limits.find_excess("12345678", "123").startswith("prompt and answer have 9 + 4 tokens, more than")
+    assert limits.find_excess("12345678", ["12"]) == ""  # <bos> and 8, 2 and the end: 12
+    assert limits.find_excess("123456789") == "the prompt has 10 tokens, more than max_prompt_tokens 9"
+    assert limits.find_excess("12345678", ["123"]).startswith("prompt and answer have 9 + 4 tokens, more than")
 
 
 def test_short_rows_need_no_tokenizer(tmp_path: Path) -> None:
-    assert LengthLimits(tmp_path / "nothing", max_prompt_tokens=16, max_row_tokens=24).find_excess("1+2=", "3") == ""
+    assert LengthLimits(tmp_path / "nothing", max_prompt_tokens=16, max_row_tokens=24).find_excess("1+2=", ["3"]) == ""
     with pytest.raises(ValueError, match="cannot use the tokenizer"):
-        LengthLimits(tmp_path / "nothing", max_prompt_tokens=16).find_excess("1" * 17, None)
+        LengthLimits(tmp_path / "nothing", max_prompt_tokens=16).find_excess("1" * 17)
+
+
+def test_a_preference_is_a_group_of_two_the_chosen_answer_first(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"id": "a", "prompt": "1+2=", "rejected": "12", "chosen": "3"}) + "\n")
+    reader = DatasetReader(DatasetConfig(path=path), kind="preferences")
+    reader.read_to_end()
+    spec = DatasetSpec(config=reader.config, row_kind="preferences", num_rows=1, sha256=reader.sha256)
+    sample = RowLoader(spec, write_tokenizer(tmp_path / "model")).load("0:a")
+    assert sample.seqlens["input_ids"] == [[6, 7]]
+    chosen = [*ids_of("1+2="), *ids_of("3"), EOS]
+    assert sample.data["input_ids"].tolist() == [*chosen, *ids_of("1+2="), *ids_of("12"), EOS]
+    assert sample.data["prompt_mask"].tolist() == [True] * 4 + [False] * 2 + [True] * 4 + [False] * 3

@@ -124,7 +124,6 @@ def specification(called: ModelFunctionCall) -> MasterWorkerSpec:
         source="dataset",
         max_head_offpolicyness=0,
         control=TrainControl(),
-        eval_every_steps=None,
         initial_weights={"actor": Path("/nowhere")},
         published_role="actor",
         meshes=MESHES,

@@ -30,7 +30,6 @@ SPEC = MasterWorkerSpec(
     source="trajectories",
     max_head_offpolicyness=0,
     control=TrainControl(),
-    eval_every_steps=None,
     initial_weights={"critic": Path("/nowhere")},
     published_role="critic",
     meshes={

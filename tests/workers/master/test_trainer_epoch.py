@@ -224,6 +224,36 @@ def test_every_trained_step_and_sample_has_one_line_wherever_the_master_dies(
     assert Counter((line["uid"], line["step"]) for line in lines) == Counter(ledger.trained.items())
 
 
+def test_commits_exports_and_evaluations_follow_passes_if_they_are_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(
+        tmp_path,
+        "control.total_train_epochs=4",
+        "control.commit_every_steps=null",
+        "control.commit_every_epochs=2",
+        "control.save_every_epochs=3",
+        "evaluation.every_steps=null",
+        "evaluation.every_epochs=3",
+        "evaluation.batch_size=6",
+        "evaluation.max_new_tokens=8",
+        f"evaluation.dataset.path={tmp_path / 'heldout.jsonl'}",
+        "evaluation.dataset.max_prompt_tokens=16",
+    )
+    gang = Gang(evaluate=lambda request: {"loss": float(len(request.uids))} if request.uids else {"accuracy": 0.25})
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    commits = [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage()]
+    assert commits == [2 * NUM_STEPS, 4 * NUM_STEPS]
+    assert sorted(path.name for path in trial.exports_path.iterdir()) == ["final", f"step-{3 * NUM_STEPS:08d}"]
+    lines = lines_of(trial.metrics_path)
+    evaluated = [0, 3 * NUM_STEPS, 4 * NUM_STEPS]
+    assert [line["step"] for line in lines if "eval/accuracy" in line] == evaluated
+    # Ten held-out rows in goes of six and four.
+    assert [(line["step"], line["eval/loss"]) for line in lines if "eval/loss" in line] == [
+        (step, (6 * 6 + 4 * 4) / 10) for step in evaluated
+    ]
+
+
 def _run_with_deaths(run: Callable[[Gang], int]) -> int:
     """Kill the master at its first call of the model workers, the next one at its second, and so on; the starts."""
     for deadly in range(1, 1000):

@@ -19,7 +19,6 @@ from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve import MemoryNameService, TrialKeys
-from corral.scheduling.model_function_call import ModelFunctionCall
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.workers.checkpoint.durable_file import FileEntry, write_durable
 from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE
@@ -29,11 +28,13 @@ from corral.workers.master import master_worker
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.sequence_buffer import BufferedSample
 from corral.workers.requests.messages import (
+    Evaluate,
     ModelConfigReply,
     OkReply,
     Rejection,
     ReplyPayload,
     Request,
+    StatsReply,
     TrainReply,
     TrainStep,
 )
@@ -62,6 +63,9 @@ class Gang:
 
     train: Callable[[int], TrainReply] = lambda step: FINE
     at_call: Callable[[str], None] = lambda name: None
+    evaluate: Callable[[Evaluate], dict[str, float]] = lambda request: {} if request.uids else {"accuracy": 0.25}
+    evaluated: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    """Every call that evaluated, with its rows."""
     trained: list[tuple[str, ...]] = field(default_factory=list)
     """Every batch that was tried, in order."""
     loaded: list[Path] = field(default_factory=list)
@@ -124,6 +128,10 @@ class Gang:
 
     async def start(self, requests: Mapping[int, Request], **hooks: object) -> dict[int, ReplyPayload]:
         (request,) = requests.values()
+        if isinstance(request, Evaluate):
+            self.at_call("evaluate")
+            self.evaluated.append((request.mfc, tuple(request.uids)))
+            return dict.fromkeys(requests, StatsReply(stats=self.evaluate(request)))
         assert isinstance(request, TrainStep)
         self.at_call("train_step")
         self.trained.append(tuple(request.uids))
@@ -131,10 +139,6 @@ class Gang:
 
     def host_by_rank(self) -> dict[int, str]:
         return {0: "here"}
-
-    async def evaluate(self, call: ModelFunctionCall) -> dict[str, float]:
-        self.at_call("evaluate")
-        return {"accuracy": 0.25}
 
     async def save_weights(self, role: str, directory: Path) -> dict[str, FileEntry]:
         self.at_call("save_weights")

@@ -120,7 +120,7 @@ def test_a_new_epoch_starts_with_nothing() -> None:
 def test_there_are_no_rows_where_samples_are_trajectories() -> None:
     samples, _ = samples_from(Receiver())
     assert samples.num_rows == 0
-    with pytest.raises(ValueError, match="no rows to load"):
+    with pytest.raises(ValueError, match="this rank has no rows of a dataset: samples come from rollout workers"):
         samples.load_rows(["0:sum-1"])
 
 

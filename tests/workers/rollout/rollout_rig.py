@@ -275,13 +275,13 @@ class RolloutRig:
         rows = [{"id": str(number), "prompt": prompt} for number, prompt in enumerate(self._prompts)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         config = DatasetConfig(path=path, max_prompt_tokens=self._max_prompt_tokens, shuffle=False)
-        reader = DatasetReader(config=config, needs_answer=False)
+        reader = DatasetReader(config=config, kind="prompts")
         reader.read_to_end()
         manager = GserverManagerSpec(num_generation_servers=1, train_batch_size=256, rollout=self._rollout)
         worker = RolloutWorkerSpec(
             index=0,
             num_rollout_workers=1,
-            dataset=DatasetSpec(config=config, num_rows=len(rows), sha256=reader.sha256),
+            dataset=DatasetSpec(config=config, row_kind="prompts", num_rows=len(rows), sha256=reader.sha256),
             tokenizer=write_tokenizer(self._folder / "model"),
             group_size=self._group_size,
             train_batch_size=256,

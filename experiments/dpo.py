@@ -1,0 +1,56 @@
+"""Direct preference optimisation: a policy that learns from preferences what a reward model would have said.
+
+    preferences ──input_ids, prompt_mask──┬──► ref_inf ──ref_logprobs──┐
+                                          └────────────────────────────┴──► actor_train
+
+The reference may have ranks of its own: actor=fsdp:d1,ref=fsdp:d1. It is the same model for held-out rows.
+"""
+
+from collections.abc import Iterator
+
+from corral.experiments.checks import check_model, check_vocabulary
+from corral.experiments.config.algorithm import DPOConfig
+from corral.experiments.config.data import RowKind
+from corral.experiments.config.model import ModelConfig, TrainedModelConfig
+from corral.experiments.errors import ConfigProblem
+from corral.experiments.row_experiment import ROW_KEYS, RowExperiment
+from corral.experiments.worker_specs import ModelRoleSpec
+from corral.scheduling.model_function_call import ModelFunctionCall
+
+
+class DPOExperiment(RowExperiment):
+    """Direct preference optimisation on the preferences in a dataset."""
+
+    experiment: str = "dpo"
+    """Direct preference optimisation."""
+    allocation: str = "fsdp:d1"
+    """Who trains, on how many GPUs or processes: fsdp:d4, or actor=fsdp:d2,ref=fsdp:d1."""
+    actor: TrainedModelConfig
+    """The policy."""
+    ref: ModelConfig
+    """The reference model; usually what the policy starts from."""
+    dpo: DPOConfig = DPOConfig()
+    """The algorithm."""
+
+    @property
+    def row_kind(self) -> RowKind:
+        return "preferences"
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        return {"actor": self.actor, "ref": self.ref}
+
+    def calls(self) -> list[ModelFunctionCall]:
+        outputs = {"logprobs": "ref_logprobs"}
+        return [
+            self.inference_call("ref_inf", "ref", "dpo", input_keys=ROW_KEYS, outputs=outputs),
+            self.train_call("dpo", input_keys=(*ROW_KEYS, "ref_logprobs")),
+        ]
+
+    def role_specs(self) -> list[ModelRoleSpec]:
+        return [role.model_copy(update={"dpo": self.dpo}) for role in super().role_specs()]
+
+    def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
+        yield from super().find_own_problems(num_rows=num_rows)
+        (actor, _), (ref, _) = check_model(self.actor, ("actor",)), check_model(self.ref, ("ref",))
+        yield from check_vocabulary(self.ref, ref, actor, key="ref")
