@@ -9,7 +9,7 @@ TEST_PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-slurm demo test test-all test-slurm test-fast lint typecheck docs bench damage clean
+.PHONY: setup setup-slurm demo recipes test test-all test-slurm test-fast lint typecheck docs bench damage clean
 
 setup: $(STAMP)  ## create .venv and install corral with its development tools
 
@@ -23,6 +23,9 @@ setup-slurm:  ## install the SLURM daemons that the tests start (Debian and Ubun
 
 demo: setup  ## train a tiny language model to add: SFT, then asynchronous GRPO, on this machine
 	@BIN="$(BIN)" sh experiments/recipes/demo.sh
+
+recipes: setup  ## train every recipe on this machine, and say in one table whether each moves what it should
+	@$(BIN)/python -m corral.experiments.recipes.run_all
 
 test: setup setup-slurm lint typecheck  ## what must hold; what CI runs
 	CORRAL_REQUIRE_SLURM=1 $(PYTEST) -m 'not slow'

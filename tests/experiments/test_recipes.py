@@ -1,52 +1,87 @@
 """The recipes that ship: they load, they fit a laptop, and the reference of keys is up to date."""
 
-from importlib.resources import files
+import json
 from pathlib import Path
 
 import pytest
 
 from corral.experiments.documentation import configuration_reference
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
-from corral.experiments.registry import load_experiment
+from corral.experiments.recipes.run_all import (
+    AFTER_SFT,
+    PROMISES,
+    UNTRAINED,
+    Promise,
+    Result,
+    all_recipes,
+    example_paths,
+    kind_of,
+    read_values,
+    render,
+)
+from corral.experiments.registry import EXPERIMENTS, load_experiment
 from corral.scheduling.placement import NodeShape, place
 from tests.experiments.broken_yaml import rows, write_inputs
 
-_RECIPES = sorted(path.name for path in files("corral.experiments.recipes").iterdir() if path.name.endswith(".yaml"))
+_RECIPES = all_recipes()
 _REFERENCE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
-def _plan(recipe: str, folder: Path) -> RunPlan:
+def _plan(recipe: Path, folder: Path) -> RunPlan:
     write_inputs(folder)
-    for name in ("train_sft.jsonl", "train_grpo.jsonl"):
-        (folder / name).write_text(rows(128))
-    model = "model" if recipe.endswith("sft.yaml") else "actor"
-    data = "train_sft.jsonl" if model == "model" else "train_grpo.jsonl"
-    models = [model, "critic", "ref"] if recipe == "arithmetic_ppo.yaml" else [model]
-    overrides = [
-        *(f"{name}.path={folder / 'model'}" for name in models),
-        f"dataset.path={folder / data}",
-        f"evaluation.dataset.path={folder / 'heldout.jsonl'}",
-    ]
-    experiment = load_experiment(str(files("corral.experiments.recipes") / recipe), overrides)
+    examples = example_paths(recipe)
+    for name in examples.values():
+        if name.endswith(".jsonl"):
+            count = 10 if name.startswith("heldout") else 128
+            (folder / name).write_text(pairs(count) if "preferences" in name else rows(count))
+    paths = {key: folder / (UNTRAINED if name == AFTER_SFT else name) for key, name in examples.items()}
+    overrides = [f"{key}={path}" for key, path in paths.items()]
+    experiment = load_experiment(recipe, overrides)
     assert list(experiment.find_warnings()) == []
     identity = TrialIdentity(experiment=experiment.name, trial="t", uuid="0" * 32, directory=folder)
     return make_run_plan(experiment, identity, "local")
 
 
+def pairs(count: int) -> str:
+    """A jsonl file of preferences."""
+    made = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(count)]
+    return "".join(json.dumps(row) + "\n" for row in made)
+
+
 def test_recipes_are_installed() -> None:
-    assert {"arithmetic_sft.yaml", "arithmetic_grpo.yaml"} <= set(_RECIPES)
+    assert {kind_of(recipe) for recipe in _RECIPES} == set(PROMISES) == set(EXPERIMENTS)
+    assert kind_of(all_recipes()[0]) == "sft"  # what the others start from
 
 
-@pytest.mark.parametrize("recipe", _RECIPES)
-def test_recipe_makes_a_plan_that_fits_a_laptop(recipe: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", _RECIPES, ids=lambda path: path.name)
+def test_recipe_makes_a_plan_that_fits_a_laptop(recipe: Path, tmp_path: Path) -> None:
     plan = _plan(recipe, tmp_path)
     assert place(plan.scheduling, NodeShape(cpus=8, gpus=0, mem_mb=8 * 1024)).num_nodes == 1
 
 
-@pytest.mark.parametrize("recipe", _RECIPES)
-def test_recipe_looks_for_its_files_beside_itself_until_told_otherwise(recipe: str) -> None:
-    with pytest.raises(ValueError, match="demo/model does not exist"):
-        load_experiment(str(files("corral.experiments.recipes") / recipe))
+@pytest.mark.parametrize("recipe", _RECIPES, ids=lambda path: path.name)
+def test_recipe_looks_for_its_files_beside_itself_until_told_otherwise(recipe: Path) -> None:
+    with pytest.raises(ValueError, match="demo/(model|sft) does not exist"):
+        load_experiment(recipe)
+
+
+def test_the_table_of_recipes_says_which_number_went_where_it_should(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 0, "eval/loss": 2.0}\n{"step": 1, "sft/loss": 9.0}\n{"step": 2, "eval/loss": 1.5}\n')
+    falls, rises = Promise("eval/loss", "it falls", False), Promise("eval/loss", "it rises", True)
+    values = read_values(metrics, "eval/loss")
+    results = [
+        Result(recipe="a.yaml", promise=falls, values=values, seconds=61.2),
+        Result(recipe="b.yaml", promise=rises, values=values, seconds=1.0),
+        Result(recipe="c.yaml", promise=rises, values=read_values(tmp_path / "none", "eval/loss"), seconds=2.0),
+    ]
+    assert [result.is_good for result in results] == [True, False, False]
+    assert render(results).splitlines() == [
+        "RECIPE  WHAT MOVES  BEFORE  AFTER  TIME",
+        "a.yaml  it falls    2.000   1.500  61 s  yes",
+        "b.yaml  it rises    2.000   1.500  1 s   NO",
+        "c.yaml  it rises    -       -      2 s   FAILED",
+    ]
 
 
 def test_configuration_reference_is_up_to_date() -> None:

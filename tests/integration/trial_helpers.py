@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from corral.experiments.recipes.run_all import example_paths, kind_of
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.launcher.trial.exits import tail_lines
 from corral.launcher.trial.processes import trial_processes
-from corral.workers.data.arithmetic import make_problems, write_model
+from corral.workers.data.arithmetic import make_preferences, make_problems, write_model
 from tests.launcher.trials import end_trial
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +40,7 @@ class Material:
 
     model: Path
     held_out: Path
+    held_out_pairs: Path
 
 
 def make_material(directory: Path) -> Material:
@@ -46,12 +48,16 @@ def make_material(directory: Path) -> Material:
     write_model(directory / "model", seed=1, hidden_size=32, num_layers=2)
     held_out = directory / "held_out.jsonl"
     held_out.write_text("".join(json.dumps(row) + "\n" for row in make_problems(seed=1)[-8:]))
-    return Material(model=directory / "model", held_out=held_out)
+    held_out_pairs = directory / "held_out_pairs.jsonl"
+    pairs = make_preferences(make_problems(seed=1), seed=1)[-8:]
+    held_out_pairs.write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    return Material(model=directory / "model", held_out=held_out, held_out_pairs=held_out_pairs)
 
 
-def write_rows(path: Path, count: int) -> list[str]:
-    """Writes a dataset of `count` additions; returns the ids of its rows."""
-    rows = make_problems(seed=1)[:count]
+def write_rows(path: Path, count: int, *, are_pairs: bool = False) -> list[str]:
+    """Writes a dataset of `count` additions, or preferences between answers to them; returns the ids of its rows."""
+    problems = make_problems(seed=1)
+    rows = (make_preferences(problems, seed=1) if are_pairs else problems)[:count]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [row["id"] for row in rows]
 
@@ -275,19 +281,21 @@ def submit(
     if pause_s:
         pace.set(pause_s=pause_s, until_step=None if runs_on else _STEPS_AHEAD)
     directory = fileroot / recipe / "trial"
-    rows = write_rows(fileroot / "rows.jsonl", num_rows)
+    examples = example_paths(RECIPES / f"arithmetic_{recipe}.yaml")
+    is_on_pairs = "preferences" in examples["dataset.path"]
+    rows = write_rows(fileroot / "rows.jsonl", num_rows, are_pairs=is_on_pairs)
     settings: dict[str, object] = {
         "name": recipe,
-        "model.path" if recipe == "sft" else "actor.path": material.model,
+        **{key: material.model for key, example in examples.items() if not example.endswith(".jsonl")},
         "dataset.path": fileroot / "rows.jsonl",
-        "evaluation.dataset.path": material.held_out,
+        "evaluation.dataset.path": material.held_out_pairs if is_on_pairs else material.held_out,
         "train_batch_size": 8,
         "control.total_train_epochs": num_passes,
         "control.commit_every_steps": 1,
         "supervision.step_timeout_s": 120,
         "supervision.setup_timeout_s": 120,
     }
-    if recipe != "sft":
+    if kind_of(RECIPES / f"arithmetic_{recipe}.yaml") in ("ppo", "async_ppo"):
         settings |= {"ppo.group_size": 4, "rollout.reward": "paced_rewards:digits", "rollout.reward_timeout_s": 600}
     settings |= dict(overrides or {})
     options = [option for key, value in settings.items() for option in ("-s", f"{key}={value}")]

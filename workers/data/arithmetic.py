@@ -2,8 +2,12 @@
 
     python -m corral.workers.data.arithmetic --out DIR [--seed 1]
 
-writes DIR/model (Hugging Face format), DIR/train_sft.jsonl, DIR/train_grpo.jsonl and DIR/heldout.jsonl. Held-out
-problems appear in neither training file.
+writes DIR/model (Hugging Face format), problems with their answers, and preferences for right answers over wrong ones:
+
+    train_sft.jsonl  train_grpo.jsonl  heldout.jsonl        {"id": "12+34", "prompt": "12+34=", "answer": "46"}
+    train_preferences.jsonl  heldout_preferences.jsonl      {..., "chosen": "46", "rejected": "56"}
+
+Held-out problems appear in no training file.
 """
 
 import argparse
@@ -29,16 +33,35 @@ def make_problems(seed: int) -> list[dict[str, str]]:
     return rows
 
 
+def make_preferences(problems: list[dict[str, str]], *, seed: int) -> list[dict[str, str]]:
+    """Each problem's answer, preferred to the answer to some other problem, whose sum is another one."""
+    draw = random.Random(seed)
+    rows = []
+    for row in problems:
+        rejected = row["answer"]
+        while rejected == row["answer"]:
+            rejected = draw.choice(problems)["answer"]
+        rows.append({"id": row["id"], "prompt": row["prompt"], "chosen": row["answer"], "rejected": rejected})
+    return rows
+
+
 def write_datasets(directory: Path, *, seed: int) -> None:
-    """Write the three jsonl files."""
+    """Write the jsonl files."""
     rows = make_problems(seed)
     held_out, training = rows[:NUM_HELD_OUT], rows[NUM_HELD_OUT:]
     for name, part in (
         ("heldout.jsonl", held_out),
         ("train_sft.jsonl", training[:NUM_SFT]),
         ("train_grpo.jsonl", training),
+        ("heldout_preferences.jsonl", make_preferences(held_out, seed=seed)),
+        ("train_preferences.jsonl", make_preferences(training, seed=seed)),
     ):
-        (directory / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+        write_rows(directory / name, part)
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    """Write one JSON object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_model(directory: Path, *, seed: int, hidden_size: int = 128, num_layers: int = 3) -> None:

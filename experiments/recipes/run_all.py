@@ -1,0 +1,148 @@
+"""Every recipe, one after the other, on this machine: does training move what it should? Run by `make recipes`.
+
+    arithmetic data, an untrained model ──► arithmetic_sft.yaml ──export──► all other recipes ──► one table
+
+Recipes name example paths, which are given their meaning here: demo/model is the untrained model, demo/sft what SFT has
+made of it, and all others are files of the data.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.loading.yaml_loader import read_yaml
+
+EXAMPLES = "demo/"
+UNTRAINED, AFTER_SFT = "model", "sft"
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a recipe is for: a number of metrics.jsonl that rises, or falls."""
+
+    metric: str
+    words: str
+    rises: bool
+
+    def is_kept(self, before: float, after: float) -> bool:
+        """Whether the number went where it should."""
+        return after > before if self.rises else after < before
+
+
+PROMISES: Mapping[str, Promise] = {
+    "sft": Promise("eval/loss", "held-out loss falls", rises=False),
+    "reward_model": Promise("eval/accuracy", "held-out accuracy rises", rises=True),
+    "dpo": Promise("eval/margin", "held-out margin rises", rises=True),
+    "ppo": Promise("eval/reward/mean", "held-out reward rises", rises=True),
+    "async_ppo": Promise("eval/reward/mean", "held-out reward rises", rises=True),
+}
+"""By the recipe's `experiment` key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How one recipe went."""
+
+    recipe: str
+    promise: Promise
+    values: Sequence[float]
+    """The promised number at each evaluation; empty if the trial failed before it was known twice."""
+    seconds: float
+
+    @property
+    def is_good(self) -> bool:
+        return len(self.values) > 1 and self.promise.is_kept(self.values[0], self.values[-1])
+
+
+def all_recipes() -> list[Path]:
+    """Every recipe that ships, SFT first: the others start from what it makes."""
+    folder = Path(str(files("corral.experiments.recipes")))
+    return sorted(folder.glob("*.yaml"), key=lambda path: (kind_of(path) != "sft", path.name))
+
+
+def kind_of(recipe: Path) -> str:
+    """Its `experiment` key."""
+    return str(read_yaml(recipe)[0]["experiment"])
+
+
+def example_paths(recipe: Path) -> dict[str, str]:
+    """The example behind each key that names one: {"actor.path": "sft", "dataset.path": "train_grpo.jsonl"}."""
+    return dict(_examples_below(read_yaml(recipe)[0], ""))
+
+
+def _examples_below(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for name, below in value.items():
+            yield from _examples_below(below, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, str) and value.startswith(EXAMPLES):
+        yield key, value.removeprefix(EXAMPLES)
+
+
+def read_values(metrics: Path, name: str) -> list[float]:
+    """A number of every line of metrics.jsonl that has it."""
+    if not metrics.exists():
+        return []
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [float(line[name]) for line in lines if line.get(name) is not None]
+
+
+def render(results: Sequence[Result]) -> str:
+    """One line a recipe."""
+    rows = [("RECIPE", "WHAT MOVES", "BEFORE", "AFTER", "TIME", "")]
+    for result in results:
+        has_both = len(result.values) > 1
+        before, after = (f"{result.values[n]:.3f}" if has_both else "-" for n in (0, -1))
+        verdict = "yes" if result.is_good else "NO" if has_both else "FAILED"
+        rows.append((result.recipe, result.promise.words, before, after, f"{result.seconds:.0f} s", verdict))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def run(recipe: Path, *, root: Path, trial: str, data: Path) -> Result:
+    """Train a recipe to its end, and look at what has become of the promised number."""
+    content = read_yaml(recipe)[0]
+    promise = PROMISES[str(content["experiment"])]
+    sft_export = root / "arithmetic-sft" / trial / "exports" / "final"
+    options = []
+    for key, example in example_paths(recipe).items():
+        options += ["-s", f"{key}={sft_export if example == AFTER_SFT else data / example}"]
+    print(f"== {recipe.name}: {promise.words}", flush=True)
+    started = time.monotonic()
+    submit = [str(Path(sys.executable).parent / "rl-submit"), str(recipe), "--local", "--wait"]
+    subprocess.run([*submit, "--trial", trial, "--fileroot", str(root), *options], check=False)
+    values = read_values(root / str(content["name"]) / trial / "metrics.jsonl", promise.metric)
+    return Result(recipe=recipe.name, promise=promise, values=values, seconds=time.monotonic() - started)
+
+
+def main() -> int:
+    """Run the recipes; 1 if one does not move what it should."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("only", nargs="*", help="words of recipes' names, such as dpo; SFT always runs first")
+    default = Path(os.environ.get("CORRAL_FILEROOT", "~/corral")).expanduser()
+    parser.add_argument("--fileroot", type=Path, default=default, help="where trials and data go")
+    arguments = parser.parse_args()
+    root: Path = arguments.fileroot.absolute()
+    data = root / "demo-data"
+    make_data = [sys.executable, "-m", "corral.workers.data.arithmetic", "--out", str(data)]
+    subprocess.run(make_data, check=True)
+    trial = time.strftime("recipes-%Y%m%d-%H%M%S")
+    chosen = [
+        path
+        for path in all_recipes()
+        if not arguments.only or kind_of(path) == "sft" or any(word in path.name for word in arguments.only)
+    ]
+    results = [run(path, root=root, trial=trial, data=data) for path in chosen]
+    print(f"\n{render(results)}")
+    return int(not all(result.is_good for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
