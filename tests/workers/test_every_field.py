@@ -69,6 +69,7 @@ IN_TURN = f"{WORKER}::what_waits_for_its_turn_is_done_by_the_models"
 NAMED_KEYS = f"{MODELS}::a_call_reads_and_makes_keys_under_the_names_that_the_graph_gives_them"
 MOVED_WEIGHTS = f"{MODELS}::weights_move_from_one_model_into_another_and_may_be_averaged"
 EACH_ROLE = f"{MODELS}::every_trained_role_goes_on_from_its_own_weights_and_numbers"
+LOOKED_AT = f"{CALLS}::held_out_rows_are_dealt_to_a_call_that_evaluates_and_one_rank_reports"
 OWN_SHARE = f"{STREAM}::each_worker_gets_its_own_share_and_hooks_and_nothing_of_the_others"
 
 CALL = {
@@ -120,7 +121,7 @@ SHOWN_BY: Mapping[type, Mapping[str, str]] = {
     },
     TrainStep: {"mfc": EACH_ROLE, "uids": f"{CALLS}::each_rank_gets_its_own_samples"}
     | dict.fromkeys(("version", "reports"), REPORTS),
-    Evaluate: {"mfc": f"{WORKER}::a_request_that_fails_halfway_ends_the_rank", "reports": REPORTS},
+    Evaluate: {"mfc": LOOKED_AT, "uids": LOOKED_AT, "reports": REPORTS},
     Reallocate: dict.fromkeys(("source", "target", "eta"), MOVED_WEIGHTS),
     SaveWeights: dict.fromkeys(("role", "directory"), IN_TURN),
     SaveCheckpoint: dict.fromkeys(("role", "directory"), IN_TURN),

@@ -13,13 +13,14 @@ from corral.experiments.config.control import TrainControl
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.mesh import Mesh
-from corral.scheduling.model_function_call import ModelFunctionCall, ModelName
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.scheduling.parallel import ParallelDims
 from corral.scheduling.policy_version import Lineage
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
 from corral.workers.requests.messages import (
     DataTransfer,
+    Evaluate,
     Generate,
     Give,
     Inference,
@@ -111,7 +112,10 @@ def run(
     spec = specification(called)
     graph = build_dataflow(spec.calls, called.input_keys)
     calls = MeshCalls(spec, graph, cast(Any, ranks), buffer, Lineage([], epoch=1), publish=ranks.publish)
-    asyncio.run(calls.run_call(called, UIDS, version=7, is_last_go=is_last_go))
+    if called.call_type is CallType.EVALUATE:
+        asyncio.run(calls.evaluate(called, UIDS, version=7))
+    else:
+        asyncio.run(calls.run_call(called, UIDS, version=7, is_last_go=is_last_go))
     return ranks, buffer
 
 
@@ -155,6 +159,13 @@ def test_prompts_are_answered_by_a_call_that_generates_with_their_numbers_and_th
     assert asked == {
         0: Generate(mfc="actor_gen", uids=["a", "c"], orders=[0, 2], version="1.7"),
         1: Generate(mfc="actor_gen", uids=["b", "d"], orders=[1, 3], version="1.7"),
+    }
+
+
+def test_held_out_rows_are_dealt_to_a_call_that_evaluates_and_one_rank_reports() -> None:
+    assert only_request(call(name="look", call_type="evaluate", model_name="actor", output_keys=())) == {
+        0: Evaluate(mfc="look", uids=["a", "c"], reports=True),
+        1: Evaluate(mfc="look", uids=["b", "d"], reports=False),
     }
 
 

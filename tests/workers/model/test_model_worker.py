@@ -101,7 +101,7 @@ def test_a_request_that_fails_halfway_ends_the_rank(tmp_path: Path) -> None:
         worker = ModelWorker(context)
         worker._set_up(stack)
         with pytest.raises(KeyError, match="nothing"):
-            worker._serve(cast(Any, replies), blocking(Evaluate(mfc="nothing")))
+            worker._serve(cast(Any, replies), blocking(Evaluate(mfc="nothing", uids=[])))
     assert len(replies.errors) == 1
 
 
@@ -121,7 +121,7 @@ def test_one_rank_reports_what_is_equal_on_all(tmp_path: Path) -> None:
         worker = ModelWorker(context)
         worker._models = cast(Any, Statistics())
         for reports in (True, False):
-            worker._serve(cast(Any, replies), blocking(Evaluate(mfc="evaluate", reports=reports)))
+            worker._serve(cast(Any, replies), blocking(Evaluate(mfc="evaluate", uids=[], reports=reports)))
             request = TrainStep(mfc="actor_train", uids=[], version=1, reports=reports)
             worker._serve(cast(Any, replies), blocking(request))
         assert context.presence.snapshot().version == "2"
