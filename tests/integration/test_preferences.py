@@ -11,7 +11,7 @@ def values(trial: Trial, name: str) -> list[float]:
 
 
 def test_a_reward_model_comes_to_tell_right_answers_from_wrong_ones(start_trial: Callable[..., Trial]) -> None:
-    trial = start_trial("reward_model", num_rows=44, num_passes=8, overrides={"reward.optimizer.lr": 3e-3})
+    trial = start_trial("reward_model", num_rows=44, num_passes=6, overrides={"reward.optimizer.lr": 3e-3})
     trial.wait_for_end()
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
@@ -19,7 +19,7 @@ def test_a_reward_model_comes_to_tell_right_answers_from_wrong_ones(start_trial:
     assert losses[-1] < losses[0]
     # Before the first step a new score layer says 0 of everything; then after every pass over the rows.
     assert (values(trial, "eval/accuracy")[0], values(trial, "eval/margin")[0]) == (0.5, 0.0)
-    assert len(values(trial, "eval/loss")) == 1 + 8
+    assert len(values(trial, "eval/loss")) == 1 + 6
     assert (trial.directory.exports_path / "final" / "model.safetensors").exists()
 
 
