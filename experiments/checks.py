@@ -351,7 +351,7 @@ def check_ppo(
         )
     for name, import_path in (("loss", ppo.loss), ("advantage", ppo.advantage)):
         if ":" in import_path:
-            yield from _import_problems(("ppo", name), import_path)
+            yield from check_import(("ppo", name), import_path)
 
 
 def check_concurrency(rollout: RolloutConfig, *, train_batch_size: int) -> Iterator[ConfigProblem]:
@@ -373,11 +373,12 @@ def check_concurrency(rollout: RolloutConfig, *, train_batch_size: int) -> Itera
 def check_imports(rollout: GenerationConfig) -> Iterator[ConfigProblem]:
     """Agents and rewards that do not exist."""
     if isinstance(rollout, RolloutConfig):
-        yield from _import_problems(("rollout", "agent"), rollout.agent, must_be_async=True)
-    yield from _import_problems(("rollout", "reward"), rollout.reward)
+        yield from check_import(("rollout", "agent"), rollout.agent, must_be_async=True)
+    yield from check_import(("rollout", "reward"), rollout.reward)
 
 
-def _import_problems(path: KeyPath, import_path: str, *, must_be_async: bool = False) -> Iterator[ConfigProblem]:
+def check_import(path: KeyPath, import_path: str, *, must_be_async: bool = False) -> Iterator[ConfigProblem]:
+    """What is wrong with the import path at this key."""
     problem = check_import_path(import_path, must_be_async=must_be_async)
     if problem is not None:
         yield replace(problem, message=f"{dotted(path)}: {problem.message}", path=path, shown=import_path)

@@ -362,7 +362,11 @@ class Experiment(FrozenConfig):
         shapes = {role.role: transformer_shape(role.model.path) for role in roles}
         changed = {name.role for call in graph.calls for name in graph.changed_by(call)}
         held_out = self._read_held_out(graph)
-        declared_keys = keys_of_graph(graph.calls, graph.dataset_keys)
+        declared_keys = keys_of_graph(
+            graph.calls,
+            graph.dataset_keys,
+            others=[name for role in roles if role.ppo is not None for name in (role.ppo.loss, role.ppo.advantage)],
+        )
         master = MasterWorkerSpec(
             calls=list(graph.calls),
             train_batch_size=self.train_batch_size,

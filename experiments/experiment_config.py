@@ -6,8 +6,10 @@ Experiment ──initial_setup()──► ExperimentConfig ──► the workers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from corral.experiments.config.algorithm import INTERFACE_NAMES
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, WorkerSpec
 from corral.scheduling.dataflow import DataflowGraph
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 from corral.scheduling.worker_information import WORKER_KINDS, WorkerInformation, worker_id
 
 
@@ -58,6 +60,7 @@ def check_models(graph: DataflowGraph, roles: Sequence[ModelRoleSpec]) -> None:
     """
     held = {role.model_name for role in roles}
     for call in graph.calls:
+        _check_implementation(call)
         if call.model_name not in held:
             names = ", ".join(map(str, sorted(held)))
             raise ValueError(
@@ -66,3 +69,13 @@ def check_models(graph: DataflowGraph, roles: Sequence[ModelRoleSpec]) -> None:
             )
     if idle := sorted(held - set(graph.model_names)):
         raise ValueError(f"no call runs on {', '.join(map(str, idle))}; remove what nothing is asked of")
+
+
+def _check_implementation(call: ModelFunctionCall) -> None:
+    if call.call_type not in (CallType.INFERENCE, CallType.TRAIN_STEP) or ":" in call.implementation:
+        return
+    if call.implementation not in INTERFACE_NAMES:
+        raise ValueError(
+            f"call {call.name!r} is implemented by {call.implementation!r}, and there is no such interface; there are "
+            f"{', '.join(INTERFACE_NAMES)}, and import paths of your own"
+        )

@@ -11,18 +11,34 @@ Without a critic, advantages compare the answers to one prompt: GRPO and its kin
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from corral.experiments.checks import MODEL_CONTEXT, check_length, check_model, check_ppo, check_vocabulary
+from corral.experiments.checks import (
+    MODEL_CONTEXT,
+    check_import,
+    check_length,
+    check_model,
+    check_ppo,
+    check_vocabulary,
+)
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.data import RowKind
-from corral.experiments.config.model import CriticModelConfig, ModelConfig, ReferenceModelConfig, TrainedModelConfig
+from corral.experiments.config.model import (
+    ActorModelConfig,
+    CriticModelConfig,
+    ModelConfig,
+    ReferenceModelConfig,
+    RewardModelConfig,
+)
 from corral.experiments.config.rollout import EXACT_MATCH, GenerationConfig
-from corral.experiments.errors import ConfigProblem
+from corral.experiments.errors import ConfigProblem, dotted
 from corral.experiments.experiment import Experiment
+from corral.experiments.inputs.declared_keys import names_of_keys
 from corral.experiments.inputs.model_directory import ModelFacts
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.worker_specs import ModelRoleSpec, RewardSpec
 from corral.scheduling.model_function_call import (
+    CallType,
     ModelFunctionCall,
     ModelName,
     OffloadHook,
@@ -38,14 +54,14 @@ MODEL_REWARDS = "model_rewards"
 class PolicyExperiment(Experiment):
     """PPO on answers of the policy."""
 
-    actor: TrainedModelConfig
+    actor: ActorModelConfig
     """The policy."""
     critic: CriticModelConfig | None = None
     """The critic of ppo.advantage: gae; None trains without one."""
     ref: ReferenceModelConfig | None = None
     """The reference model of the KL term; None trains without one."""
-    reward_model: ModelConfig | None = None
-    """A model whose scores are the rewards, in place of rollout.reward's; None asks the function alone."""
+    reward_model: RewardModelConfig | None = None
+    """A model that rewards come from, in place of rollout.reward's; None asks the function alone."""
     ppo: PPOConfig = PPOConfig()
     """The algorithm."""
 
@@ -69,18 +85,40 @@ class PolicyExperiment(Experiment):
         made: list[ModelFunctionCall] = []
         masked = ("input_ids", "prompt_mask")
         if self.ppo.use_decoupled_loss:
-            made.append(self._inference("actor_inf", "actor", "ppo_actor", masked, logprobs="proximal_logprobs"))
+            made.append(
+                self._inference("actor_inf", "actor", self.actor.interface, masked, logprobs="proximal_logprobs")
+            )
         if self.ref is not None:
             made.append(self._inference("ref_inf", "ref", "ppo_actor", masked, logprobs="ref_logprobs"))
-        if self.reward_model is not None:
-            made.append(self._inference("rew_inf", "reward", "reward", ("input_ids",), rewards=MODEL_REWARDS))
-        if self.critic is not None:
-            made.append(self._inference("critic_inf", "critic", "ppo_critic", ("input_ids",), values="values"))
         outputs = [key for call in made for key in call.output_keys]
-        made.append(self._train("actor", "ppo_actor", (*self._answer_keys(), *outputs)))
+        if self.reward_model is not None:
+            made.append(self._reward_call(self.reward_model.interface))
+            outputs.append(MODEL_REWARDS)
         if self.critic is not None:
-            made.append(self._train("critic", "ppo_critic", self._critic_keys()))
+            made.append(self._inference("critic_inf", "critic", self.critic.interface, ("input_ids",), values="values"))
+            outputs.append("values")
+        made.append(self._train("actor", self.actor.interface, (*self._answer_keys(), *outputs, *self._own_keys())))
+        if self.critic is not None:
+            made.append(self._train("critic", self.critic.interface, self._critic_keys()))
         return made
+
+    def _reward_call(self, interface: str) -> ModelFunctionCall:
+        """With the keys that an interface of the user's own reads, and those that it makes beside rewards."""
+        own = [key for key in names_of_keys(interface, "outputs", CallType.INFERENCE) if key != "rewards"]
+        reads = names_of_keys(interface, "inputs", CallType.INFERENCE) or ("input_ids",)
+        return self._inference(
+            "rew_inf", "reward", interface, reads, rewards=MODEL_REWARDS, **{key: key for key in own}
+        )
+
+    def _own_keys(self) -> tuple[str, ...]:
+        """What a loss, an advantage or an interface of the user's own reads besides."""
+        made_on_the_way = names_of_keys(self.ppo.advantage, "outputs")
+        read = [
+            *names_of_keys(self.ppo.advantage, "inputs"),
+            *(key for key in names_of_keys(self.ppo.loss, "inputs") if key not in made_on_the_way),
+            *names_of_keys(self.actor.interface, "inputs", CallType.TRAIN_STEP),
+        ]
+        return tuple(key for key in read if key != "rewards")
 
     def _answer_keys(self) -> tuple[str, ...]:
         """What comes with the answers, and is read."""
@@ -109,18 +147,19 @@ class PolicyExperiment(Experiment):
             after.append(OffloadHook())
         return self.train_call(
             implementation,
-            input_keys=keys,
+            input_keys=tuple(dict.fromkeys(keys)),
             role=role,
             input_key_remap={MODEL_REWARDS: "rewards"} if MODEL_REWARDS in keys else {},
             post_hooks=after,
         )
 
     def role_specs(self) -> list[ModelRoleSpec]:
-        critic = {} if self.critic is None else {"critic": self.critic.value}
-        return [
-            spec.model_copy(update={"ppo": self.ppo, **(critic if spec.role == "critic" else {})})
-            for spec in super().role_specs()
-        ]
+        own: dict[str, dict[str, Any]] = {}
+        if self.critic is not None:
+            own["critic"] = {"critic": self.critic.value}
+        if self.reward_model is not None:
+            own["reward"] = {"head": self.reward_model.head}
+        return [spec.model_copy(update={"ppo": self.ppo, **own.get(spec.role, {})}) for spec in super().role_specs()]
 
     def reward_spec(self) -> RewardSpec:
         """Who judges answers."""
@@ -146,6 +185,7 @@ class PolicyExperiment(Experiment):
                 (mesh.dims.dp for role, mesh in self.known_meshes().items() if role in ("actor", "critic")), default=1
             ),
         )
+        yield from self._import_problems()
         yield from self._length_problems(facts)
         yield from self.check_training(facts, num_rows=num_rows)
 
@@ -156,6 +196,27 @@ class PolicyExperiment(Experiment):
             facts, problems = check_model(self.models[role], (key,))
             yield from problems
             yield from check_vocabulary(self.models[role], facts, actor, key=key)
+
+    def _import_problems(self) -> Iterator[ConfigProblem]:
+        """Interfaces, losses and advantages of the user's own that are not there, or read what nobody makes."""
+        interfaces = {"actor": self.actor, "critic": self.critic, "reward_model": self.reward_model}
+        for name, model in interfaces.items():
+            if model is not None and ":" in model.interface:
+                yield from check_import((name, "interface"), model.interface)
+        made = {*TRAJECTORY_KEYS, *(key for call in self.training_calls() for key in call.output_keys)}
+        made |= {"rewards", *names_of_keys(self.ppo.advantage, "outputs")}
+        for path, import_path, call_type in (
+            (("actor", "interface"), self.actor.interface, CallType.TRAIN_STEP),
+            (("ppo", "advantage"), self.ppo.advantage, None),
+            (("ppo", "loss"), self.ppo.loss, None),
+        ):
+            if missing := [key for key in names_of_keys(import_path, "inputs", call_type) if key not in made]:
+                yield ConfigProblem(
+                    message=f"{dotted(path)} {import_path} reads {', '.join(missing)}, and no call makes that",
+                    hint="let a reward_model.interface or a call of your own make it: see docs/customize.md",
+                    path=path,
+                    shown=import_path,
+                )
 
     def length_bounds(self) -> list[tuple[str, int]]:
         """What a prompt and its answer together have to fit, by name."""

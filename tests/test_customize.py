@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from corral.experiments.config.algorithm import PPOConfig
-from corral.experiments.inputs.declared_keys import read_declared_keys
+from corral.experiments.inputs.declared_keys import names_of_keys, read_declared_keys
 from corral.scheduling.graph_keys import graph_keys
 from corral.scheduling.keys import Key
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
@@ -44,7 +44,7 @@ def judged(engine: SmallEngine) -> SequenceSample:
 
 
 def test_every_file_is_shorter_than_forty_lines() -> None:
-    assert FILES.keys() == {"gentle_loss", "curiosity", "surprise"}
+    assert FILES.keys() == {"gentle_loss", "curiosity", "surprise", "curious_ppo", "judge"}
     assert all(len(text.splitlines()) < 39 for text in FILES.values())  # and the line with its name
 
 
@@ -96,3 +96,17 @@ def test_a_key_of_ones_own_goes_from_an_interface_through_the_plan_to_an_advanta
     gains = [float(x.sum()) for x in np.split(change, np.cumsum([n - 1 for n in sample.answer_lengths()])[:-1])]
     for group in (slice(0, 3), slice(3, 6)):
         assert np.argmax(gains[group]) == np.argmax(made[group])
+
+
+def test_a_reward_of_ones_own_adds_what_a_model_says_to_what_the_function_said() -> None:
+    assert names_of_keys("judge:Judge", "inputs", CallType.INFERENCE) == ("input_ids", "prompt_mask", "rewards")
+    assert names_of_keys("judge:Judge", "outputs", CallType.INFERENCE) == ("rewards", "fluency")
+    engine = SmallEngine("lm", lr=0.05)
+    sample = judged(engine)
+    sample.data["rewards"] = np.array([1, 0, 0, 1, 1, 0], np.float32)
+    made = make_interface("judge:Judge", InterfaceSettings()).inference(engine, sample)
+    lengths = [length - 1 for length in sample.answer_lengths()]
+    logprobs = np.split(compute_logprobs(engine, sample), np.cumsum(lengths)[:-1])
+    means = [part[part != 0.0].mean() for part in logprobs]
+    np.testing.assert_allclose(made["fluency"], means, rtol=1e-5)
+    np.testing.assert_allclose(made["rewards"] - sample.data["rewards"], 0.5 * np.array(means), rtol=1e-4)

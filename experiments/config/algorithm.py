@@ -7,6 +7,8 @@ from pydantic import AfterValidator, Field, model_validator
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.rollout import check_import_path_syntax
 
+INTERFACE_NAMES = ("ppo_actor", "ppo_critic", "reward", "paired_reward", "dpo", "sft")
+"""The interfaces that `corral.workers.algorithms.interfaces` has under these names."""
 LOSS_NAMES = ("ppo", "gspo", "cispo")
 """The policy losses that `corral.workers.algorithms.policy_loss` has under these names."""
 ADVANTAGE_NAMES = ("group_relative", "rloo", "rewards_to_go", "gae")
@@ -14,14 +16,15 @@ ADVANTAGE_NAMES = ("group_relative", "rloo", "rewards_to_go", "gae")
 
 
 def _check_loss(text: str) -> str:
-    return _named_or_imported(text, LOSS_NAMES)
+    return named_or_imported(text, LOSS_NAMES)
 
 
 def _check_advantage(text: str) -> str:
-    return _named_or_imported(text, ADVANTAGE_NAMES)
+    return named_or_imported(text, ADVANTAGE_NAMES)
 
 
-def _named_or_imported(text: str, names: tuple[str, ...]) -> str:
+def named_or_imported(text: str, names: tuple[str, ...]) -> str:
+    """The text; ValueError if it is neither of the names nor `package.module:name`."""
     if ":" in text:
         return check_import_path_syntax(text)
     if text not in names:

@@ -1,11 +1,11 @@
 """What is trained: where a model's weights come from, how they are held, how they are updated."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from corral.experiments.config.algorithm import CriticConfig
+from corral.experiments.config.algorithm import CriticConfig, named_or_imported
 from corral.experiments.config.base import FrozenConfig
 
 
@@ -85,9 +85,18 @@ class TrainedModelConfig(ModelConfig):
     """How its weights are updated."""
 
 
+class ActorModelConfig(TrainedModelConfig):
+    """The policy."""
+
+    interface: Annotated[str, AfterValidator(lambda text: named_or_imported(text, ("ppo_actor",)))] = "ppo_actor"
+    """What its calls run: ppo_actor, or the import path of one of your own."""
+
+
 class CriticModelConfig(TrainedModelConfig):
     """The critic: a model that says what reward is to be expected, token by token."""
 
+    interface: Annotated[str, AfterValidator(lambda text: named_or_imported(text, ("ppo_critic",)))] = "ppo_critic"
+    """What its calls run: ppo_critic, or the import path of one of your own."""
     value: CriticConfig = CriticConfig()
     """How its values are trained."""
 
@@ -98,3 +107,18 @@ class ReferenceModelConfig(ModelConfig):
     ema: float | None = Field(default=None, gt=0.0, le=1.0)
     """Share of the policy in the reference after each train step (an exponential moving average, from `path` on); None
     leaves the reference as it is."""
+
+
+class RewardModelConfig(ModelConfig):
+    """The model that rewards come from."""
+
+    interface: Annotated[str, AfterValidator(lambda text: named_or_imported(text, ("reward",)))] = "reward"
+    """What makes rewards with it: reward (its score), or the import path of one of your own."""
+    head: Literal["scalar", "lm"] = "scalar"
+    """What it makes of tokens: one score of the whole answer, or log-probabilities, for an interface of your own."""
+
+    @model_validator(mode="after")
+    def _reward_is_a_score(self) -> Self:
+        if self.interface == "reward" and self.head != "scalar":
+            raise ValueError("interface reward gives the score of a scalar head; set head: scalar")
+        return self

@@ -66,7 +66,7 @@ def _check_name(file: Path, name: str, *, must_be_async: bool) -> ConfigProblem 
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return ConfigProblem(message=f"cannot read {shown}: {error}", hint="it must be valid Python")
-    definitions = _definitions(tree)
+    definitions = find_definitions(tree)
     if name not in definitions:
         if "*" in definitions or "__getattr__" in definitions:
             return None
@@ -80,7 +80,7 @@ def _check_name(file: Path, name: str, *, must_be_async: bool) -> ConfigProblem 
     return None
 
 
-def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
+def find_definitions(tree: ast.Module) -> dict[str, ast.stmt]:
     """Names that the module's top level binds, also under `if` and `try`; "*" for a star import."""
     definitions: dict[str, ast.stmt] = {}
     waiting: list[ast.stmt] = list(tree.body)

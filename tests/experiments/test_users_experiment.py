@@ -9,7 +9,7 @@ import pytest
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.launcher.submit.prepare import prepare
-from tests.experiments.broken_yaml import VALID_SFT, write_inputs
+from tests.experiments.broken_yaml import VALID_PPO, VALID_SFT, write_inputs
 
 MINE = """\
 from corral.experiments.sft import SFTExperiment
@@ -97,3 +97,78 @@ def test_what_is_wrong_is_said_with_the_line_that_names_it(
     (problem,) = raised.value.problems
     assert message in problem.message
     assert (problem.place, problem.path, problem.shown) == ("mine.yaml:1", ("experiment",), name)
+
+
+TAUGHT = """\
+from corral.experiments.config.model import ModelConfig
+from corral.experiments.sft import ROW_KEYS, SFTExperiment
+
+
+class Mine(SFTExperiment):
+    teacher: ModelConfig
+
+    @property
+    def models(self):
+        return {"actor": self.model, "teacher": self.teacher}
+
+    def calls(self):
+        teacher = self.inference_call(
+            "teacher_inf", "teacher", "ppo_actor", input_keys=ROW_KEYS, outputs={"logprobs": "ref_logprobs"}
+        )
+        return [teacher, self.train_call("dpo", input_keys=(*ROW_KEYS, "ref_logprobs"))]
+"""
+
+
+def test_a_graph_of_ones_own_is_models_and_calls(submit: Submit) -> None:
+    plan = submit(TAUGHT, "teacher.path=model", "teacher.n_seqs=4", "allocation=actor=fsdp:d1,teacher=fsdp:d1")
+    teacher, train = plan.master.calls
+    assert (teacher.n_seqs, teacher.output_keys) == (4, ("ref_logprobs",))
+    assert (train.name, [hook.type for hook in train.post_hooks]) == ("actor_train", ["publish_weights"])
+    assert plan.master.initial_weights.keys() == {"actor"}
+    assert {name: mesh.ranks for name, mesh in plan.master.meshes.items()} == {"actor/0": (0,), "teacher/0": (1,)}
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (TAUGHT.replace('"dpo"', '"dpp"'), "implemented by 'dpp', and there is no such interface"),
+        (TAUGHT.replace("return [teacher, ", "return ["), "reads key 'ref_logprobs', which nobody makes"),
+        (TAUGHT.replace("return [teacher, self", "return [] and [self"), "at least one call"),
+        (
+            TAUGHT.replace("[teacher, self", "[self").replace('(*ROW_KEYS, "ref_logprobs")', "ROW_KEYS"),
+            "no call runs on teacher/0",
+        ),
+        (TAUGHT.replace('{"actor": self.model, ', '{"actor": self.teacher, '), "nothing trains it"),
+    ],
+)
+def test_models_and_calls_that_do_not_fit_are_refused(submit: Submit, module: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        submit(module, "teacher.path=model")
+
+
+JUDGE = """\
+class Judge:
+    inputs = {CallType.INFERENCE: built_in("input_ids", "rewards")}
+    outputs = {CallType.INFERENCE: (*built_in("rewards"), Key("doubt", "per_answer", "float32"))}
+doubting = PolicyLoss(_loss, inputs=(Key("doubt", "per_answer", "float32"),))
+"""
+
+
+def test_what_a_loss_reads_of_a_judge_goes_from_one_to_the_other(submit: Submit, tmp_path: Path) -> None:
+    submit(MINE)  # writes the inputs
+    (tmp_path / "users_judge.py").write_text(JUDGE)
+    (tmp_path / "ppo.yaml").write_text(VALID_PPO)
+    options = [f"cluster.fileroot={tmp_path / 'trials'}", "ppo.loss=users_judge:doubting"]
+    with pytest.raises(ConfigError) as raised:
+        prepare(tmp_path / "ppo.yaml", options, trial_name=None, mode="local")
+    (problem,) = raised.value.problems
+    assert problem.message == "ppo.loss users_judge:doubting reads doubt, and no call makes that"
+    assert (problem.place, problem.path) == ("-s ppo.loss=users_judge:doubting", ("ppo", "loss"))
+
+    options += ["reward_model.path=model", "reward_model.interface=users_judge:Judge", "reward_model.head=lm"]
+    plan = prepare(tmp_path / "ppo.yaml", options, trial_name=None, mode="local").plan
+    calls = {call.name: call for call in plan.master.calls}
+    assert calls["rew_inf"].input_keys == ("input_ids", "rewards")
+    assert calls["rew_inf"].output_keys == ("model_rewards", "doubt")
+    assert "doubt" in calls["actor_train"].input_keys
+    assert {key.name for key in plan.master.declared_keys} == {"model_rewards", "doubt"}

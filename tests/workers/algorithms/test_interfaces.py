@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.config.algorithm import ADVANTAGE_NAMES, LOSS_NAMES, KLConfig, PPOConfig
+from corral.experiments.config.algorithm import ADVANTAGE_NAMES, INTERFACE_NAMES, LOSS_NAMES, KLConfig, PPOConfig
 from corral.scheduling.keys import Key
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.workers.algorithms.advantage import ADVANTAGES, AdvantageEstimator, advantage_named
@@ -22,6 +22,7 @@ HEADS = {"ppo_critic": "value", "reward": "scalar", "paired_reward": "scalar"}
 
 
 def test_the_configuration_names_what_there_is() -> None:
+    assert INTERFACES.keys() == set(INTERFACE_NAMES)
     assert LOSSES.keys() == set(LOSS_NAMES)
     assert ADVANTAGES.keys() == set(ADVANTAGE_NAMES)
 
