@@ -24,7 +24,8 @@ _INTRODUCTION = f"""\
 
 <!-- Generated: python -m corral.experiments.documentation --write docs/configuration.md -->
 
-An experiment is one YAML file. Its `experiment` key chooses the kind: {", ".join(f"`{name}`" for name in EXPERIMENTS)}.
+An experiment is one YAML file. Its `experiment` key chooses the kind: {", ".join(f"`{name}`" for name in EXPERIMENTS)},
+or a class of [your own](customize.md#an-experiment-of-your-own) by its import path.
 Everything is checked before anything is submitted; an error names file, line, value, rule and a way out.
 
 - **Overrides**: `rl-submit experiment.yaml -s actor.optimizer.lr=1e-4 -s ref=null`. The value follows the rules of the

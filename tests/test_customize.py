@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.inputs.declared_keys import names_of_keys, read_declared_keys
+from corral.experiments.registry import load_experiment
 from corral.scheduling.graph_keys import graph_keys
 from corral.scheduling.keys import Key
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
@@ -17,6 +19,7 @@ from corral.workers.algorithms.base import check_call, compute_logprobs
 from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.data.sequence_sample import SequenceSample, key_specs
+from tests.experiments.broken_yaml import VALID_PPO, write_inputs
 from tests.workers.algorithms.small_engine import SmallEngine
 from tests.workers.backends.training_helpers import make_sample
 
@@ -96,6 +99,20 @@ def test_a_key_of_ones_own_goes_from_an_interface_through_the_plan_to_an_advanta
     gains = [float(x.sum()) for x in np.split(change, np.cumsum([n - 1 for n in sample.answer_lengths()])[:-1])]
     for group in (slice(0, 3), slice(3, 6)):
         assert np.argmax(gains[group]) == np.argmax(made[group])
+
+
+def test_an_experiment_of_ones_own_gives_its_key_to_the_advantage_that_reads_it(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    settings = yaml.safe_load(VALID_PPO) | {"experiment": "curious_ppo:CuriousPPO", "allocation": "fsdp:d1"}
+    settings |= {"ref": {"path": "model"}, "ppo": {"kl": {"coef": 0.1}, "advantage": "curiosity:curious"}}
+    settings["launch"] = {}
+    del settings["rollout"]["max_head_offpolicyness"], settings["groups"]["generation_server"]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings))
+    for surprised in ("ref", "actor"):
+        experiment = load_experiment(tmp_path / "mine.yaml", [f"surprised={surprised}"])
+        graph = experiment.initial_setup().graph
+        assert (graph.call("surprise_inf").role, graph.producer_of("surprise")) == (surprised, "surprise_inf")
+        assert graph.consumers_of("surprise") == ("actor_train",)
 
 
 def test_a_reward_of_ones_own_adds_what_a_model_says_to_what_the_function_said() -> None:

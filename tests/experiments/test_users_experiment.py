@@ -146,6 +146,10 @@ def test_models_and_calls_that_do_not_fit_are_refused(submit: Submit, module: st
         submit(module, "teacher.path=model")
 
 
+ACTOR = """\
+class Actor:
+    inputs = {CallType.TRAIN_STEP: (*built_in("input_ids", "rewards"), Key("doubt", "per_answer", "float32"))}
+"""
 JUDGE = """\
 class Judge:
     inputs = {CallType.INFERENCE: built_in("input_ids", "rewards")}
@@ -156,7 +160,7 @@ doubting = PolicyLoss(_loss, inputs=(Key("doubt", "per_answer", "float32"),))
 
 def test_what_a_loss_reads_of_a_judge_goes_from_one_to_the_other(submit: Submit, tmp_path: Path) -> None:
     submit(MINE)  # writes the inputs
-    (tmp_path / "users_judge.py").write_text(JUDGE)
+    (tmp_path / "users_judge.py").write_text(JUDGE + ACTOR)
     (tmp_path / "ppo.yaml").write_text(VALID_PPO)
     options = [f"cluster.fileroot={tmp_path / 'trials'}", "ppo.loss=users_judge:doubting"]
     with pytest.raises(ConfigError) as raised:
@@ -172,3 +176,19 @@ def test_what_a_loss_reads_of_a_judge_goes_from_one_to_the_other(submit: Submit,
     assert calls["rew_inf"].output_keys == ("model_rewards", "doubt")
     assert "doubt" in calls["actor_train"].input_keys
     assert {key.name for key in plan.master.declared_keys} == {"model_rewards", "doubt"}
+
+    options = [*options, "ppo.loss=ppo", "actor.interface=users_judge:Actor"]
+    plan = prepare(tmp_path / "ppo.yaml", options, trial_name=None, mode="local").plan
+    calls = {call.name: call for call in plan.master.calls}
+    assert {calls[name].implementation for name in ("actor_inf", "actor_train")} == {"users_judge:Actor"}
+    assert "doubt" in calls["actor_train"].input_keys and "rewards" not in calls["actor_train"].input_keys
+
+
+@pytest.mark.parametrize("key", ["actor.interface", "critic.interface", "reward_model.interface"])
+def test_an_interface_that_is_not_there_is_named_with_its_key(submit: Submit, tmp_path: Path, key: str) -> None:
+    submit(MINE)  # writes the inputs
+    (tmp_path / "ppo.yaml").write_text(VALID_PPO)
+    options = [f"{key.partition('.')[0]}.path=model", f"{key}=users_mine:Nobody"]
+    with pytest.raises(ConfigError) as raised:
+        prepare(tmp_path / "ppo.yaml", options, trial_name=None, mode="local")
+    assert f"{key}: users_mine.py defines no 'Nobody'" in [problem.message for problem in raised.value.problems]

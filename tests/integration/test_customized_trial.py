@@ -36,20 +36,27 @@ def test_everything_of_ones_own_takes_part_in_a_trial(
     monkeypatch.chdir(folder)  # where a user's files lie, and rl-submit is started
     trial = start_trial(
         "ppo",
-        num_rows=16,
+        num_rows=40,
+        pause_s=0.02,
         file=file,
-        overrides={"ref.path": material.model, "reward_model.path": material.model, "evaluation": "null"},
+        overrides={"ref.path": material.model, "reward_model.path": material.model},
     )
+    trial.wait_for_steps(1)
+    assert "STOPPED" in trial.run("rl-stop")
+    (folder / "curious_ppo.py").unlink()  # what it said is in the plan: nobody imports it again
+    trial.full_speed()
+    trial.run_resume()
     trial.wait_for_end()
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
     plan = RunPlan.from_json(trial.directory.plan_path.read_bytes())
     calls = {call.name: call for call in plan.master.calls}
-    assert calls.keys() == {"actor_gen", "ref_inf", "rew_inf", "surprise_inf", "actor_train"}
+    assert calls.keys() == {"actor_gen", "ref_inf", "rew_inf", "surprise_inf", "actor_train", "evaluate"}
     assert {key.name for key in plan.master.declared_keys} == {"fluency", "model_rewards", "surprise"}
     assert "surprise" in calls["actor_train"].input_keys and "fluency" not in calls["actor_train"].input_keys
     steps = [line for line in trial.metrics() if "ppo/loss" in line]
-    assert len(steps) == 2
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
     for line in steps:
         assert 0.0 < line["gentle/worse_fraction"] < 1.0
         assert line["rewards/mean"] < 0.0  # a share of digits is not, a log-probability is
+    assert "accuracy" in trial.run("rl-eval", "--local").lower()
