@@ -31,8 +31,9 @@ class RowExperiment(Experiment):
         """The model function calls of one step; the last one trains."""
 
     def key_of(self, role: str) -> str:
-        """The key of the file that describes the model of a role."""
-        return role
+        """The key of the file that describes the model of a role: the field that holds it."""
+        model = self.models[role]
+        return next((name for name in type(self).model_fields if getattr(self, name) is model), role)
 
     def initial_setup(self) -> ExperimentConfig:
         dataset = self.read_dataset()

@@ -27,8 +27,5 @@ class SFTExperiment(RowExperiment):
     def models(self) -> dict[str, ModelConfig]:
         return {"actor": self.model}
 
-    def key_of(self, role: str) -> str:
-        return "model"
-
     def calls(self) -> list[ModelFunctionCall]:
         return [self.train_call("sft", input_keys=ROW_KEYS)]

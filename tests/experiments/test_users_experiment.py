@@ -128,6 +128,13 @@ def test_a_graph_of_ones_own_is_models_and_calls(submit: Submit) -> None:
     assert {name: mesh.ranks for name, mesh in plan.master.meshes.items()} == {"actor/0": (0,), "teacher/0": (1,)}
 
 
+def test_what_is_wrong_with_a_model_of_ones_own_is_said_under_its_field(submit: Submit) -> None:
+    with pytest.raises(ConfigError) as raised:
+        submit(TAUGHT, "teacher.path=nowhere")
+    (problem,) = raised.value.problems
+    assert (problem.place, problem.path) == ("-s teacher.path=nowhere", ("teacher", "path"))
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
