@@ -35,7 +35,7 @@ def test_everything_of_ones_own_takes_part_in_a_trial(
     file = customized(folder)
     monkeypatch.chdir(folder)  # where a user's files lie, and rl-submit is started
     trial = start_trial(
-        "ppo",
+        "grpo",  # whose paths are those that the file has, too
         num_rows=40,
         pause_s=0.02,
         file=file,
