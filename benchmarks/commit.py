@@ -35,6 +35,8 @@ from corral.experiments.trial.directory import TrialDirectory  # noqa: E402
 from corral.experiments.trial.journal import Journal  # noqa: E402
 from corral.experiments.trial.log import TrialLog  # noqa: E402
 from corral.experiments.worker_specs import MasterWorkerSpec  # noqa: E402
+from corral.scheduling.mesh import Mesh  # noqa: E402
+from corral.scheduling.parallel import ParallelDims  # noqa: E402
 from corral.scheduling.policy_version import Lineage, PolicyVersion  # noqa: E402
 from corral.workers.checkpoint.checkpoint import RecoveryPoint, last_valid_commit  # noqa: E402
 from corral.workers.checkpoint.durable_file import FileEntry  # noqa: E402
@@ -150,12 +152,14 @@ def make_parts(trial: TrialDirectory, rank: Rank) -> EpochParts:
         source="dataset",
         max_head_offpolicyness=0,
         control=TrainControl(),
-        num_model_workers=1,
+        meshes={f"{ROLE}/0": Mesh(ranks=(0,), dims=ParallelDims())},
+        sample_ranks=[0],
         initial_weights={ROLE: trial.path},
         published_role=ROLE,
     )
     return EpochParts(
         spec=spec,
+        graph=cast(Any, None),  # nothing runs on it here
         trial=trial,
         presence=cast(Any, Phases()),
         journal=Journal(trial.journal_path),
@@ -166,6 +170,7 @@ def make_parts(trial: TrialDirectory, rank: Rank) -> EpochParts:
         lineage=Lineage([], epoch=writer.epoch),
         buffer=SequenceBuffer(is_consumed=ledger.consumed),
         source=cast(Any, None),
+        held_out_rows=(),
         publish=lambda version, weights: None,
         weights_in_use=frozenset,
         step_timeout_s=600.0,
