@@ -56,7 +56,7 @@ def test_synchronous_ppo_and_asynchronous_ppo_at_eta_0_are_the_same_training(
     start_trial: Callable[..., Trial], tmp_path: Path
 ) -> None:
     asynchronous = start_trial("grpo", num_rows=40, overrides=ALIKE | {"rollout.max_head_offpolicyness": 0})
-    in_turns = start_trial("ppo", num_rows=40, overrides=ALIKE, file=synchronous(tmp_path))
+    in_turns = start_trial("grpo", num_rows=40, overrides=ALIKE, file=synchronous(tmp_path))
     for trial in (asynchronous, in_turns):
         trial.wait_for_end()
         check_nothing_is_left(trial)
@@ -69,9 +69,9 @@ def test_a_replica_on_ranks_of_its_own_generates_what_the_policy_would(
     start_trial: Callable[..., Trial], tmp_path: Path
 ) -> None:
     file = synchronous(tmp_path)
-    alone = start_trial("ppo", num_rows=40, overrides=ALIKE, file=file)
+    alone = start_trial("grpo", num_rows=40, overrides=ALIKE, file=file)
     apart = start_trial(
-        "ppo", num_rows=40, overrides=ALIKE | {"allocation": "actor=fsdp:d1,generation=fsdp:d1"}, file=file
+        "grpo", num_rows=40, overrides=ALIKE | {"allocation": "actor=fsdp:d1,generation=fsdp:d1"}, file=file
     )
     for trial in (alone, apart):
         trial.wait_for_end()

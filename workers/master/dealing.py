@@ -43,7 +43,8 @@ class Dealer:
         mesh = self._spec.mesh(call.model_name)
         if mesh.dims.dp == 1:
             return [list(uids)]
-        dealt, shares = self._last.get(mesh.ranks, ([], []))
+        nothing: tuple[list[str], list[list[str]]] = ([], [[] for _ in range(mesh.dims.dp)])
+        dealt, shares = self._last.get(mesh.ranks, nothing)
         if dealt != uids:
             shares = self._deal_anew(call, mesh, uids, buffer)
             if call.call_type is not CallType.GENERATE:  # its answers will have other lengths than its prompts

@@ -72,6 +72,14 @@ def test_another_mesh_is_dealt_by_itself_and_then_stays_as_it_is() -> None:
     assert dealer.deal(CRITIC, list("dcba"), buffer) == [sorted(share, reverse=True) for share in first]
 
 
+def test_every_rank_has_a_share_of_no_samples_too() -> None:
+    buffer = buffer_of({"a": 0}, {"a": 100})
+    dealer = Dealer(SPEC, GRAPH)
+    assert dealer.deal(REF, [], buffer) == [[], []]
+    assert sorted(dealer.deal(REF, ["a"], buffer)) == [[], ["a"]]
+    assert dealer.deal(REF, [], buffer) == [[], []]
+
+
 def test_answers_are_dealt_anew_once_their_lengths_are_known() -> None:
     generate = ModelFunctionCall.model_validate(
         {"name": "gen", "model_name": "ref", "call_type": "generate", "implementation": "x", "n_seqs": 4}
