@@ -10,6 +10,7 @@
 Without a critic, advantages compare the answers to one prompt: GRPO and its kin.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -66,9 +67,9 @@ class PolicyExperiment(Experiment):
     """The algorithm."""
 
     @property
+    @abstractmethod
     def generation(self) -> GenerationConfig:
         """How answers are made and judged."""
-        raise NotImplementedError
 
     @property
     def models(self) -> dict[str, ModelConfig]:

@@ -73,14 +73,16 @@ class Generator:
             orders: admission number of each prompt, which decides its random numbers.
             version: tag of the model's weights.
         """
-        was_training = model.training
-        model.eval()
-        with torch.no_grad():
-            decoder = Decoder(model)
         rows = [self._rows[split_uid(uid)[1]] for uid in uids]
         prompts = [encode_prompt(self._tokenizer, row.prompt) for row in rows]
-        groups = self._answers(decoder, prompts, orders, version=version) if uids else []
-        model.train(was_training)
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                decoder = Decoder(model)
+            groups = self._answers(decoder, prompts, orders, version=version) if uids else []
+        finally:
+            model.train(was_training)
         return asyncio.run(self._judge_all(uids, orders, rows, prompts, groups))
 
     def _answers(
