@@ -2,7 +2,8 @@
 
 A test writes the pace into the file that CORRAL_TEST_PACE names: {"pause_s": 0.1, "until_step": 7}. Every reward takes
 so long; and from that train step on none is given, so that however slow the test is, the trial does not run out of work
-before the test has acted. Without the file rewards take no time.
+before the test has acted. A trial that is asked to stop goes on, slowly: where the step itself answers the prompts, the
+stop waits for its end. Without the file rewards take no time. CORRAL_TEST_TRIAL names the trial's directory.
 """
 
 import json
@@ -20,7 +21,7 @@ def digits(problem: Mapping[str, Any], answer: str) -> float:
     """The share of digits in the answer, at the pace of the test."""
     # A worker that leaves waits for its threads.
     while (pace := _read_pace()) is not None and threading.main_thread().is_alive():
-        if pace["until_step"] is None or _last_step() < pace["until_step"]:
+        if pace["until_step"] is None or _last_step() < pace["until_step"] or _is_asked_to_stop():
             time.sleep(pace["pause_s"])
             break
         time.sleep(_POLL_INTERVAL_S)
@@ -34,10 +35,14 @@ def _read_pace() -> dict[str, Any] | None:
         return None
 
 
+def _is_asked_to_stop() -> bool:
+    return (Path(os.environ["CORRAL_TEST_TRIAL"]) / "control/stop.json").exists()
+
+
 def _last_step() -> int:
     """The newest train step in the trial's metrics."""
     try:
-        lines = Path(os.environ["CORRAL_TEST_METRICS"]).read_bytes().split(b"\n")[:-1]
+        lines = (Path(os.environ["CORRAL_TEST_TRIAL"]) / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return 0
     return int(json.loads(lines[-1])["step"]) if lines else 0

@@ -101,9 +101,11 @@ class Trial:
 
     def run(self, program: str, *arguments: str, exit_code: int = 0) -> str:
         """What one of our commands prints about this trial; it must end with `exit_code`."""
-        return run_program(
-            [program, *arguments, str(self.directory.path)], environment=self.environment, exit_code=exit_code
-        )
+        command = [program, *arguments, str(self.directory.path)]
+        try:
+            return run_program(command, environment=self.environment, exit_code=exit_code)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"{error}\n{self.tails()}") from None
 
     def run_resume(self) -> str:
         """`rl-submit --resume`; what it printed."""
@@ -304,7 +306,7 @@ def submit(
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parent),  # where paced_rewards is
         "CORRAL_TEST_PACE": str(pace.path),
-        "CORRAL_TEST_METRICS": str(directory / "metrics.jsonl"),
+        "CORRAL_TEST_TRIAL": str(directory),
     }
     file = file or RECIPES / f"arithmetic_{recipe}.yaml"
     trial = Trial(
