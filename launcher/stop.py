@@ -63,6 +63,7 @@ def stop_trial(
     grace_s: float | None = None,
     cluster: JobQueue | None = None,
     pause: Callable[[float], None] | None = None,
+    tell: Callable[[TrialStatus], None] = lambda status: None,
 ) -> TrialStatus:
     """Stops a trial and waits until it has ended; a trial that has ended already is left as it is.
 
@@ -71,6 +72,7 @@ def stop_trial(
         grace_s: how long it may take to checkpoint; None is the trial's own.
         cluster: ends its jobs; None is the one that this machine reaches.
         pause: waits between two looks, instead of time.sleep; what it raises ends the waiting, and not the stop.
+        tell: is given what each look saw.
 
     Raises:
         TimeoutError: if it is still there after the grace period and a bounded teardown, or if its file system does not
@@ -99,6 +101,7 @@ def stop_trial(
                 f"rl-stop --now {facts.name} does not wait"
                 + (f", scancel {status.job_id} ends its job" * bool(status.job_id))
             )
+        tell(status)
         (pause or time.sleep)(1.0 if has_jobs(facts.mode) else _POLL_INTERVAL_S)
         (status,) = reader.read([facts])
     return status

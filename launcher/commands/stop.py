@@ -16,9 +16,11 @@ from corral.launcher.commands.common import TRIAL_HELP, Fileroot, fail, find_in_
 from corral.launcher.commands.completion import complete_group, complete_trial
 
 if TYPE_CHECKING:
+    from corral.launcher.status.judge import TrialStatus
     from corral.launcher.trial.find import TrialFacts
 
 _AWAKE_S = 0.2
+_TELL_EVERY_S = 10.0  # most stops take less
 _TRIALS_HELP = f"{TRIAL_HELP} Or the id of its SLURM job."
 
 
@@ -121,7 +123,7 @@ def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, 
         else:
             can_checkpoint = not now and before.state not in (*NOT_STARTED, "LOST")
             print(f"stopping {facts.name}" + (" after a last checkpoint" if can_checkpoint else ""), flush=True)
-            after, what = stop_trial(facts, now=now, grace_s=grace, pause=pause), ""
+            after, what = stop_trial(facts, now=now, grace_s=grace, pause=pause, tell=Teller(facts.name)), ""
         return f"{facts.name} {what}{after.state}" + (f": {after.note}" if after.note else "")
 
     try:
@@ -132,6 +134,21 @@ def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, 
     if any(has_jobs(facts.mode) for facts in found):
         # Else rl-status would show for some seconds what the queue said before.
         CachedQueue(queue_here()).look(newer_than=time.time())
+
+
+class Teller:
+    """Says now and then for whom a stop waits: a step may take minutes, and it is not left half done."""
+
+    def __init__(self, trial: str) -> None:
+        self._trial = trial
+        self._told = time.monotonic()
+
+    def __call__(self, status: "TrialStatus") -> None:
+        from corral.launcher.status.waits import render_chain
+
+        if status.waits and time.monotonic() - self._told >= _TELL_EVERY_S:
+            self._told = time.monotonic()
+            print(f"{self._trial} waits: {render_chain(status.waits[0])}", flush=True)
 
 
 class _LeftError(RuntimeError):

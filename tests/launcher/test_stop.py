@@ -17,11 +17,13 @@ import pytest
 from corral.experiments.trial.log import TrialLog
 from corral.launcher import stop
 from corral.launcher.cluster.own_jobs import own_jobs_of_plan
-from corral.launcher.commands.stop import in_parallel
+from corral.launcher.commands.stop import Teller, in_parallel
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.status.judge import TrialStatus
+from corral.launcher.status.waits import WaitChain, WaitStep
+from corral.launcher.status.words import WorkerState
 from corral.launcher.stop import StopRefusedError, cancel_orphan, directory_of_job, find_orphaned_job
 from corral.launcher.trial.find import read_facts
 from tests.launcher.conftest import MakeTrial
@@ -159,6 +161,25 @@ def test_ctrl_c_that_reaches_another_thread_is_heard() -> None:
     with pytest.raises(KeyboardInterrupt):
         in_parallel([action], is_left)
     assert heard.get(timeout=60)
+
+
+def test_a_stop_that_takes_long_says_for_whom_it_waits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def step(worker: str, phase: str, waiting_for: str = "") -> WaitStep:
+        return WaitStep(worker=worker, state=WorkerState.UP, phase=phase, since_s=70.0, waiting_for=waiting_for)
+
+    chain = WaitChain(steps=(step("master_worker/0", "train step", "actor_gen"), step("model_worker/0", "generate")))
+    status = TrialStatus(experiment="exp", trial="trial", directory="/", mode="local", state="RUNNING", waits=[chain])
+    tell = Teller("exp/trial")
+    tell(status)
+    assert capsys.readouterr().out == ""  # not yet
+    monkeypatch.setattr("corral.launcher.commands.stop._TELL_EVERY_S", 0.0)
+    tell(status)
+    told = capsys.readouterr().out
+    assert told.startswith("exp/trial waits: master_worker/0") and "model_worker/0" in told and "actor_gen" in told
+    tell(dataclasses.replace(status, waits=[]))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.usefixtures("obeys_ctrl_c")
