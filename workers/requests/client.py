@@ -20,6 +20,7 @@ import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 from corral.workers.requests.messages import (
@@ -44,6 +45,7 @@ from corral.workers.streams.errors import (
     PeerDeadError,
     StaleEpochError,
     StreamClosedError,
+    StreamError,
     StreamTimeoutError,
 )
 from corral.workers.streams.router import Peer, RouterEndpoint
@@ -59,11 +61,28 @@ class _Worker:
     hello: Hello
     identity: bytes | None
     """None while it is not connected."""
-    pending: PendingCalls[RequestId, ReplyPayload]
+    pending: PendingCalls[str, ReplyPayload]
+    """By request id as it is written: what a reply names is looked up, and not read."""
     is_dead: bool = False
     grace_timer: asyncio.TimerHandle | None = None
-    unflushed: list[RequestId] = field(default_factory=list)
+    unflushed: list[str] = field(default_factory=list)
     riders: list[Rider] = field(default_factory=list)
+
+    def take_unflushed(self, *more: str) -> tuple[str, ...]:
+        """What a flush of now names for this worker: what was posted since the last one, and these."""
+        if not self.unflushed:
+            return more
+        # What nobody waits for any more, because of an error or a deadline, need not start.
+        unflushed = [request_id for request_id in self.unflushed if request_id in self.pending]
+        self.unflushed = []
+        return (*unflushed, *more)
+
+    def take_riders(self) -> tuple[Rider, ...]:
+        """What goes with the next message to this worker."""
+        if not self.riders:
+            return ()
+        riders, self.riders = tuple(self.riders), []
+        return riders
 
     def end_grace(self) -> None:
         if self.grace_timer is not None:
@@ -110,7 +129,7 @@ class RequestClient(Closing):
         self._sequence = itertools.count(1)
         self._level = itertools.count(1)
         self._worker_by_id: dict[str, _Worker] = {}
-        self._worker_id_by_identity: dict[bytes, str] = {}
+        self._worker_by_identity: dict[bytes, _Worker] = {}
         self._arrival = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
@@ -184,14 +203,19 @@ class RequestClient(Closing):
                 costs no message. Nothing is awaited while posting, so that of two requests which two workers share,
                 both start the one that was posted first, first.
         """
-        request_id = RequestId(self._epoch, next(self._sequence))
+        request_id = str(RequestId(self._epoch, next(self._sequence)))
         level = next(self._level) if flush else None
+        # A step posts to a thousand workers some times: what they have in common is made once.
+        asked_by_type = {kind: f"{kind.__name__} {request_id}" for kind in set(map(type, requests.values()))}
         frames_by_content: dict[Hashable, list[Buffer]] = {}
         replies = PendingReplies(requests)
-        for worker, request in requests.items():
-            before, after = pre_hooks.get(worker, ()), post_hooks.get(worker, ())
-            starts = () if level is None else self._take_unflushed(worker, request_id)
-            riders = self._take_riders(worker)
+        for worker_id, request in requests.items():
+            worker, asked = self._worker_by_id.get(worker_id), asked_by_type[type(request)]
+            if worker is None or worker.is_dead:
+                replies.end(worker_id, None, _not_here(worker_id, asked) if worker is None else _dead(worker, asked))
+                continue
+            before, after = pre_hooks.get(worker_id, ()), post_hooks.get(worker_id, ())
+            starts, riders = () if level is None else worker.take_unflushed(request_id), worker.take_riders()
             content = (id(request), id(before), id(after), starts, *map(id, riders))
             if content not in frames_by_content:
                 started = None if level is None else Flush(level=level, request_ids=list(starts))
@@ -203,9 +227,12 @@ class RequestClient(Closing):
                     flush=started,
                 )
                 frames_by_content[content] = self._codec.encode(
-                    body, epoch=self._epoch, request_id=str(request_id), deadline_s=deadline_s
+                    body, epoch=self._epoch, request_id=request_id, deadline_s=deadline_s
                 )
-            self._ask(request_id, request, frames_by_content[content], Share(replies, worker), is_flushed=flush)
+            worker.pending.start(request_id, frames_by_content[content], asked=asked, waiter=Share(replies, worker_id))
+            if not flush and isinstance(request, BlockingRequest):
+                worker.unflushed.append(request_id)
+            self._send(worker, frames_by_content[content])
         replies.expire_by(self._loop.call_later(deadline_s, self._expire, request_id, replies, deadline_s))
         return replies
 
@@ -226,8 +253,8 @@ class RequestClient(Closing):
         """
         level = next(self._level)
         requests: dict[str, Request] = {}
-        for worker_id in self._worker_by_id:
-            if waiting := self._take_unflushed(worker_id):
+        for worker_id, worker in self._worker_by_id.items():
+            if waiting := worker.take_unflushed():
                 requests[worker_id] = Flush(level=level, request_ids=list(waiting))
         await self.post(requests, deadline_s=deadline_s).results()
 
@@ -242,40 +269,7 @@ class RequestClient(Closing):
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def _take_unflushed(self, worker_id: str, *more: RequestId) -> tuple[str, ...]:
-        """What a flush of now names for this worker: what was posted since the last one, and these."""
-        worker = self._worker_by_id.get(worker_id)
-        unflushed: list[RequestId] = []
-        if worker is not None and worker.unflushed:
-            # What nobody waits for any more, because of an error or a deadline, need not start.
-            unflushed = [request_id for request_id in worker.unflushed if request_id in worker.pending]
-            worker.unflushed = []
-        return tuple(str(request_id) for request_id in (*unflushed, *more))
-
-    def _take_riders(self, worker_id: str) -> tuple[Rider, ...]:
-        worker = self._worker_by_id.get(worker_id)
-        if worker is None or not worker.riders:
-            return ()
-        riders, worker.riders = tuple(worker.riders), []
-        return riders
-
-    def _ask(
-        self, request_id: RequestId, request: Request, frames: list[Buffer], share: Share, *, is_flushed: bool
-    ) -> None:
-        asked = f"{type(request).__name__} {request_id}"
-        worker = self._worker_by_id.get(share.worker)
-        if worker is None:
-            share.fail(PeerDeadError(f"{share.worker} got {asked} but has not said hello; wait_for_workers first"))
-            return
-        if worker.is_dead:
-            share.fail(_dead(worker.hello, asked))
-            return
-        worker.pending.start(request_id, frames, asked=asked, waiter=share)
-        if not is_flushed and isinstance(request, BlockingRequest):
-            worker.unflushed.append(request_id)
-        self._send(worker, frames)
-
-    def _expire(self, request_id: RequestId, replies: PendingReplies, deadline_s: float) -> None:
+    def _expire(self, request_id: str, replies: PendingReplies, deadline_s: float) -> None:
         for worker_id in replies.missing:
             self._worker_by_id[worker_id].pending.expire(request_id, deadline_s)
 
@@ -294,7 +288,7 @@ class RequestClient(Closing):
         if isinstance(body, Hello):
             self._welcome(peer.identity, body)
         else:
-            self._settle(peer.identity, RequestId.parse(message.request_id), body)
+            self._settle(peer.identity, message.request_id, body)
 
     def _welcome(self, identity: bytes, hello: Hello) -> None:
         if self._expected is not None and hello.worker not in self._expected:
@@ -307,40 +301,40 @@ class RequestClient(Closing):
             worker = self._worker_by_id[hello.worker] = _Worker(hello, identity, PendingCalls(lambda: hello.worker))
             logger.info("%s (pid %d) is connected", hello.worker, hello.pid)
         if worker.identity is not None:
-            self._worker_id_by_identity.pop(worker.identity, None)
+            self._worker_by_identity.pop(worker.identity, None)
         worker.end_grace()
         worker.is_dead = False
         worker.hello = hello
         worker.identity = identity
-        self._worker_id_by_identity[identity] = hello.worker
+        self._worker_by_identity[identity] = worker
         for frames in worker.pending.frames():
             self._send(worker, frames)
         self._arrival.set()
 
-    def _settle(self, identity: bytes, request_id: RequestId, reply: ReplyPayload) -> None:
-        worker_id = self._worker_id_by_identity.get(identity)
-        if worker_id is None:
+    def _settle(self, identity: bytes, request_id: str, reply: ReplyPayload) -> None:
+        worker = self._worker_by_identity.get(identity)
+        if worker is None:
             raise MalformedMessageError("a reply came before a hello")
-        pending = self._worker_by_id[worker_id].pending
-        if isinstance(reply, ErrorReply):
-            is_awaited = pending.fail(request_id, lambda asked: remote_error(f"{worker_id} ({asked})", reply))
-        elif isinstance(reply, StaleReply):
-            stale = StaleEpochError(peer=worker_id, epoch=self._epoch, max_epoch=reply.max_epoch)
-            is_awaited = pending.fail(request_id, lambda _: stale)
+        if isinstance(reply, (ErrorReply, StaleReply)):
+            is_awaited = worker.pending.fail(request_id, partial(self._refusal, worker.hello.worker, reply))
         else:
-            is_awaited = pending.settle(request_id, reply)
+            is_awaited = worker.pending.settle(request_id, reply)
         if not is_awaited:
             self.num_late += 1
+
+    def _refusal(self, worker_id: str, reply: ErrorReply | StaleReply, asked: str) -> StreamError:
+        if isinstance(reply, StaleReply):
+            return StaleEpochError(peer=worker_id, epoch=self._epoch, max_epoch=reply.max_epoch)
+        return remote_error(f"{worker_id} ({asked})", reply)
 
     # --- liveness ---------------------------------------------------------------------------------------------------
 
     def _handle_peer_gone(self, identity: bytes) -> None:
-        worker_id = self._worker_id_by_identity.pop(identity, None)
-        if worker_id is None or self._is_closed:
+        worker = self._worker_by_identity.pop(identity, None)
+        if worker is None or worker.is_dead or self._is_closed:  # a dead one was replaced by another process
             return
-        worker = self._worker_by_id[worker_id]
         worker.identity = None
-        logger.warning("%s disconnected; it has %.1f s to come back", worker_id, self._reconnect_grace_s)
+        logger.warning("%s disconnected; it has %.1f s to come back", worker.hello.worker, self._reconnect_grace_s)
         worker.grace_timer = self._loop.call_later(self._reconnect_grace_s, self._bury, worker)
 
     def _bury(self, worker: _Worker) -> None:
@@ -350,13 +344,18 @@ class RequestClient(Closing):
             return
         worker.is_dead = True
         worker.unflushed, worker.riders = [], []
-        worker.pending.fail_all(lambda asked: _dead(worker.hello, asked))
+        worker.pending.fail_all(lambda asked: _dead(worker, asked))
         logger.warning("%s (pid %d) is dead", worker.hello.worker, worker.hello.pid)
         if self._on_worker_dead is not None:
             self._on_worker_dead(worker.hello.worker)
 
 
-def _dead(hello: Hello, asked: str) -> PeerDeadError:
+def _not_here(worker_id: str, asked: str) -> PeerDeadError:
+    return PeerDeadError(f"{worker_id} got {asked} but has not said hello; wait_for_workers first")
+
+
+def _dead(worker: _Worker, asked: str) -> PeerDeadError:
+    hello = worker.hello
     return PeerDeadError(
         f"{hello.worker} (pid {hello.pid}) died before it answered {asked}; see the end of its log for the reason"
     )

@@ -8,7 +8,8 @@ on_each(): as they come <──────────────────�
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from corral.workers.requests.messages import ReplyPayload
 from corral.workers.streams.calls import mark_seen
@@ -78,8 +79,7 @@ class PendingReplies:
         return is_awaited
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(msgspec.Struct, frozen=True):
     """One worker's part of what is on its way."""
 
     replies: PendingReplies

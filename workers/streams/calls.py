@@ -18,6 +18,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+import msgspec
+
 from corral.workers.streams.codec import Buffer, MessageBody
 from corral.workers.streams.errors import MalformedMessageError, RemoteError, StreamError, StreamTimeoutError
 
@@ -60,9 +62,8 @@ class Waiter(Protocol[ReplyT_contra]):
     def fail(self, error: StreamError) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Call(Generic[ReplyT]):
-    """A request that was not answered yet."""
+class _Call(msgspec.Struct, Generic[ReplyT], frozen=True):
+    """A request that was not answered yet; made for every message, as which a frozen dataclass is slow."""
 
     asked: str
     frames: list[Buffer]

@@ -11,7 +11,6 @@ types or raises `MalformedMessageError`.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -80,8 +79,7 @@ class MessageBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 BodyT = TypeVar("BodyT")
 
 
-@dataclass(frozen=True, slots=True)
-class Message(Generic[BodyT]):
+class Message(msgspec.Struct, Generic[BodyT], frozen=True):
     """What was received."""
 
     epoch: int
@@ -149,7 +147,7 @@ class MessageCodec(Generic[BodyT]):
         try:
             header = self._header_decoder.decode(frames[0])
             self._check_origin(header)
-            tensors = _decode_tensors(header.tensors, frames)
+            tensors = _decode_tensors(header.tensors, frames) if header.tensors or len(frames) > 1 else {}
             return Message(
                 epoch=header.epoch,
                 request_id=header.request_id,

@@ -124,7 +124,7 @@ class RouterEndpoint(Generic[BodyT]):
         self._purpose = purpose
         self._on_message = on_message
         self._on_peer_gone = on_peer_gone
-        self._role_by_identity: dict[bytes, str] = {}
+        self._peer_by_identity: dict[bytes, Peer] = {}
         self._loop = asyncio.get_running_loop()
         self._probe_timer: asyncio.TimerHandle | None = None
         self._num_probes = 0
@@ -178,17 +178,17 @@ class RouterEndpoint(Generic[BodyT]):
 
     def _deliver(self, frames: list[zmq.Frame]) -> None:
         identity = frames[0].bytes
-        role = self._role_by_identity.get(identity)
-        if role is None:  # it is the connection's, and each connection has an identity of its own
-            found = frames[-1].get("User-Id")
-            assert isinstance(found, str)
-            role = self._role_by_identity[identity] = found
+        peer = self._peer_by_identity.get(identity)
+        if peer is None:  # the role is the connection's, and each connection has an identity of its own
+            role = frames[-1].get("User-Id")
+            assert isinstance(role, str)
+            peer = self._peer_by_identity[identity] = Peer(identity, role)
         if len(frames) < 2:
             return
         try:
-            self._on_message(Peer(identity, role), self._codec.decode([frame.buffer for frame in frames[1:]]))
+            self._on_message(peer, self._codec.decode([frame.buffer for frame in frames[1:]]))
         except MalformedMessageError as error:
-            self._malformed.note(f"of a {role}: {error}")
+            self._malformed.note(f"of a {peer.role}: {error}")
 
     def _deliver_event(self, frames: list[zmq.Frame]) -> None:
         if len(frames) != 2:
@@ -210,11 +210,11 @@ class RouterEndpoint(Generic[BodyT]):
 
     def _probe(self) -> None:
         self._probe_timer = None
-        for identity in list(self._role_by_identity):
+        for identity in list(self._peer_by_identity):
             try:
                 self.send(identity, PROBE)
             except PeerDeadError:
-                del self._role_by_identity[identity]
+                del self._peer_by_identity[identity]
                 self._on_peer_gone(identity)
         self._num_probes += 1
         if self._num_probes < len(_PROBE_DELAYS_S):

@@ -226,7 +226,7 @@ def test_metadata_travels_typed(as_role: AsRole) -> None:
             await client.flush(deadline_s=10)
             envelope = await take(stream)
             assert envelope.request == request
-            reply = MetadataReply(samples=[SampleMetadata(uid="0:a", keys=["ref_logprobs"], num_tokens=[7], order=3)])
+            reply = MetadataReply(samples=[SampleMetadata(uid="0:a", keys=("ref_logprobs",), num_tokens=[7], order=3)])
             await asyncio.to_thread(stream.reply, envelope, reply)
             assert (await pending.results())[stream.worker_id] == reply
 
@@ -371,6 +371,33 @@ def test_a_restarted_worker_fails_what_its_predecessor_had_not_answered(as_role:
                 assert hello is not None and hello.incarnation == "second"
 
     with_master(run, as_role("master_worker"))
+
+
+def test_the_end_of_a_predecessors_connection_is_not_taken_for_its_successors(as_role: AsRole) -> None:
+    dead: list[str] = []
+
+    async def run() -> None:
+        security = as_role("model_worker")
+        with (
+            RequestClient(
+                as_role("master_worker"), address=LOOPBACK, epoch=1, reconnect_grace_s=0.0, on_worker_dead=dead.append
+            ) as client,
+            contextlib.ExitStack() as predecessor,
+        ):
+            await initialize(
+                client, predecessor.enter_context(worker(security, lambda: client.endpoint, incarnation="first"))
+            )
+            with worker(security, lambda: client.endpoint, incarnation="second") as second:
+                await until(lambda: dead == ["model_worker/0"], waiting_for="the successor")
+                predecessor.close()
+                with worker(security, lambda: client.endpoint, index=1) as other:
+                    await client.wait_for_workers([other.worker_id], timeout_s=120)
+                # Who is gone is found out in the order in which they came.
+                await until(lambda: "model_worker/1" in dead, waiting_for="the end of another worker")
+                await initialize(client, second)
+                assert dead == ["model_worker/0", "model_worker/1"]
+
+    asyncio.run(run())
 
 
 def test_a_request_survives_a_broken_connection_and_is_run_once(as_role: AsRole) -> None:
