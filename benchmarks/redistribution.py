@@ -79,7 +79,7 @@ class Batch:
         )
 
     def located(self) -> Locations:
-        return {uid: {key: {owner} for key in KEYS} for uid, owner in self.owner.items()}
+        return {uid: dict.fromkeys(KEYS, frozenset((owner,))) for uid, owner in self.owner.items()}
 
     def wanted(self) -> list[Demand]:
         uids: defaultdict[int, list[str]] = defaultdict(list)

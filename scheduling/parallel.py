@@ -62,10 +62,10 @@ class ParallelDims:
 
     def ranks_of_dp(self, dp_rank: int) -> tuple[int, ...]:
         """All ranks that work on the data of one data-parallel rank, ascending."""
+        first = self.rank_of(dp_rank=dp_rank, tp_rank=0, pp_rank=0)
+        stage = self.dp * self.tp
         return tuple(
-            self.rank_of(dp_rank=dp_rank, tp_rank=tp_rank, pp_rank=pp_rank)
-            for pp_rank in range(self.pp)
-            for tp_rank in range(self.tp)
+            rank for start in range(first, first + self.world_size, stage) for rank in range(start, start + self.tp)
         )
 
     def dp_head(self, dp_rank: int) -> int:
@@ -75,7 +75,7 @@ class ParallelDims:
     @property
     def dp_heads(self) -> tuple[int, ...]:
         """The head of each data-parallel rank, by dp rank."""
-        return tuple(self.dp_head(dp_rank) for dp_rank in range(self.dp))
+        return tuple(range(self.dp_head(0), self.world_size, self.tp))
 
     def __str__(self) -> str:
         return f"d{self.dp}t{self.tp}p{self.pp}"

@@ -15,11 +15,11 @@ one destination, which passes it on to the others of its host:
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-Locations = Mapping[str, Mapping[str, Set[int]]]
+Locations = Mapping[str, Mapping[str, frozenset[int]]]
 """uid -> key -> ranks that hold it."""
 _MAX_SHOWN = 5
 
@@ -192,12 +192,11 @@ def _bundles_by_uid(locations: Locations, wanted: Sequence[Demand]) -> Iterator[
 def _not_there(locations: Locations, demand: Demand) -> Iterator[str]:
     """Samples of which one of the ranks lacks a key. Mostly there are few, and the others are to cost little."""
     ranks, keys = frozenset(demand.ranks), demand.keys
-    nowhere: Mapping[str, Set[int]] = {}
-    nobody: Set[int] = frozenset()
+    nowhere: Mapping[str, frozenset[int]] = {}
     for uid in demand.uids:
-        of_sample = locations.get(uid, nowhere)
-        for key in keys:
-            if not ranks <= of_sample.get(key, nobody):
+        # Mostly all keys of a sample lie in one place.
+        for place in set(map(locations.get(uid, nowhere).get, keys)):
+            if place is None or not ranks <= place:
                 yield uid
                 break
 

@@ -1,22 +1,22 @@
 """Every rank gets what it lacks, once, from a rank that has it, and each byte comes to a host once."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.redistribution import Demand, Parcel, plan_redistribution
+from corral.scheduling.redistribution import Demand, Locations, Parcel, plan_redistribution
 
 Item = tuple[str, str]
-Situation = tuple[dict[str, dict[str, set[int]]], list[Demand], dict[int, str] | None]
+Situation = tuple[dict[str, dict[str, frozenset[int]]], list[Demand], dict[int, str] | None]
 
 UIDS = ("0:a", "0:b", "0:c", "0:d")
 KEYS = ("input_ids", "rewards", "values")
 ranks = st.integers(0, 5)
 locations = st.fixed_dictionaries(
-    {uid: st.fixed_dictionaries({key: st.sets(ranks, min_size=1) for key in KEYS}) for uid in UIDS}
+    {uid: st.fixed_dictionaries({key: st.frozensets(ranks, min_size=1) for key in KEYS}) for uid in UIDS}
 )
 demands = st.builds(
     Demand,
@@ -32,13 +32,11 @@ def same_size(uid: str, keys: Sequence[str]) -> int:
     return len(keys)
 
 
-def plan(
-    located: Mapping[str, Mapping[str, Set[int]]], wanted: Sequence[Demand], host_by_rank: Mapping[int, str] | None
-) -> list[Parcel]:
+def plan(located: Locations, wanted: Sequence[Demand], host_by_rank: Mapping[int, str] | None) -> list[Parcel]:
     return plan_redistribution(located, wanted, size_bytes=same_size, host_by_rank=host_by_rank)
 
 
-def lacking(located: Mapping[str, Mapping[str, Set[int]]], wanted: Sequence[Demand]) -> set[tuple[int, Item]]:
+def lacking(located: Locations, wanted: Sequence[Demand]) -> set[tuple[int, Item]]:
     return {
         (rank, (uid, key))
         for demand in wanted
@@ -111,13 +109,12 @@ def test_the_plan_does_not_depend_on_the_order_of_what_is_known(situation: Situa
 
 @given(locations, st.integers(0, 5), st.integers(0, 5))
 def test_all_keys_of_a_sample_come_in_one_message_where_one_rank_has_them(
-    located: dict[str, dict[str, set[int]]], holder: int, taker: int
+    located: dict[str, dict[str, frozenset[int]]], holder: int, taker: int
 ) -> None:
     for of_uid in located.values():
-        for holders in of_uid.values():
-            holders.add(holder)
-            holders.discard(taker)
-        of_uid["input_ids"] = {holder} - {taker}
+        for key, holders in of_uid.items():
+            of_uid[key] = (holders | {holder}) - {taker}
+        of_uid["input_ids"] = frozenset((holder,)) - {taker}
     wanted = [Demand(ranks=(taker,), uids=UIDS, keys=KEYS)]
     if holder != taker:
         assert plan(located, wanted, None) == [
@@ -126,7 +123,7 @@ def test_all_keys_of_a_sample_come_in_one_message_where_one_rank_has_them(
 
 
 def test_between_hosts_the_first_rank_that_gets_something_passes_it_on() -> None:
-    located = {"0:a": {"input_ids": {0}, "rewards": {0}}}
+    located = {"0:a": {"input_ids": frozenset({0}), "rewards": frozenset({0})}}
     wanted = [Demand(ranks=(1, 2, 3), uids=("0:a",), keys=("rewards", "input_ids"))]
     parcels = plan_redistribution(
         located, wanted, size_bytes=same_size, host_by_rank={0: "A", 1: "A", 2: "B", 3: "B"}, first_tag=7
@@ -140,7 +137,7 @@ def test_between_hosts_the_first_rank_that_gets_something_passes_it_on() -> None
 
 
 def test_a_holder_on_the_same_host_sends() -> None:
-    located = {f"0:{number}": {"input_ids": {0, 2}} for number in range(8)}
+    located = {f"0:{number}": {"input_ids": frozenset({0, 2})} for number in range(8)}
     wanted = [Demand(ranks=(3,), uids=tuple(located), keys=("input_ids",))]
     (parcel,) = plan(located, wanted, {0: "A", 2: "B", 3: "B"})
     assert (parcel.source, parcel.destinations) == (2, (3,))
@@ -148,7 +145,7 @@ def test_a_holder_on_the_same_host_sends() -> None:
 
 def test_sources_share_bytes() -> None:
     size = {f"0:{number}": size for number, size in enumerate([100, 20, 30, 50])}
-    located = {uid: {"input_ids": {0, 1}} for uid in size}
+    located = {uid: {"input_ids": frozenset({0, 1})} for uid in size}
     wanted = [Demand(ranks=(2,), uids=tuple(size), keys=("input_ids",))]
     parcels = plan_redistribution(located, wanted, size_bytes=lambda uid, keys: size[uid])
     assert {parcel.source: sum(size[uid] for uid in parcel.uids) for parcel in parcels} == {0: 100, 1: 100}
@@ -157,7 +154,7 @@ def test_sources_share_bytes() -> None:
 def test_what_nobody_has_is_named_with_who_wants_it() -> None:
     wanted = [Demand(ranks=(1, 2), uids=("0:a",), keys=("values",))]
     with pytest.raises(ValueError, match=r"no rank holds 'values' of '0:a' \(for ranks \[1, 2\]\)"):
-        plan({"0:a": {"input_ids": {0}}}, wanted, None)
+        plan({"0:a": {"input_ids": frozenset({0})}}, wanted, None)
     many = [Demand(ranks=(1,), uids=tuple(f"0:{number}" for number in range(8)), keys=("x",))]
     with pytest.raises(ValueError, match="and 3 more"):
-        plan({"0:0": {"x": set()}}, many, None)
+        plan({"0:0": {"x": frozenset()}}, many, None)

@@ -117,7 +117,7 @@ def plan_for(
 
 def locations_of(ranks: Sequence[Rank], wanted: Sequence[Demand]) -> Locations:
     places = {(uid, key) for demand in wanted for uid in demand.uids for key in demand.keys}
-    locations: dict[str, dict[str, set[int]]] = {uid: {} for demand in wanted for uid in demand.uids}
+    locations: dict[str, dict[str, frozenset[int]]] = {uid: {} for demand in wanted for uid in demand.uids}
     for uid, key in places:
-        locations[uid][key] = {number for number, rank in enumerate(ranks) if rank.store.holds(uid, key)}
+        locations[uid][key] = frozenset(number for number, rank in enumerate(ranks) if rank.store.holds(uid, key))
     return locations
