@@ -39,7 +39,7 @@ from corral.workers.streams.security import StreamSecurity
 
 TRIAL = "0123456789abcdef0123456789abcdef"
 _STATS = {f"ppo_actor/statistic_{number}": 0.125 * number for number in range(24)}
-_KEYS = ["input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask"]
+_KEYS = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask")
 
 
 class CountingCodec(MessageCodec[ToWorker]):
@@ -121,7 +121,7 @@ class StubRank:
             uid=f"0:problem-{self._rank:04}-{number:06}",
             keys=_KEYS,
             num_tokens=lengths,
-            versions=[version],
+            versions=(version,),
             order=number,
         )
 

@@ -13,11 +13,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from corral.scheduling.policy_version import PolicyVersion
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferedSample:
+class BufferedSample(msgspec.Struct, frozen=True, kw_only=True):
     """What the master knows about one sample (one prompt with its group of answers)."""
 
     uid: str
@@ -101,4 +102,7 @@ class SequenceBuffer:
         return dict(uids_by_rank)
 
     def _only(self, rank: int) -> frozenset[int]:
-        return self._set_by_rank.setdefault(rank, frozenset((rank,)))
+        only = self._set_by_rank.get(rank)
+        if only is None:
+            only = self._set_by_rank[rank] = frozenset((rank,))
+        return only

@@ -247,8 +247,8 @@ def buffered(metadata: SampleMetadata, *, owner: int) -> BufferedSample:
         order=metadata.order,
         owner=owner,
         num_tokens=metadata.num_tokens,
-        versions=_versions(tuple(metadata.versions)),
-        keys=_keys(tuple(metadata.keys)),
+        versions=_versions(metadata.versions),
+        keys=_keys(metadata.keys),
         dropped_because=metadata.dropped_because,
     )
 

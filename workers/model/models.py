@@ -180,9 +180,9 @@ def _described(generated: Generated, version: str) -> SampleMetadata:
     sample = generated.sample
     return SampleMetadata(
         uid=generated.uid,
-        keys=[] if sample is None else list(sample.seqlens),
+        keys=() if sample is None else tuple(sample.seqlens),
         num_tokens=[] if sample is None else sample.answer_lengths(),
-        versions=[version],
+        versions=(version,),
         order=generated.order,
         dropped_because=generated.dropped_because,
     )

@@ -86,7 +86,7 @@ class Samples:
 
     def _take_in(self, sample: SequenceSample) -> SampleMetadata:
         self.store.put(sample)
-        return SampleMetadata(uid=sample.uids[0], keys=list(sample.seqlens), num_tokens=sample.seqlens["input_ids"][0])
+        return SampleMetadata(uid=sample.uids[0], keys=tuple(sample.seqlens), num_tokens=sample.seqlens["input_ids"][0])
 
 
 @contextmanager

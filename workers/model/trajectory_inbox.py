@@ -64,9 +64,9 @@ class TrajectoryInbox:
             self._store.put(SequenceSample([uid], seqlens, dict(tensors)))
         return SampleMetadata(
             uid=uid,
-            keys=list(header.seqlens),
+            keys=tuple(header.seqlens),
             num_tokens=header.seqlens.get("input_ids", []),
-            versions=sorted({span.version for spans in header.version_spans for span in spans}),
+            versions=tuple(sorted({span.version for spans in header.version_spans for span in spans})),
             order=header.order,
             dropped_because=(header.reason or "dropped") if header.status == "dropped" else "",
         )

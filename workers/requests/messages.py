@@ -216,11 +216,11 @@ class SampleMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ar
     """
 
     uid: str
-    keys: list[str]
+    keys: tuple[str, ...]
     """What exists for it."""
     num_tokens: list[int]
     """Of each answer, prompt included."""
-    versions: list[str] = []
+    versions: tuple[str, ...] = ()
     """Every policy version that made one of its tokens, "epoch.step"; empty for rows of a dataset."""
     order: int = 0
     """Birth order: samples are consumed oldest first."""

@@ -33,7 +33,7 @@ class Rank:
         if not any(known is request for known in self.asked):  # else it is looked at again
             self.asked.append(request)
         taken, self.arrived = self.arrived, []
-        reply = MetadataReply(samples=[SampleMetadata(uid=uid, keys=[], num_tokens=[]) for uid in taken])
+        reply = MetadataReply(samples=[SampleMetadata(uid=uid, keys=(), num_tokens=[]) for uid in taken])
         return reply if taken else Later(request.wait_s, reply)
 
     def receive(self, stream: WorkerRequestStream, *uids: str) -> None:

@@ -1,7 +1,8 @@
 """Who works on which samples: equal work, and nothing moves that need not."""
 
-import dataclasses
 from pathlib import Path
+
+import msgspec
 
 from corral.experiments.config.control import TrainControl
 from corral.experiments.worker_specs import MasterWorkerSpec
@@ -87,9 +88,9 @@ def test_answers_are_dealt_anew_once_their_lengths_are_known() -> None:
     )
     buffer = buffer_of({"a": 0, "b": 0, "c": 0, "d": 0}, {"a": 300, "b": 100, "c": 100, "d": 100})
     for uid in "abcd":
-        buffer.samples[uid] = dataclasses.replace(buffer.samples[uid], num_tokens=[])
+        buffer.samples[uid] = msgspec.structs.replace(buffer.samples[uid], num_tokens=[])
     dealer = Dealer(SPEC, build_dataflow([generate, REF], []))
     assert [len(share) for share in dealer.deal(generate, list("abcd"), buffer)] == [2, 2]
     for uid, length in {"a": 300, "b": 100, "c": 100, "d": 100}.items():
-        buffer.samples[uid] = dataclasses.replace(buffer.samples[uid], num_tokens=[length])
+        buffer.samples[uid] = msgspec.structs.replace(buffer.samples[uid], num_tokens=[length])
     assert sorted(map(len, dealer.deal(REF, list("abcd"), buffer))) == [1, 3]

@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.workers.master.sample_source import DatasetSource, TrajectorySource

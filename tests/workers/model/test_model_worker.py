@@ -174,7 +174,7 @@ class Recorder:
         return note
 
 
-SAMPLES = [SampleMetadata(uid="0:a", keys=["input_ids"], num_tokens=[3])]
+SAMPLES = [SampleMetadata(uid="0:a", keys=("input_ids",), num_tokens=[3])]
 FILES = {"model.safetensors": FileEntry(sha256="0" * 64, size=7)}
 ANSWERS: dict[str, Any] = {
     "fetch": SAMPLES,

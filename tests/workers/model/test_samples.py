@@ -71,10 +71,10 @@ def samples_from(receiver: Receiver) -> tuple[Samples, DataStore]:
 def test_trajectories_are_stored_and_the_master_hears_what_they_are() -> None:
     samples, store = samples_from(Receiver(delivered("0:a#7"), delivered("0:b#8", reason="reward_error")))
     assert samples.fetch(1) == [
-        SampleMetadata(uid="0:a", keys=["input_ids"], num_tokens=[3], versions=["1.4"], order=7)
+        SampleMetadata(uid="0:a", keys=("input_ids",), num_tokens=[3], versions=("1.4",), order=7)
     ]
     assert samples.fetch(9) == [
-        SampleMetadata(uid="0:b", keys=[], num_tokens=[], order=7, dropped_because="reward_error")
+        SampleMetadata(uid="0:b", keys=(), num_tokens=[], order=7, dropped_because="reward_error")
     ]
     assert store.uids == ["0:a"]
 
@@ -133,7 +133,7 @@ def test_rows_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
             assert samples.fetch(9) == []
             length = len("3+1=") + len("4") + 1  # one token a character, and the end
             (metadata,) = samples.load_rows(["0:sum-3"])
-            assert metadata == SampleMetadata(uid="0:sum-3", keys=["input_ids", "prompt_mask"], num_tokens=[length])
+            assert metadata == SampleMetadata(uid="0:sum-3", keys=("input_ids", "prompt_mask"), num_tokens=[length])
             assert store.uids == ["0:sum-3"]
             samples.clear(["0:sum-3"])
             assert store.uids == []

@@ -43,7 +43,7 @@ class Inbox:
 
 
 def announced(*uids: str) -> MetadataReply:
-    return MetadataReply(samples=[SampleMetadata(uid=uid, keys=["input_ids"], num_tokens=[3]) for uid in uids])
+    return MetadataReply(samples=[SampleMetadata(uid=uid, keys=("input_ids",), num_tokens=[3]) for uid in uids])
 
 
 WAITS = Fetch(wait_s=100.0)

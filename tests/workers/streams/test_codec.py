@@ -43,7 +43,7 @@ METADATA = MetadataReply(
     samples=[
         SampleMetadata(
             uid="0:a",
-            keys=["input_ids"],
+            keys=("input_ids",),
             num_tokens=[3, 4],
             order=12,
         )
