@@ -39,7 +39,6 @@ from corral.experiments.trial.secrets import TrialSecrets  # noqa: E402
 from corral.experiments.worker_specs import MasterWorkerSpec  # noqa: E402
 from corral.name_resolve import MemoryNameService  # noqa: E402
 from corral.scheduling.dataflow import build_dataflow, dataset_keys  # noqa: E402
-from corral.scheduling.model_function_call import ModelName  # noqa: E402
 from corral.scheduling.policy_version import Lineage  # noqa: E402
 from corral.workers.lifecycle.worker import WorkerContext  # noqa: E402
 from corral.workers.master.calls import MeshCalls  # noqa: E402
@@ -200,7 +199,7 @@ async def _drive(
     return cost
 
 
-async def _publish(model: ModelName) -> None:
+async def _publish() -> None:
     """Weights are no part of what is measured."""
 
 

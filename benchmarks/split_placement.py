@@ -33,7 +33,7 @@ from corral.experiments.registry import load_experiment  # noqa: E402
 from corral.experiments.trial.secrets import TrialSecrets  # noqa: E402
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec, WorkerSpec  # noqa: E402
 from corral.scheduling.dataflow import build_dataflow, dataset_keys  # noqa: E402
-from corral.scheduling.model_function_call import ModelFunctionCall, ModelName  # noqa: E402
+from corral.scheduling.model_function_call import ModelFunctionCall  # noqa: E402
 from corral.scheduling.policy_version import Lineage  # noqa: E402
 from corral.workers.data.prompts import ordered_uids  # noqa: E402
 from corral.workers.lifecycle.worker import WorkerContext  # noqa: E402
@@ -194,7 +194,7 @@ async def _drive(context: WorkerContext, *, num_steps: int) -> list[Seen]:
     return seen
 
 
-async def _publish(model: ModelName) -> None:
+async def _publish() -> None:
     """Nobody generates."""
 
 

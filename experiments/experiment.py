@@ -35,7 +35,7 @@ from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
-from corral.experiments.experiment_config import ExperimentConfig, check_models
+from corral.experiments.experiment_config import ExperimentConfig, check_models, check_publication
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.inputs.declared_keys import keys_of_graph
 from corral.experiments.inputs.model_directory import ModelFacts, transformer_shape
@@ -358,6 +358,7 @@ class Experiment(FrozenConfig):
     ) -> list[WorkerSpec]:
         """The master and every model worker, each with the models that it holds a part of."""
         check_models(graph, roles)
+        check_publication(graph, ModelName(self.roles[0]))
         meshes = {str(name): self.mesh_of(name) for name in graph.model_names}
         shapes = {role.role: transformer_shape(role.model.path) for role in roles}
         changed = {name.role for call in graph.calls for name in graph.changed_by(call)}

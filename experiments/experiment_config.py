@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from corral.experiments.config.algorithm import INTERFACE_NAMES
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, WorkerSpec
 from corral.scheduling.dataflow import DataflowGraph
-from corral.scheduling.model_function_call import CallType, ModelFunctionCall
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PublishWeightsHook
 from corral.scheduling.worker_information import WORKER_KINDS, WorkerInformation, worker_id
 
 
@@ -69,6 +69,27 @@ def check_models(graph: DataflowGraph, roles: Sequence[ModelRoleSpec]) -> None:
             )
     if idle := sorted(held - set(graph.model_names)):
         raise ValueError(f"no call runs on {', '.join(map(str, idle))}; remove what nothing is asked of")
+
+
+def check_publication(graph: DataflowGraph, published: ModelName) -> None:
+    """See that what is published and exported is what the graph trains: the other hooks would have no effect.
+
+    Raises:
+        ValueError: naming the call whose hooks have to change.
+    """
+    publishing = [call for call in graph.calls if any(isinstance(hook, PublishWeightsHook) for hook in call.post_hooks)]
+    for call in publishing:
+        if call.model_name != published:
+            raise ValueError(
+                f"call {call.name!r} publishes the weights of {call.model_name}, and those of a trial are the ones of "
+                f"{published}, its first model; remove the hook, or name the models in another order"
+            )
+    training = [call for call in graph.calls if call.call_type is CallType.TRAIN_STEP and call.model_name == published]
+    if training and not publishing:
+        raise ValueError(
+            f"call {training[-1].name!r} trains {published}, and no call publishes its weights: whoever generates "
+            "would keep the first ones, and exports would be copies of them; give it a PublishWeightsHook"
+        )
 
 
 def _check_implementation(call: ModelFunctionCall) -> None:

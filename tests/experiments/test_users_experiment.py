@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.errors import ConfigError
+from corral.experiments.experiment_config import check_publication
 from corral.experiments.plan import RunPlan
 from corral.launcher.submit.prepare import prepare
+from corral.scheduling.dataflow import build_dataflow
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PublishWeightsHook
 from tests.experiments.broken_yaml import VALID_PPO, VALID_SFT, write_inputs
 
 MINE = """\
@@ -87,6 +90,7 @@ def changing(change: str) -> str:
             "users_mine:Mine",
             "call 'actor_train' runs on judge/0, and the models are actor/0",
         ),
+        (changing("{'post_hooks': ()}"), "users_mine:Mine", "call 'actor_train' trains actor/0, and no call publishes"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_line_that_names_it(
@@ -151,6 +155,23 @@ def test_what_is_wrong_with_a_model_of_ones_own_is_said_under_its_field(submit: 
 def test_models_and_calls_that_do_not_fit_are_refused(submit: Submit, module: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         submit(module, "teacher.path=model")
+
+
+def test_only_the_first_model_is_published() -> None:
+    def trained(role: str, *hooks: PublishWeightsHook) -> ModelFunctionCall:
+        return ModelFunctionCall(
+            name=f"{role}_train",
+            model_name=ModelName(role),
+            call_type=CallType.TRAIN_STEP,
+            implementation="sft",
+            n_seqs=8,
+            post_hooks=hooks,
+        )
+
+    hook = PublishWeightsHook()
+    check_publication(build_dataflow([trained("actor", hook), trained("critic")], ()), ModelName("actor"))
+    with pytest.raises(ValueError, match="'critic_train' publishes the weights of critic/0, and .* ones of actor/0"):
+        check_publication(build_dataflow([trained("actor", hook), trained("critic", hook)], ()), ModelName("actor"))
 
 
 ACTOR = """\

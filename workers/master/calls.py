@@ -69,11 +69,11 @@ class MeshCalls:
         buffer: SequenceBuffer,
         lineage: Lineage,
         *,
-        publish: Callable[[ModelName], Awaitable[None]],
+        publish: Callable[[], Awaitable[None]],
     ) -> None:
         """
         Args:
-            publish: makes the weights of a model, which have just changed, known to whoever generates.
+            publish: makes the weights that have just changed known to whoever generates.
         """
         self._spec = spec
         self._graph = graph
@@ -178,7 +178,7 @@ class MeshCalls:
     async def _after_training(self, call: ModelFunctionCall) -> None:
         for hook in call.post_hooks:
             if isinstance(hook, PublishWeightsHook):
-                await self._publish(call.model_name)
+                await self._publish()
             elif isinstance(hook, PushWeightsHook):
                 await self._reallocate(call.model_name, hook.target, eta=hook.eta)
 

@@ -21,7 +21,6 @@ from enum import Enum
 import msgspec
 
 from corral.scheduling.cadence import BEFORE_THE_RUN, Cadence, Moment
-from corral.scheduling.model_function_call import ModelName
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.disk import Disk, LogWatch
@@ -204,16 +203,12 @@ class TrainerEpoch:
         parts.gang.clear(parts.buffer.release(dropped))
         return [uid for uid in batch if uid not in dropped]
 
-    async def _publish(self, model: ModelName) -> None:
+    async def _publish(self) -> None:
         """Hand the weights that the present step has just made to whoever generates.
 
         Servers need not wait for the rest of the step, nor for the commit: if either never comes, these weights are
         orphans, and so is what is made with them. The lineage knows neither, and turns their samples away.
         """
-        if model.role != self._parts.spec.published_role:
-            raise ValueError(
-                f"only {self._parts.spec.published_role} is published, and {model} has a hook that does so"
-            )
         started = time.monotonic()
         version = self._parts.lineage.version(self._step + 1)
         self._parts.publish(version, await self._durable.write_weights(version))
