@@ -10,7 +10,7 @@ A declaration is data, so that the master knows the layout of a user's key witho
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -31,9 +31,13 @@ class KeyLayout(StrEnum):
 
     def length(self, num_tokens: int) -> int:
         """Number of values for an answer of `num_tokens` tokens."""
+        return self.lengths((num_tokens,))[0]
+
+    def lengths(self, num_tokens: Sequence[int]) -> list[int]:
+        """The same of several answers."""
         if self is KeyLayout.PER_TOKEN:
-            return num_tokens
-        return num_tokens - 1 if self is KeyLayout.PER_SHIFTED_TOKEN else 1
+            return list(num_tokens)
+        return [tokens - 1 for tokens in num_tokens] if self is KeyLayout.PER_SHIFTED_TOKEN else [1] * len(num_tokens)
 
 
 @dataclass(frozen=True, slots=True, init=False)
