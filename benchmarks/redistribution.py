@@ -5,13 +5,15 @@
 Processes of this machine hold groups of 8 answers with log-normal lengths and 6 keys, and every rank needs a random
 share of them. Four ways take turns on the same batch, so that all see the same machine; a ratio is the median of the
 ratios of the rounds. A way takes the wall seconds of its slowest rank, from a barrier on until it has looked at every
-page, and the CPU seconds of all ranks together, which are steady on a busy machine.
+page, and the CPU seconds of all ranks together, which are steady on a busy machine. What comes has to stay: it is freed
+when no clock runs, whatever the way.
 
-    root      all send what they hold to rank 0, which sends each rank its share: packed and in native types, too
-    raw       the bytes of the plan between each two ranks, from buffers that are there into fresh ones: what comes has
-              to stay; the limit of the network
+    root      all send what they hold to rank 0, which sends each rank its share: packed and in native types, too; by
+              gloo
+    raw       the bytes of the plan between each two ranks, from buffers that are there into fresh ones, by gloo
     parcels   the plan, by `DataPlane`, as between hosts
-    shared    the plan, by `DataPlane`, as between ranks of one host
+    shared    the plan, by `DataPlane`, as between ranks of one host: each round maps anew what it takes, as a rank does
+              with samples that it has not seen before
 
 At the end, the CPU seconds of planning 8,192 samples x 8 answers x 6 keys over 1,024 ranks, where all moves, and where
 samples stay as far as the balance allows.
@@ -29,20 +31,24 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import Barrier
+from typing import Any, cast
 
 import numpy as np
-from torch._C._distributed_c10d import PrefixStore, Store
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from corral.scheduling.packing import TYPICAL_SHAPE, forward_flops, partition_near_owners
 from corral.scheduling.redistribution import Demand, Locations, Parcel, plan_redistribution
 from corral.workers.backends.parallel_context import connect_store, host_store
-from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
+from corral.workers.data.sequence_sample import KEY_LAYOUTS, Array, SequenceSample
 from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.host_memory import Bytes
-from corral.workers.model.network import Network
-from corral.workers.model.parcel_layout import IncomingParcel, keys_in_order, pack
+from corral.workers.model.parcel_layout import IncomingParcel, keys_in_order
 
 KEYS = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask")
 NUM_ANSWERS = 8
@@ -111,25 +117,62 @@ def make_sample(uid: str, lengths: Sequence[int]) -> SequenceSample:
     )
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """How the processes find each other, and wait for each other at little cost."""
+
+    num_ranks: int
+    address: str
+    barrier: Barrier
+
+
+class Gloo:
+    """Messages by gloo, as torch has it."""
+
+    def __init__(self, store: Store, *, rank: int, num_ranks: int) -> None:
+        gloo = cast(Any, ProcessGroupGloo)  # of its type, torch declares neither the options nor the methods
+        options = gloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=DEADLINE_S)
+        self._group: dist.ProcessGroup = gloo(store, rank, num_ranks, options)
+        self._sent: list[tuple[dist.Work, Bytes]] = []
+
+    def send(self, buffer: Bytes, peer: int, *, tag: int) -> None:
+        self._sent.append((self._group.send([torch.from_numpy(buffer)], peer, tag), buffer))
+
+    def receive(self, size_bytes: int, peer: int, *, tag: int) -> tuple[dist.Work, Bytes]:
+        """A receive into fresh memory, and that memory."""
+        received = np.empty(size_bytes, np.uint8)
+        return self._group.recv([torch.from_numpy(received)], peer, tag), received
+
+    def free(self) -> None:
+        """Forget what was sent."""
+        for work, _ in self._sent:
+            work.wait(timedelta(seconds=DEADLINE_S))
+        self._sent.clear()
+
+
+def pack(arrays: Sequence[Array]) -> Bytes:
+    """As one piece of memory: gloo takes no other."""
+    packed = np.empty(sum(array.nbytes for array in arrays), np.uint8)
+    np.concatenate([np.ascontiguousarray(array).view(np.uint8) for array in arrays], out=packed)
+    return packed
+
+
 class Rank:
     """One process: its samples, and the four ways."""
 
-    def __init__(self, rank: int, num_ranks: int, batch: Batch, rendezvous: Store, stack: ExitStack) -> None:
-        self.rank, self.num_ranks, self.batch = rank, num_ranks, batch
-        network = Network(
-            PrefixStore("benchmark", rendezvous),
-            rank=rank,
-            world_size=num_ranks,
-            address="127.0.0.1",
-            timeout_s=DEADLINE_S,
-        )
-        self.network = stack.enter_context(closing(network))
+    def __init__(self, rank: int, batch: Batch, meeting: Meeting, stack: ExitStack) -> None:
+        self.rank, self.num_ranks, self.batch, self.barrier = rank, meeting.num_ranks, batch, meeting.barrier
+        rendezvous = connect_store(meeting.address, timeout_s=DEADLINE_S)
+        self.gloo = Gloo(PrefixStore("gloo", rendezvous), rank=rank, num_ranks=self.num_ranks)
+        self.came: list[object] = []
         self.stores, self.planes = {}, {}
         for way, host in (("parcels", f"host {rank}"), ("shared", "one host")):
             self.stores[way] = DataStore()
             member = Membership(
                 rank=rank,
-                world_size=num_ranks,
+                world_size=self.num_ranks,
                 rendezvous=PrefixStore(way, rendezvous),
                 address="127.0.0.1",
                 host=host,
@@ -149,12 +192,14 @@ class Rank:
             "root": self._by_root, "raw": self._raw, "parcels": self._by_plane("parcels"),
             "shared": self._by_plane("shared"),
         }  # fmt: skip
-        self.network.barrier()
+        self.barrier.wait(DEADLINE_S)
         wall, cpu = time.perf_counter(), time.process_time()
         ways[way](plan)
         wall = time.perf_counter() - wall
-        self.network.barrier()  # until here this rank may still be sending
+        self.barrier.wait(DEADLINE_S)  # until here this rank may still be sending
         cpu = time.process_time() - cpu
+        self.gloo.free()
+        self.came.clear()
         for store in self.stores.values():
             store.drop([uid for uid, owner in self.batch.owner.items() if owner != self.rank])
         return wall, cpu
@@ -169,18 +214,16 @@ class Rank:
         return move
 
     def _raw(self, plan: Sequence[Parcel]) -> None:
-        tag = plan[0].tag
-        deadline = time.monotonic() + DEADLINE_S
-        pending = []
+        tag, pending = plan[0].tag, []
         for (source, taker), buffer in self.raw.items():
             if taker == self.rank:
-                received = np.empty(buffer.size, np.uint8)
-                pending.append((self.network.receive(received, source, tag=tag), received))
+                pending.append(self.gloo.receive(buffer.size, source, tag=tag))
             else:
-                self.network.send(buffer, taker, tag=tag)
+                self.gloo.send(buffer, taker, tag=tag)
         for receiving, received in pending:
-            receiving.wait("raw bytes", deadline=deadline)
-            received[::4096].sum()
+            receiving.wait(timedelta(seconds=DEADLINE_S))
+            np.ascontiguousarray(received[::4096])
+        self.came += pending
 
     def _by_root(self, plan: Sequence[Parcel]) -> None:
         """Two hops: everything to rank 0, and from there to where it is needed."""
@@ -189,22 +232,26 @@ class Rank:
         to_root = self._shares(self.batch.owner, takers=[0] * self.num_ranks, first_tag=first_tag)
         from_root = self._shares(self.batch.taker, takers=list(range(self.num_ranks)), first_tag=first_tag + 500)
         if self.rank == 0:
-            for incoming, packed in self._receive([to_root[source] for source in range(1, self.num_ranks)]):
-                store.adopt(incoming.samples(incoming.cut(packed)))
+            self._receive(to_root[1:], store)
             store.adopt([held.gather([uid], KEYS) for uid in to_root[0].uids])
             for parcel in from_root[1:]:
-                self.network.send(
-                    pack(store.arrays(parcel.uids, keys_in_order(parcel, KEY_LAYOUTS))),
-                    parcel.destinations[0],
-                    tag=parcel.tag,
-                )
-            _look_at(store, from_root[0].uids)
-            return
-        mine = to_root[self.rank]
-        self.network.send(pack(held.arrays(mine.uids, keys_in_order(mine, KEY_LAYOUTS))), 0, tag=mine.tag)
-        ((incoming, packed),) = self._receive([from_root[self.rank]])
-        store.adopt(incoming.samples(incoming.cut(packed)))
+                self._send(parcel, store)
+        else:
+            self._send(to_root[self.rank], held)
+            self._receive([from_root[self.rank]], store)
         _look_at(store, from_root[self.rank].uids)
+        self.came.append(store)
+
+    def _send(self, parcel: Parcel, store: DataStore) -> None:
+        packed = pack(store.arrays(parcel.uids, keys_in_order(parcel, KEY_LAYOUTS)))
+        self.gloo.send(packed, parcel.destinations[0], tag=parcel.tag)
+
+    def _receive(self, parcels: Sequence[Parcel], store: DataStore) -> None:
+        expected = [IncomingParcel.expected(parcel, self.batch.num_tokens, KEY_LAYOUTS) for parcel in parcels]
+        pending = [self.gloo.receive(i.size_bytes, i.parcel.source, tag=i.parcel.tag) for i in expected]
+        for incoming, (receiving, packed) in zip(expected, pending, strict=True):
+            receiving.wait(timedelta(seconds=DEADLINE_S))
+            store.adopt(incoming.samples(incoming.cut(packed)))
 
     def _shares(self, rank_by_uid: dict[str, int], *, takers: Sequence[int], first_tag: int) -> list[Parcel]:
         """By rank: its samples, as one parcel from it to root or from root to it."""
@@ -219,17 +266,6 @@ class Rank:
             for rank in range(self.num_ranks)
         ]
 
-    def _receive(self, parcels: Sequence[Parcel]) -> list[tuple[IncomingParcel, Bytes]]:
-        deadline = time.monotonic() + DEADLINE_S
-        pending = []
-        for parcel in parcels:
-            incoming = IncomingParcel.expected(parcel, self.batch.num_tokens, KEY_LAYOUTS)
-            packed = np.empty(incoming.size_bytes, np.uint8)
-            pending.append((incoming, packed, self.network.receive(packed, parcel.source, tag=parcel.tag)))
-        for _, _, receiving in pending:
-            receiving.wait("samples", deadline=deadline)
-        return [(incoming, packed) for incoming, packed, _ in pending]
-
     def _raw_buffers(self) -> dict[tuple[int, int], Bytes]:
         """By source and taker: as many bytes as the plan moves between them."""
         sizes: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -240,15 +276,14 @@ class Rank:
 
 
 def _look_at(store: DataStore, uids: Sequence[str]) -> None:
-    for array in store.arrays(uids, KEYS):
-        array.view(np.uint8)[::4096].sum()
+    np.concatenate([array.view(np.uint8)[::4096] for array in store.arrays(uids, KEYS)])
 
 
-def play(rank: int, address: str, num_ranks: int, num_samples: int, num_rounds: int, results: Connection) -> None:
+def play(rank: int, meeting: Meeting, num_samples: int, num_rounds: int, results: Connection) -> None:
     """What one process does: every way in every round, in the same order as the others."""
-    batch = Batch.random(num_samples, num_ranks)
+    batch = Batch.random(num_samples, meeting.num_ranks)
     with ExitStack() as stack:
-        here = Rank(rank, num_ranks, batch, connect_store(address, timeout_s=DEADLINE_S), stack)
+        here = Rank(rank, batch, meeting, stack)
         seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for number in range(num_rounds + 1):
             for position, way in enumerate(WAYS):
@@ -264,11 +299,10 @@ def measure(num_ranks: int, num_samples: int, num_rounds: int) -> dict[str, list
     """What each round of each way takes."""
     spawn = multiprocessing.get_context("spawn")
     store, address = host_store("127.0.0.1", timeout_s=DEADLINE_S)
+    meeting = Meeting(num_ranks, address, spawn.Barrier(num_ranks))
     pipes = [spawn.Pipe() for _ in range(num_ranks)]
     processes = [
-        spawn.Process(
-            target=play, args=(rank, address, num_ranks, num_samples, num_rounds, pipes[rank][1]), daemon=True
-        )
+        spawn.Process(target=play, args=(rank, meeting, num_samples, num_rounds, pipes[rank][1]), daemon=True)
         for rank in range(num_ranks)
     ]
     for process in processes:

@@ -8,8 +8,6 @@ Samples stay on the host as numpy, and a thread and a network of their own carry
 still gives away what it holds, and a call never waits for a computation on other ranks to get its inputs.
 """
 
-import logging
-import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,14 +19,10 @@ from torch._C._distributed_c10d import PrefixStore, Store  # re-exported by torc
 from corral.scheduling.redistribution import Parcel
 from corral.workers.data.sequence_sample import Array
 from corral.workers.model.data_store import DataStore
-from corral.workers.model.host_memory import Bytes, Extent, HostMemory, NotSharedError, Place
+from corral.workers.model.host_memory import Bytes, Extent, HostMemory, NotSharedError, Places
 from corral.workers.model.neighbours import meet_neighbours
 from corral.workers.model.network import Network, Receiving, TransferError
-from corral.workers.model.parcel_layout import IncomingParcel, NumTokens, keys_in_order, pack
-
-logger = logging.getLogger(__name__)
-
-_NOWHERE = Place(-1, -1, 0)  # of an array without values
+from corral.workers.model.parcel_layout import IncomingParcel, NumTokens, keys_in_order
 
 
 @dataclass(slots=True)
@@ -156,26 +150,17 @@ class DataPlane:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outgoing:
-    """Values that this rank gives to ranks of other hosts, as they were when it was asked to."""
-
-    parcel: Parcel
-    arrays: list[Array]
-    ranks: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class _Arrival:
     """A parcel that is on its way: as `values`, or as the places where they lie."""
 
     incoming: IncomingParcel
     receiving: Receiving
     values: Bytes | None
-    places: Array | None
+    places: Places | None
 
 
 class _Links:
-    """One epoch's connections of one rank, and the thread that sends."""
+    """One epoch's connections of one rank."""
 
     def __init__(self, store: Store, member: Membership, memory: HostMemory, counts: TransferCounts) -> None:
         self._memory = memory
@@ -191,25 +176,22 @@ class _Links:
             store, memory, rank=member.rank, host=member.host, barrier=self._network.barrier
         )
         self.has_neighbours = bool(self._pid_by_neighbour)
-        self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
-        self._courier = threading.Thread(target=self._carry, name=f"courier of rank {member.rank}", daemon=True)
-        self._courier.start()
 
     def send(self, parcel: Parcel, arrays: list[Array]) -> None:
-        """Send these arrays to the parcel's destinations; what has to be copied for that is left to the courier."""
+        """Send these arrays to the parcel's destinations, or where they lie."""
         here = [rank for rank in parcel.destinations if rank in self._pid_by_neighbour]
         elsewhere = [rank for rank in parcel.destinations if rank not in self._pid_by_neighbour]
         if here:
             self.counts.add(shown_bytes=len(here) * sum(array.nbytes for array in arrays))
-            self._post(here, parcel, np.array([self._place_of(array) for array in arrays], np.int64))
+            self._post(here, parcel, [self._memory.places_of(arrays)])
         if elsewhere:
-            self._outgoing.put(_Outgoing(parcel, arrays, elsewhere))
+            self._post(elsewhere, parcel, arrays)
 
     def expect(self, incoming: IncomingParcel) -> _Arrival:
         """Post the receive of a parcel."""
         parcel = incoming.parcel
         if parcel.source in self._pid_by_neighbour:
-            places = np.empty((len(incoming.array_bytes), 3), np.int64)
+            places = np.empty((len(incoming.array_lengths), 3), np.int64)
             return _Arrival(incoming, self._network.receive(places, parcel.source, tag=parcel.tag), None, places)
         if self.has_neighbours:  # received where they can map it, since it may have to be passed on
             extent = self._memory.allocate(incoming.size_bytes)
@@ -219,8 +201,8 @@ class _Links:
         receiving = self._network.receive(extent.target, parcel.source, tag=parcel.tag)
         return _Arrival(incoming, receiving, extent.values, None)
 
-    def wait(self, arrival: _Arrival, *, deadline: float) -> list[Bytes]:
-        """The bytes of each array of a parcel, once they are here."""
+    def wait(self, arrival: _Arrival, *, deadline: float) -> list[Array]:
+        """The arrays of a parcel, once they are here."""
         incoming, parcel = arrival.incoming, arrival.incoming.parcel
         arrival.receiving.wait(f"{', '.join(parcel.keys)} of {len(parcel.uids)} samples", deadline=deadline)
         if arrival.values is not None:
@@ -230,40 +212,16 @@ class _Links:
         self.counts.add(received_bytes=arrival.places.nbytes)
         pid = self._pid_by_neighbour[parcel.source]
         try:
-            return [
-                self._memory.open(pid, Place(*place), size_bytes) if size_bytes else np.empty(0, np.uint8)
-                for place, size_bytes in zip(arrival.places.tolist(), incoming.array_bytes, strict=True)
-            ]
+            return self._memory.open(pid, arrival.places, incoming.dtypes, incoming.array_lengths)
         except NotSharedError as error:
             raise TransferError(f"rank {parcel.source} has dropped samples before they were taken: {error}") from error
 
     def close(self) -> None:
-        """End the thread and the connections; what nobody has taken is not sent any more."""
-        self._outgoing.put(None)
-        self._courier.join()
+        """End the connections; what nobody has taken is not sent any more."""
         self._network.close()
 
-    def _carry(self) -> None:
-        while self._carry_next():
-            pass
-
-    def _carry_next(self) -> bool:
-        """Post the next parcel that is given; False at the end. Its arrays are held no longer than that takes."""
-        outgoing = self._outgoing.get()
-        if outgoing is None:
-            return False
-        self._post(outgoing.ranks, outgoing.parcel, pack(outgoing.arrays))
-        return True
-
-    def _post(self, ranks: Sequence[int], parcel: Parcel, message: Array) -> None:
-        self.counts.add(sent_bytes=len(ranks) * message.nbytes)  # first: whoever has got it finds it counted
+    def _post(self, ranks: Sequence[int], parcel: Parcel, message: Sequence[Array]) -> None:
+        # First: whoever has got it finds it counted.
+        self.counts.add(sent_bytes=len(ranks) * sum(array.nbytes for array in message))
         for rank in ranks:
-            try:
-                self._network.send(message, rank, tag=parcel.tag)
-            except TransferError as error:  # whoever waits for it says so, too, and to the master
-                logger.warning("parcel %d is not sent: %s", parcel.tag, error)
-
-    def _place_of(self, array: Array) -> tuple[int, int, int]:
-        place = self._memory.place_of(array) if array.size else _NOWHERE
-        assert place is not None, "a store with neighbours keeps its arrays in host memory"
-        return place.fd, place.inode, place.offset
+            self._network.send(message, rank, tag=parcel.tag)

@@ -1,56 +1,43 @@
-"""Messages between the ranks of a gang, apart from the group that computes: numbered, in any order, from any thread.
+"""Messages between the ranks of a gang, apart from the group that computes: numbered, in any order.
 
-    send(bytes, peer, tag) ──► posted ──► waits there until the peer receives ──► its memory is free again
-    receive(peer, tag, into) ──► posted ──► wait(deadline)
+    send(buffers, peer, tag) ──► courier, a thread ──► held until the peer asks ──► its memory is free again
+    receive(peer, tag, into) ──asks──► wait(deadline) ──► the bytes, straight into where they stay
 
-Gloo moves the bytes when both sides have posted, in threads of its own. So a rank that computes still sends, and no
-order of sends and receives can deadlock, as long as everything is posted before anything is waited for.
+A rank that computes still sends, and no order of sends and receives can deadlock, as long as everything is posted
+before anything is waited for: the receiver asks for each message, so that none stands before one that it wants first.
+Gloo, which would do the same, takes a message as one piece of memory, to which the arrays of a parcel would have to be
+copied together, and many pieces cost it more than that copy.
 """
 
-import logging
-import queue
-import threading
+import json
+import selectors
+import socket
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import numpy.typing as npt
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo, Store  # re-exported by torch.distributed, but untyped there
+from torch._C._distributed_c10d import Store  # re-exported by torch.distributed, but not for type checkers
 
-logger = logging.getLogger(__name__)
+from corral.workers.model.courier import HEADER, HELLO, QUESTION, Courier
 
 Buffer = npt.NDArray[Any]
-
-
-_UNTIL_CLOSED = timedelta(days=365)
-_NEVER_SENT = 2**31 - 1  # a tag; parcels are numbered below it
 
 
 class TransferError(RuntimeError):
     """A peer did not send or take its part of the plan; the gang cannot go on together."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Posted:
-    """A send, and the memory that it uses until it is done."""
-
-    work: dist.Work
-    buffer: Buffer
-    peer: int
-
-
 class Receiving:
     """A receive that was posted."""
 
-    def __init__(self, work: dist.Work | None, peer: int, *, rank: int, timeout_s: float) -> None:
-        self._work = work
+    def __init__(self, network: "Network", target: memoryview, peer: int) -> None:
+        self.target = target
+        """Where what has not come yet goes."""
+        self._network = network
         self._peer = peer
-        self._rank = rank
-        self._timeout_s = timeout_s
 
     def wait(self, what: str, *, deadline: float) -> None:
         """Return when all is there.
@@ -62,23 +49,77 @@ class Receiving:
         Raises:
             TransferError: if the peer is gone, or has not sent it in time.
         """
-        if self._work is None:
-            return
-        remaining_s = max(0.001, deadline - time.monotonic())  # gloo takes 0 for its default
         try:
-            self._work.wait(timedelta(seconds=remaining_s))
-        except RuntimeError as error:
+            while self.target:
+                self._network.take_in(self._peer, deadline=deadline)
+        except OSError as error:
             raise TransferError(
-                f"rank {self._rank} did not get {what} from rank {self._peer} within {self._timeout_s:.0f} s; that "
-                f"rank died, hangs, or follows another plan: {error}"
+                f"rank {self._network.rank} did not get {what} from rank {self._peer} within "
+                f"{self._network.timeout_s:.0f} s; that rank died, hangs, or follows another plan: {error}"
             ) from error
 
 
+class _Source:
+    """The connection to a peer whose courier this rank asks."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.error: OSError | None = None
+        """Why nothing comes any more."""
+        self._expected: dict[int, list[Receiving]] = {}
+        self._header = bytearray(HEADER.size)
+        self._header_left = memoryview(self._header)
+        self._coming: Receiving | None = None
+
+    def ask(self, tag: int, receiving: Receiving) -> None:
+        """
+        Raises:
+            OSError: if the peer is gone.
+        """
+        if self.error is not None:
+            raise self.error
+        if self.connection.send(QUESTION.pack(tag)) != QUESTION.size:
+            raise ConnectionError("the connection is full of questions that it does not read")
+        self._expected.setdefault(tag, []).append(receiving)
+
+    def read(self) -> None:
+        """Put what has come where it belongs."""
+        try:
+            while True:
+                self._read()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.error = error
+
+    def _read(self) -> None:
+        coming = self._coming
+        num_bytes = self.connection.recv_into(self._header_left if coming is None else coming.target)
+        if not num_bytes:
+            raise ConnectionResetError("the connection has ended")
+        if coming is not None:
+            coming.target = coming.target[num_bytes:]
+            if not coming.target:
+                self._coming = None
+            return
+        self._header_left = self._header_left[num_bytes:]
+        if not self._header_left:
+            self._begin(*HEADER.unpack(self._header))
+            self._header_left = memoryview(self._header)
+
+    def _begin(self, tag: int, size_bytes: int) -> None:
+        self._coming = self._expected[tag].pop(0)
+        if not self._expected[tag]:
+            del self._expected[tag]
+        if size_bytes != len(self._coming.target):
+            raise ConnectionError(f"message {tag} has {size_bytes} bytes, and {len(self._coming.target)} were expected")
+
+
 class Network:
-    """The connections of one rank to all others."""
+    """The connections of one rank to all others. Any thread may send; one at a time may receive."""
 
     def __init__(self, store: Store, *, rank: int, world_size: int, address: str, timeout_s: float) -> None:
-        """Connect to the other ranks, which do the same.
+        """Meet the other ranks, which do the same; connections are made when they are needed.
 
         Args:
             store: in which no network has met before.
@@ -89,51 +130,56 @@ class Network:
         Raises:
             TransferError: if the others do not come in time.
         """
-        self._rank = rank
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self._store = store
         self._world_size = world_size
-        self._timeout_s = timeout_s
-        gloo = cast(Any, ProcessGroupGloo)  # of its type, torch declares neither the options nor the methods
-        options = gloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=timeout_s)
+        self._num_barriers = 0
+        self._sources: dict[int, _Source] = {}
+        self._selector = selectors.DefaultSelector()
+        self._courier = Courier(rank=rank, address=address)
         try:
-            self._group: dist.ProcessGroup = gloo(store, rank, world_size, options)
-        except RuntimeError as error:
-            raise TransferError(
-                f"rank {rank} waited {timeout_s:.0f} s for the other {world_size - 1} ranks to connect: {error}"
-            ) from error
-        self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
-        self._is_closed = False
-        self._reaper = threading.Thread(target=self._reap, name=f"sends of rank {rank}", daemon=True)
-        self._reaper.start()
+            store.set(f"courier {rank}", json.dumps([address, self._courier.port, self._courier.secret.hex()]))
+            self.barrier()
+        except BaseException:
+            self.close()
+            raise
 
-    def send(self, buffer: Buffer, peer: int, *, tag: int) -> None:
-        """Post a send; the buffer must not change any more. Nothing travels if it is empty.
-
-        Raises:
-            TransferError: if the peer is gone.
-        """
-        if not buffer.size:
-            return
-        try:
-            work = self._group.send([torch.from_numpy(buffer)], peer, tag)
-        except RuntimeError as error:
-            raise TransferError(f"rank {self._rank} cannot send to rank {peer}: {error}") from error
-        self._posted.put(_Posted(work, buffer, peer))
+    def send(self, buffers: Sequence[Buffer], peer: int, *, tag: int) -> None:
+        """Send these, one behind the other; they must not change any more. Nothing travels if they are empty."""
+        if views := [_bytes_of(buffer) for buffer in buffers if buffer.size]:
+            self._courier.give(views, peer, tag)
 
     def receive(self, buffer: Buffer, peer: int, *, tag: int) -> Receiving:
-        """Post a receive into `buffer`.
+        """Post a receive into `buffer`, of as many bytes as are sent.
 
         Raises:
             TransferError: if the peer is gone.
         """
-        work = None
+        receiving = Receiving(self, _bytes_of(buffer), peer)
         if buffer.size:
             try:
-                work = self._group.recv([torch.from_numpy(buffer)], peer, tag)
-            except RuntimeError as error:
-                raise TransferError(f"rank {self._rank} cannot receive from rank {peer}: {error}") from error
-        return Receiving(work, peer, rank=self._rank, timeout_s=self._timeout_s)
+                self._source(peer).ask(tag, receiving)
+            except OSError as error:
+                raise TransferError(f"rank {self.rank} cannot receive from rank {peer}: {error}") from error
+        return receiving
+
+    def take_in(self, peer: int, *, deadline: float) -> None:
+        """Wait until something has come, from whomever, and put it where it belongs.
+
+        Raises:
+            OSError: if the peer is gone, or nothing has come in time.
+        """
+        if (error := self._sources[peer].error) is not None:
+            raise error
+        ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+        if not ready and time.monotonic() >= deadline:
+            raise TimeoutError("the deadline has passed")
+        for key, _ in ready:
+            source: _Source = key.data
+            source.read()
+            if source.error is not None:
+                self._selector.unregister(source.connection)
 
     def barrier(self) -> None:
         """Return once every rank has come here.
@@ -141,36 +187,36 @@ class Network:
         Raises:
             TransferError: if one does not come in time.
         """
+        self._num_barriers += 1
+        key = f"barrier {self._num_barriers}"
         try:
-            self._group.barrier().wait(timedelta(seconds=self._timeout_s))
+            if self._store.add(f"number at {key}", 1) == self._world_size:
+                self._store.set(key, "all are here")
+            self._store.wait([key], timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
             raise TransferError(
-                f"rank {self._rank} waited {self._timeout_s:.0f} s for the other ranks at a barrier: {error}"
+                f"rank {self.rank} waited {self.timeout_s:.0f} s for the other {self._world_size - 1} ranks at a "
+                f"barrier: {error}"
             ) from error
 
     def close(self) -> None:
         """Break all connections, also under sends that nobody has taken."""
-        self._is_closed = True
-        self._posted.put(None)
-        # A wait that times out is how gloo is told to give up all connections of a group; dropping the group would
-        # leave them to sends that still wait.
-        with suppress(RuntimeError):
-            unsent = self._group.recv([torch.empty(1)], (self._rank + 1) % self._world_size, _NEVER_SENT)
-            unsent.wait(timedelta(milliseconds=1))
-        self._reaper.join()
+        self._courier.close()
+        for source in self._sources.values():
+            source.connection.close()
+        self._selector.close()
 
-    def _reap(self) -> None:
-        while self._reap_next():
-            pass
+    def _source(self, peer: int) -> _Source:
+        if peer not in self._sources:
+            address, port, secret = json.loads(self._store.get(f"courier {peer}"))
+            connection = socket.create_connection((address, port), self.timeout_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(HELLO.pack(bytes.fromhex(secret), self.rank))
+            connection.setblocking(False)
+            self._sources[peer] = _Source(connection)
+            self._selector.register(connection, selectors.EVENT_READ, self._sources[peer])
+        return self._sources[peer]
 
-    def _reap_next(self) -> bool:
-        """Keep what is sent, and no longer than until it is taken; False at the end."""
-        posted = self._posted.get()
-        if posted is None:
-            return False
-        try:
-            posted.work.wait(_UNTIL_CLOSED)
-        except RuntimeError as error:
-            if not self._is_closed:
-                logger.warning("rank %d could not send to rank %d: %s", self._rank, posted.peer, error)
-        return True
+
+def _bytes_of(buffer: Buffer) -> memoryview:
+    return np.ascontiguousarray(buffer).reshape(-1).view(np.uint8).data

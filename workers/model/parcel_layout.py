@@ -9,6 +9,8 @@ and with the declared layout and type of each key all lengths.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import mul
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +29,6 @@ def keys_in_order(parcel: Parcel, specs: KeySpecs) -> list[str]:
     return sorted(parcel.keys, key=lambda key: (-key_spec(key, specs).dtype.itemsize, key))
 
 
-def pack(arrays: Sequence[Array]) -> Bytes:
-    """The bytes of these arrays, one behind the other."""
-    packed = np.empty(sum(array.nbytes for array in arrays), np.uint8)
-    np.concatenate([np.ascontiguousarray(array).view(np.uint8) for array in arrays], out=packed)
-    return packed
-
-
 @dataclass(frozen=True, slots=True)
 class IncomingParcel:
     """What a receiver knows of a parcel before it comes."""
@@ -41,8 +36,10 @@ class IncomingParcel:
     parcel: Parcel
     seqlens: dict[str, list[list[int]]]
     """By key and sample, the lengths of the answers; the keys in the order in which they travel."""
-    array_bytes: list[int]
-    """The size of each array, in the order in which they travel."""
+    array_lengths: list[int]
+    """The number of values of each array, in the order in which they travel."""
+    dtypes: list[np.dtype[Any]]
+    """Of each array."""
     specs: KeySpecs
     """Of all keys that are declared."""
 
@@ -57,41 +54,43 @@ class IncomingParcel:
         specs = {key: declared[key] for key in keys_in_order(parcel, declared)}
         # Once for each layout: there are few, and many samples.
         lengths = {
-            layout: [[layout.length(tokens) for tokens in num_tokens[uid]] for uid in parcel.uids]
+            layout: [layout.lengths(num_tokens[uid]) for uid in parcel.uids]
             for layout in {spec.layout for spec in specs.values()}
         }
         totals = {layout: [sum(of_uid) for of_uid in of_layout] for layout, of_layout in lengths.items()}
         return cls(
             parcel,
             {key: lengths[spec.layout] for key, spec in specs.items()},
-            [total * spec.dtype.itemsize for spec in specs.values() for total in totals[spec.layout]],
+            [total for spec in specs.values() for total in totals[spec.layout]],
+            [spec.dtype for spec in specs.values() for _ in parcel.uids],
             declared,
         )
 
     @property
     def size_bytes(self) -> int:
         """Of all values."""
-        return sum(self.array_bytes)
+        return sum(map(mul, self.array_lengths, self._itemsizes()))
 
-    def cut(self, packed: Bytes) -> list[Bytes]:
-        """The bytes of each array, as views."""
-        ends = list(accumulate(self.array_bytes, initial=0))
-        return [packed[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    def cut(self, packed: Bytes) -> list[Array]:
+        """Each array, as a view."""
+        starts = accumulate(map(mul, self.array_lengths, self._itemsizes()), initial=0)
+        return [
+            np.ndarray((length,), dtype, packed, start)
+            for length, dtype, start in zip(self.array_lengths, self.dtypes, starts, strict=False)
+        ]
 
     def samples(self, arrays: Sequence[Array]) -> list[SequenceSample]:
-        """The samples, given the bytes of each array in the order in which they travel."""
+        """The samples, given the arrays in the order in which they travel."""
         num_uids = len(self.parcel.uids)
-        dtypes = [self.specs[key].dtype for key in self.seqlens]
-        by_key = [
-            [array.view(dtype) for array in arrays[number * num_uids : (number + 1) * num_uids]]
-            for number, dtype in enumerate(dtypes)
-        ]
         return [
             SequenceSample(
                 [uid],
                 {key: [of_key[index]] for key, of_key in self.seqlens.items()},
-                {key: of_key[index] for key, of_key in zip(self.seqlens, by_key, strict=True)},
+                dict(zip(self.seqlens, arrays[index::num_uids], strict=True)),
                 self.specs,
             )
             for index, uid in enumerate(self.parcel.uids)
         ]
+
+    def _itemsizes(self) -> list[int]:
+        return [dtype.itemsize for dtype in self.dtypes]

@@ -5,11 +5,13 @@ import multiprocessing
 import os
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from corral.workers.model.host_memory import HostMemory, NotSharedError, Place
+from corral.workers.model.host_memory import HostMemory, NotSharedError
 from tests.workers.model.planes import DEADLINE_S
 
 
@@ -18,10 +20,16 @@ def num_segments() -> int:
     return len({link.stat().st_ino for link in links if "corral-samples" in os.readlink(link)})
 
 
-def place_of(memory: HostMemory, array: np.ndarray) -> Place:  # type: ignore[type-arg]
-    place = memory.place_of(array)
-    assert place is not None
-    return place
+def place_of(memory: HostMemory, array: npt.NDArray[Any]) -> list[int]:
+    """File descriptor, inode, offset."""
+    assert memory.holds(array)
+    (place,) = memory.places_of([array]).tolist()
+    return list(place)
+
+
+def open_one(memory: HostMemory, pid: int, place: list[int], dtype: npt.DTypeLike, length: int) -> npt.NDArray[Any]:
+    (array,) = memory.open(pid, np.array([place]), [np.dtype(dtype)], [length])
+    return array
 
 
 def test_stored_arrays_are_the_same_and_can_be_opened_elsewhere() -> None:
@@ -37,8 +45,8 @@ def test_stored_arrays_are_the_same_and_can_be_opened_elsewhere() -> None:
         assert stored[name].dtype == array.dtype
         np.testing.assert_array_equal(stored[name], array)
         if array.size:
-            seen = reader.open(os.getpid(), place_of(owner, stored[name]), array.nbytes)
-            np.testing.assert_array_equal(seen.view(array.dtype), array)
+            seen = open_one(reader, os.getpid(), place_of(owner, stored[name]), array.dtype, array.size)
+            np.testing.assert_array_equal(seen, array)
 
 
 def test_what_is_there_already_is_not_copied_again() -> None:
@@ -46,14 +54,22 @@ def test_what_is_there_already_is_not_copied_again() -> None:
     stored = memory.store({"ids": np.arange(5)})["ids"]
     again = memory.store({"ids": stored[1:3]})["ids"]
     assert np.shares_memory(again, stored)
-    assert place_of(memory, again).offset == place_of(memory, stored).offset + 8
+    assert place_of(memory, again)[2] == place_of(memory, stored)[2] + 8
+
+
+def test_an_array_with_gaps_is_copied_together() -> None:
+    memory = HostMemory()
+    with_gaps = memory.store({"ids": np.arange(10)})["ids"][::2]
+    assert not memory.holds(with_gaps)
+    together = memory.store({"ids": with_gaps})["ids"]
+    assert open_one(HostMemory(), os.getpid(), place_of(memory, together), np.int64, 5).tolist() == [0, 2, 4, 6, 8]
 
 
 def test_what_a_process_writes_into_its_array_stays_there() -> None:
     owner, reader = HostMemory(), HostMemory()
     mine = owner.store({"ids": np.arange(5)})["ids"]
     place = place_of(owner, mine)
-    theirs = reader.open(os.getpid(), place, mine.nbytes).view(np.int64)
+    theirs = open_one(reader, os.getpid(), place, np.int64, mine.size)
     mine[0], theirs[1] = 100, 200
     assert theirs.tolist() == [0, 200, 2, 3, 4]
     assert mine.tolist() == [100, 1, 2, 3, 4]
@@ -88,23 +104,23 @@ def test_a_place_that_is_given_to_another_segment_is_not_taken_for_the_old_one()
     place = place_of(owner, array)
     del array
     successor = owner.store({"ids": np.arange(600) * 2})["ids"]
-    assert place_of(owner, successor).fd == place.fd
+    assert place_of(owner, successor)[0] == place[0]
     with pytest.raises(NotSharedError, match="is no longer segment"):
-        reader.open(os.getpid(), place, 8)
+        open_one(reader, os.getpid(), place, np.int64, 1)
 
 
 def test_nothing_beyond_a_segment_is_looked_at() -> None:
     owner, reader = HostMemory(), HostMemory()
     place = place_of(owner, owner.store({"ids": np.arange(5)})["ids"])
     with pytest.raises(NotSharedError, match="of a segment of"):
-        reader.open(os.getpid(), place, 2**30)
+        open_one(reader, os.getpid(), place, np.int64, 2**27)
 
 
 def show_and_wait(pipe: Connection) -> None:
     memory = HostMemory()
     array = memory.store({"ids": np.arange(1000)})["ids"]
     place = place_of(memory, array)
-    pipe.send_bytes(f"{os.getpid()} {place.fd} {place.inode} {place.offset}".encode())
+    pipe.send_bytes(" ".join(map(str, [os.getpid(), *place])).encode())
     pipe.recv_bytes()  # until killed
 
 
@@ -115,12 +131,12 @@ def test_what_was_opened_outlives_a_killed_owner_and_the_rest_goes_with_it() -> 
     owner.start()
     try:
         assert ours.poll(DEADLINE_S)
-        pid, fd, inode, offset = map(int, ours.recv_bytes().split())
+        pid, *place = map(int, ours.recv_bytes().split())
         reader = HostMemory()
-        seen = reader.open(pid, Place(fd, inode, offset), 8000).view(np.int64)
+        seen = open_one(reader, pid, place, np.int64, 1000)
     finally:
         owner.kill()
         owner.join(DEADLINE_S)
     assert seen.tolist() == list(range(1000))
     with pytest.raises(NotSharedError, match="cannot open file descriptor"):
-        HostMemory().open(pid, Place(fd, inode, offset), 8000)
+        open_one(HostMemory(), pid, place, np.int64, 1000)
