@@ -49,6 +49,8 @@ class _Asker:
     """What it has said and was not understood yet."""
     leaving: deque[memoryview] = field(default_factory=deque)
     """What it has asked for and was not sent yet."""
+    waits_for_room: bool = False
+    """Whether something is leaving that its socket did not take."""
 
     def has_sent(self, num_bytes: int) -> None:
         """These bytes have left; their memory is held no longer."""
@@ -149,17 +151,17 @@ class Courier:
 
     def _attend(self, asker: _Asker, events: int) -> None:
         """Hear what a peer asks, and send what it takes at present."""
-        try:
-            if events & selectors.EVENT_READ:
+        if events & selectors.EVENT_WRITE:
+            self._send(asker)
+        if events & selectors.EVENT_READ:
+            try:
                 self._hear(asker)
-            if events & selectors.EVENT_WRITE:
-                self._send(asker)
-        except BlockingIOError:
-            return
-        except (OSError, ValueError) as error:
-            if asker.leaving:
-                logger.warning("rank %d could not send all to rank %s: %s", self._rank, asker.rank, error)
-            self._forget(asker)
+            except BlockingIOError:
+                return
+            except (OSError, ValueError) as error:
+                if asker.leaving:
+                    logger.warning("rank %d could not send all to rank %s: %s", self._rank, asker.rank, error)
+                self._forget(asker)
 
     def _hear(self, asker: _Asker) -> None:
         """
@@ -194,15 +196,23 @@ class Courier:
             self._asked.setdefault((rank, tag), deque()).append(asker)
 
     def _answer(self, asker: _Asker, given: _Given) -> None:
-        size_bytes = sum(map(len, given.buffers))
-        asker.leaving.append(memoryview(HEADER.pack(given.tag, size_bytes)))
+        asker.leaving.append(memoryview(HEADER.pack(given.tag, sum(map(len, given.buffers)))))
         asker.leaving.extend(given.buffers)
-        self._selector.modify(asker.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, asker)
+        self._send(asker)
 
     def _send(self, asker: _Asker) -> None:
-        asker.has_sent(asker.socket.sendmsg(islice(asker.leaving, _MOST_BUFFERS)))
-        if not asker.leaving:
-            self._selector.modify(asker.socket, selectors.EVENT_READ, asker)
+        """Send as much as the socket takes, and the rest once it takes more."""
+        try:
+            asker.has_sent(asker.socket.sendmsg(islice(asker.leaving, _MOST_BUFFERS)))
+        except BlockingIOError:
+            pass
+        except OSError as error:  # it is heard of its end next
+            logger.warning("rank %d could not send all to rank %s: %s", self._rank, asker.rank, error)
+            asker.leaving.clear()
+        if bool(asker.leaving) != asker.waits_for_room:
+            asker.waits_for_room = bool(asker.leaving)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if asker.waits_for_room else 0)
+            self._selector.modify(asker.socket, events, asker)
 
     def _forget(self, asker: _Asker) -> None:
         """Give up a connection; what it has asked for is held for the next one that asks."""
