@@ -79,15 +79,18 @@ class DataStore:
         """
         with self._lock:
             self._check_held(uids, keys)
-            return [self._samples[uid].data[key] for key in keys for uid in uids]
+            samples = [self._samples[uid].data for uid in uids]
+            return [data[key] for key in keys for data in samples]
 
     def _check_held(self, uids: Sequence[str], keys: Sequence[str]) -> None:
+        wanted, samples = set(keys), self._samples
+        if all(uid in samples and wanted <= samples[uid].data.keys() for uid in uids):
+            return
         missing = [(uid, key) for uid in uids for key in keys if not self.holds(uid, key)]
-        if missing:
-            raise ValueError(
-                f"{len(missing)} of {len(uids) * len(keys)} values are not in this store, first {missing[0]}: "
-                "they must be transferred here, or the sample was dropped"
-            )
+        raise ValueError(
+            f"{len(missing)} of {len(uids) * len(keys)} values are not in this store, first {missing[0]}: "
+            "they must be transferred here, or the sample was dropped"
+        )
 
     def holds(self, uid: str, key: str) -> bool:
         """Whether the values of `key` of this sample are here."""

@@ -165,20 +165,20 @@ class HostMemory:
         if os.fstat(fd).st_ino != inode:
             os.close(fd)
             raise NotSharedError(f"file descriptor {its_fd} of process {pid} is no longer segment {inode}")
-        return self._register(fd)
+        return self._register(fd, inode)
 
     def _make_segment(self, size_bytes: int) -> _Filling:
         fd = os.memfd_create("corral-samples", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, _in_pages(size_bytes))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         target = np.frombuffer(mmap.mmap(fd, 0, flags=mmap.MAP_SHARED), np.uint8)
-        return _Filling(target, self._register(fd))
+        return _Filling(target, self._register(fd, os.fstat(fd).st_ino))
 
-    def _register(self, fd: int) -> Bytes:
+    def _register(self, fd: int, inode: int) -> Bytes:
         """Map a segment for reading, and give it up when the last array that looks at it is gone."""
         mapping = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         values = np.frombuffer(mapping, np.uint8)
-        segment = _Segment(fd, os.fstat(fd).st_ino, values.__array_interface__["data"][0], values.size)
+        segment = _Segment(fd, inode, values.__array_interface__["data"][0], values.size)
         self._segment_by_id[id(values)] = segment
         self._values_by_inode[segment.inode] = values
         weakref.finalize(values, self._give_up, id(values), fd)
