@@ -147,16 +147,16 @@ class Network:
 
     def send(self, buffers: Sequence[Buffer], peer: int, *, tag: int) -> None:
         """Send these, one behind the other; they must not change any more. Nothing travels if they are empty."""
-        if views := [_bytes_of(buffer) for buffer in buffers if buffer.size]:
+        if views := [np.ascontiguousarray(buffer).data.cast("B") for buffer in buffers if buffer.size]:
             self._courier.give(views, peer, tag)
 
     def receive(self, buffer: Buffer, peer: int, *, tag: int) -> Receiving:
-        """Post a receive into `buffer`, of as many bytes as are sent.
+        """Post a receive into `buffer`, which has no gaps and as many bytes as are sent.
 
         Raises:
             TransferError: if the peer is gone.
         """
-        receiving = Receiving(self, _bytes_of(buffer), peer)
+        receiving = Receiving(self, buffer.data.cast("B") if buffer.size else memoryview(b""), peer)
         if buffer.size:
             try:
                 self._source(peer).ask(tag, receiving)
@@ -216,7 +216,3 @@ class Network:
             self._sources[peer] = _Source(connection)
             self._selector.register(connection, selectors.EVENT_READ, self._sources[peer])
         return self._sources[peer]
-
-
-def _bytes_of(buffer: Buffer) -> memoryview:
-    return np.ascontiguousarray(buffer).reshape(-1).view(np.uint8).data
