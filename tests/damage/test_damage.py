@@ -9,6 +9,7 @@ from tests.damage.table import run_cases
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # some dozen trials, of which each has its own deadline
 def test_no_damaged_file_hangs_a_trial_or_loses_a_sample(tmp_path: Path) -> None:
     # All damages of all files are `make damage`; what follows from one of a file follows from the others.
     rows = list(run_cases(one_case_per_file(), tmp_path))
