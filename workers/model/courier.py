@@ -27,7 +27,7 @@ QUESTION = struct.Struct("<q")
 """The tag of what it wants."""
 HEADER = struct.Struct("<qq")
 """Before the bytes that it gets: their tag, and how many there are."""
-_MOST_BUFFERS = 1024  # of one sendmsg, IOV_MAX of Linux
+_MOST_BUFFERS = 64  # of one sendmsg: it looks at all of them, though its socket may take the first few only
 _MOST_QUESTION_BYTES = 4096  # read at once
 
 
