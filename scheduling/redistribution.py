@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 Locations = Mapping[str, Mapping[str, frozenset[int]]]
-"""uid -> key -> ranks that hold it."""
+"""uid -> key -> ranks that hold it. Samples in the same places may share one mapping, which then costs one look."""
 _MAX_SHOWN = 5
 
 
@@ -193,12 +193,14 @@ def _not_there(locations: Locations, demand: Demand) -> Iterator[str]:
     """Samples of which one of the ranks lacks a key. Mostly there are few, and the others are to cost little."""
     ranks, keys = frozenset(demand.ranks), demand.keys
     nowhere: Mapping[str, frozenset[int]] = {}
+    nobody = frozenset[int]()
+    is_there: dict[int, bool] = {}  # by id of what samples in the same places may share
     for uid in demand.uids:
-        # Mostly all keys of a sample lie in one place.
-        for place in set(map(locations.get(uid, nowhere).get, keys)):
-            if place is None or not ranks <= place:
-                yield uid
-                break
+        of_sample = locations.get(uid, nowhere)
+        if id(of_sample) not in is_there:
+            is_there[id(of_sample)] = all(ranks <= of_sample.get(key, nobody) for key in keys)
+        if not is_there[id(of_sample)]:
+            yield uid
 
 
 def _ranks_by_key(demands: Sequence[Demand]) -> dict[str, tuple[int, ...]]:

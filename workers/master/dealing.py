@@ -15,7 +15,7 @@ from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 from corral.scheduling.packing import TYPICAL_SHAPE, TransformerShape, forward_flops, partition_near_owners
-from corral.workers.master.sequence_buffer import SequenceBuffer
+from corral.workers.master.sequence_buffer import Places, SequenceBuffer
 
 _TRAINING_FORWARDS = 3  # a backward pass takes as much as two forward passes
 
@@ -61,17 +61,11 @@ class Dealer:
         return [[uids[index] for index in part] for part in parts]
 
 
-def _owners(
-    located: Sequence[Mapping[str, frozenset[int]]], keys: Sequence[str], dp_ranks: Mapping[int, int]
-) -> list[int | None]:
+def _owners(located: Sequence[Places], keys: Sequence[str], dp_ranks: Mapping[int, int]) -> list[int | None]:
     """For each sample the data-parallel rank that holds most of its keys; None if none holds anything."""
-    # Samples are in few places, and places are slow to count.
-    known: dict[tuple[frozenset[int] | None, ...], int | None] = {}
-    owners: list[int | None] = []
-    for of_sample in located:
-        places = tuple(map(of_sample.get, keys))
-        if places not in known:
-            held = Counter(dp_ranks[rank] for holders in places for rank in holders or () if rank in dp_ranks)
-            known[places] = max(held, key=lambda dp_rank: (held[dp_rank], -dp_rank), default=None)
-        owners.append(known[places])
-    return owners
+    known: dict[int, int | None] = {}  # by id of what samples share
+    for places in located:
+        if id(places) not in known:
+            held = Counter(dp_ranks[rank] for key in keys for rank in places.get(key, ()) if rank in dp_ranks)
+            known[id(places)] = max(held, key=lambda dp_rank: (held[dp_rank], -dp_rank), default=None)
+    return [known[id(places)] for places in located]

@@ -17,6 +17,10 @@ import msgspec
 
 from corral.scheduling.policy_version import PolicyVersion
 
+Places = Mapping[str, frozenset[int]]
+"""key -> ranks that hold it. Never changed, and shared by the samples of which it is true: a step has thousands of
+samples in few places, and what is found out about one of these mappings holds for all of them."""
+
 
 class BufferedSample(msgspec.Struct, frozen=True, kw_only=True):
     """What the master knows about one sample (one prompt with its group of answers)."""
@@ -48,13 +52,13 @@ class SequenceBuffer:
     is_consumed: Callable[[str], bool]
     """Whether a uid is in the ledger already (trained or dropped, committed or not)."""
     samples: dict[str, BufferedSample] = field(default_factory=dict)
-    located: dict[str, dict[str, frozenset[int]]] = field(default_factory=dict)
-    """uid -> key -> ranks that hold it; samples that are in the same places share one set of them."""
+    located: dict[str, Places] = field(default_factory=dict)
+    """By uid."""
     duplicates: int = 0
     """Samples that arrived a second time and were turned away."""
     _copies: dict[str, set[int]] = field(default_factory=dict)
     """Ranks where a second copy of a sample has arrived, which is neither read nor counted."""
-    _set_by_rank: dict[int, frozenset[int]] = field(default_factory=dict)
+    _places_of_new: dict[tuple[frozenset[str], int], Places] = field(default_factory=dict)
 
     def put(self, sample: BufferedSample) -> bool:
         """Take a sample in; False if it is here or consumed already: the copy that came first counts.
@@ -67,42 +71,50 @@ class SequenceBuffer:
             if is_held:
                 self._copies.setdefault(sample.uid, set()).add(sample.owner)
             return False
-        self.samples[sample.uid] = sample
-        self.located[sample.uid] = dict.fromkeys(sample.keys, self._only(sample.owner))
+        self.fill(sample)
         return True
 
     def fill(self, sample: BufferedSample) -> None:
         """What was a prompt has answers now, where they were made."""
         self.samples[sample.uid] = sample
-        self.located[sample.uid] = dict.fromkeys(sample.keys, self._only(sample.owner))
+        kind = (sample.keys, sample.owner)
+        places = self._places_of_new.get(kind)
+        if places is None:
+            places = self._places_of_new[kind] = dict.fromkeys(sample.keys, frozenset((sample.owner,)))
+        self.located[sample.uid] = places
 
     def amend(self, keys: Iterable[str], ranks_by_uid: Mapping[str, int]) -> None:
         """Record that `keys` now exist for each uid on the rank that computed them."""
-        names = list(keys)
+        uids_by_rank: defaultdict[int, list[str]] = defaultdict(list)
         for uid, rank in ranks_by_uid.items():
-            ranks_by_key, only = self.located[uid], self._only(rank)
-            for key in names:
-                ranks_by_key[key] = ranks_by_key[key] | only if key in ranks_by_key else only
+            uids_by_rank[rank].append(uid)
+        names = tuple(keys)
+        for rank, uids in uids_by_rank.items():
+            self.moved(uids, names, (rank,))
 
-    def moved(self, uid: str, key: str, ranks: Iterable[int]) -> None:
-        """Record that a transfer has put (uid, key) on further ranks."""
-        self.located[uid][key] = self.located[uid][key].union(ranks)
+    def moved(self, uids: Iterable[str], keys: Sequence[str], ranks: Iterable[int]) -> None:
+        """Record that some keys of these samples are on further ranks, too."""
+        further = frozenset(ranks)
+        before_and_after: dict[int, tuple[Places, Places]] = {}  # by id, which is one's own as long as one is held
+        for uid in uids:
+            before = self.located[uid]
+            if id(before) not in before_and_after:
+                added = {key: before.get(key, further) | further for key in keys}
+                before_and_after[id(before)] = (before, {**before, **added})
+            self.located[uid] = before_and_after[id(before)][1]
 
     def release(self, uids: Iterable[str]) -> dict[int, list[str]]:
         """Forget samples: trained, stale, or given up. Returns what each rank has to forget, by rank."""
         uids_by_rank: defaultdict[int, list[str]] = defaultdict(list)
+        places_and_ranks: dict[int, tuple[Places, frozenset[int]]] = {}
         for uid in uids:
             sample = self.samples.pop(uid, None)
             if sample is None:
                 continue
+            places = self.located.pop(uid)
+            if id(places) not in places_and_ranks:
+                places_and_ranks[id(places)] = (places, frozenset[int]().union(*places.values()))
             # The owner may hold no key of it, but remembers who sent it.
-            ranks = {sample.owner}.union(self._copies.pop(uid, ()), *set(self.located.pop(uid).values()))
-            for rank in ranks:
+            for rank in {sample.owner, *places_and_ranks[id(places)][1], *self._copies.pop(uid, ())}:
                 uids_by_rank[rank].append(uid)
         return dict(uids_by_rank)
-
-    def _only(self, rank: int) -> frozenset[int]:
-        only = self._set_by_rank.get(rank)
-        if only is None:
-            only = self._set_by_rank[rank] = frozenset((rank,))
-        return only
