@@ -9,7 +9,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_THRESHOLDS = (50_000, 20, 20)  # objects; younger collections before an older generation is looked at
+_THRESHOLDS = (500_000, 20, 20)  # objects, more than a step keeps; younger collections before an older one is looked at
 
 
 @contextmanager
