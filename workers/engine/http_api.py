@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -38,6 +38,7 @@ from corral.workers.engine.http_messages import (
     parse,
 )
 from corral.workers.engine.loop import EngineLoop, EngineStoppedError, UpdateResult
+from corral.workers.engine.progress import Progress
 from corral.workers.engine.requests import GenerationRequest
 from corral.workers.engine.weights import WeightsRejectedError
 
@@ -48,15 +49,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _COMMAND_TIMEOUT_S = 60.0  # the engine answers a command after its present decode step, which takes far less
 _SHUTDOWN_TIMEOUT_S = 5.0  # for replies under way when the server stops
-
-
-class Progress(TypedDict):
-    """What a heartbeat reports."""
-
-    running: int
-    queued: int
-    tokens_generated: int
-    version: str
 
 
 class EngineServer:

@@ -1,0 +1,51 @@
+"""EmbeddedBackend: the embedded engine, served from the worker's own process.
+
+initial weights ──► GenerationEngine (its own thread) ──► EngineServer (HTTP, API key)
+"""
+
+from collections.abc import Callable
+
+from transformers.utils import logging as transformers_logging
+
+from corral.workers.engine.engine import GenerationEngine
+from corral.workers.engine.http_api import EngineServer
+from corral.workers.engine.progress import Progress
+
+
+class EmbeddedBackend:
+    """Loads the engine when it starts; an engine that fails ends the worker, whose process it shares."""
+
+    def __init__(self, load_engine: Callable[[], GenerationEngine], *, api_key: str, address: str) -> None:
+        """
+        Args:
+            load_engine: reads the initial weights.
+            api_key: what clients must send as bearer token.
+            address: the interface to listen on.
+        """
+        self._load_engine = load_engine
+        self._api_key = api_key
+        self._address = address
+        self._server: EngineServer | None = None
+
+    async def start(self) -> str:
+        """Load the weights and listen."""
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        self._server = EngineServer(self._load_engine(), self._api_key, self._address)
+        port = await self._server.start()
+        return f"http://{self._address}:{port}"
+
+    def progress(self) -> Progress:
+        """Zeros until it has started."""
+        if self._server is None:
+            return Progress(running=0, queued=0, tokens_generated=0, version="")
+        return self._server.progress()
+
+    async def wait_ended(self) -> None:
+        """Until the engine thread ends; raises what ended it."""
+        assert self._server is not None
+        await self._server.wait_ended()
+
+    async def stop(self) -> None:
+        """Requests end as aborted, and are answered."""
+        if self._server is not None:
+            await self._server.stop()
