@@ -9,9 +9,9 @@ import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.runners.runner import TaskSpec, start_process
 from corral.launcher.trial.exits import ExitKind
-from corral.launcher.trial.tether import die_with_parent
 
 LOCAL_NODE = "localhost"
 

@@ -16,6 +16,7 @@ from functools import partial
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations, Step
 from corral.launcher.runners.containers import ContainedCommand, contain
@@ -25,7 +26,6 @@ from corral.launcher.slurm.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals,
 from corral.launcher.slurm.step import StepPlace, srun_command, step_name
 from corral.launcher.slurm.words import phase_of
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
-from corral.launcher.trial.tether import die_with_parent
 from corral.scheduling.worker_information import parse_worker_id
 
 _CLEAN_UP_TIMEOUT_S = 15.0

@@ -27,6 +27,7 @@ from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.files.patience import FilePatience
 from corral.launcher.supervisor.attempt_start import claim_decides, open_attempt
@@ -35,7 +36,6 @@ from corral.launcher.supervisor.supervisor_exit import SupervisorExit
 from corral.launcher.supervisor.units.actions import RestartPolicy
 from corral.launcher.trial.lock import SupervisorLock
 from corral.launcher.trial.processes import kill_trial_processes
-from corral.launcher.trial.tether import die_with_parent
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _PAUSE_S = 0.2

@@ -28,6 +28,7 @@ from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import Done, Entry, Stop, StoppedError, TrialLogError
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
 from corral.launcher.runners.runner import TaskRunner
@@ -57,7 +58,6 @@ from corral.launcher.supervisor.units.specs import WorkerCommand, units_of_plan,
 from corral.launcher.supervisor.wake_up import WakeUp
 from corral.launcher.trial.exits import ExitKind
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
-from corral.launcher.trial.tether import die_with_parent
 
 _TICK_S = 0.1
 _TOLD_TIMEOUT_S = 10.0  # at the end, for what could not be told before

@@ -34,7 +34,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from corral.launcher.trial.tether import die_with_parent
+from corral.experiments.trial.tether import die_with_parent
 
 logger = logging.getLogger(__name__)
 
