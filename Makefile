@@ -4,18 +4,27 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# SGLang's own environment. Elsewhere than beside .venv, say so to trials: sglang.python, or a link .venv-sglang.
+SGLANG_VENV ?= .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
 # Tests wait for SLURM's timers as much as they compute: three processes of them keep two cores busy.
 TEST_PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-slurm demo recipes test test-all test-slurm test-fast lint typecheck docs bench damage clean
+.PHONY: setup sglang setup-slurm demo recipes test test-all test-slurm test-fast lint typecheck docs bench damage clean
 
 setup: $(STAMP)  ## create .venv and install corral with its development tools
 
 $(STAMP): pyproject.toml setup.py
 	@sh .ci/make-venv "$(PYTHON)" "$(VENV)"
 	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+sglang: $(SGLANG_STAMP)  ## install SGLang in an environment of its own, for its GPUs or without any
+
+$(SGLANG_STAMP): .ci/make-sglang .ci/sglang-cpu.txt
+	@sh .ci/make-sglang "$(PYTHON)" "$(SGLANG_VENV)"
 	@touch $@
 
 setup-slurm:  ## install the SLURM daemons that the tests start (Debian and Ubuntu)
@@ -27,10 +36,10 @@ demo: setup  ## train a tiny language model to add: SFT, then asynchronous GRPO,
 recipes: setup  ## train every recipe on this machine, and say in one table whether each moves what it should
 	@$(BIN)/python -m corral.experiments.recipes.run_all
 
-test: setup setup-slurm lint typecheck  ## what must hold; what CI runs
+test: setup sglang setup-slurm lint typecheck  ## what must hold; what CI runs
 	CORRAL_REQUIRE_SLURM=1 $(PYTEST) -m 'not slow'
 
-test-all: setup setup-slurm lint typecheck  ## also what takes long and shows little more
+test-all: setup sglang setup-slurm lint typecheck  ## also what takes long and shows little more
 	CORRAL_REQUIRE_SLURM=1 $(PYTEST)
 
 test-slurm: setup $(if $(SLURM_ROOT),,setup-slurm)  ## the SLURM tests; SLURM_ROOT=DIR: by the SLURM of a Debian tree (see CONTRIBUTING)
@@ -39,7 +48,7 @@ test-slurm: setup $(if $(SLURM_ROOT),,setup-slurm)  ## the SLURM tests; SLURM_RO
 	fi; \
 	CORRAL_REQUIRE_SLURM=1; export CORRAL_REQUIRE_SLURM; "$$@" $(PYTEST) tests/slurm
 
-test-fast: setup  ## without SLURM and without whole trials
+test-fast: setup sglang  ## without SLURM and without whole trials
 	$(PYTEST) -m 'not slow and not slurm' --ignore tests/integration
 
 lint: setup
