@@ -10,10 +10,11 @@ All five kinds of workers take part.
 from collections.abc import Iterator
 from typing import ClassVar
 
-from corral.experiments.checks import check_concurrency, check_imports
-from corral.experiments.config.rollout import EngineConfig, GenerationConfig, RolloutConfig
+from corral.experiments.checks import check_allocation, check_concurrency, check_imports, check_sglang
+from corral.experiments.config.rollout import EngineConfig, GenerationConfig, RolloutConfig, SglangConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig
+from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.policy import TRAJECTORY_KEYS, PolicyExperiment
 from corral.experiments.worker_specs import (
     DatasetSpec,
@@ -35,6 +36,8 @@ class AsyncPPOExperiment(PolicyExperiment):
     """How answers are made and judged."""
     engine: EngineConfig = EngineConfig()
     """The generation engine."""
+    sglang: SglangConfig = SglangConfig()
+    """Servers of SGLang, where the allocation asks for them: sglang:d2+fsdp:d4."""
 
     generates: ClassVar[bool] = True
 
@@ -53,10 +56,7 @@ class AsyncPPOExperiment(PolicyExperiment):
             max_head_offpolicyness=self.rollout.max_head_offpolicyness,
             temperature=self.rollout.sampling.temperature,
         )
-        workers += [
-            GenerationServerSpec(index=index, initial_weights=self.actor.path, engine=self.engine)
-            for index in range(self.num_workers("generation_server"))
-        ]
+        workers += self._generation_servers()
         workers.append(
             GserverManagerSpec(
                 num_generation_servers=self.num_workers("generation_server"),
@@ -66,6 +66,21 @@ class AsyncPPOExperiment(PolicyExperiment):
         )
         workers += self._rollout_workers(dataset)
         return ExperimentConfig(graph=graph, workers=tuple(workers))
+
+    def _generation_servers(self) -> list[GenerationServerSpec]:
+        engine = self.parsed_allocation.generation
+        uses_sglang = engine is not None and engine.backend == "sglang"
+        python = sglang_python(self.sglang) if uses_sglang else None
+        return [
+            GenerationServerSpec(
+                index=index,
+                backend="sglang" if uses_sglang else "hf",
+                initial_weights=self.actor.path,
+                engine=self.engine,
+                sglang=self.sglang.model_copy(update={"python": python}),
+            )
+            for index in range(self.num_workers("generation_server"))
+        ]
 
     def _rollout_workers(self, dataset: DatasetSpec) -> list[RolloutWorkerSpec]:
         count = self.num_workers("rollout_worker")
@@ -90,3 +105,11 @@ class AsyncPPOExperiment(PolicyExperiment):
         yield from super().find_own_problems(num_rows=num_rows)
         yield from check_concurrency(self.rollout, train_batch_size=self.train_batch_size)
         yield from check_imports(self.rollout)
+        allocation, _ = check_allocation(self.allocation, roles=self.roles, generates=self.generates)
+        if allocation is not None and allocation.generation is not None:
+            server = self.groups.generation_server.scheduling
+            yield from check_sglang(
+                self.sglang,
+                is_used=allocation.generation.backend == "sglang",
+                is_in_container=server is not None and server.container_image is not None,
+            )

@@ -12,11 +12,12 @@ from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.cluster import ClusterConfig, GroupConfig
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig
-from corral.experiments.config.rollout import GenerationConfig, RolloutConfig
+from corral.experiments.config.rollout import GenerationConfig, RolloutConfig, SglangConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, dotted, show_value, split_remedy
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.inputs.import_paths import check_import_path
 from corral.experiments.inputs.model_directory import ModelFacts, inspect_model
+from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.scheduling.allocation import EVERY_ROLE, Allocation, parse_allocation
 from corral.scheduling.mesh import Mesh
@@ -24,7 +25,7 @@ from corral.scheduling.placement import NodeShape, place
 from corral.scheduling.scheduling import ExperimentScheduling
 from corral.scheduling.worker_information import WorkerKind
 
-BUILT_GENERATION_BACKENDS = ("hf",)
+BUILT_GENERATION_BACKENDS = ("hf", "sglang")
 BUILT_TRAINING_BACKENDS = ("fsdp",)
 MODEL_CONTEXT = "the model's max_position_embeddings"
 
@@ -65,7 +66,7 @@ def _generation_problems(allocation: Allocation, generates: bool) -> Iterator[Co
         yield ConfigProblem(message=message, hint=f"use the embedded engine: hf:d{engine.dims.dp}")
     if engine.dims.tp > 1:
         message = f"tensor parallel generation (t{engine.dims.tp}) is not built yet in this version"
-        yield ConfigProblem(message=message, hint=f"use one process per server: hf:d{engine.dims.dp}")
+        yield ConfigProblem(message=message, hint=f"use one process per server: {engine.backend}:d{engine.dims.dp}")
 
 
 def _training_problems(allocation: Allocation, roles: tuple[str, ...]) -> Iterator[ConfigProblem]:
@@ -368,6 +369,37 @@ def check_concurrency(rollout: RolloutConfig, *, train_batch_size: int) -> Itera
             path=("rollout", "max_concurrent_rollouts"),
             shown=str(rollout.max_concurrent_rollouts),
         )
+
+
+def check_sglang(sglang: SglangConfig, *, is_used: bool, is_in_container: bool) -> Iterator[ConfigProblem]:
+    """Settings of SGLang that nobody reads, and an interpreter that does not have it.
+
+    Args:
+        is_used: whether the allocation asks for it.
+        is_in_container: whether its servers start in an image, which cannot be looked into from here.
+    """
+    if not is_used:
+        if sglang != SglangConfig():
+            yield ConfigProblem(
+                message="`sglang` has no effect: the allocation's servers are the embedded engine",
+                hint="remove it, or write sglang:d1 in place of hf:d1 in the allocation",
+                path=("sglang",),
+            )
+        return
+    if is_in_container:
+        if sglang.python is None:
+            yield ConfigProblem(
+                message="sglang.python is not set, and the servers start in a container",
+                hint="give the path of the Python with SGLang in that image",
+                path=("sglang",),
+            )
+        return
+    try:
+        sglang_version(sglang_python(sglang))
+    except ValueError as error:
+        message, hint = split_remedy(str(error))
+        key: KeyPath = ("allocation",) if sglang.python is None else ("sglang", "python")
+        yield ConfigProblem(message=message, hint=hint, path=key)
 
 
 def check_imports(rollout: GenerationConfig) -> Iterator[ConfigProblem]:

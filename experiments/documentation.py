@@ -37,8 +37,9 @@ Everything is checked before anything is submitted; an error names file, line, v
 - **Import paths** look like `package.module:name`. The module is searched where Python searches, and in the current
   directory.
 
-An allocation says who generates and who trains. This version builds the backends `hf` (generation) and `fsdp`
-(training) with data parallelism: `fsdp:d4`, or `hf:d2+fsdp:d4`. The whole grammar:
+An allocation says who generates and who trains. This version builds the backends `hf` and `sglang` (generation,
+see [rollout](rollout.md)) and `fsdp` (training) with data parallelism: `fsdp:d4`, `hf:d2+fsdp:d4`, or
+`sglang:d2+fsdp:d4`. The whole grammar:
 
 ```
 {ALLOCATION_GRAMMAR}

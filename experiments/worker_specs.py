@@ -10,7 +10,14 @@ from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig, OptimizerConfig
-from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, ImportPath, RolloutConfig, SamplingConfig
+from corral.experiments.config.rollout import (
+    EXACT_MATCH,
+    EngineConfig,
+    ImportPath,
+    RolloutConfig,
+    SamplingConfig,
+    SglangConfig,
+)
 from corral.scheduling.cadence import Frequency
 from corral.scheduling.keys import Key
 from corral.scheduling.mesh import Mesh
@@ -189,12 +196,14 @@ class GenerationServerSpec(FrozenConfig):
 
     kind: Literal["generation_server"] = "generation_server"
     index: int = Field(ge=0)
-    backend: Literal["hf"] = "hf"
-    """`hf` is the embedded engine."""
+    backend: Literal["hf", "sglang"] = "hf"
+    """`hf` is the embedded engine, `sglang` a server of SGLang beside the worker."""
     initial_weights: Path
     """Weights that it starts with, version 0."""
     engine: EngineConfig
     """Sizes of the engine."""
+    sglang: SglangConfig = SglangConfig()
+    """How SGLang is started; `python` is never None where `backend` is `sglang`."""
 
 
 class GserverManagerSpec(FrozenConfig):

@@ -1,6 +1,7 @@
 """How answers are made and judged: sampling, the staleness bound, agents and rewards."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator
@@ -75,6 +76,53 @@ class RolloutConfig(GenerationConfig):
     of their own."""
     request_timeout_s: float = Field(default=300.0, gt=0.0)
     """Deadline of one request to a generation server or of one weight update."""
+
+
+SGLANG_FLAGS_SET_HERE = frozenset(
+    {
+        "admin-api-key",
+        "api-key",
+        "config",
+        "dtype",
+        "host",
+        "max-running-requests",
+        "max-total-tokens",
+        "model",
+        "model-path",
+        "port",
+        "random-seed",
+        "skip-server-warmup",
+        "skip-tokenizer-init",
+        "weight-version",
+    }
+)
+"""Flags of SGLang that follow from the trial, or from another key of the configuration."""
+_FLAG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
+FlagValue = bool | int | float | str | list[int | float | str]
+
+
+class SglangConfig(FrozenConfig):
+    """Servers of SGLang, each a process of its own, where the allocation names `sglang`."""
+
+    python: Path | None = None
+    """The Python that has SGLang installed; None is `.venv-sglang` beside corral's own environment (`make sglang`)."""
+    flags: dict[str, FlagValue] = {}
+    """More flags of SGLang's server, by name without the dashes in front: {mem-fraction-static: 0.8}. true is a flag without a value, false leaves it out, a list is several values."""  # noqa: E501
+    probe_timeout_s: float = Field(default=60.0, gt=0.0)
+    """A server that says nothing for so long, and is not taking over weights, is taken for hung, and started again."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Restarts of a server that died or hung before its worker ends, which the supervisor then starts again; one that ran for `supervision.healthy_after_s` gets them all back."""  # noqa: E501
+
+    @field_validator("flags")
+    @classmethod
+    def _flags_are_free(cls, value: dict[str, FlagValue]) -> dict[str, FlagValue]:
+        for name in value:
+            if not _FLAG.fullmatch(name):
+                raise ValueError(f"{name!r} is no flag of SGLang; write it as mem-fraction-static")
+            if name in SGLANG_FLAGS_SET_HERE:
+                raise ValueError(f"--{name} is set by the trial or by another key of `engine`; remove it from flags")
+        return value
 
 
 class EngineConfig(FrozenConfig):

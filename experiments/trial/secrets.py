@@ -85,6 +85,8 @@ class TrialSecrets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     redis_password: Secret
     http_api_key: Secret
     """Guards generation servers' HTTP."""
+    http_admin_key: Secret
+    """Guards what changes them: pauses, aborts, new weights."""
 
     @classmethod
     def create(cls, directory: Path) -> "TrialSecrets":
@@ -99,6 +101,7 @@ class TrialSecrets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             clients={role: _new_pair() for role in ROLES},
             redis_password=Secret(random_tokens.token_urlsafe(32)),
             http_api_key=Secret(random_tokens.token_urlsafe(32)),
+            http_admin_key=Secret(random_tokens.token_urlsafe(32)),
         )
         directory.mkdir(mode=0o700, exist_ok=True)
         _require_private_directory(directory)
@@ -165,7 +168,7 @@ class TrialSecrets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def values(self) -> list[Secret]:
         """All secret values, for `SecretFilter`."""
         pairs = [self.server, *self.clients.values()]
-        return [*(pair.secret for pair in pairs), self.redis_password, self.http_api_key]
+        return [*(pair.secret for pair in pairs), self.redis_password, self.http_api_key, self.http_admin_key]
 
 
 class SecretFilter(logging.Filter):

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+from corral.experiments.config.rollout import SglangConfig
 from corral.experiments.errors import ConfigError
+from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
 from corral.experiments.loading.profile import find_profiles, read_profile
 from corral.launcher.doctor.findings import Finding, fail, ok, warn
 from corral.launcher.doctor.node import DISTRIBUTION
@@ -23,9 +25,10 @@ _LITTLE_SPACE_GB = 10.0
 
 
 def look_here(fileroot: Path) -> Iterator[Finding]:
-    """Python, Redis, profiles, GPUs and the file root."""
+    """Python, Redis, SGLang, profiles, GPUs and the file root."""
     yield ok("python", f"Python {sys.version.split()[0]}, corral {version(DISTRIBUTION)}, {sys.executable}")
     yield _redis()
+    yield _sglang()
     yield from _profiles()
     gpus = visible_gpus()
     yield ok("gpus", f"{len(gpus)} GPUs on this machine" if gpus else "no GPU on this machine")
@@ -53,6 +56,15 @@ def _redis() -> Finding:
         rule, _, remedy = str(error).partition(": ")
         return fail("redis", rule, remedy)
     return ok("redis", f"Redis {redis_version(executable) or '?'}, {executable}")
+
+
+def _sglang() -> Finding:
+    """Only allocations with `sglang` want it, so that it is missing is no fault."""
+    python = sglang_python(SglangConfig())
+    try:
+        return ok("sglang", f"SGLang {sglang_version(python)}, {python}")
+    except ValueError:
+        return ok("sglang", f"none at {python}: allocations with hf only (`make sglang` installs it)")
 
 
 def _profiles() -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from corral.experiments.config.control import TrainControl
 from corral.experiments.errors import display_path
 from corral.experiments.plan import RunPlan
-from corral.experiments.worker_specs import ModelWorkerSpec, RolloutWorkerSpec
+from corral.experiments.worker_specs import GenerationServerSpec, ModelWorkerSpec, RolloutWorkerSpec
 from corral.launcher.submit.dataflow_text import answers_per_prompt, render_dataflow
 from corral.scheduling.scheduling import TasksGroup
 
@@ -30,6 +30,7 @@ def _heading(plan: RunPlan) -> Iterator[str]:
     yield f"folder     {display_path(plan.trial.directory)}"
     yield f"data       {_data(plan)}"
     yield f"steps      {_steps(plan)}"
+    yield from _generation(plan)
     if master.source == "trajectories":
         yield f"staleness  eta {master.max_head_offpolicyness}: no token is trained on that is older by more versions"
     yield f"commits    {_commits(master.control)}"
@@ -47,6 +48,20 @@ def _steps(plan: RunPlan) -> str:
     end = "" if consumed == in_all else " (control.max_steps ends it early)"
     last = f"; the last step has {consumed % batch}" if consumed % batch else ""
     return f"{steps} of {batch} {unit}{in_answers}{per_epoch}; {consumed} of {epochs} x {master.num_prompts}{end}{last}"
+
+
+def _generation(plan: RunPlan) -> Iterator[str]:
+    """'generate   2 servers of SGLang, /site/sglang/bin/python'; nothing where the graph generates, or no call does."""
+    servers = [worker for worker in plan.workers if isinstance(worker, GenerationServerSpec)]
+    if not servers:
+        return
+    count = f"{len(servers)} server{'s' if len(servers) > 1 else ''}"
+    first = servers[0]
+    if first.backend == "hf":
+        yield f"generate   {count} of the embedded engine, {first.engine.dtype}"
+    else:
+        assert first.sglang.python is not None
+        yield f"generate   {count} of SGLang, {first.engine.dtype}; {display_path(first.sglang.python)}"
 
 
 def _commits(control: TrainControl) -> str:

@@ -373,10 +373,28 @@ CONTRADICTION_CASES = (
         line=4,
     ),
     BrokenCase(
-        name="sglang-is-not-built",
-        edit=("hf:d1+fsdp:d1", "sglang:d1+fsdp:d1"),
-        words=("sglang", "not built yet", "use the embedded engine: hf:d1"),
+        name="sglang-on-two-gpus-is-not-built",
+        edit=("hf:d1+fsdp:d1", "sglang:d1t2+fsdp:d1"),
+        words=("tensor parallel generation (t2)", "not built yet", "sglang:d1"),
         line=4,
+    ),
+    BrokenCase(
+        name="sglang-settings-without-sglang",
+        edit=("", "sglang: {max_restarts: 1}\n"),
+        words=("sglang", "no effect", "embedded engine", "sglang:d1"),
+        line=33,
+    ),
+    BrokenCase(
+        name="a-python-without-sglang",
+        edit=("allocation: hf:d1+fsdp:d1", "allocation: sglang:d1+fsdp:d1\nsglang: {python: /bin/false}"),
+        words=("there is no SGLang", "/bin/false", "make sglang"),
+        line=5,
+    ),
+    BrokenCase(
+        name="an-sglang-flag-of-the-trials",
+        edit=("allocation: hf:d1+fsdp:d1", "allocation: sglang:d1+fsdp:d1\nsglang: {flags: {api-key: mine}}"),
+        words=("--api-key is set by the trial", "remove it from flags"),
+        line=5,
     ),
     BrokenCase(
         name="megatron-is-not-built",

@@ -44,7 +44,8 @@ class Target:
             records = names.get_subtree("")
         workers = {name: json.loads(text) for name, text in records.items() if name.startswith("workers/")}
         self.control = {name.removeprefix("workers/"): str(record["control"]) for name, record in workers.items()}
-        self.http = str(json.loads(records["generation/servers/0"])["url"])
+        server = json.loads(records["generation/servers/0"])
+        self.http, self.http_control = str(server["url"]), str(server["control"])
         streams = ("streams/master", "streams/trajectories/0", "generation/manager")
         self.zeromq = [*self.control.values(), *(records[name] for name in streams)]
         self.redis_port = int(json.loads(trial.directory.rendezvous_path.read_bytes())["port"])
@@ -77,10 +78,10 @@ def target(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def test_nothing_listens_but_what_needs_a_key(target: Target) -> None:
-    ports = [int(endpoint.rpartition(":")[2]) for endpoint in (*target.zeromq, target.http)]
+    ports = [int(endpoint.rpartition(":")[2]) for endpoint in (*target.zeromq, target.http, target.http_control)]
     # A trial of one training rank has no gang, so torch listens nowhere.
     assert target.listening() == {("127.0.0.1", port) for port in (*ports, target.redis_port)}
-    assert len(target.listening()) == len(WORKERS) + 5
+    assert len(target.listening()) == len(WORKERS) + 6
 
 
 def test_random_bytes_disturb_nobody(target: Target) -> None:
@@ -107,6 +108,7 @@ def test_random_bytes_disturb_nobody(target: Target) -> None:
 def test_the_generation_server_answers_nothing_without_the_key(target: Target, key: str | None) -> None:
     for path in HTTP_PATHS:
         assert http_status(target.http + path, key) == 401, path
+        assert http_status(target.http_control + path, key) == 401, path
 
 
 def test_the_generation_server_answers_its_own_trial(target: Target) -> None:

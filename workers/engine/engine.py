@@ -91,13 +91,13 @@ class GenerationEngine(ContinuousBatch):
         config: Any = self._model.config
         return str(config.model_type)
 
-    def stage_weights(self, directory: Path, *, manifest_sha256: str | None = None) -> StagedWeights:
+    def stage_weights(self, directory: Path) -> StagedWeights:
         """Read and check new weights without touching the live ones; any thread may call it.
 
         Raises:
             WeightsRejectedError: if they are unreadable, incomplete or of another model.
         """
-        return stage_weights(directory, self._layout, manifest_sha256=manifest_sha256)
+        return stage_weights(directory, self._layout)
 
     def apply_weights(self, staged: StagedWeights, *, version: str) -> None:
         """Copy staged weights over the live ones; the next token is made by them, whatever the cache holds."""
@@ -106,13 +106,13 @@ class GenerationEngine(ContinuousBatch):
         self.model_directory = staged.directory
         self.version = version
 
-    def update_weights(self, directory: Path, *, version: str, manifest_sha256: str | None = None) -> None:
+    def update_weights(self, directory: Path, *, version: str) -> None:
         """Stage and apply in one go.
 
         Raises:
             WeightsRejectedError: the old weights and version are still in place.
         """
-        self.apply_weights(self.stage_weights(directory, manifest_sha256=manifest_sha256), version=version)
+        self.apply_weights(self.stage_weights(directory), version=version)
 
 
 def load_model(directory: Path, *, dtype: torch.dtype, device: str) -> tuple[nn.Module, frozenset[int]]:

@@ -6,9 +6,10 @@
     POST /generate /abort_request /pause_generation /continue_generation /update_weights_from_disk
     GET|POST /flush_cache      GET /health /ready /get_model_info /get_server_info /metrics
 
-Every endpoint wants `Authorization: Bearer <api key>`. Errors are {"error": {"message": ...}}; those of a weight
-update are {"success": false, "message": ...}. 503 means "not now": paused (/ready, /health), queue full, engine
-stopped. A client that goes away has its requests aborted.
+Every endpoint wants `Authorization: Bearer <api key>`; where there is an administrator's key, as SGLang has one, what
+changes the server (aborts, pauses, updates, flushes) wants that one instead. Errors are {"error": {"message": ...}};
+those of a weight update are {"success": false, "message": ...}. 503 means "not now": paused (/ready, /health), queue
+full, engine stopped. A client that goes away has its requests aborted.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ ResultT = TypeVar("ResultT")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _COMMAND_TIMEOUT_S = 60.0  # the engine answers a command after its present decode step, which takes far less
+_OF_THE_ADMINISTRATOR = frozenset(
+    {"/abort_request", "/continue_generation", "/flush_cache", "/pause_generation", "/update_weights_from_disk"}
+)
 _SHUTDOWN_TIMEOUT_S = 5.0  # for replies under way when the server stops
 
 
@@ -69,6 +73,7 @@ class EngineServer:
         api_key: str,
         host: str,
         *,
+        admin_key: str | None = None,
         max_body_bytes: int = 64 * 2**20,
         max_queued_requests: int = 4096,
         update_timeout_s: float = 600.0,
@@ -77,14 +82,16 @@ class EngineServer:
         Args:
             engine: handed over; only this server's thread may use it from `start` on.
             api_key: what clients must send as bearer token.
+            admin_key: what is wanted instead of it for aborts, pauses, updates and flushes; None is the same key.
             host: address to bind; the system chooses the port, and `start` returns it.
             max_body_bytes: larger bodies are answered 413.
             max_queued_requests: beyond these, /generate answers 503.
             update_timeout_s: longest wait of a weight update for the requests in flight.
         """
-        if not api_key:
-            raise ValueError("api_key is empty; every endpoint is protected by it")
+        if not api_key or admin_key == "":
+            raise ValueError("a key is empty; every endpoint is protected by one")
         self._expected_authorization = f"Bearer {api_key}".encode()
+        self._expected_of_administrator = f"Bearer {admin_key or api_key}".encode()
         self._host = host
         self._max_body_bytes = max_body_bytes
         self._max_queued_requests = max_queued_requests
@@ -163,8 +170,11 @@ class EngineServer:
     @web.middleware
     async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._expected_authorization):
-            return _error(401, "this server wants the header 'Authorization: Bearer <api key>' of its trial")
+        is_for_administrator = request.path in _OF_THE_ADMINISTRATOR
+        expected = self._expected_of_administrator if is_for_administrator else self._expected_authorization
+        if not hmac.compare_digest(given, expected):
+            key = "administrator's key" if is_for_administrator else "api key"
+            return _error(401, f"this wants the header 'Authorization: Bearer <{key}>' of the trial")
         return await handler(request)
 
     async def _ask(self, future: Future[ResultT]) -> ResultT:
@@ -273,9 +283,7 @@ class EngineServer:
         return web.json_response({"success": True, "message": message, "num_paused_requests": result.num_in_flight})
 
     async def _update(self, body: UpdateWeightsBody) -> UpdateResult:
-        staged = await asyncio.to_thread(
-            self._engine.stage_weights, Path(body.model_path), manifest_sha256=body.manifest_sha256
-        )
+        staged = await asyncio.to_thread(self._engine.stage_weights, Path(body.model_path))
         future = self._loop.update(
             staged,
             version=body.weight_version,

@@ -182,8 +182,6 @@ class UpdateWeightsBody(_Body):
     """Required, unlike SGLang's: tokens of unnamed weights could not be told from those of the weights before."""
     flush_cache: bool = True
     abort_all_requests: bool = False
-    manifest_sha256: str | None = None
-    """Of the directory's manifest, as the trainer published it; None checks the files against the manifest only."""
 
 
 BodyT = TypeVar("BodyT", bound=BaseModel)

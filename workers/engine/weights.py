@@ -1,6 +1,6 @@
 """New weights into a live model: read and check everything aside first, then copy in between two tokens.
 
-    directory -> manifest -> names, shapes, dtypes -> finite values -> StagedWeights --engine thread--> live parameters
+    directory -> names, shapes, dtypes -> finite values -> StagedWeights --engine thread--> live parameters
                  any failure: WeightsRejectedError, and the old weights serve on untouched
 
 Staging may run in another thread while the engine generates; only the copy needs the engine to stand still. Values are
@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-
-from corral.workers.checkpoint.manifest import MANIFEST_NAME, CorruptCheckpointError, verify_manifest
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -58,18 +56,16 @@ class WeightLayout:
         return cls(shapes=shapes, dtype=any_parameter.dtype, has_tied_head=_TIED_HEAD not in shapes)
 
 
-def stage_weights(directory: Path, layout: WeightLayout, *, manifest_sha256: str | None = None) -> StagedWeights:
+def stage_weights(directory: Path, layout: WeightLayout) -> StagedWeights:
     """Read a Hugging Face safetensors directory completely, or refuse it.
 
-    A directory with a manifest must be what the manifest says, and the manifest what `manifest_sha256` says if it is
-    given. Without both, as in a model from elsewhere, the files are taken as they are.
+    That the files are those that were published is for the worker to see, whatever engine reads them then: see
+    `workers/generation/weight_updates.py`.
 
     Raises:
         WeightsRejectedError: naming the file or tensor, what was expected and what was found.
     """
     with _rejecting(directory):
-        if manifest_sha256 is not None or (directory / MANIFEST_NAME).exists():
-            verify_manifest(directory, manifest_sha256)
         files = _weight_files(directory)
         _check_names(layout, files)
         tensors = dict(_read_tensors(directory, layout, files))
@@ -91,7 +87,7 @@ def _rejecting(directory: Path) -> Iterator[None]:
         yield
     except WeightsRejectedError as error:
         raise WeightsRejectedError(f"weights in {directory} were rejected: {error}") from error.__cause__
-    except (CorruptCheckpointError, OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise WeightsRejectedError(f"weights in {directory} could not be read: {error}") from error
 
 

@@ -9,6 +9,10 @@ from typing import Protocol
 from corral.workers.engine.progress import Progress
 
 
+class BackendLostError(RuntimeError):
+    """The server died, or hangs; a new start may serve again."""
+
+
 class GenerationBackend(Protocol):
     """One server of SGLang's HTTP API, in this process (`EmbeddedBackend`) or in another one.
 
@@ -27,7 +31,7 @@ class GenerationBackend(Protocol):
         """Numbers for heartbeats; any thread may ask, at any time."""
 
     async def wait_ended(self) -> None:
-        """Until it serves no more; raises what it died of."""
+        """Until it serves no more; raises what it died of: a `BackendLostError` where a new start may help."""
 
     async def stop(self) -> None:
         """End the requests in flight and serve no more; does nothing if it does not run."""

@@ -1,6 +1,6 @@
 """EmbeddedBackend: the embedded engine, served from the worker's own process.
 
-initial weights ──► GenerationEngine (its own thread) ──► EngineServer (HTTP, API key)
+initial weights ──► GenerationEngine (its own thread) ──► EngineServer (HTTP, keys)
 """
 
 from collections.abc import Callable
@@ -15,22 +15,26 @@ from corral.workers.engine.progress import Progress
 class EmbeddedBackend:
     """Loads the engine when it starts; an engine that fails ends the worker, whose process it shares."""
 
-    def __init__(self, load_engine: Callable[[], GenerationEngine], *, api_key: str, address: str) -> None:
+    def __init__(
+        self, load_engine: Callable[[], GenerationEngine], *, api_key: str, admin_key: str, address: str
+    ) -> None:
         """
         Args:
             load_engine: reads the initial weights.
             api_key: what clients must send as bearer token.
+            admin_key: what those must send who change the server.
             address: the interface to listen on.
         """
         self._load_engine = load_engine
         self._api_key = api_key
+        self._admin_key = admin_key
         self._address = address
         self._server: EngineServer | None = None
 
     async def start(self) -> str:
         """Load the weights and listen."""
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self._server = EngineServer(self._load_engine(), self._api_key, self._address)
+        self._server = EngineServer(self._load_engine(), self._api_key, self._address, admin_key=self._admin_key)
         port = await self._server.start()
         return f"http://{self._address}:{port}"
 

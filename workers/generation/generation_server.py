@@ -1,22 +1,33 @@
 """The generation server: a backend that answers SGLang's HTTP API, as a worker of the trial.
 
-plan: initial weights ──► GenerationBackend ──url──► record {url, incarnation}
-gserver_manager: /update_weights_from_disk ...          rollout workers: /generate
+plan: initial weights ──► GenerationBackend ──url──► record {url, control, incarnation}
+rollout workers: /generate ──► url          gserver_manager: /bring_to ──► control ──► WeightUpdates ──► url
+
+A backend that is lost is started again within a budget; its record is gone meanwhile, and then names a new incarnation,
+so that the manager brings it to the present weights before it gets requests. A spent budget ends the worker.
 """
 
 import asyncio
 import json
 import logging
+import time
 from typing import Any
 
+import aiohttp
+
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.scheduling.policy_version import INITIAL_VERSION
-from corral.workers.generation.backend import GenerationBackend
+from corral.workers.generation.backend import BackendLostError, GenerationBackend
+from corral.workers.generation.backends import make_backend
+from corral.workers.generation.control import ControlServer
+from corral.workers.generation.restart_budget import RestartBudget
+from corral.workers.generation.server_client import GenerationServerClient
+from corral.workers.generation.weight_updates import WeightUpdates
 from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
 
 logger = logging.getLogger(__name__)
 
 _BEAT_S = 0.5
+_SETUP_MARGIN_S = 30.0  # the backend gives up first, and says why
 
 
 class GenerationServer(Worker):
@@ -25,58 +36,70 @@ class GenerationServer(Worker):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._spec = context.specification(GenerationServerSpec)
-        self._backend = make_backend(self._spec, context)
+        self._backend: GenerationBackend | None = None
 
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)
 
     def status(self) -> dict[str, Any]:
-        return dict(self._backend.progress())
+        return dict(self._backend.progress()) if self._backend is not None else {}
 
     async def _main(self) -> None:
-        context, backend = self.context, self._backend
-        try:
-            record = {"url": await backend.start(), "incarnation": context.incarnation}
-            with context.lease(context.keys.generation_server(self._spec.index), json.dumps(record)):
-                ended = asyncio.ensure_future(backend.wait_ended())
-                try:
-                    await self._beat_until(ended)
-                finally:
-                    ended.cancel()
-        finally:
-            await backend.stop()
+        secrets = self.context.secrets
+        api_key, admin_key = secrets.http_api_key.reveal(), secrets.http_admin_key.reveal()
+        async with aiohttp.ClientSession() as session:
+            updates = WeightUpdates(GenerationServerClient(session, api_key=api_key, admin_key=admin_key))
+            backend = self._backend = make_backend(self._spec, self.context, is_reading=updates.is_reading)
+            control = ControlServer(updates, admin_key=admin_key, address=self.context.address)
+            try:
+                await self._keep_serving(backend, updates, await control.start())
+            finally:
+                await control.stop()
 
-    async def _beat_until(self, ended: "asyncio.Future[None]") -> None:
+    async def _keep_serving(self, backend: GenerationBackend, updates: WeightUpdates, control: str) -> None:
+        """Start the backend again and again, as far as the budget goes."""
+        supervision = self.context.plan.supervision
+        budget = RestartBudget(max_restarts=self._spec.sglang.max_restarts, healthy_after_s=supervision.healthy_after_s)
+        num_starts = 0
+        while not self.context.stopping.is_set():
+            self.context.presence.enter(
+                "start", is_setting_up=True, deadline_s=supervision.setup_timeout_s + _SETUP_MARGIN_S
+            )
+            started = time.monotonic()
+            try:
+                updates.url = await backend.start()
+                num_starts += 1
+                await self._serve(backend, updates.url, control, incarnation=f"{self.context.incarnation}.{num_starts}")
+            except BackendLostError as error:
+                if not budget.take(ran_s=time.monotonic() - started):
+                    raise BackendLostError(
+                        f"{error}\nthat was the last of its {budget.max_restarts} restarts (sglang.max_restarts)"
+                    ) from error
+                logger.error("starts its server again, %d of %d: %s", budget.num_used, budget.max_restarts, error)
+            finally:
+                updates.url = ""
+                await backend.stop()
+
+    async def _serve(self, backend: GenerationBackend, url: str, control: str, *, incarnation: str) -> None:
+        """Publish the server while it runs; raises what it died of."""
+        record = json.dumps({"url": url, "control": control, "incarnation": incarnation})
+        with self.context.lease(self.context.keys.generation_server(self._spec.index), record, owner=incarnation):
+            ended = asyncio.ensure_future(backend.wait_ended())
+            try:
+                await self._beat_until(ended, backend)
+            finally:
+                ended.cancel()
+
+    async def _beat_until(self, ended: "asyncio.Future[None]", backend: GenerationBackend) -> None:
         """Keep the presence record true; raises what the backend died of."""
         while not self.context.stopping.is_set():
             await asyncio.wait([ended], timeout=_BEAT_S)
             if ended.done():
                 ended.result()
                 return
-            progress = self._backend.progress()
+            progress = backend.progress()
             busy = progress["running"] + progress["queued"] > 0
             self.context.presence.enter(
                 "generate" if busy else "idle", waiting_for="" if busy else "requests of rollout workers"
             )
             self.context.presence.beat(version=progress["version"])
-
-
-def make_backend(spec: GenerationServerSpec, context: WorkerContext) -> GenerationBackend:
-    """The backend that the plan asks for; nothing is loaded yet."""
-    import torch  # a second of import, which only a process that serves has to pay
-
-    from corral.workers.engine.engine import GenerationEngine
-    from corral.workers.generation.embedded import EmbeddedBackend
-
-    def load_engine() -> GenerationEngine:
-        return GenerationEngine(
-            spec.initial_weights,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            dtype=spec.engine.dtype,
-            max_running_requests=spec.engine.max_running_requests,
-            max_total_tokens=spec.engine.max_total_tokens,
-            seed=context.plan.seed * 1009 + spec.index,
-            version=str(INITIAL_VERSION),
-        )
-
-    return EmbeddedBackend(load_engine, api_key=context.secrets.http_api_key.reveal(), address=context.address)

@@ -1,77 +1,62 @@
-"""The manager's side of a generation server's HTTP API: bring it to a version, ask whether it is well.
+"""The worker's side of its server's HTTP API: how the server takes over weights, and which it holds.
 
-    bring_to:  get_model_info ──other version──► pause (retract) ──► update_weights_from_disk ──► continue ──► verify
-                     └──────── same version ─────────────────────────────────────────────────────────────► READY
+    paused: pause_generation (retract) ──► load: update_weights_from_disk ──► continue_generation ──► version
 
-`retract` drops the KV cache of running requests, so that their next tokens come wholly from the new weights.
+`retract` drops the KV cache of running requests, so that their next tokens come wholly from the new weights; a cache
+that is kept (`in_place`) could not be flushed, which SGLang reports as an error after the weights have changed.
+The embedded engine and SGLang are spoken to alike. The version is what `/get_model_info` says: SGLang's server info
+keeps the one that it was started with.
 """
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
-_PROBE_TIMEOUT_S = 5.0
+from corral.workers.generation.http_calls import ServerError, get_json, post
 
-
-class ServerError(RuntimeError):
-    """A generation server refused, or did not answer in time."""
+_ANSWER_TIMEOUT_S = 5.0
+_PAUSE_TIMEOUT_S = 60.0  # a pause waits for the decode step under way
 
 
 class GenerationServerClient:
-    """Calls of the manager; the session carries the API key."""
+    """Calls of the worker that the server belongs to."""
 
-    def __init__(self, session: aiohttp.ClientSession, *, update_timeout_s: float) -> None:
+    def __init__(self, session: aiohttp.ClientSession, *, api_key: str, admin_key: str) -> None:
+        """
+        Args:
+            api_key: of those who generate.
+            admin_key: for what changes the server.
+        """
         self._session = session
-        self._update_timeout_s = update_timeout_s
+        self._api_key = api_key
+        self._admin_key = admin_key
 
-    async def bring_to(self, url: str, *, version: str, weights: Path) -> None:
-        """Load `weights` unless the server holds `version` already; running requests continue on the new weights.
+    @asynccontextmanager
+    async def paused(self, url: str) -> AsyncIterator[None]:
+        """While the block runs the server makes no token; afterwards running requests go on, without a cache.
 
         Raises:
-            ServerError: naming the call that failed; the server then still serves its old weights, or none.
+            ServerError: naming the call that failed.
         """
-        if await self.version(url) != version:
-            await self._post(url, "/pause_generation", {"mode": "retract"})
-            try:
-                await self._post(
-                    url,
-                    "/update_weights_from_disk",
-                    {"model_path": str(weights), "weight_version": version, "flush_cache": True},
-                )
-            finally:
-                await self._post(url, "/continue_generation", {})
-            if (held := await self.version(url)) != version:
-                raise ServerError(f"{url} holds version {held!r} after an update to {version!r}")
-        await self.probe(url)
+        await self._post(url, "/pause_generation", {"mode": "retract"}, _PAUSE_TIMEOUT_S)
+        try:
+            yield
+        finally:
+            await self._post(url, "/continue_generation", {}, _PAUSE_TIMEOUT_S)
+
+    async def load(self, url: str, *, version: str, weights: Path, timeout_s: float) -> None:
+        """Read other weights; ServerError if they are refused, the server then still has its old ones."""
+        body = {"model_path": str(weights), "weight_version": version, "flush_cache": True}
+        await self._post(url, "/update_weights_from_disk", body, timeout_s)
 
     async def version(self, url: str) -> str:
         """The tag of the weights that the server holds."""
-        info = await self._get(url, "/get_model_info")
+        info = await get_json(self._session, f"{url}/get_model_info", key=self._api_key, timeout_s=_ANSWER_TIMEOUT_S)
         if "weight_version" not in info:
             raise ServerError(f"{url}/get_model_info names no weight_version")
         return str(info["weight_version"])
 
-    async def probe(self, url: str) -> None:
-        """ServerError unless the server says that it is ready."""
-        await self._get(url, "/ready")
-
-    async def _get(self, url: str, path: str) -> dict[str, Any]:
-        return await self._call("GET", url, path, None, _PROBE_TIMEOUT_S)
-
-    async def _post(self, url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return await self._call("POST", url, path, body, self._update_timeout_s)
-
-    async def _call(
-        self, method: str, url: str, path: str, body: dict[str, Any] | None, timeout_s: float
-    ) -> dict[str, Any]:
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        try:
-            async with self._session.request(method, url + path, json=body, timeout=timeout) as response:
-                text = await response.text()
-                if response.status != 200:
-                    raise ServerError(f"{url}{path} answered {response.status}: {text[:300]}")
-                return dict(await response.json()) if "json" in response.content_type and text.strip() else {}
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, TypeError) as error:
-            reason = str(error) or f"no answer within {timeout_s:.0f} s"
-            raise ServerError(f"{url}{path} failed: {reason}") from error
+    async def _post(self, url: str, path: str, body: dict[str, object], timeout_s: float) -> None:
+        await post(self._session, url + path, body, key=self._admin_key, timeout_s=timeout_s)

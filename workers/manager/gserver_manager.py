@@ -27,7 +27,8 @@ from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE, WeightsInUse
-from corral.workers.generation.server_client import GenerationServerClient, ServerError
+from corral.workers.generation.control import ControlClient
+from corral.workers.generation.http_calls import ServerError
 from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
 from corral.workers.manager.admission import Admission
 from corral.workers.manager.routing import Server, ServerTable
@@ -92,9 +93,8 @@ class GserverManager(Worker):
     async def _main(self) -> None:
         context = self.context
         self._take_in_commits()
-        headers = {"Authorization": f"Bearer {context.secrets.http_api_key.reveal()}"}
         async with (
-            aiohttp.ClientSession(headers=headers) as session,
+            aiohttp.ClientSession() as session,
             AsyncRequestServer[ManagerRequest](
                 context.security,
                 ManagerRequest,
@@ -104,7 +104,12 @@ class GserverManager(Worker):
                 purpose="manager",
             ) as server,
         ):
-            self._client = GenerationServerClient(session, update_timeout_s=self._spec.rollout.request_timeout_s)
+            self._client = ControlClient(
+                session,
+                api_key=context.secrets.http_api_key.reveal(),
+                admin_key=context.secrets.http_admin_key.reveal(),
+                update_timeout_s=self._spec.rollout.request_timeout_s,
+            )
             with (
                 context.lease(context.keys.weights_in_use(), NOTHING_IN_USE) as in_use,
                 context.lease(context.keys.manager(), server.endpoint),
@@ -205,7 +210,8 @@ class GserverManager(Worker):
     async def _update(self, server: Server, version: str, weights: Path) -> None:
         try:
             async with self._in_use.reading(weights):
-                await self._client.bring_to(server.url, version=version, weights=weights)
+                await self._client.bring_to(server.control, version=version, weights=weights)
+            await self._client.probe(server.url)
         except (ServerError, NameServiceError) as error:
             logger.warning("%s could not be brought to version %s: %s", server.name, version, error)
             await asyncio.sleep(_RETRY_PAUSE_S)
@@ -223,7 +229,9 @@ class GserverManager(Worker):
             record = json.loads(text)
             server = f"generation_server/{name.rpartition('/')[2]}"
             present.add(server)
-            self._table.appeared(server, url=record["url"], incarnation=record["incarnation"])
+            self._table.appeared(
+                server, url=record["url"], control=record["control"], incarnation=record["incarnation"]
+            )
         for server in self._table.gone(present):
             logger.warning("%s is gone", server)
 

@@ -31,6 +31,8 @@ class Server:
 
     name: str
     url: str
+    control: str
+    """Where its worker is told to bring it to other weights."""
     incarnation: str
     state: ServerState = ServerState.STARTING
     version: str = ""
@@ -49,7 +51,7 @@ class ServerTable:
 
     Example:
         table = ServerTable(policy="least_requests")
-        table.appeared("generation_server/0", url="http://10.0.0.1:1234", incarnation="a")
+        table.appeared("generation_server/0", url="http://10.0.0.1:1", control=..., incarnation="a")
         table.loading("generation_server/0"); table.ready("generation_server/0", version="0.0")
         table.route("0:problem-1", tokens=256, version="0.0", avoided_url="")   # -> that server
     """
@@ -58,11 +60,11 @@ class ServerTable:
     servers: dict[str, Server] = field(default_factory=dict)
     _turn: int = 0
 
-    def appeared(self, name: str, *, url: str, incarnation: str) -> None:
+    def appeared(self, name: str, *, url: str, control: str, incarnation: str) -> None:
         """A record of a server was seen; a new incarnation starts from nothing."""
         known = self.servers.get(name)
         if known is None or known.incarnation != incarnation:
-            self.servers[name] = Server(name=name, url=url, incarnation=incarnation)
+            self.servers[name] = Server(name=name, url=url, control=control, incarnation=incarnation)
 
     def gone(self, present: set[str]) -> list[str]:
         """Forget every server whose record is not `present`; returns their names."""

@@ -35,7 +35,7 @@ def test_the_umask_does_not_decide_who_can_read_secrets(directory: Path) -> None
 def test_every_key_and_password_is_different_from_every_other(directory: Path) -> None:
     secrets = TrialSecrets.create(directory)
     values = [secret.reveal() for secret in secrets.values()]
-    assert len(set(values)) == len(values) == len(ROLES) + 3
+    assert len(set(values)) == len(values) == len(ROLES) + 4
     assert secrets != TrialSecrets.create(directory.parent / "other")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -216,6 +217,16 @@ def test_a_broken_profile_is_told_with_its_line(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "corral" / "profile.yaml").write_text("launch:\n  partition: gpu\nname: mine\n")
     finding = by_check(look_here(tmp_path))["profile"]
     assert finding.level == "fail" and "profile.yaml:3" in finding.said
+
+
+def test_sglang_is_told_with_its_version_and_does_not_have_to_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finding = by_check(look_here(tmp_path))["sglang"]
+    assert finding.level == "ok" and re.search(r"SGLang \d+\.\d+.*/\.venv-sglang/bin/python", finding.said)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    finding = by_check(look_here(tmp_path))["sglang"]
+    assert finding.level == "ok" and "none" in finding.said and "make sglang" in finding.said
 
 
 def test_some_commands_missing_is_worse_than_all() -> None:

@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from corral.experiments.config.rollout import SglangConfig
+from corral.experiments.errors import display_path
+from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
+from corral.experiments.worker_specs import GenerationServerSpec
 from corral.launcher.submit.graph_text import render_mermaid
 from corral.launcher.submit.plan_text import render_plan
 from corral.scheduling.model_function_call import ModelName, OffloadHook, PushWeightsHook
@@ -63,11 +67,20 @@ def test_supervised_training_on_one_screen(folder: Path) -> None:
     ]
 
 
+def test_the_python_of_sglang_is_shown_and_kept_in_the_plan(folder: Path) -> None:
+    plan = _plan(folder / "ppo.yaml", "allocation=sglang:d1+fsdp:d1")
+    python = sglang_python(SglangConfig())
+    assert f"generate   1 server of SGLang, float32; {display_path(python)}" in render_plan(plan).splitlines()
+    server = plan.worker("generation_server", 0)
+    assert isinstance(server, GenerationServerSpec) and (server.backend, server.sglang.python) == ("sglang", python)
+
+
 def test_asynchronous_ppo_with_a_reference_fits_one_screen(folder: Path) -> None:
     plan = _with_ref(folder, "allocation=hf:d2+fsdp:d2", "train_batch_size=7", "ppo.n_minibatches=3")
     heading, groups, _, models, calls, keys = _sections(plan, folder)
     assert heading[3:] == [
         "steps      12 of 7 prompts = 28 answers, 5.714 per epoch; 80 of 2 x 40; the last step has 3",
+        "generate   2 servers of the embedded engine, float32",
         "staleness  eta 1: no token is trained on that is older by more versions",
         "commits    after every step, 2 are kept; weights that stay: at the end",
         "held-out   FOLDER/heldout.jsonl   held_out_answers, 64 at a time, 32 per dp rank of actor/0; before the first "

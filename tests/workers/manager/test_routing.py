@@ -10,7 +10,7 @@ def table_of(count: int, policy: str = "least_requests", version: str = "1.1") -
     table = ServerTable(policy=policy)  # type: ignore[arg-type]
     for index in range(count):
         name = f"generation_server/{index}"
-        table.appeared(name, url=f"http://server-{index}", incarnation="a")
+        table.appeared(name, url=f"http://server-{index}", control="", incarnation="a")
         table.loading(name)
         table.ready(name, incarnation="a", version=version)
     return table
@@ -59,7 +59,7 @@ def test_round_robin_takes_turns() -> None:
 
 def test_a_restarted_server_starts_from_nothing_and_late_news_of_the_old_one_is_ignored() -> None:
     table = table_of(1)
-    table.appeared("generation_server/0", url="http://new", incarnation="b")
+    table.appeared("generation_server/0", url="http://new", control="", incarnation="b")
     table.ready("generation_server/0", incarnation="a", version="1.1")
     assert table.servers["generation_server/0"].state is ServerState.STARTING
     table.suspect("generation_server/0", incarnation="a")

@@ -55,8 +55,8 @@ class FakeGenerationServer:
         self.num_requests = 0
         self.seeds: list[list[int]] = []
         """Of each request that it answered, one per prompt."""
-        self.garbled: list[object] = []
-        """What it says of itself, one after the other, before it speaks the truth."""
+        self.broken_updates: list[int] = []
+        """What its worker answers to the manager, one after the other, before it does what it is told."""
 
     async def start(self) -> str:
         """Listen; returns the URL."""
@@ -64,10 +64,7 @@ class FakeGenerationServer:
         application.add_routes(
             [
                 web.post("/generate", self._generate),
-                web.post("/update_weights_from_disk", self._update),
-                web.post("/pause_generation", self._ok),
-                web.post("/continue_generation", self._ok),
-                web.get("/get_model_info", self._info),
+                web.post("/bring_to", self._bring_to),
                 web.get("/ready", self._ok),
             ]
         )
@@ -82,12 +79,11 @@ class FakeGenerationServer:
     async def _ok(self, request: web.Request) -> web.Response:
         return web.json_response({})
 
-    async def _info(self, request: web.Request) -> web.Response:
-        return web.json_response(self.garbled.pop() if self.garbled else {"weight_version": self.version})
-
-    async def _update(self, request: web.Request) -> web.Response:
-        self.version = (await request.json())["weight_version"]
-        return web.json_response({"success": True})
+    async def _bring_to(self, request: web.Request) -> web.Response:
+        if self.broken_updates:
+            return web.Response(status=self.broken_updates.pop())
+        self.version = (await request.json())["version"]
+        return web.Response()
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -160,7 +156,7 @@ class RolloutRig:
             names = MemoryNameService(self._store)
             url = self._on_loop(self.server.start())
             stack.callback(lambda: self._on_loop(self.server.stop()))
-            names.add(self._keys.generation_server(0), json.dumps({"url": url, "incarnation": "a"}))
+            names.add(self._keys.generation_server(0), json.dumps({"url": url, "control": url, "incarnation": "a"}))
             names.add(self._keys.policy_version(), json.dumps({"version": "0.0", "weights": str(self._folder)}))
             stack.enter_context(self._running_manager())
             security = stack.enter_context(self._security("model_worker"))

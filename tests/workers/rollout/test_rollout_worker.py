@@ -191,13 +191,13 @@ def test_a_server_that_fails_is_brought_back_before_it_is_asked_again(tmp_path: 
         assert rig.num_retried() == 1, "told again, it would be benched again when it has come back"
 
 
-def test_a_server_that_talks_nonsense_is_asked_again(tmp_path: Path) -> None:
+def test_a_server_that_cannot_be_brought_to_the_weights_is_asked_again(tmp_path: Path) -> None:
     """A server whose update was lost sight of would stand aside for ever."""
     server = FakeGenerationServer()
-    server.garbled = [["a list"], {"no": "version"}, 7]
+    server.broken_updates = [409, 500, 404]
     with RolloutRig(tmp_path, ["1+1="], rollout={}, server=server) as rig:
         rig.run_until(lambda: len(rig.received) == 1, "one prompt")
-        assert server.garbled == []
+        assert server.broken_updates == []
 
 
 def test_what_a_commit_covered_while_the_worker_was_away_is_forgotten_dropped_prompts_too(tmp_path: Path) -> None:

@@ -1,0 +1,178 @@
+"""A generation backend on an event loop of its own, as it runs in a worker process, and a client of both its keys.
+
+make_backend(spec) ──start──► url ◄── Client (HTTP, blocking)       WeightUpdates, as the manager has it called
+"""
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from corral.experiments.config.rollout import EngineConfig, SglangConfig
+from corral.experiments.inputs.sglang_environment import sglang_python
+from corral.experiments.trial.secrets import Secret
+from corral.experiments.worker_specs import GenerationServerSpec
+from corral.workers.engine.engine import GenerationEngine
+from corral.workers.generation.backend import GenerationBackend
+from corral.workers.generation.embedded import EmbeddedBackend
+from corral.workers.generation.server_client import GenerationServerClient
+from corral.workers.generation.sglang import SglangBackend, SglangSettings
+from corral.workers.generation.weight_updates import WeightUpdates
+
+API_KEY = "the key of those who generate"
+ADMIN_KEY = "the key of the administrator"
+LOOPBACK = "127.0.0.1"
+DEADLINE_S = 240.0  # SGLang's start is 20 s of computing, beside whatever else the machine does
+T = TypeVar("T")
+
+
+@dataclass
+class Client:
+    """Speaks SGLang's API to a server; `start` posts from a thread of its own."""
+
+    url: str
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
+
+    def call(self, method: str, path: str, body: Any = None, *, key: str | None = API_KEY) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=DEADLINE_S)
+        headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            answer = response.read()
+        finally:
+            connection.close()
+        return response.status, json.loads(answer) if answer[:1] in (b"{", b"[") else answer.decode()
+
+    def get(self, path: str) -> Any:
+        status, answer = self.call("GET", path)
+        assert status == 200, answer
+        return answer
+
+    def order(self, path: str, **body: Any) -> Any:
+        """A call of the administrator."""
+        status, answer = self.call("POST", path, body, key=ADMIN_KEY)
+        assert status == 200, answer
+        return answer
+
+    def generate(self, input_ids: Any, **sampling: Any) -> Any:
+        options = {name: sampling.pop(name) for name in ("rid", "logprob_start_len") if name in sampling}
+        body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, **options}
+        status, answer = self.call("POST", "/generate", body)
+        assert status == 200, answer
+        return answer
+
+    def start(self, input_ids: Any, **sampling: Any) -> "Future[Any]":
+        return self.pool.submit(lambda: self.generate(input_ids, **sampling))
+
+    def metric(self, name: str) -> float:
+        lines = [line.rpartition(" ") for line in str(self.get("/metrics")).splitlines()]
+        return sum(float(value) for label, _, value in lines if label.partition("{")[0] == f"sglang:{name}")
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S:.0f} s for {what}"
+        time.sleep(0.01)
+
+
+@dataclass
+class Served:
+    """A backend that serves."""
+
+    backend: GenerationBackend
+    client: Client
+    updates: WeightUpdates
+    loop: asyncio.AbstractEventLoop
+    log_path: Path
+    """Of a server of SGLang."""
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(DEADLINE_S)
+
+    def bring_to(self, version: str, weights: Path) -> None:
+        """As the manager asks for it."""
+        self.run(self.updates.bring_to(version=version, weights=weights, timeout_s=DEADLINE_S))
+
+    def start_running(self, prompts: list[list[int]], **sampling: Any) -> "list[Future[Any]]":
+        """Requests that are surely being decoded."""
+        futures = [self.client.start(prompt, **sampling) for prompt in prompts]
+        wait_until(lambda: self.client.metric("num_running_reqs") >= len(prompts), "the requests to run")
+        return futures
+
+
+@contextmanager
+def serving(kind: str, weights: Path, folder: Path, *, probe_timeout_s: float = 60.0) -> Iterator[Served]:
+    """A backend with version 0.0; what it prints is in `folder`."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def run(coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(DEADLINE_S)
+
+    async def connect() -> aiohttp.ClientSession:
+        return aiohttp.ClientSession()
+
+    session = run(connect())
+    updates = WeightUpdates(GenerationServerClient(session, api_key=API_KEY, admin_key=ADMIN_KEY))
+    if kind == "hf":
+        backend: GenerationBackend = embedded(weights)
+    else:
+        backend = sglang(weights, folder, updates, probe_timeout_s=probe_timeout_s)
+    client = None
+    try:
+        updates.url = run(backend.start())
+        client = Client(updates.url)
+        yield Served(backend, client, updates, loop, folder / "sglang.log")
+    finally:
+        run(backend.stop())
+        run(session.close())
+        if client is not None:
+            client.pool.shutdown()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(DEADLINE_S)
+        loop.close()
+
+
+def embedded(weights: Path) -> EmbeddedBackend:
+    return EmbeddedBackend(
+        lambda: GenerationEngine(weights, version="0.0", max_running_requests=16, max_total_tokens=16384),
+        api_key=API_KEY,
+        admin_key=ADMIN_KEY,
+        address=LOOPBACK,
+    )
+
+
+def server_spec(weights: Path, **sglang: Any) -> GenerationServerSpec:
+    """Of a server of SGLang."""
+    config = SglangConfig.model_validate({"python": sglang_python(SglangConfig()), **sglang})
+    engine = EngineConfig(max_running_requests=16, max_total_tokens=16384)
+    return GenerationServerSpec(index=0, backend="sglang", initial_weights=weights, engine=engine, sglang=config)
+
+
+def sglang(weights: Path, folder: Path, updates: WeightUpdates, **config: Any) -> SglangBackend:
+    # Else the server says only every 40 tokens how many requests it runs.
+    settings = SglangSettings(
+        spec=server_spec(weights, flags={"decode-log-interval": 1}, **config),
+        address=LOOPBACK,
+        api_key=Secret(API_KEY),
+        admin_key=Secret(ADMIN_KEY),
+        secrets_directory=folder,
+        log_path=folder / "sglang.log",
+        seed=1,
+        version="0.0",
+        start_timeout_s=DEADLINE_S,
+    )
+    return SglangBackend(settings, is_reading=updates.is_reading)

@@ -1,0 +1,338 @@
+"""Both backends behind one seam: the same requests, the same answers, the same effect of every order.
+
+The reference is transformers, one forward pass at a time. The last tests are of SGLang alone, and end its server.
+"""
+
+import asyncio
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from corral.experiments.config.rollout import SamplingConfig
+from corral.workers.checkpoint.manifest import write_manifest
+from corral.workers.generation.backend import BackendLostError
+from corral.workers.generation.http_calls import ServerError
+from corral.workers.generation.sglang import SglangBackend
+from corral.workers.generation.weight_updates import WeightsTornError
+from corral.workers.rollout.generation_client import GenerationClient, Setback
+from corral.workers.rollout.partial_rollout import PartialAnswer
+from tests.workers.checkpoint.sealing import describe
+from tests.workers.engine.tiny_models import (
+    EOS_TOKEN_ID,
+    load_reference,
+    reference_greedy,
+    reference_logprobs,
+    reference_logprobs_over_cache,
+    save_tiny_model,
+)
+from tests.workers.generation.servers import (
+    ADMIN_KEY,
+    API_KEY,
+    DEADLINE_S,
+    Served,
+    serving,
+    wait_until,
+)
+
+SHORT = [7, 31, 15, 8]
+LONG = [(3 * index) % 60 for index in range(37)]
+IN_FLIGHT = {"max_new_tokens": 400, "ignore_eos": True, "temperature": 1.0}
+TOLERANCE = 1e-4  # float32; what is seen is 3e-6
+PROBE_TIMEOUT_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [save_tiny_model(root / f"v{seed}", seed=seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def references(models: list[Path]) -> list[Any]:
+    return [load_reference(directory) for directory in models]
+
+
+@pytest.fixture(scope="module", params=["hf", "sglang"])
+def shared(
+    request: pytest.FixtureRequest, models: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    with serving(
+        request.param, models[0], tmp_path_factory.mktemp("server"), probe_timeout_s=PROBE_TIMEOUT_S
+    ) as served:
+        yield served
+
+
+@pytest.fixture
+def served(shared: Served, models: list[Path]) -> Served:
+    """The module's server, idle, and with the first weights again."""
+    shared.client.order("/continue_generation")
+    shared.client.order("/abort_request", abort_all=True)
+    shared.bring_to("0.0", models[0])
+    return shared
+
+
+def logprobs_of(answer: Any, kind: str = "output") -> list[float]:
+    return [logprob for logprob, _, _ in answer["meta_info"][f"{kind}_token_logprobs"]]
+
+
+def spans_of(answer: Any) -> list[tuple[str, int, int]]:
+    return [(span["version"], span["start"], span["end"]) for span in answer["meta_info"]["weight_versions"]]
+
+
+def test_greedy_answers_are_those_of_transformers(served: Served, references: list[Any]) -> None:
+    sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    answers = served.client.generate([SHORT, LONG], logprob_start_len=0, **sampling)
+    for prompt, answer in zip([SHORT, LONG], answers, strict=True):
+        ids = answer["output_ids"]
+        assert ids == reference_greedy(references[0], prompt, max_new_tokens=12)
+        assert logprobs_of(answer, "input")[0] is None
+        scored = logprobs_of(answer, "input")[1:]
+        assert scored == pytest.approx(
+            reference_logprobs(references[0], prompt[:1], prompt[1:]).tolist(), abs=TOLERANCE
+        )
+        meta = answer["meta_info"]
+        assert [token for _, token, _ in meta["input_token_logprobs"]] == prompt
+        assert [token for _, token, _ in meta["output_token_logprobs"]] == ids
+        assert spans_of(answer) == [("0.0", 0, 12)] and meta["finish_reason"] == {"type": "length", "length": 12}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_logprobs_of_sampled_tokens_are_those_of_the_tempered_distribution(
+    served: Served, references: list[Any], temperature: float
+) -> None:
+    for prompt in (SHORT, LONG):
+        answer = served.client.generate(prompt, max_new_tokens=48, temperature=temperature, ignore_eos=True)
+        expected = reference_logprobs(references[0], prompt, answer["output_ids"], temperature=temperature)
+        assert logprobs_of(answer) == pytest.approx(expected.tolist(), abs=TOLERANCE)
+
+
+def test_an_answer_ends_with_the_token_that_stops_it(served: Served, references: list[Any]) -> None:
+    whole = reference_greedy(references[0], SHORT, max_new_tokens=12)
+    wanted = next(token for token in whole[2:] if token not in whole[:2] and token != EOS_TOKEN_ID)
+    end = whole.index(wanted) + 1
+    stopped = served.client.generate(SHORT, max_new_tokens=12, temperature=0, stop_token_ids=[wanted])
+    assert stopped["output_ids"] == whole[:end]
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": wanted}
+    taken = PartialAnswer(max_new_tokens=12)
+    taken.extend(stopped)
+    assert taken.stopped and taken.finished
+
+
+def test_the_models_own_end_stops_an_answer_unless_it_is_to_be_ignored(served: Served) -> None:
+    first = served.client.generate([SHORT] * 8, max_new_tokens=400, temperature=1.0)
+    for answer in first:
+        ids, reason = answer["output_ids"], answer["meta_info"]["finish_reason"]
+        if reason["type"] == "stop":
+            assert ids.index(EOS_TOKEN_ID) == len(ids) - 1 and reason["matched"] == EOS_TOKEN_ID
+        else:
+            assert EOS_TOKEN_ID not in ids and len(ids) == 400
+    assert any(answer["meta_info"]["finish_reason"]["type"] == "stop" for answer in first)
+    ignored = served.client.generate(SHORT, max_new_tokens=400, temperature=1.0, ignore_eos=True)
+    assert len(ignored["output_ids"]) == 400
+
+
+def test_an_aborted_request_gives_the_tokens_that_it_has(served: Served, references: list[Any]) -> None:
+    [running] = served.start_running([SHORT], rid="mine", **IN_FLIGHT | {"max_new_tokens": 3000})
+    served.client.order("/abort_request", rid="another")
+    served.client.order("/abort_request", rid="mine")
+    answer = running.result(DEADLINE_S)
+    ids = answer["output_ids"]
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort" and 0 < len(ids) < 3000
+    assert logprobs_of(answer) == pytest.approx(reference_logprobs(references[0], SHORT, ids).tolist(), abs=TOLERANCE)
+    taken = PartialAnswer(max_new_tokens=3000)
+    taken.extend(answer)
+    assert not taken.finished and taken.output_ids == ids
+
+
+def test_who_generates_cannot_change_the_server(served: Served) -> None:
+    for path in ("/pause_generation", "/continue_generation", "/abort_request", "/update_weights_from_disk"):
+        for key in (None, "wrong", API_KEY):
+            assert served.client.call("POST", path, {}, key=key)[0] == 401, (path, key)
+    assert served.client.call("POST", "/generate", {"input_ids": SHORT}, key=None)[0] == 401
+    assert served.client.call("POST", "/generate", {"input_ids": SHORT}, key="wrong")[0] == 401
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place", "retract"])
+def test_a_paused_server_takes_no_requests_until_it_goes_on(served: Served, mode: str) -> None:
+    served.client.order("/pause_generation", mode=mode)
+    assert served.client.call("GET", "/ready")[0] == 503
+    waiting = served.client.start(SHORT, max_new_tokens=4, temperature=1.0, ignore_eos=True)
+    assert served.client.call("GET", "/ready")[0] == 503
+    assert not waiting.done()
+    served.client.order("/continue_generation")
+    assert served.client.call("GET", "/ready")[0] == 200
+    assert len(waiting.result(DEADLINE_S)["output_ids"]) == 4
+
+
+def test_pause_abort_ends_requests_on_the_old_weights(
+    served: Served, models: list[Path], references: list[Any]
+) -> None:
+    running = served.start_running([SHORT, LONG], **IN_FLIGHT | {"max_new_tokens": 3000})
+    served.client.order("/pause_generation", mode="abort")
+    for prompt, future in zip([SHORT, LONG], running, strict=True):
+        answer = future.result(DEADLINE_S)
+        ids = answer["output_ids"]
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort" and 0 < len(ids) < 3000
+        assert spans_of(answer) == [("0.0", 0, len(ids))]
+        expected = reference_logprobs(references[0], prompt, ids).tolist()
+        assert logprobs_of(answer) == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_pause_in_place_goes_on_with_the_cache_of_the_old_weights(
+    served: Served, models: list[Path], references: list[Any]
+) -> None:
+    [running] = served.start_running([SHORT], **IN_FLIGHT)
+    served.client.order("/pause_generation", mode="in_place")
+    served.client.order("/update_weights_from_disk", model_path=str(models[1]), weight_version="0.1", flush_cache=False)
+    served.client.order("/continue_generation")
+    answer = running.result(DEADLINE_S)
+    ids = answer["output_ids"]
+    [(old, _, switch), (new, _, end)] = spans_of(answer)
+    assert (old, new, end) == ("0.0", "0.1", 400) and 0 < switch < 400
+    # SGLang has always begun the next token when it pauses: the old weights make it, and the new ones get the credit.
+    switch += isinstance(served.backend, SglangBackend)
+    before = reference_logprobs(references[0], SHORT, ids[:switch]).tolist()
+    num_cached = len(SHORT) + switch - 1  # the last old token is read, and the next predicted, by the new weights
+    after = reference_logprobs_over_cache(references[0], references[1], SHORT, ids, num_cached=num_cached).tolist()
+    assert logprobs_of(answer) == pytest.approx(before + after, abs=TOLERANCE)
+
+
+def test_pause_retract_goes_on_as_if_the_new_weights_had_read_everything(
+    served: Served, models: list[Path], references: list[Any]
+) -> None:
+    running = served.start_running([SHORT, LONG], **IN_FLIGHT)
+    served.bring_to("0.1", models[1])
+    for prompt, future in zip([SHORT, LONG], running, strict=True):
+        answer = future.result(DEADLINE_S)
+        ids = answer["output_ids"]
+        [(old, _, switch), (new, _, end)] = spans_of(answer)
+        assert (old, new, end) == ("0.0", "0.1", 400) and 0 < switch < 400
+        before = reference_logprobs(references[0], prompt, ids[:switch]).tolist()
+        after = reference_logprobs(references[1], prompt, ids)[switch:].tolist()
+        assert logprobs_of(answer) == pytest.approx(before + after, abs=TOLERANCE)
+        taken = PartialAnswer(max_new_tokens=400)
+        taken.extend(answer)
+        assert [version.step for version in taken.versions()] == [0] * switch + [1] * (400 - switch)
+
+
+def test_a_late_joiner_is_brought_to_the_present_weights_and_not_touched_again(
+    served: Served, models: list[Path], references: list[Any]
+) -> None:
+    served.bring_to("3.17", models[1])
+    assert served.client.get("/get_model_info")["weight_version"] == "3.17"
+    [running] = served.start_running([SHORT], **IN_FLIGHT)
+    served.bring_to("3.17", models[1])
+    assert running.result(DEADLINE_S)["meta_info"]["num_retractions"] == 0
+    answer = served.client.generate(SHORT, max_new_tokens=12, temperature=0, ignore_eos=True)
+    assert answer["output_ids"] == reference_greedy(references[1], SHORT, max_new_tokens=12)
+    assert spans_of(answer) == [("3.17", 0, 12)]
+
+
+def test_torn_weights_are_refused_before_the_server_hears_of_them(
+    served: Served, models: list[Path], references: list[Any], tmp_path: Path
+) -> None:
+    torn = tmp_path / "v1"
+    shutil.copytree(models[1], torn)
+    write_manifest(torn, describe(torn), {})
+    content = bytearray((torn / "model.safetensors").read_bytes())
+    content[-1] ^= 1  # still a valid file of the right size, which any engine would load
+    (torn / "model.safetensors").write_bytes(content)
+    [running] = served.start_running([SHORT], **IN_FLIGHT)
+    with pytest.raises(WeightsTornError, match="model.safetensors: expected SHA-256"):
+        served.bring_to("0.1", torn)
+    answer = running.result(DEADLINE_S)
+    assert spans_of(answer) == [("0.0", 0, 400)] and answer["meta_info"]["num_retractions"] == 0
+    with pytest.raises(ServerError, match="update_weights_from_disk"):
+        served.bring_to("0.1", tmp_path / "absent")
+    answer = served.client.generate(SHORT, max_new_tokens=12, temperature=0, ignore_eos=True)
+    assert answer["output_ids"] == reference_greedy(references[0], SHORT, max_new_tokens=12)
+    assert served.client.call("GET", "/ready")[0] == 200
+
+
+def test_rollout_workers_get_whole_groups_chunk_by_chunk_over_an_update(
+    served: Served, models: list[Path], references: list[Any]
+) -> None:
+    async def ask() -> list[PartialAnswer]:
+        num_chunks = 0
+
+        async def route(uid: str, tokens: int, setback: Setback | None) -> str | None:
+            nonlocal num_chunks
+            assert setback is None
+            num_chunks += 1
+            if num_chunks == 2:
+                await served.updates.bring_to(version="0.1", weights=models[1], timeout_s=DEADLINE_S)
+            return served.client.url
+
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {API_KEY}"}) as session:
+            client = GenerationClient(
+                session,
+                route,
+                sampling=SamplingConfig(max_new_tokens=40),
+                stop_token_ids=[EOS_TOKEN_ID],
+                new_tokens_per_chunk=2,
+                request_timeout_s=DEADLINE_S,
+            )
+            return await client.sample_group("0:a", SHORT, seeds=range(16))
+
+    answers = served.run(ask())
+    assert len({tuple(answer.output_ids) for answer in answers}) > 8
+    for answer in answers:
+        ids = answer.output_ids
+        assert answer.finished and (len(ids) == 40 or ids[-1] == EOS_TOKEN_ID)
+        both = [reference_logprobs(reference, SHORT, ids).tolist() for reference in references]
+        expected = [both[version.step][index] for index, version in enumerate(answer.versions())]
+        assert answer.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    assert {version.step for answer in answers for version in answer.versions()} == {0, 1}
+
+
+def test_the_server_says_what_it_does(served: Served) -> None:
+    before = served.client.metric("generation_tokens_total")
+    served.client.generate([SHORT, LONG], max_new_tokens=20, temperature=1.0, ignore_eos=True)
+    wait_until(lambda: served.client.metric("generation_tokens_total") == before + 40, "the tokens to be counted")
+
+
+@pytest.mark.parametrize("shared", ["sglang"], indirect=True)
+def test_nobody_else_reads_the_keys_of_sglang(served: Served) -> None:
+    server = process_of(served)
+    settings = served.log_path.parent
+    assert "--config" in server.cmdline() and "server_args=" in served.log_path.read_text()
+    assert [path.name for path in settings.iterdir()] == ["sglang.log"]  # what `--config` named is gone
+    for process in (server, *server.children(recursive=True)):
+        shown = " ".join(process.cmdline()) + str(process.environ())
+        assert API_KEY not in shown and ADMIN_KEY not in shown
+    assert API_KEY not in served.log_path.read_text() and ADMIN_KEY not in served.log_path.read_text()
+
+
+@pytest.mark.parametrize("shared", ["sglang"], indirect=True)
+def test_sglang_that_hangs_or_dies_is_noticed_and_leaves_nothing_behind(served: Served) -> None:
+    server = process_of(served)
+    everybody = [server, *server.children(recursive=True)]
+    [scheduler] = [process for process in everybody if "scheduler" in process.name()]
+
+    async def watch() -> None:
+        await served.backend.wait_ended()
+
+    watching = asyncio.run_coroutine_threadsafe(watch(), served.loop)
+    wait_until(lambda: served.backend.progress()["version"] == "0.0", "the server to be looked at")
+    scheduler.send_signal(signal.SIGSTOP)
+    assert served.client.call("GET", "/ready")[0] == 200  # which says nothing of who generates
+    with pytest.raises(BackendLostError, match="hangs: .* no answer"):
+        watching.result(DEADLINE_S)
+    scheduler.send_signal(signal.SIGCONT)
+    scheduler.kill()
+    with pytest.raises(BackendLostError, match="SGLang (ended|at http.* hangs)"):
+        served.run(watch())
+    assert "scheduler_0" in served.log_path.read_text() and "crashed with exit code -9" in served.log_path.read_text()
+    served.run(served.backend.stop())
+    wait_until(lambda: not any(process.is_running() for process in everybody), "the whole group to be gone")
+
+
+def process_of(served: Served) -> psutil.Process:
+    assert isinstance(served.backend, SglangBackend) and served.backend.pid is not None
+    return psutil.Process(served.backend.pid)

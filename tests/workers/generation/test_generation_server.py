@@ -1,0 +1,147 @@
+"""The worker around a server of SGLang: restarts, the budget for them, and the record by which others find it."""
+
+import json
+import os
+import signal
+import sys
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.secrets import TrialSecrets
+from corral.experiments.trial.worker_record import WorkerRecord
+from corral.name_resolve import MemoryNameService, MemoryStore, NameNotFoundError, TrialKeys
+from corral.workers.generation.generation_server import GenerationServer
+from corral.workers.generation.restart_budget import RestartBudget
+from corral.workers.lifecycle.presence import Presence
+from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
+from corral.workers.streams.security import StreamSecurity
+from tests.launcher.trials import make_plan
+from tests.workers.generation.servers import DEADLINE_S, LOOPBACK, server_spec, wait_until
+
+
+class Rig:
+    """A trial of one generation server whose SGLang is a stub."""
+
+    def __init__(self, folder: Path, **sglang: Any) -> None:
+        self.folder = folder
+        python = folder / "python"
+        stub = Path(__file__).parent / "stub_sglang.py"
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{stub}" "{folder}" "$@"\n')
+        python.chmod(0o700)
+        self.trial = TrialDirectory(folder / "exp" / "trial")
+        self.trial.create()
+        self.trial.start_attempt_logs(0)
+        TrialSecrets.create(self.trial.secrets_path)
+        spec = server_spec(folder / "model", python=str(python), **sglang)
+        self.plan = make_plan(self.trial.path, model_workers=1).model_copy(update={"workers": [spec]})
+        self.keys = TrialKeys(self.plan.trial.uuid)
+        self.names = MemoryNameService(MemoryStore())
+
+    def run(self) -> int:
+        """The worker's exit code."""
+        secrets = TrialSecrets.load(self.trial.secrets_path)
+        identity = WorkerRecord(kind="generation_server")
+        key = self.keys.worker("generation_server", 0)
+        with (
+            Presence(self.names, key, owner="a", ttl_s=10, identity=identity) as presence,
+            StreamSecurity(secrets, "generation_server", trial_uuid=self.plan.trial.uuid) as security,
+        ):
+            context = WorkerContext(
+                plan=self.plan,
+                kind="generation_server",
+                index=0,
+                attempt=0,
+                incarnation=uuid.uuid4().hex,
+                address=LOOPBACK,
+                trial=self.trial,
+                names=self.names,
+                keys=self.keys,
+                secrets=secrets,
+                security=security,
+                presence=presence,
+            )
+            return run_to_exit_code(GenerationServer(context))
+
+    def starts(self) -> list[int]:
+        """Process ids of the servers, in the order in which they were started."""
+        path = self.folder / "starts"
+        return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+    def record(self) -> dict[str, str]:
+        """By which the manager finds the server; empty while there is none."""
+        try:
+            return dict(json.loads(self.names.get(self.keys.generation_server(0))))
+        except NameNotFoundError:
+            return {}
+
+
+def test_a_server_that_is_killed_is_started_again_under_another_name(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+
+    def kill_twice() -> list[dict[str, str]]:
+        seen = []
+        try:
+            for count in (1, 2, 3):
+                wait_until(lambda count=count: len(rig.starts()) == count and bool(rig.record()), "a record")  # type: ignore[misc]
+                seen.append(rig.record())
+                if count < 3:
+                    os.kill(rig.starts()[-1], signal.SIGKILL)
+                    wait_until(lambda: rig.record() != seen[-1], "the record to go")
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+        return seen
+
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(kill_twice)
+        assert rig.run() == WorkerExit.DONE
+        records = killing.result(DEADLINE_S)
+    assert len({record["incarnation"] for record in records}) == 3
+    assert len({record["control"] for record in records}) == 1  # the worker itself was there all the time
+    assert rig.record() == {}
+    wait_until(lambda: not Path(f"/proc/{rig.starts()[-1]}").exists(), "the last server to be gone")
+
+
+def test_a_spent_budget_ends_the_worker_with_the_servers_last_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(tmp_path, max_restarts=2)
+    (tmp_path / "exit_code").write_text("3")
+    assert rig.run() == WorkerExit.ERROR
+    assert len(rig.starts()) == 3
+    for words in ("with exit code 3", "the last words of the stub", "the last of its 2 restarts (sglang.max_restarts)"):
+        assert words in caplog.text
+    assert "the last words of the stub" in rig.trial.worker_log(0, "sglang", 0).read_text()
+
+
+def test_flags_that_sglang_does_not_know_are_the_users_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(tmp_path, flags={"no-such-flag": 7})
+    (tmp_path / "exit_code").write_text("2")  # argparse's
+    assert rig.run() == WorkerExit.BAD_CONFIGURATION
+    assert len(rig.starts()) == 1
+
+
+def test_an_interpreter_that_is_not_there_is_the_users_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(tmp_path)
+    (tmp_path / "python").unlink()
+    assert rig.run() == WorkerExit.BAD_CONFIGURATION
+    assert "sglang.python" in caplog.text and "make sglang" in caplog.text
+
+
+@given(max_restarts=st.integers(0, 5), lives_s=st.lists(st.floats(0, 1000), max_size=30))
+def test_a_budget_counts_the_deaths_since_the_last_long_life(max_restarts: int, lives_s: list[float]) -> None:
+    budget = RestartBudget(max_restarts=max_restarts, healthy_after_s=600.0)
+    for index, life_s in enumerate(lives_s):
+        healthy = [number for number in range(index + 1) if lives_s[number] >= 600.0]
+        deaths_since = index + 1 - (healthy[-1] if healthy else 0)
+        is_restarted = budget.take(ran_s=life_s)
+        assert is_restarted == (deaths_since <= max_restarts)
+        if not is_restarted:
+            return

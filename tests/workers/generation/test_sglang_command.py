@@ -1,0 +1,124 @@
+"""What SGLang is started with: the trial's settings, the user's flags, no secrets, and stand-ins only without a GPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from corral.experiments.config.rollout import SGLANG_FLAGS_SET_HERE, SglangConfig
+from corral.workers.generation.sglang import read_progress
+from corral.workers.generation.sglang_command import (
+    STAND_INS,
+    has_gpu,
+    secret_settings,
+    sglang_command,
+    sglang_environment,
+)
+from tests.workers.generation.servers import server_spec
+
+
+def command(flags: dict[str, Any] | None = None, *, with_gpu: bool = True) -> list[str]:
+    return sglang_command(
+        server_spec(Path("/models/a"), python="/opt/sglang/bin/python", flags=flags or {}),
+        host="10.0.0.7",
+        port=4711,
+        seed=5,
+        version="0.0",
+        secrets_file=Path("/trial/secrets/sglang-0.yaml"),
+        has_gpu=with_gpu,
+    )
+
+
+def value_of(arguments: list[str], flag: str) -> str:
+    return arguments[arguments.index(flag) + 1]
+
+
+def test_the_command_line_says_what_the_trial_says() -> None:
+    arguments = command()
+    assert arguments[:3] == ["/opt/sglang/bin/python", "-m", "sglang.launch_server"]
+    assert value_of(arguments, "--model-path") == "/models/a"
+    assert (value_of(arguments, "--host"), value_of(arguments, "--port")) == ("10.0.0.7", "4711")
+    assert (value_of(arguments, "--weight-version"), value_of(arguments, "--dtype")) == ("0.0", "float32")
+    assert value_of(arguments, "--config") == "/trial/secrets/sglang-0.yaml"
+    assert {
+        argument.removeprefix("--") for argument in arguments if argument.startswith("--")
+    } >= SGLANG_FLAGS_SET_HERE - {
+        "api-key",
+        "admin-api-key",
+        "model",
+    }
+
+
+def test_a_machine_without_a_gpu_gets_what_it_lacks_and_one_with_a_gpu_gets_nothing() -> None:
+    assert value_of(command(with_gpu=False), "--device") == "cpu" and "--device" not in command()
+    bare = sglang_environment({"PATH": "/bin", "PYTHONPATH": "/mine"}, has_gpu=False)
+    assert bare["PYTHONPATH"] == f"{STAND_INS}:/mine" and bare["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert sglang_environment({"PATH": "/bin", "PYTHONPATH": "/mine"}, has_gpu=True) == {
+        "PATH": "/bin",
+        "PYTHONPATH": "/mine",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+@pytest.mark.parametrize(("visible", "expected"), [("", False), (" ", False), ("0", True), ("GPU-1,GPU-2", True)])
+def test_the_gpus_of_a_worker_are_those_that_it_may_see(visible: str, expected: bool, tmp_path: Path) -> None:
+    assert has_gpu({"CUDA_VISIBLE_DEVICES": visible}, driver=tmp_path) is expected
+
+
+def test_without_that_word_the_driver_says_whether_there_is_one(tmp_path: Path) -> None:
+    assert not has_gpu({}, driver=tmp_path / "absent") and not has_gpu({}, driver=tmp_path)
+    (tmp_path / "0000:00:1e.0").mkdir()
+    assert has_gpu({}, driver=tmp_path)
+
+
+def test_users_flags_come_as_sglang_takes_them_and_replace_our_own_choices() -> None:
+    flags = {
+        "mem-fraction-static": 0.8,
+        "enable-dp-attention": True,
+        "sleep-on-idle": False,
+        "lora-target-modules": ["q_proj", "k_proj"],
+        "log-level-http": "info",
+    }
+    arguments = command(flags)
+    assert value_of(arguments, "--mem-fraction-static") == "0.8"
+    assert "--enable-dp-attention" in arguments and "--sleep-on-idle" not in arguments
+    start = arguments.index("--lora-target-modules")
+    assert arguments[start + 1 : start + 3] == ["q_proj", "k_proj"]
+    assert arguments.count("--log-level-http") == 1 and value_of(arguments, "--log-level-http") == "info"
+
+
+@pytest.mark.parametrize("flag", sorted(SGLANG_FLAGS_SET_HERE))
+def test_flags_that_follow_from_the_trial_are_refused(flag: str) -> None:
+    with pytest.raises(ValidationError, match=f"--{flag} is set by the trial"):
+        SglangConfig(flags={flag: "x"})
+
+
+@pytest.mark.parametrize("flag", ["--tp-size", "tp_size", "", "a b"])
+def test_what_is_no_flag_is_refused(flag: str) -> None:
+    with pytest.raises(ValidationError, match="no flag of SGLang"):
+        SglangConfig(flags={flag: 1})
+
+
+def test_keys_are_in_the_settings_and_nowhere_else() -> None:
+    settings = json.loads(secret_settings(api_key="alpha", admin_key="beta"))
+    assert settings == {"api-key": "alpha", "admin-api-key": "beta"}
+
+
+def test_progress_is_read_from_the_metrics_of_all_ranks() -> None:
+    metrics = (
+        "# HELP sglang:num_running_reqs The number of running requests\n"
+        'sglang:num_running_reqs{model_name="a b",dp_rank="0"} 3.0\n'
+        'sglang:num_running_reqs{model_name="a b",dp_rank="1"} 2.0\n'
+        'sglang:num_queue_reqs{dp_rank="0"} 1.0\n'
+        'sglang:generation_tokens_total{model_name="a b"} 1.5e+03\n'
+    )
+    assert read_progress(metrics, version="1.2") == {
+        "running": 5,
+        "queued": 1,
+        "tokens_generated": 1500,
+        "version": "1.2",
+    }
+    assert read_progress("", version="0.0")["tokens_generated"] == 0

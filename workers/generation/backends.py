@@ -1,0 +1,68 @@
+"""Which backend a plan asks for, made with the worker's keys and places; nothing is started or loaded yet.
+
+GenerationServerSpec.backend ──► "hf": EmbeddedBackend      "sglang": SglangBackend
+"""
+
+from collections.abc import Callable
+
+from corral.experiments.worker_specs import GenerationServerSpec
+from corral.scheduling.policy_version import INITIAL_VERSION
+from corral.workers.generation.backend import GenerationBackend
+from corral.workers.lifecycle.worker import WorkerContext
+
+
+def make_backend(
+    spec: GenerationServerSpec, context: WorkerContext, *, is_reading: Callable[[], bool]
+) -> GenerationBackend:
+    """
+    Args:
+        is_reading: whether the server reads weights at the moment.
+    """
+    seed = context.plan.seed * 1009 + spec.index
+    if spec.backend == "sglang":
+        return _sglang(spec, context, seed=seed, is_reading=is_reading)
+    return _embedded(spec, context, seed=seed)
+
+
+def _embedded(spec: GenerationServerSpec, context: WorkerContext, *, seed: int) -> GenerationBackend:
+    import torch  # seconds to import, which only the process that generates has to pay
+
+    from corral.workers.engine.engine import GenerationEngine
+    from corral.workers.generation.embedded import EmbeddedBackend
+
+    def load_engine() -> GenerationEngine:
+        return GenerationEngine(
+            spec.initial_weights,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            dtype=spec.engine.dtype,
+            max_running_requests=spec.engine.max_running_requests,
+            max_total_tokens=spec.engine.max_total_tokens,
+            seed=seed,
+            version=str(INITIAL_VERSION),
+        )
+
+    return EmbeddedBackend(
+        load_engine,
+        api_key=context.secrets.http_api_key.reveal(),
+        admin_key=context.secrets.http_admin_key.reveal(),
+        address=context.address,
+    )
+
+
+def _sglang(
+    spec: GenerationServerSpec, context: WorkerContext, *, seed: int, is_reading: Callable[[], bool]
+) -> GenerationBackend:
+    from corral.workers.generation.sglang import SglangBackend, SglangSettings
+
+    settings = SglangSettings(
+        spec=spec,
+        address=context.address,
+        api_key=context.secrets.http_api_key,
+        admin_key=context.secrets.http_admin_key,
+        secrets_directory=context.trial.secrets_path,
+        log_path=context.trial.worker_log(context.attempt, "sglang", spec.index),
+        seed=seed,
+        version=str(INITIAL_VERSION),
+        start_timeout_s=context.plan.supervision.setup_timeout_s,
+    )
+    return SglangBackend(settings, is_reading=is_reading)

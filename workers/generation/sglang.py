@@ -1,0 +1,213 @@
+"""SglangBackend: a supervised server of SGLang, in its own interpreter.
+
+    start ──► sglang.launch_server ──/ready──► url
+    wait_ended: every second, does the process live, does its scheduler answer?
+                    │ died: BackendLostError      │ silent for probe_timeout_s, and reads no weights: likewise
+    restarted by whoever runs the backend: stop, start
+
+Stock SGLang: no file of it is changed. What a machine without a GPU lacks is put in its place, see `cpu_stand_ins`.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from corral.experiments.trial.directory import write_new_file
+from corral.experiments.trial.secrets import Secret, SecretFilter
+from corral.experiments.worker_specs import GenerationServerSpec
+from corral.workers.engine.progress import Progress
+from corral.workers.generation.backend import BackendLostError
+from corral.workers.generation.http_calls import ServerError, get_json, get_text
+from corral.workers.generation.sglang_command import has_gpu, secret_settings, sglang_command, sglang_environment
+from corral.workers.generation.sglang_process import SglangProcess
+from corral.workers.lifecycle.worker import BadConfigurationError
+
+logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 1.0
+_LOOK_TIMEOUT_S = 5.0
+_READY_INTERVAL_S = 0.2
+_EXIT_USAGE = 2  # of argparse
+
+
+@dataclass(frozen=True, kw_only=True)
+class SglangSettings:
+    """What one server is started with."""
+
+    spec: GenerationServerSpec
+    address: str
+    """The interface to listen on."""
+    api_key: Secret
+    admin_key: Secret
+    secrets_directory: Path
+    """Private; where the server's own settings lie while it reads them."""
+    log_path: Path
+    seed: int
+    version: str
+    """Tag of the initial weights."""
+    start_timeout_s: float
+    """Longest time until it is ready."""
+
+
+class SglangBackend:
+    """Starts, watches and ends one SGLang server."""
+
+    def __init__(self, settings: SglangSettings, *, is_reading: Callable[[], bool]) -> None:
+        """
+        Args:
+            is_reading: whether it reads weights at the moment; its scheduler answers nothing meanwhile.
+        """
+        self._settings = settings
+        self._is_reading = is_reading
+        self._process: SglangProcess | None = None
+        self._url = ""
+        self._progress = Progress(running=0, queued=0, tokens_generated=0, version="")
+
+    @property
+    def pid(self) -> int | None:
+        """Of the server, once it was started."""
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> str:
+        """Start the server and wait until it takes requests.
+
+        Raises:
+            BadConfigurationError: if SGLang does not know a flag, or the interpreter cannot be run.
+            BackendLostError: if it ended, or was not ready in time.
+        """
+        settings = self._settings
+        port = _free_port(settings.address)
+        self._url = f"http://{settings.address}:{port}"
+        secrets_file = settings.secrets_directory / f"sglang-{settings.spec.index}.yaml"
+        secrets_file.unlink(missing_ok=True)
+        keys = secret_settings(api_key=settings.api_key.reveal(), admin_key=settings.admin_key.reveal())
+        write_new_file(secrets_file, keys.encode())
+        try:
+            self._process = self._launch(port, secrets_file)
+            await self._until_ready(self._process)
+        finally:
+            secrets_file.unlink(missing_ok=True)
+        return self._url
+
+    def progress(self) -> Progress:
+        """What the server last said."""
+        return self._progress
+
+    async def wait_ended(self) -> None:
+        """Watch the server; returns never.
+
+        Raises:
+            BackendLostError: if it died, or hangs.
+        """
+        assert self._process is not None
+        async with aiohttp.ClientSession() as session:
+            heard_at = time.monotonic()
+            while True:
+                self._raise_if_ended(self._process)
+                try:
+                    self._progress = await self._look(session)
+                    heard_at = time.monotonic()
+                except ServerError as error:
+                    silent_s = time.monotonic() - heard_at
+                    if self._is_reading():
+                        heard_at = time.monotonic()
+                    elif silent_s > self._settings.spec.sglang.probe_timeout_s:
+                        raise BackendLostError(f"SGLang at {self._url} hangs: {silent_s:.0f} s of {error}") from error
+                await asyncio.sleep(_LOOK_INTERVAL_S)
+
+    async def stop(self) -> None:
+        """End the server and its children."""
+        if self._process is not None:
+            await self._process.stop()
+
+    def _launch(self, port: int, secrets_file: Path) -> SglangProcess:
+        settings = self._settings
+        gpu = has_gpu(os.environ)
+        command = sglang_command(
+            settings.spec,
+            host=settings.address,
+            port=port,
+            seed=settings.seed,
+            version=settings.version,
+            secrets_file=secrets_file,
+            has_gpu=gpu,
+        )
+        logger.info("starts %s", " ".join(command))
+        try:
+            return SglangProcess(
+                command,
+                environment=sglang_environment(os.environ, has_gpu=gpu),
+                log_path=settings.log_path,
+                scrub=SecretFilter([settings.api_key, settings.admin_key]).scrub,
+            )
+        except OSError as error:
+            raise BadConfigurationError(
+                f"sglang.python {command[0]} cannot be run ({error}); `make sglang` installs SGLang"
+            ) from error
+
+    async def _until_ready(self, process: SglangProcess) -> None:
+        deadline = time.monotonic() + self._settings.start_timeout_s
+        async with aiohttp.ClientSession() as session:
+            while True:
+                if process.poll() == _EXIT_USAGE:
+                    raise BadConfigurationError(f"SGLang does not know its flags: {process.last_words()}")
+                self._raise_if_ended(process)
+                try:
+                    await get_text(session, f"{self._url}/ready", key="", timeout_s=_LOOK_TIMEOUT_S)
+                    self._progress = await self._look(session)  # with its key: nobody else has taken the port
+                    return
+                except ServerError as error:
+                    if time.monotonic() > deadline:
+                        raise BackendLostError(
+                            f"SGLang at {self._url} was not ready within {self._settings.start_timeout_s:.0f} s "
+                            f"({error}); its log is {self._settings.log_path}"
+                        ) from error
+                await asyncio.sleep(_READY_INTERVAL_S)
+
+    def _raise_if_ended(self, process: SglangProcess) -> None:
+        code = process.poll()
+        if code is None:
+            return
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        log = self._settings.log_path
+        raise BackendLostError(f"SGLang ended {how}; its log is {log}, which ends\n{process.last_words()}")
+
+    async def _look(self, session: aiohttp.ClientSession) -> Progress:
+        """How it is; ServerError unless its scheduler answers, which neither /ready nor /metrics would need."""
+        key = self._settings.api_key.reveal()
+        await get_json(session, f"{self._url}/server_info", key=key, timeout_s=_LOOK_TIMEOUT_S)
+        metrics = await get_text(session, f"{self._url}/metrics", key=key, timeout_s=_LOOK_TIMEOUT_S)
+        info = await get_json(session, f"{self._url}/model_info", key=key, timeout_s=_LOOK_TIMEOUT_S)
+        if "weight_version" not in info:
+            raise ServerError(f"{self._url}/model_info names no weight_version")
+        return read_progress(metrics, version=str(info["weight_version"]))
+
+
+def read_progress(metrics: str, *, version: str) -> Progress:
+    """The numbers of a heartbeat out of Prometheus' text; a counter is missing before its first event."""
+    return Progress(
+        running=_sum_of(metrics, "num_running_reqs"),
+        queued=_sum_of(metrics, "num_queue_reqs"),
+        tokens_generated=_sum_of(metrics, "generation_tokens_total"),
+        version=version,
+    )
+
+
+def _sum_of(metrics: str, name: str) -> int:
+    samples = (line.rpartition(" ") for line in metrics.splitlines())
+    return int(sum(float(value) for label, _, value in samples if label.partition("{")[0] == f"sglang:{name}"))
+
+
+def _free_port(address: str) -> int:
+    """A port that is free now; if another process takes it first the server ends, and is started again."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])

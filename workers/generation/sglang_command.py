@@ -1,0 +1,87 @@
+"""What an SGLang server is started with: command line, settings that hold secrets, environment. Pure.
+
+GenerationServerSpec ──► sglang_command ──► argv            anybody on the machine can read it
+keys of the server ────► secret_settings ──► a file of mode 0600, which `--config` names
+environment ───────────► sglang_environment ──► + the stand-ins for what a GPU would bring, where there is none
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from corral.experiments.config.rollout import FlagValue
+from corral.experiments.worker_specs import GenerationServerSpec
+
+STAND_INS = Path(__file__).parent / "cpu_stand_ins"
+
+
+def sglang_command(
+    spec: GenerationServerSpec,
+    *,
+    host: str,
+    port: int,
+    seed: int,
+    version: str,
+    secrets_file: Path,
+    has_gpu: bool,
+) -> list[str]:
+    """The command line; the user's own flags come last, so that they also replace what is only a default here.
+
+    Args:
+        version: tag of the initial weights.
+        secrets_file: what `secret_settings` gives, as a file that only its owner can read.
+    """
+    engine, sglang = spec.engine, spec.sglang
+    assert sglang.python is not None  # the plan says which
+    ours: dict[str, FlagValue] = {
+        "config": str(secrets_file),
+        "model-path": str(spec.initial_weights),
+        "weight-version": version,
+        "host": host,
+        "port": port,
+        "dtype": engine.dtype,  # never `auto`, which makes float16 of float32
+        "max-running-requests": engine.max_running_requests,
+        "max-total-tokens": engine.max_total_tokens,
+        "random-seed": seed,
+        "skip-tokenizer-init": True,  # token ids in, token ids out
+        "skip-server-warmup": True,  # it would ask without a key; the first request warms up as well
+        "enable-metrics": True,
+        "log-level-http": "warning",  # else a line for every request
+        "sleep-on-idle": True,  # an idle scheduler would otherwise keep a core busy
+    }
+    if not has_gpu:
+        ours |= {"device": "cpu", "attention-backend": "torch_native"}
+    flags = ours | sglang.flags
+    return [str(sglang.python), "-m", "sglang.launch_server", *_arguments(flags)]
+
+
+def _arguments(flags: Mapping[str, FlagValue]) -> Iterator[str]:
+    for name, value in flags.items():
+        if value is False:
+            continue
+        yield f"--{name}"
+        if value is not True:
+            yield from (str(item) for item in (value if isinstance(value, list) else [value]))
+
+
+def secret_settings(*, api_key: str, admin_key: str) -> str:
+    """YAML for `--config`: what no other user of the machine may read in the list of its processes.
+
+    With an admin key SGLang takes pauses, updates and aborts from its holder only, and not from those who generate.
+    """
+    return json.dumps({"api-key": api_key, "admin-api-key": admin_key})
+
+
+def sglang_environment(inherited: Mapping[str, str], *, has_gpu: bool) -> dict[str, str]:
+    """Without a network, and on a CPU with what SGLang imports of a GPU's packages and then does not use."""
+    environment = {**inherited, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    if not has_gpu:
+        path = [str(STAND_INS), *filter(None, [inherited.get("PYTHONPATH")])]
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": ":".join(path)}
+    return environment
+
+
+def has_gpu(environment: Mapping[str, str], *, driver: Path = Path("/proc/driver/nvidia/gpus")) -> bool:
+    """Whether a process with this environment sees a GPU; asked without torch, which takes seconds to import."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    return bool(visible.strip()) if visible is not None else driver.is_dir() and any(driver.iterdir())

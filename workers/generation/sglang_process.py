@@ -1,0 +1,100 @@
+"""SglangProcess: one SGLang server as a child of this process, its log, and its end.
+
+argv ──► process group of its own ──stdout, stderr──► scrubbed ──► log file
+   worker dies, SIGKILL included ──kernel──► the server dies ──kernel──► its schedulers die
+   stop ──► SIGTERM ──grace──► SIGKILL to whoever is left of the group
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from corral.experiments.trial.tether import die_with_parent
+
+logger = logging.getLogger(__name__)
+
+_LAST_LINES = 30
+_POLL_INTERVAL_S = 0.05
+# Nothing in the server is durable, and its own orderly end begins with a sleep of five seconds.
+_STOP_GRACE_S = 1.0
+_KILL_TIMEOUT_S = 30.0  # a process that waits for a dead disk or GPU dies when that answers
+
+
+class SglangProcess:
+    """A running server; to be started from the main thread, see `die_with_parent`."""
+
+    def __init__(
+        self, command: Sequence[str], *, environment: Mapping[str, str], log_path: Path, scrub: Callable[[str], str]
+    ) -> None:
+        """
+        Args:
+            log_path: appended to.
+            scrub: takes secrets out of a line: SGLang prints all its settings when it starts, the keys among them.
+        """
+        self._process = subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            process_group=0,
+            preexec_fn=die_with_parent(),
+        )
+        self.pid = self._process.pid
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._scrub = scrub
+        self._log_path = log_path
+        # Closed before the file that it reads is: it ends when the last process of the group has ended.
+        self._copier = threading.Thread(target=self._copy_log, name="sglang log", daemon=True)
+        self._copier.start()
+
+    def _copy_log(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines, self._log_path.open("a", buffering=1) as log:
+            for line in lines:
+                clean = self._scrub(line)
+                self._last_lines.append(clean.rstrip())
+                log.write(clean)
+
+    def poll(self) -> int | None:
+        """Its return code once it has ended (negative: a signal); whoever is left of its group is killed first."""
+        if self._process.returncode is not None:
+            return self._process.returncode
+        # Look before reaping: while the leader is a zombie its id cannot be used again, so the group is still ours.
+        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        self._kill_group()
+        return self._process.wait()
+
+    def last_words(self) -> str:
+        """The end of its log, for an error message."""
+        return "\n".join(self._last_lines)
+
+    async def stop(self) -> None:
+        """Ends the server and all that it started; returns when they are gone, or cannot be ended."""
+        started = time.monotonic()
+        if self.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        while self.poll() is None:
+            if time.monotonic() > started + _STOP_GRACE_S:
+                self._kill_group()
+            if time.monotonic() > started + _KILL_TIMEOUT_S:
+                logger.error("SGLang's process %d does not end, even by SIGKILL; it is left behind", self.pid)
+                return
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        await asyncio.to_thread(self._copier.join, _STOP_GRACE_S)
+
+    def _kill_group(self) -> None:
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return  # nobody is left in it
