@@ -61,16 +61,18 @@ def freeze_between_publication_and_commit(trial: Trial, model_worker: int) -> in
         while not manifest.exists():
             assert time.monotonic() < deadline, f"waited {DEADLINE_S:.0f} s for {manifest}\n{trial.tails()}"
         os.kill(model_worker, signal.SIGSTOP)
-        # A commit that the master had in hand is in the log by the time that rl-status has answered.
-        if served_version(trial) == f"1.{step}" and last_committed_step(trial) < step:
+        trial.status()  # by the time that it has answered, a commit that the master had in hand is in the log
+        if last_committed_step(trial) < step:
+            wait_for_server(trial, f"1.{step}")
             return step
         os.kill(model_worker, signal.SIGCONT)
 
 
-def served_version(trial: Trial) -> str:
-    """What the generation server answers with, once it has taken over what was published last."""
-    version: str = trial.wait_for(lambda: trial.workers()["generation_server/0"]["version"], "the server's version")
-    return version
+def wait_for_server(trial: Trial, version: str) -> None:
+    """Until the generation server answers with a version, and has said so."""
+    trial.wait_for(
+        lambda: trial.workers()["generation_server/0"]["version"] == version, f"the server to take over {version}"
+    )
 
 
 def last_committed_step(trial: Trial) -> int:
