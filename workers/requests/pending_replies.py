@@ -52,7 +52,8 @@ class PendingReplies:
         """Call this with each worker and its payload as it comes; None instead of an error, which `results` raises."""
         for worker, payload in self._ended.items():
             callback(worker, payload)
-        self._watchers.append(callback)
+        if self._missing:
+            self._watchers.append(callback)
 
     def expire_by(self, deadline: asyncio.TimerHandle) -> None:
         """This timer ends what is missing by then; once nothing is, it is cancelled."""
@@ -76,6 +77,8 @@ class PendingReplies:
             self._deadline.cancel()
         for callback in self._watchers:
             callback(worker, payload)
+        if not self._missing:
+            self._watchers.clear()  # who watches may know this: the two would keep each other, and all payloads
         return is_awaited
 
 
