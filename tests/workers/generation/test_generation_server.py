@@ -1,8 +1,10 @@
 """The worker around a server of SGLang: restarts, the budget for them, and the record by which others find it."""
 
+import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +19,11 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.worker_record import WorkerRecord
+from corral.launcher.trial.processes import process_start_ticks
 from corral.name_resolve import MemoryNameService, MemoryStore, NameNotFoundError, TrialKeys
 from corral.workers.generation.generation_server import GenerationServer
 from corral.workers.generation.restart_budget import RestartBudget
+from corral.workers.generation.sglang_process import SglangProcess
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
 from corral.workers.streams.security import StreamSecurity
@@ -145,3 +149,38 @@ def test_a_budget_counts_the_deaths_since_the_last_long_life(max_restarts: int, 
         assert is_restarted == (deaths_since <= max_restarts)
         if not is_restarted:
             return
+
+
+def test_a_server_does_not_outlive_its_worker_even_if_that_is_killed(tmp_path: Path) -> None:
+    starter = f"""
+import sys, time
+from pathlib import Path
+from corral.workers.generation.sglang_process import SglangProcess
+command = [sys.executable, "-c", "import time; time.sleep(600)"]
+process = SglangProcess(command, environment={{}}, log_path=Path({str(tmp_path / "log")!r}), scrub=str)
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        server = int(worker.stdout.readline())
+        assert process_start_ticks(server) is not None
+        worker.kill()
+    wait_until(lambda: process_start_ticks(server) is None, "the server to be gone")
+
+
+def test_a_server_that_ignores_the_order_to_end_is_killed_with_its_children(tmp_path: Path) -> None:
+    stubborn = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        "print(child.pid, 'alpha', flush=True); time.sleep(600)"
+    )
+    log = tmp_path / "log"
+    process = SglangProcess(
+        [sys.executable, "-c", stubborn], environment={}, log_path=log, scrub=lambda line: line.replace("alpha", "***")
+    )
+    wait_until(lambda: log.exists() and log.read_text().endswith("***\n"), "its first line")
+    child = int(log.read_text().split()[0])
+    asyncio.run(process.stop())
+    assert process.poll() == -signal.SIGKILL
+    wait_until(lambda: process_start_ticks(child) is None, "its child to be gone")
