@@ -1,8 +1,10 @@
 """The shipped recipes under a real SLURM: every worker is a step of one allocation that spans several nodes."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from corral.experiments.trial.secrets import TrialSecrets
@@ -60,6 +62,46 @@ def test_reinforcement_learning_of_the_shipped_recipe_spans_nodes_and_completes(
     paths = {Path(path).name for path in trial.logs("--path").split()}
     assert paths >= {f"{worker.replace('/', '-')}.log" for worker in WORKERS}
     assert "follows trainer epoch 1" in trial.logs("model_worker/0")
+
+
+@pytest.mark.slow
+def test_sglang_generates_on_a_node_of_its_own_and_leaves_nothing_there(start_job: Callable[..., Trial]) -> None:
+    trial = start_job(
+        "grpo",
+        num_rows=48,
+        overrides={
+            "allocation": "sglang:d1+fsdp:d1",
+            "groups.generation_server.scheduling.cpu": 7,
+            "evaluation.every_steps": 1000,
+        },
+    )
+    trial.wait_for_steps(1, timeout_s=240.0)
+    (server,) = (pid for pid in trial.processes() if is_sglang(pid))
+    group = os.getpgid(server)
+    assert len(running_in(group)) >= 3
+    trial.wait_for_end()
+
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
+    check_the_job_is_gone(trial)
+    # SGLang's own processes write their names over the environment by which a trial's are known.
+    assert running_in(group) == []
+
+
+def is_sglang(pid: int) -> bool:
+    return b"sglang.launch_server" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+
+
+def running_in(group: int) -> list[int]:
+    """Processes of a group, without those that only wait for somebody to note their end."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
 
 
 def test_a_job_that_is_stopped_half_way_leaves_a_commit_and_nothing_else(start_job: Callable[..., Trial]) -> None:
