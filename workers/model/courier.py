@@ -7,6 +7,7 @@ Nothing is copied together: the buffers of a parcel travel from where they lie, 
 that asks is taking, so that what travels never waits in its socket for something else to be taken first.
 """
 
+import hmac
 import logging
 import os
 import queue
@@ -177,7 +178,7 @@ class Courier:
             if len(asker.heard) < HELLO.size:
                 return
             secret, rank = HELLO.unpack_from(asker.heard)
-            if secret != self.secret:
+            if not hmac.compare_digest(secret, self.secret):
                 raise ValueError("a stranger has connected")
             asker.rank = rank
             del asker.heard[: HELLO.size]

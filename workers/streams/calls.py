@@ -63,7 +63,7 @@ class Waiter(Protocol[ReplyT_contra]):
 
 
 class _Call(msgspec.Struct, Generic[ReplyT], frozen=True):
-    """A request that was not answered yet; made for every message, as which a frozen dataclass is slow."""
+    """A request that was not answered yet. One is made for every message, for which a frozen dataclass is slow."""
 
     asked: str
     frames: list[Buffer]
