@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from corral.experiments.checks import check_allocation, check_concurrency, check_imports, check_sglang
-from corral.experiments.config.rollout import EngineConfig, GenerationConfig, RolloutConfig, SglangConfig
+from corral.experiments.config.rollout import EngineConfig, GenerationConfig, RolloutConfig, SglangConfig, WeightsConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig
 from corral.experiments.inputs.sglang_environment import sglang_python
@@ -38,6 +38,8 @@ class AsyncPPOExperiment(PolicyExperiment):
     """The generation engine."""
     sglang: SglangConfig = SglangConfig()
     """Servers of SGLang, where the allocation asks for them: sglang:d2+fsdp:d4."""
+    weights: WeightsConfig = WeightsConfig()
+    """How new weights get from the trainer to the generation servers."""
 
     generates: ClassVar[bool] = True
 
@@ -78,6 +80,7 @@ class AsyncPPOExperiment(PolicyExperiment):
                 initial_weights=self.actor.path,
                 engine=self.engine,
                 sglang=self.sglang.model_copy(update={"python": python}),
+                weights=self.weights,
             )
             for index in range(self.num_workers("generation_server"))
         ]

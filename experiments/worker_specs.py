@@ -17,6 +17,7 @@ from corral.experiments.config.rollout import (
     RolloutConfig,
     SamplingConfig,
     SglangConfig,
+    WeightsConfig,
 )
 from corral.scheduling.cadence import Frequency
 from corral.scheduling.keys import Key
@@ -204,6 +205,8 @@ class GenerationServerSpec(FrozenConfig):
     """Sizes of the engine."""
     sglang: SglangConfig = SglangConfig()
     """How SGLang is started; `python` is never None where `backend` is `sglang`."""
+    weights: WeightsConfig = WeightsConfig()
+    """How new weights get here."""
 
 
 class GserverManagerSpec(FrozenConfig):

@@ -33,7 +33,7 @@ RANKS: dict[str, list[set[str]]] = {
     ],
     "workers": [
         {"checkpoint", "data", "streams"},
-        {"backends", "delivery", "engine", "lifecycle", "requests"},
+        {"backends", "delivery", "engine", "lifecycle", "requests", "weight_transport"},
         {"algorithms", "generation", "rollout"},
         {"evaluation", "manager"},
         {"master", "model"},

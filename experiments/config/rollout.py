@@ -125,6 +125,24 @@ class SglangConfig(FrozenConfig):
         return value
 
 
+class WeightsConfig(FrozenConfig):
+    """How new weights get from the trainer to the generation servers."""
+
+    transport: Literal["shared_memory", "disk"] = "shared_memory"
+    """`shared_memory`: one worker of each host copies a version into the host's memory while the servers generate, and they read it there; `disk`: each server reads it from the trial directory, twice, once standing still."""  # noqa: E501
+    host_directory: Path = Path("/dev/shm")
+    """Where on each host `shared_memory` keeps at most two versions at a time, the present one and the next, in a folder of the trial's own; a version that does not fit is read as with `disk`."""  # noqa: E501
+
+    @field_validator("host_directory")
+    @classmethod
+    def _is_absolute(cls, value: Path) -> Path:
+        if not value.is_absolute():
+            raise ValueError(
+                f"must be the same place on every host, got the relative path {str(value)!r}; begin it with /"
+            )
+        return value
+
+
 class EngineConfig(FrozenConfig):
     """The generation engine."""
 

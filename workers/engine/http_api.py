@@ -41,7 +41,7 @@ from corral.workers.engine.http_messages import (
 from corral.workers.engine.loop import EngineLoop, EngineStoppedError, UpdateResult
 from corral.workers.engine.progress import Progress
 from corral.workers.engine.requests import GenerationRequest
-from corral.workers.engine.weights import WeightsRejectedError
+from corral.workers.engine.weights import StagedWeights, WeightsRejectedError
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ class EngineServer:
         self._requests_by_rid: dict[str, set[str]] = {}
         self._num_in_flight = 0
         self._update_lock = asyncio.Lock()
+        self._prepared: StagedWeights | None = None
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> int:
@@ -129,6 +130,16 @@ class EngineServer:
     async def wait_ended(self) -> None:
         """Until the engine thread ends; raises the exception that ended it, if any."""
         await asyncio.shield(asyncio.wrap_future(self._loop.ended))
+
+    async def prepare_weights(self, directory: Path) -> None:
+        """Read and check weights while the engine generates, for the next update; one from elsewhere forgets them.
+
+        Raises:
+            WeightsRejectedError: if they are unreadable, incomplete or of another model.
+        """
+        async with self._update_lock:
+            self._prepared = None  # two versions beside the live one would be one too many
+            self._prepared = await asyncio.to_thread(self._engine.stage_weights, directory)
 
     def progress(self) -> Progress:
         """Counters for heartbeats; any thread may ask."""
@@ -283,7 +294,10 @@ class EngineServer:
         return web.json_response({"success": True, "message": message, "num_paused_requests": result.num_in_flight})
 
     async def _update(self, body: UpdateWeightsBody) -> UpdateResult:
-        staged = await asyncio.to_thread(self._engine.stage_weights, Path(body.model_path))
+        directory = Path(body.model_path)
+        staged, self._prepared = self._prepared, None
+        if staged is None or staged.directory != directory:
+            staged = await asyncio.to_thread(self._engine.stage_weights, directory)
         future = self._loop.update(
             staged,
             version=body.weight_version,

@@ -1,9 +1,10 @@
 """GenerationBackend: what a generation server needs of whatever makes its tokens.
 
 start ──► url ──► rollout workers and the manager speak SGLang's HTTP API to it ──► stop
-            └──► progress (heartbeats), wait_ended (what it died of)
+            └──► progress (heartbeats), wait_ended (what it died of), prepare (before an update)
 """
 
+from pathlib import Path
 from typing import Protocol
 
 from corral.workers.engine.progress import Progress
@@ -29,6 +30,13 @@ class GenerationBackend(Protocol):
 
     def progress(self) -> Progress:
         """Numbers for heartbeats; any thread may ask, at any time."""
+
+    async def prepare(self, weights: Path) -> None:
+        """Do ahead, while it generates, what an update from this directory can have done before; perhaps nothing.
+
+        Raises:
+            ServerError: the weights cannot be used; those that it has serve on.
+        """
 
     async def wait_ended(self) -> None:
         """Until it serves no more; raises what it died of: a `BackendLostError` where a new start may help."""

@@ -31,8 +31,10 @@ class BringTo(BaseModel):
     version: str = Field(min_length=1)
     weights: str = Field(min_length=1)
     """A directory."""
+    digest: str | None
+    """SHA-256 of its manifest; None where whoever published it knows none."""
     timeout_s: float = Field(gt=0.0)
-    """Longest time that reading them may take."""
+    """Longest time that staging them may take, and again reading them."""
 
 
 class ControlServer:
@@ -71,7 +73,9 @@ class ControlServer:
         except ValidationError as error:
             return web.Response(status=400, text=str(error))
         try:
-            await self._updates.bring_to(version=body.version, weights=Path(body.weights), timeout_s=body.timeout_s)
+            await self._updates.bring_to(
+                version=body.version, weights=Path(body.weights), digest=body.digest, timeout_s=body.timeout_s
+            )
         except ServerError as error:
             return web.Response(status=409, text=str(error))
         return web.Response()
@@ -88,14 +92,17 @@ class ControlClient:
         self._admin_key = admin_key
         self._update_timeout_s = update_timeout_s
 
-    async def bring_to(self, control_url: str, *, version: str, weights: Path) -> None:
+    async def bring_to(self, control_url: str, *, version: str, weights: Path, digest: str | None) -> None:
         """Until the worker's server holds `version`.
+
+        Args:
+            digest: SHA-256 of the weights' manifest, if they have one.
 
         Raises:
             ServerError: what the worker says went wrong, or that it does not answer.
         """
-        body = {"version": version, "weights": str(weights), "timeout_s": self._update_timeout_s}
-        timeout_s = self._update_timeout_s + _UPDATE_MARGIN_S
+        body = {"version": version, "weights": str(weights), "digest": digest, "timeout_s": self._update_timeout_s}
+        timeout_s = 2 * self._update_timeout_s + _UPDATE_MARGIN_S  # to stage, and to read what was staged
         await post(self._session, f"{control_url}/bring_to", body, key=self._admin_key, timeout_s=timeout_s)
 
     async def probe(self, url: str) -> None:

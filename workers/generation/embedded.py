@@ -1,15 +1,19 @@
 """EmbeddedBackend: the embedded engine, served from the worker's own process.
 
 initial weights ──► GenerationEngine (its own thread) ──► EngineServer (HTTP, keys)
+new weights ──prepare: read and checked beside the old ones──► /update_weights_from_disk only copies them
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.http_api import EngineServer
 from corral.workers.engine.progress import Progress
+from corral.workers.engine.weights import WeightsRejectedError
+from corral.workers.generation.http_calls import ServerError
 
 
 class EmbeddedBackend:
@@ -43,6 +47,14 @@ class EmbeddedBackend:
         if self._server is None:
             return Progress(running=0, queued=0, tokens_generated=0, version="")
         return self._server.progress()
+
+    async def prepare(self, weights: Path) -> None:
+        """Read and check them beside those that it generates with; ServerError if they are not its model's."""
+        assert self._server is not None
+        try:
+            await self._server.prepare_weights(weights)
+        except WeightsRejectedError as error:
+            raise ServerError(str(error)) from error
 
     async def wait_ended(self) -> None:
         """Until the engine thread ends; raises what ended it."""

@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import time
+from contextlib import closing
 from typing import Any
 
 import aiohttp
@@ -23,6 +24,7 @@ from corral.workers.generation.restart_budget import RestartBudget
 from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.weight_updates import WeightUpdates
 from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
+from corral.workers.weight_transport.transports import make_transport
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +49,20 @@ class GenerationServer(Worker):
     async def _main(self) -> None:
         secrets = self.context.secrets
         api_key, admin_key = secrets.http_api_key.reveal(), secrets.http_admin_key.reveal()
+        transport = make_transport(
+            self._spec.weights, trial_uuid=self.context.plan.trial.uuid, worker=self.context.worker_id
+        )
         async with aiohttp.ClientSession() as session:
-            updates = WeightUpdates(GenerationServerClient(session, api_key=api_key, admin_key=admin_key))
-            backend = self._backend = make_backend(self._spec, self.context, is_reading=updates.is_reading)
-            control = ControlServer(updates, admin_key=admin_key, address=self.context.address)
-            try:
-                await self._keep_serving(backend, updates, await control.start())
-            finally:
-                await control.stop()
+            with closing(transport):
+                updates = WeightUpdates(
+                    GenerationServerClient(session, api_key=api_key, admin_key=admin_key), transport
+                )
+                backend = self._backend = make_backend(self._spec, self.context, is_reading=updates.is_reading)
+                control = ControlServer(updates, admin_key=admin_key, address=self.context.address)
+                try:
+                    await self._keep_serving(backend, updates, await control.start())
+                finally:
+                    await control.stop()
 
     async def _keep_serving(self, backend: GenerationBackend, updates: WeightUpdates, control: str) -> None:
         """Start the backend again and again, as far as the budget goes."""
@@ -67,9 +75,10 @@ class GenerationServer(Worker):
             )
             started = time.monotonic()
             try:
-                updates.url = await backend.start()
+                url = await backend.start()
+                updates.serves(backend, url)
                 num_starts += 1
-                await self._serve(backend, updates.url, control, incarnation=f"{self.context.incarnation}.{num_starts}")
+                await self._serve(backend, url, control, incarnation=f"{self.context.incarnation}.{num_starts}")
             except BackendLostError as error:
                 if not budget.take(ran_s=time.monotonic() - started):
                     raise BackendLostError(
@@ -77,7 +86,7 @@ class GenerationServer(Worker):
                     ) from error
                 logger.error("starts its server again, %d of %d: %s", budget.num_used, budget.max_restarts, error)
             finally:
-                updates.url = ""
+                updates.ended()
                 await backend.stop()
 
     async def _serve(self, backend: GenerationBackend, url: str, control: str, *, incarnation: str) -> None:

@@ -101,6 +101,9 @@ class SglangBackend:
         """What the server last said."""
         return self._progress
 
+    async def prepare(self, weights: Path) -> None:
+        """Nothing: SGLang reads and changes its weights in one go."""
+
     async def wait_ended(self) -> None:
         """Watch the server; returns never.
 

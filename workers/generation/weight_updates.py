@@ -1,7 +1,8 @@
-"""WeightUpdates: one server takes over new weights, after they were verified on its own host.
+"""WeightUpdates: one server takes over new weights, staged and verified while it generates.
 
-    bring_to(version, weights) ──► holds it already? ──► verify (while it generates) ──► swap ──► holds it
-                                                             `──► WeightsTornError: nothing was changed
+    bring_to(version, weights, digest) ──► holds it already? ──► stage ──► prepare ──► pause ──► swap ──► continue
+                                                          │         the server generates on │ and stands still
+                                                          `──► WeightsTornError: nothing was changed
 
 One update at a time, so that an older version never overtakes a newer one. The trainer waits for none of this.
 """
@@ -11,26 +12,36 @@ import logging
 import time
 from pathlib import Path
 
-from corral.workers.checkpoint.manifest import MANIFEST_NAME, CorruptCheckpointError, verify_manifest
+from corral.workers.checkpoint.manifest import CorruptCheckpointError
+from corral.workers.generation.backend import GenerationBackend
 from corral.workers.generation.http_calls import ServerError
 from corral.workers.generation.server_client import GenerationServerClient
+from corral.workers.weight_transport.transport import StagedVersion, StagingError, WeightTransport
 
 logger = logging.getLogger(__name__)
 
 
 class WeightsTornError(ServerError):
-    """A weight directory is not what its manifest says; the server was not touched."""
+    """A weight directory is not what was published; the server was not touched."""
 
 
 class WeightUpdates:
     """What the manager asks a generation worker for."""
 
-    def __init__(self, client: GenerationServerClient) -> None:
+    def __init__(self, client: GenerationServerClient, transport: WeightTransport) -> None:
         self._client = client
+        self._transport = transport
         self._lock = asyncio.Lock()
         self._is_reading = False
-        self.url = ""
-        """Where the server is; empty while none runs."""
+        self._serving: tuple[GenerationBackend, str] | None = None
+
+    def serves(self, backend: GenerationBackend, url: str) -> None:
+        """From now on updates go to this server."""
+        self._serving = (backend, url)
+
+    def ended(self) -> None:
+        """There is no server to update, until `serves` names one."""
+        self._serving = None
 
     def is_reading(self) -> bool:
         """Whether the server stands still to read weights; it may answer nothing else meanwhile, however long it takes.
@@ -39,43 +50,50 @@ class WeightUpdates:
         """
         return self._is_reading
 
-    async def bring_to(self, *, version: str, weights: Path, timeout_s: float) -> None:
+    async def bring_to(self, *, version: str, weights: Path, digest: str | None, timeout_s: float) -> None:
         """Load `weights` unless the server holds `version` already; running requests continue on the new weights.
+
+        Args:
+            digest: SHA-256 of their manifest; None where whoever published them knows none.
+            timeout_s: longest time for staging them, and again for the server to read them.
 
         Raises:
             WeightsTornError: naming the file that differs.
-            ServerError: naming the call that failed.
+            ServerError: naming the call that failed, or what staging waited for.
         """
         async with self._lock:
-            url = self.url
-            if not url:
+            if self._serving is None:
                 raise ServerError("the generation server is being started; ask again")
+            backend, url = self._serving
             if await self._client.version(url) == version:
                 return
-            started = time.monotonic()
-            await asyncio.to_thread(verify_weights, weights)
-            verified = time.monotonic()
-            async with self._client.paused(url):
-                self._is_reading = True
-                try:
-                    await self._client.load(url, version=version, weights=weights, timeout_s=timeout_s)
-                finally:
-                    self._is_reading = False
+            staged = await self._stage(version, weights, digest, timeout_s)
+            await backend.prepare(staged.path)
+            began = time.monotonic()
+            await self._swap(url, version, staged.path, timeout_s)
+            stopped_s = time.monotonic() - began
             if (held := await self._client.version(url)) != version:
                 raise ServerError(f"{url} holds version {held!r} after an update to {version!r}")
-            swap_s = time.monotonic() - verified
-            logger.info("holds version %s: verified in %.2f s, swapped in %.2f s", version, verified - started, swap_s)
+            logger.info(
+                "holds version %s: %d bytes read, staged in %.2f s, stood still for %.2f s",
+                version,
+                staged.bytes_read,
+                staged.seconds,
+                stopped_s,
+            )
 
+    async def _stage(self, version: str, weights: Path, digest: str | None, timeout_s: float) -> StagedVersion:
+        try:
+            return await asyncio.to_thread(self._transport.stage, version, weights, digest, timeout_s=timeout_s)
+        except CorruptCheckpointError as error:
+            raise WeightsTornError(f"weights in {weights} were refused: {error}") from error
+        except StagingError as error:
+            raise ServerError(str(error)) from error
 
-def verify_weights(directory: Path) -> None:
-    """A directory with a manifest must be what its manifest says; one without, a model from elsewhere, is as it is.
-
-    Raises:
-        WeightsTornError: at the first file that differs.
-    """
-    if not (directory / MANIFEST_NAME).exists():
-        return
-    try:
-        verify_manifest(directory, None)
-    except CorruptCheckpointError as error:
-        raise WeightsTornError(f"weights in {directory} were refused: {error}") from error
+    async def _swap(self, url: str, version: str, weights: Path, timeout_s: float) -> None:
+        async with self._client.paused(url):
+            self._is_reading = True
+            try:
+                await self._client.load(url, version=version, weights=weights, timeout_s=timeout_s)
+            finally:
+                self._is_reading = False

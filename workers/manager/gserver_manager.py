@@ -210,7 +210,7 @@ class GserverManager(Worker):
     async def _update(self, server: Server, version: str, weights: Path) -> None:
         try:
             async with self._in_use.reading(weights):
-                await self._client.bring_to(server.control, version=version, weights=weights)
+                await self._client.bring_to(server.control, version=version, weights=weights, digest=None)
             await self._client.probe(server.url)
         except (ServerError, NameServiceError) as error:
             logger.warning("%s could not be brought to version %s: %s", server.name, version, error)

@@ -8,6 +8,7 @@ import http.client
 import json
 import threading
 import time
+import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from corral.experiments.config.rollout import EngineConfig, SglangConfig
+from corral.experiments.config.rollout import EngineConfig, SglangConfig, WeightsConfig
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.trial.secrets import Secret
 from corral.experiments.worker_specs import GenerationServerSpec
@@ -28,6 +29,7 @@ from corral.workers.generation.embedded import EmbeddedBackend
 from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.sglang import SglangBackend, SglangSettings
 from corral.workers.generation.weight_updates import WeightUpdates
+from corral.workers.weight_transport.transports import make_transport
 
 API_KEY = "the key of those who generate"
 ADMIN_KEY = "the key of the administrator"
@@ -101,9 +103,9 @@ class Served:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(DEADLINE_S)
 
-    def bring_to(self, version: str, weights: Path) -> None:
+    def bring_to(self, version: str, weights: Path, *, digest: str | None = None) -> None:
         """As the manager asks for it."""
-        self.run(self.updates.bring_to(version=version, weights=weights, timeout_s=DEADLINE_S))
+        self.run(self.updates.bring_to(version=version, weights=weights, digest=digest, timeout_s=DEADLINE_S))
 
     def start_running(self, prompts: list[list[int]], **sampling: Any) -> "list[Future[Any]]":
         """Requests that are surely being decoded."""
@@ -126,19 +128,22 @@ def serving(kind: str, weights: Path, folder: Path, *, probe_timeout_s: float = 
         return aiohttp.ClientSession()
 
     session = run(connect())
-    updates = WeightUpdates(GenerationServerClient(session, api_key=API_KEY, admin_key=ADMIN_KEY))
+    transport = make_transport(WeightsConfig(), trial_uuid=uuid.uuid4().hex, worker="generation_server/0")
+    updates = WeightUpdates(GenerationServerClient(session, api_key=API_KEY, admin_key=ADMIN_KEY), transport)
     if kind == "hf":
         backend: GenerationBackend = embedded(weights)
     else:
         backend = sglang(weights, folder, updates, probe_timeout_s=probe_timeout_s)
     client = None
     try:
-        updates.url = run(backend.start())
-        client = Client(updates.url)
+        url = run(backend.start())
+        updates.serves(backend, url)
+        client = Client(url)
         yield Served(backend, client, updates, loop, folder / "sglang.log")
     finally:
         run(backend.stop())
         run(session.close())
+        transport.close()
         if client is not None:
             client.pool.shutdown()
         loop.call_soon_threadsafe(loop.stop)

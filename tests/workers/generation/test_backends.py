@@ -248,8 +248,11 @@ def test_torn_weights_are_refused_before_the_server_hears_of_them(
         served.bring_to("0.1", torn)
     answer = running.result(DEADLINE_S)
     assert spans_of(answer) == [("0.0", 0, 400)] and answer["meta_info"]["num_retractions"] == 0
-    with pytest.raises(ServerError, match="update_weights_from_disk"):
+    with pytest.raises(ServerError, match="is not there"):
         served.bring_to("0.1", tmp_path / "absent")
+    (tmp_path / "empty").mkdir()  # nothing to compare it with: the engine itself refuses it
+    with pytest.raises(ServerError, match="could not be read|update_weights_from_disk answered 400"):
+        served.bring_to("0.1", tmp_path / "empty")
     answer = served.client.generate(SHORT, max_new_tokens=12, temperature=0, ignore_eos=True)
     assert answer["output_ids"] == reference_greedy(references[0], SHORT, max_new_tokens=12)
     assert served.client.call("GET", "/ready")[0] == 200
@@ -266,7 +269,7 @@ def test_rollout_workers_get_whole_groups_chunk_by_chunk_over_an_update(
             assert setback is None
             num_chunks += 1
             if num_chunks == 2:
-                await served.updates.bring_to(version="0.1", weights=models[1], timeout_s=DEADLINE_S)
+                await served.updates.bring_to(version="0.1", weights=models[1], digest=None, timeout_s=DEADLINE_S)
             return served.client.url
 
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {API_KEY}"}) as session:

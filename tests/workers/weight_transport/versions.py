@@ -1,0 +1,35 @@
+"""Versions of weights as a trainer leaves them: a few files under a manifest."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from corral.workers.checkpoint.manifest import write_manifest
+from corral.workers.weight_transport.patience import Patience
+from tests.workers.checkpoint.sealing import describe
+
+LONG_S = 60.0
+
+
+def make_version(directory: Path, *, seed: int = 0, sizes: tuple[int, ...] = (5_000_001, 17, 0)) -> str:
+    """Random files; returns the digest of their manifest."""
+    directory.mkdir(parents=True)
+    random = np.random.default_rng(seed)
+    for number, size in enumerate(sizes):
+        (directory / f"model-{number:05d}.safetensors").write_bytes(random.bytes(size))
+    return write_manifest(directory, describe(directory), {"version": f"0.{seed}"}).sha256
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def patience(timeout_s: float = LONG_S) -> Patience:
+    return Patience.of("version 0.1", timeout_s=timeout_s, given_up=threading.Event())
+
+
+def content_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}

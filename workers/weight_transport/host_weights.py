@@ -1,0 +1,201 @@
+"""HostWeights: the weights that the servers of one host read, in host memory, once per version.
+
+    /dev/shm/corral-weights-TRIAL/            0700; every worker of the host holds a shared lock of it while it lives
+        staging.lock                    whoever has it writes; the others wait, and find what was written
+        .building-TOKEN/ ──rename──► DIGEST/     a version, by the digest of its manifest; locked while it is used
+
+What is under a digest was compared with it before it got that name, so that nothing of a worker that was killed is
+ever read. A version that nobody holds any more goes when the next one is there: two are held at a time, and more only
+while a server still reads an older one. The last worker that leaves removes the directory; what workers left behind
+that were all killed goes when the next trial starts here, since nobody holds a lock of it.
+"""
+
+import fcntl
+import logging
+import os
+import re
+import secrets as random_tokens
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Protocol
+
+from corral.workers.weight_transport.flocks import (
+    REMOVING,
+    hold_directory,
+    is_at,
+    is_private,
+    opened,
+    remove_if_unused,
+    try_lock,
+)
+from corral.workers.weight_transport.patience import Patience
+from corral.workers.weight_transport.room import room_in
+
+logger = logging.getLogger(__name__)
+
+_PREFIX: Final = "corral-weights-"
+_TRIAL: Final = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}", re.ASCII)
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_BUILDING: Final = ".building-"
+_LOCK: Final = "staging.lock"
+_POLL_INTERVAL_S: Final = 0.02  # a version takes far longer to write
+_JOIN_TRIES: Final = 100
+_SPARE_BYTES: Final = 2**28  # of memory, for what all processes of the host need until the version is written
+
+
+class NoRoomError(RuntimeError):
+    """The version does not fit into the host directory; names what it needs and what there is."""
+
+
+class WriteVersion(Protocol):
+    """How the files of a version get into the host directory."""
+
+    def __call__(self, into: Path, held: Sequence[Path]) -> int:
+        """Write all of them, compared with their manifest, into an empty directory.
+
+        Args:
+            held: versions that are there already, by the digests of their manifests, newest first.
+
+        Returns:
+            The bytes that were read from the shared file system.
+        """
+
+
+class HostWeights:
+    """One worker's part in the directory of its host; used by one thread at a time, but for nothing else.
+
+    Raises:
+        OSError: the directory cannot be made, is somebody else's, or cannot be locked.
+    """
+
+    def __init__(self, root: Path, trial_uuid: str, *, owner: str, room: Callable[[Path], int] = room_in) -> None:
+        """
+        Args:
+            root: a directory in the host's memory.
+            owner: this worker, for those who wait for it.
+            room: bytes that may still be written into a directory.
+        """
+        self.path = root / f"{_PREFIX}{trial_uuid}"
+        self._owner = f"{owner} (process {os.getpid()})"
+        self._room = room
+        self._remove_dead_trials(root)
+        self._membership = _join(self.path)
+        self._held: tuple[Path, int] | None = None
+
+    def obtain(self, digest: str, *, size_bytes: int, write: WriteVersion, patience: Patience) -> tuple[Path, int]:
+        """The directory of a version, held until the next one is obtained, and the bytes that were read for it.
+
+        Guarantee: of all workers of the host that ask at the same time, one writes, and the others get what it wrote.
+
+        Args:
+            digest: SHA-256 of its manifest.
+            size_bytes: of all its files.
+
+        Raises:
+            NoRoomError: it does not fit.
+            StagingError: patience was over, with the name of the worker that was waited for.
+        """
+        target = self.path / digest
+        if not is_at(self._membership, self.path):  # logind removes what a user has in /dev/shm when he logs out
+            os.close(self._membership)
+            self._membership = _join(self.path)
+        with self._staging(patience):
+            self._remove_remains()
+            bytes_read = 0
+            if not target.is_dir():
+                self._make_room(size_bytes)
+                bytes_read = self._build(target, write)
+            self._hold(target)
+            self._remove_unused()
+        return target, bytes_read
+
+    def close(self) -> None:
+        """Let go; the last worker of the host that leaves removes everything."""
+        self._let_go()
+        os.close(self._membership)
+        remove_if_unused(self.path)
+
+    @contextmanager
+    def _staging(self, patience: Patience) -> Iterator[None]:
+        with opened(self.path / _LOCK) as lock:
+            while not try_lock(lock, fcntl.LOCK_EX):
+                patience.wait_for(os.pread(lock, 200, 0).decode(errors="replace"), seconds=_POLL_INTERVAL_S)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, self._owner.encode(), 0)
+            yield
+
+    def _build(self, target: Path, write: WriteVersion) -> int:
+        building = self.path / f"{_BUILDING}{random_tokens.token_hex(8)}"
+        building.mkdir(mode=0o700)
+        try:
+            bytes_read = write(building, self._versions())
+            building.rename(target)
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+        return bytes_read
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Gives up what could only save work: first versions that nobody holds, then the one that this worker holds."""
+        needed = size_bytes + _SPARE_BYTES
+        if self._room(self.path) >= needed:
+            return
+        self._remove_unused()
+        if self._room(self.path) >= needed:
+            return
+        self._let_go()
+        self._remove_unused()
+        if self._room(self.path) >= needed:
+            return
+        raise NoRoomError(
+            f"{self.path} has room for {self._room(self.path):,} bytes, and the version needs {size_bytes:,} and "
+            f"{_SPARE_BYTES:,} to spare; give the job more memory, or name another place in weights.host_directory"
+        )
+
+    def _versions(self) -> list[Path]:
+        """Newest first."""
+        found = [path for path in self.path.iterdir() if _DIGEST.fullmatch(path.name)]
+        return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+    def _hold(self, target: Path) -> None:
+        self._let_go()
+        descriptor = hold_directory(target)
+        assert descriptor is not None  # versions are removed by whoever has the staging lock, which is this process
+        self._held = (target, descriptor)
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            os.close(self._held[1])
+            self._held = None
+
+    def _remove_unused(self) -> None:
+        for version in self._versions():
+            remove_if_unused(version)
+
+    def _remove_remains(self) -> None:
+        """Of workers that died while they wrote or removed."""
+        for path in self.path.iterdir():
+            if path.name.startswith((_BUILDING, REMOVING)):
+                shutil.rmtree(path, ignore_errors=True)
+
+    @staticmethod
+    def _remove_dead_trials(root: Path) -> None:
+        for path in root.iterdir():
+            is_remainder = path.name.startswith(REMOVING) and path.is_dir()
+            if (is_remainder or _TRIAL.fullmatch(path.name)) and remove_if_unused(path):
+                logger.info("removed the weights of a trial that has ended: %s", path)
+
+
+def _join(path: Path) -> int:
+    """The directory, made if need be, and held by this process."""
+    for _ in range(_JOIN_TRIES):  # each fails only because another process removes it at this very moment
+        path.mkdir(mode=0o700, exist_ok=True)
+        descriptor = hold_directory(path)
+        if descriptor is not None:
+            if is_private(descriptor):
+                return descriptor
+            os.close(descriptor)
+            raise PermissionError(f"{path} is not private to this user; whoever made it may change what servers read")
+    raise BlockingIOError(f"{path} was removed {_JOIN_TRIES} times while this worker joined it")

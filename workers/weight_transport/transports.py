@@ -1,0 +1,34 @@
+"""Which transport a plan asks for.
+
+weights.transport ──► "shared_memory": SharedMemoryTransport      "disk": DiskTransport
+"""
+
+import logging
+
+from corral.experiments.config.rollout import WeightsConfig
+from corral.workers.weight_transport.disk import DiskTransport
+from corral.workers.weight_transport.host_weights import HostWeights
+from corral.workers.weight_transport.shared_memory import SharedMemoryTransport
+from corral.workers.weight_transport.transport import WeightTransport
+
+logger = logging.getLogger(__name__)
+
+
+def make_transport(config: WeightsConfig, *, trial_uuid: str, worker: str) -> WeightTransport:
+    """The transport of one generation worker; without a usable host directory that is `disk`, and the log says why.
+
+    Args:
+        worker: its name, for the other workers of its host.
+    """
+    if config.transport == "disk":
+        return DiskTransport()
+    try:
+        return SharedMemoryTransport(HostWeights(config.host_directory, trial_uuid, owner=worker))
+    except OSError as error:
+        logger.warning(
+            "each server of this host reads weights from the shared file system, since %s cannot be used (%s); "
+            "weights.host_directory names another place",
+            config.host_directory,
+            error,
+        )
+        return DiskTransport()

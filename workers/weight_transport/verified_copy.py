@@ -1,0 +1,88 @@
+"""A version's files, copied and hashed in one go: the shared file system is read once.
+
+file ──read──► piece ──write──► the copy
+                 └───another thread: SHA-256──► the manifest's? ──► CorruptCheckpointError if not
+"""
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
+from itertools import count
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from corral.workers.checkpoint.durable_file import PIECE_BYTES, FileEntry
+from corral.workers.checkpoint.manifest import MANIFEST_NAME, CorruptCheckpointError, Manifest
+
+_COPY_THREADS: Final = 4  # hashing is what takes longest, and is done file by file
+_PIECES: Final = 4  # what is read may be so far ahead of what is hashed
+
+
+def copy_verified(weights: Path, manifest: Manifest, into: Path, *, on_progress: Callable[[], None]) -> int:
+    """Copies the files of a manifest, and the manifest itself, into an empty directory.
+
+    Guarantee: when it returns, every file has the digest that `manifest` names, by the bytes that were copied.
+
+    Args:
+        on_progress: called in any thread for every piece; what it raises ends the work.
+
+    Returns:
+        The bytes that were read.
+
+    Raises:
+        CorruptCheckpointError: at the first file that differs; names it.
+        OSError: a file could not be read, or `into` has no room.
+    """
+
+    def copy(name: str) -> None:
+        target = into / name
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _copy_file(weights / name, target, manifest.files[name], on_progress)
+
+    for name in manifest.files:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise CorruptCheckpointError(f"{weights / MANIFEST_NAME}: expected names inside of it, got {name!r}")
+    with ThreadPoolExecutor(_COPY_THREADS) as pool:
+        list(pool.map(copy, manifest.files))
+    data = (weights / MANIFEST_NAME).read_bytes()
+    (into / MANIFEST_NAME).write_bytes(data)
+    return sum(entry.size for entry in manifest.files.values()) + len(data)
+
+
+def _copy_file(source: Path, target: Path, expected: FileEntry, on_progress: Callable[[], None]) -> None:
+    digest = hashlib.sha256()
+    buffers = [memoryview(bytearray(min(PIECE_BYTES, expected.size + 1))) for _ in range(_PIECES)]
+    hashed: list[Future[None]] = []
+    with (
+        _opened(source, expected) as reading,
+        open(target, "xb", buffering=0) as writing,
+        ThreadPoolExecutor(1) as hasher,
+    ):
+        for number in count():
+            if number >= _PIECES:
+                hashed[number - _PIECES].result()  # its buffer is free again
+            size = reading.readinto(buffers[number % _PIECES])
+            if not size:
+                break
+            remaining = piece = buffers[number % _PIECES][:size]
+            hashed.append(hasher.submit(digest.update, piece))
+            while remaining:  # one write(2) may take less on a nearly full disk
+                remaining = remaining[writing.write(remaining) :]
+            on_progress()
+    if (actual := digest.hexdigest()) != expected.sha256:
+        raise CorruptCheckpointError(f"{source}: expected SHA-256 {expected.sha256}, got {actual}")
+
+
+def _opened(source: Path, expected: FileEntry) -> FileIO:
+    try:
+        reading = open(source, "rb", buffering=0)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"{source}: expected {expected.size} bytes, got no file") from error
+    status = os.fstat(reading.fileno())
+    if not stat.S_ISREG(status.st_mode) or status.st_size != expected.size:
+        reading.close()
+        raise CorruptCheckpointError(f"{source}: expected {expected.size} bytes, got {status.st_size}")
+    return reading
