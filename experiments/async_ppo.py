@@ -10,8 +10,21 @@ All five kinds of workers take part.
 from collections.abc import Iterator
 from typing import ClassVar
 
-from corral.experiments.checks import check_allocation, check_concurrency, check_imports, check_sglang
-from corral.experiments.config.rollout import EngineConfig, GenerationConfig, RolloutConfig, SglangConfig, WeightsConfig
+from corral.experiments.checks import (
+    check_allocation,
+    check_concurrency,
+    check_imports,
+    check_quantization,
+    check_sglang,
+)
+from corral.experiments.config.rollout import (
+    SGLANG_FLAGS_THAT_ROUND,
+    EngineConfig,
+    GenerationConfig,
+    RolloutConfig,
+    SglangConfig,
+    WeightsConfig,
+)
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig
 from corral.experiments.inputs.sglang_environment import sglang_python
@@ -115,4 +128,16 @@ class AsyncPPOExperiment(PolicyExperiment):
                 self.sglang,
                 is_used=allocation.generation.backend == "sglang",
                 is_in_container=server is not None and server.container_image is not None,
+            )
+            yield from check_quantization(self.engine, backend=allocation.generation.backend)
+
+    def find_warnings(self) -> Iterator[str]:
+        yield from super().find_warnings()
+        rounds = [f"sglang.flags.{name}" for name in SGLANG_FLAGS_THAT_ROUND if self.sglang.flags.get(name)]
+        if self.engine.quantization is not None:
+            rounds.append("engine.quantization")
+        if rounds and not self.ppo.use_decoupled_loss:
+            yield (
+                f"with {' and '.join(rounds)} answers are not those of the weights that are trained, and nothing "
+                "corrects for it; set ppo.use_decoupled_loss: true and ppo.behav_imp_weight_mode: truncate"
             )

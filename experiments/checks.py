@@ -12,7 +12,7 @@ from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.cluster import ClusterConfig, GroupConfig
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig
-from corral.experiments.config.rollout import GenerationConfig, RolloutConfig, SglangConfig
+from corral.experiments.config.rollout import EngineConfig, GenerationConfig, RolloutConfig, SglangConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, dotted, show_value, split_remedy
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.inputs.import_paths import check_import_path
@@ -400,6 +400,17 @@ def check_sglang(sglang: SglangConfig, *, is_used: bool, is_in_container: bool) 
         message, hint = split_remedy(str(error))
         key: KeyPath = ("allocation",) if sglang.python is None else ("sglang", "python")
         yield ConfigProblem(message=message, hint=hint, path=key)
+
+
+def check_quantization(engine: EngineConfig, *, backend: str) -> Iterator[ConfigProblem]:
+    """Rounding that is the embedded engine's, asked of another."""
+    if engine.quantization is not None and backend != "hf":
+        yield ConfigProblem(
+            message=f"engine.quantization is of the embedded engine, and the allocation's servers are {backend}",
+            hint="remove it; SGLang has flags of its own, such as sglang.flags: {quantization: fp8}",
+            path=("engine", "quantization"),
+            shown=engine.quantization,
+        )
 
 
 def check_imports(rollout: GenerationConfig) -> Iterator[ConfigProblem]:

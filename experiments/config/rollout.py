@@ -97,6 +97,8 @@ SGLANG_FLAGS_SET_HERE = frozenset(
     }
 )
 """Flags of SGLang that follow from the trial, or from another key of the configuration."""
+SGLANG_FLAGS_THAT_ROUND = ("kv-cache-dtype", "quantization")
+"""Flags of SGLang by which its answers are no longer those of the weights that it is given."""
 _FLAG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 FlagValue = bool | int | float | str | list[int | float | str]
@@ -152,3 +154,5 @@ class EngineConfig(FrozenConfig):
     """Tokens that the KV cache of one server holds."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights and of the KV cache in the server."""
+    quantization: Literal["int8"] | None = None
+    """int8 makes the embedded engine answer by rounded weights; the trainer's stay as they are. See docs/rollout.md."""

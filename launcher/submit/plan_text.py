@@ -58,7 +58,8 @@ def _generation(plan: RunPlan) -> Iterator[str]:
     count = f"{len(servers)} server{'s' if len(servers) > 1 else ''}"
     first = servers[0]
     if first.backend == "hf":
-        yield f"generate   {count} of the embedded engine, {first.engine.dtype}"
+        rounding = f", weights rounded to {first.engine.quantization}" if first.engine.quantization else ""
+        yield f"generate   {count} of the embedded engine, {first.engine.dtype}{rounding}"
     else:
         assert first.sglang.python is not None
         yield f"generate   {count} of SGLang, {first.engine.dtype}; {display_path(first.sglang.python)}"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from corral.experiments import checks
 from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.errors import ConfigError
 from corral.experiments.registry import EXPERIMENTS, load_experiment
@@ -164,6 +165,27 @@ def test_settings_without_effect_are_named(folder: Path) -> None:
         if not any(word in w for w in warnings)
     ] == []
     assert list(_ppo(folder).find_warnings()) == []
+
+
+@pytest.mark.parametrize(
+    "rounds", ["engine.quantization=int8", "sglang.flags.quantization=fp8", "sglang.flags.kv-cache-dtype=fp8_e5m2"]
+)
+def test_a_maker_that_rounds_is_warned_of_where_nothing_corrects_for_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rounds: str
+) -> None:
+    monkeypatch.setattr(checks, "sglang_version", lambda python: "0.0")
+    backend = "hf" if rounds.startswith("engine") else "sglang"
+    overrides = (f"allocation={backend}:d1+fsdp:d1", rounds)
+    assert list(_ppo(folder, *overrides).find_warnings()) == []
+    [warning] = _ppo(folder, *overrides, "ppo.use_decoupled_loss=false").find_warnings()
+    assert rounds.split("=")[0] in warning and "behav_imp_weight_mode: truncate" in warning
+
+
+def test_rounding_that_is_the_embedded_engines_is_not_asked_of_another(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="is of the embedded engine, and the allocation's servers are sglang"):
+        _ppo(folder, "allocation=sglang:d1+fsdp:d1", "engine.quantization=int8")
+    with pytest.raises(ConfigError, match="engine.quantization"):
+        _ppo(folder, "engine.quantization=int4")
 
 
 def test_loaded_experiment_cannot_be_changed(folder: Path) -> None:

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from corral.workers.engine.cache import KVCache
-from corral.workers.engine.linear import Linear
+from corral.workers.engine.int8_linear import DTYPES as QUANTIZABLE_DTYPES
+from corral.workers.engine.int8_linear import Int8Linear
+from corral.workers.engine.linear import Linear, MatrixProduct
 
+Quantization = Literal["int8"]
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
 # Types whose frequencies do not depend on the sequence length, so one table serves every request.
@@ -49,19 +52,19 @@ class _RMSNorm:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: _RMSNorm
-    q_proj: Linear
-    k_proj: Linear
-    v_proj: Linear
+    q_proj: MatrixProduct
+    k_proj: MatrixProduct
+    v_proj: MatrixProduct
     q_norm: _RMSNorm | None
     k_norm: _RMSNorm | None
-    o_proj: Linear
+    o_proj: MatrixProduct
     mlp_norm: _RMSNorm
-    gate_proj: Linear
-    up_proj: Linear
-    down_proj: Linear
+    gate_proj: MatrixProduct
+    up_proj: MatrixProduct
+    down_proj: MatrixProduct
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
+    def linears(self) -> tuple[MatrixProduct, ...]:
         return (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.gate_proj, self.up_proj, self.down_proj)
 
 
@@ -71,28 +74,32 @@ def _whole(tensor: Tensor) -> Tensor:
     return full_tensor() if full_tensor is not None else tensor.detach()
 
 
-def _linear(module: Any) -> Linear:
-    return Linear(_whole(module.weight), None if module.bias is None else _whole(module.bias))
+def _tensors(module: Any) -> tuple[Tensor, Tensor | None]:
+    return _whole(module.weight), None if module.bias is None else _whole(module.bias)
 
 
 def _norm(module: Any) -> _RMSNorm:
     return _RMSNorm(_whole(module.weight), float(module.variance_epsilon))
 
 
-def _layer(module: Any) -> _Layer:
+def _layer(module: Any, make_product: Callable[[Tensor, Tensor | None], MatrixProduct]) -> _Layer:
     attention, mlp = module.self_attn, module.mlp
+
+    def product(linear: Any) -> MatrixProduct:
+        return make_product(*_tensors(linear))
+
     return _Layer(
         input_norm=_norm(module.input_layernorm),
-        q_proj=_linear(attention.q_proj),
-        k_proj=_linear(attention.k_proj),
-        v_proj=_linear(attention.v_proj),
+        q_proj=product(attention.q_proj),
+        k_proj=product(attention.k_proj),
+        v_proj=product(attention.v_proj),
         q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
-        o_proj=_linear(attention.o_proj),
+        o_proj=product(attention.o_proj),
         mlp_norm=_norm(module.post_attention_layernorm),
-        gate_proj=_linear(mlp.gate_proj),
-        up_proj=_linear(mlp.up_proj),
-        down_proj=_linear(mlp.down_proj),
+        gate_proj=product(mlp.gate_proj),
+        up_proj=product(mlp.up_proj),
+        down_proj=product(mlp.down_proj),
     )
 
 
@@ -122,15 +129,27 @@ def check_supported(config: Any) -> None:
 class Decoder:
     """The weights of one causal language model, ready for packed forward passes."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, quantization: Quantization | None = None) -> None:
+        """
+        Args:
+            quantization: int8 rounds the matrices of the layers, and wants `pack_weights` before the first pass.
+
+        Raises:
+            UnsupportedModelError: naming the property of the model that is not supported.
+            ValueError: if weights of the model's dtype cannot be quantised.
+        """
         module: Any = model
         config: Any = module.config
         check_supported(config)
         self._embedding = _whole(module.model.embed_tokens.weight)
-        self._layers: Sequence[_Layer] = [_layer(layer) for layer in module.model.layers]
+        if quantization is not None and self._embedding.dtype not in QUANTIZABLE_DTYPES:
+            raise ValueError(f"weights of dtype {self._embedding.dtype} cannot be quantised; use float32 or bfloat16")
+        make_product = Linear if quantization is None else Int8Linear
+        self._layers: Sequence[_Layer] = [_layer(layer, make_product) for layer in module.model.layers]
         self._norm = _norm(module.model.norm)
         is_tied = module.lm_head.weight is module.model.embed_tokens.weight
-        self._head = Linear(self._embedding, None) if is_tied else _linear(module.lm_head)
+        # Not quantised: its rounding would be in every logit as it is, and a tied one is the embedding.
+        self._head = Linear(self._embedding, None) if is_tied else Linear(*_tensors(module.lm_head))
         self._activation: Callable[[Tensor], Tensor] = module.model.layers[0].mlp.act_fn
         attention = module.model.layers[0].self_attn
         self.head_dim = int(attention.head_dim)
@@ -165,7 +184,8 @@ class Decoder:
         )
 
     def pack_weights(self) -> None:
-        """Make faster copies of the weights, where the device has such; again after every change of the weights."""
+        """Round the weights that are quantised, and make faster copies, where the device has such; again after every
+        change of the weights."""
         for layer in self._layers:
             for linear in layer.linears:
                 linear.pack()

@@ -1,6 +1,6 @@
 """The embedded generation engine: a model directory, a continuous batch over it, and weights that change under way.
 
-    model directory --> module --> Decoder (same tensors) --> ContinuousBatch: add, step, pause, ...
+    model directory --> module --> Decoder (same tensors, or their rounding) --> ContinuousBatch: add, step, pause, ...
                            ^
     weight directory --> stage_weights (any thread, all checks) --> apply_weights (between two steps, in place)
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from corral.workers.engine.batch import ContinuousBatch, PauseMode, generate_greedily
-from corral.workers.engine.decoder import Decoder, UnsupportedModelError, check_supported
+from corral.workers.engine.decoder import Decoder, Quantization, UnsupportedModelError, check_supported
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
 from corral.workers.engine.sampling import SamplingParams
 from corral.workers.engine.weights import StagedWeights, WeightLayout, WeightsRejectedError, copy_weights, stage_weights
@@ -52,6 +52,7 @@ class GenerationEngine(ContinuousBatch):
         *,
         device: str = "cpu",
         dtype: str = "float32",
+        quantization: Quantization | None = None,
         max_running_requests: int = 64,
         max_total_tokens: int = 131_072,
         seed: int = 0,
@@ -63,6 +64,8 @@ class GenerationEngine(ContinuousBatch):
             model_directory: with config.json and safetensors.
             device: "cpu", "cuda" or "cuda:N".
             dtype: float32, bfloat16 or float16; log-probabilities are float32 in any case.
+            quantization: int8 multiplies by rounded weights (see int8_linear.py), made from what is loaded here and
+                from each update; None by the weights themselves.
             max_running_requests: rows of a decode step.
             max_total_tokens: cache positions in all, rows x longest; bounds the cache's memory.
             seed: of requests that bring no seed of their own.
@@ -70,6 +73,7 @@ class GenerationEngine(ContinuousBatch):
 
         Raises:
             UnsupportedModelError: if the architecture cannot be run exactly.
+            ValueError: if there is no such dtype, or none that can be quantised.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -77,7 +81,7 @@ class GenerationEngine(ContinuousBatch):
         self._model, eos_token_ids = load_model(self.model_directory, dtype=DTYPES[dtype], device=device)
         self._layout = WeightLayout.of(self._model)
         super().__init__(
-            Decoder(self._model),
+            Decoder(self._model, quantization=quantization),
             eos_token_ids=eos_token_ids,
             max_running_requests=max_running_requests,
             max_total_tokens=max_total_tokens,

@@ -35,6 +35,7 @@ def _embedded(spec: GenerationServerSpec, context: WorkerContext, *, seed: int) 
             spec.initial_weights,
             device="cuda" if torch.cuda.is_available() else "cpu",
             dtype=spec.engine.dtype,
+            quantization=spec.engine.quantization,
             max_running_requests=spec.engine.max_running_requests,
             max_total_tokens=spec.engine.max_total_tokens,
             seed=seed,
