@@ -138,6 +138,6 @@ class AsyncPPOExperiment(PolicyExperiment):
             rounds.append("engine.quantization")
         if rounds and not self.ppo.use_decoupled_loss:
             yield (
-                f"with {' and '.join(rounds)} answers are not those of the weights that are trained, and nothing "
-                "corrects for it; set ppo.use_decoupled_loss: true and ppo.behav_imp_weight_mode: truncate"
+                f"{' and '.join(rounds)}: answers are of rounded weights, and without ppo.use_decoupled_loss their "
+                "rounding counts as learning in ppo.eps_clip; set it to true, and ppo.behav_imp_weight_mode to truncate"
             )

@@ -106,20 +106,41 @@ def render(results: Sequence[Result]) -> str:
     return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def run(recipe: Path, *, root: Path, trial: str, data: Path) -> Result:
-    """Train a recipe to its end, and look at what has become of the promised number."""
-    content = read_yaml(recipe)[0]
-    promise = PROMISES[str(content["experiment"])]
-    sft_export = root / "arithmetic-sft" / trial / "exports" / "final"
+def train(recipe: Path, *, root: Path, trial: str, data: Path, sft_export: Path, overrides: Sequence[str] = ()) -> Path:
+    """Train a recipe to its end on this machine; returns its metrics.jsonl, which may be missing if it failed.
+
+    Args:
+        root: where trials go.
+        data: the folder of the arithmetic data.
+        sft_export: the model that SFT has made, or will have.
+        overrides: settings in place of the recipe's, such as "seed=2".
+    """
     options = []
     for key, example in example_paths(recipe).items():
         options += ["-s", f"{key}={sft_export if example == AFTER_SFT else data / example}"]
-    print(f"== {recipe.name}: {promise.words}", flush=True)
-    started = time.monotonic()
+    for override in overrides:
+        options += ["-s", override]
     submit = [str(Path(sys.executable).parent / "rl-submit"), str(recipe), "--local", "--wait"]
     subprocess.run([*submit, "--trial", trial, "--fileroot", str(root), *options], check=False)
-    values = read_values(root / str(content["name"]) / trial / "metrics.jsonl", promise.metric)
+    return root / str(read_yaml(recipe)[0]["name"]) / trial / "metrics.jsonl"
+
+
+def run(recipe: Path, *, root: Path, trial: str, data: Path) -> Result:
+    """Train a recipe to its end, and look at what has become of the promised number."""
+    promise = PROMISES[kind_of(recipe)]
+    print(f"== {recipe.name}: {promise.words}", flush=True)
+    started = time.monotonic()
+    sft_export = root / "arithmetic-sft" / trial / "exports" / "final"
+    metrics = train(recipe, root=root, trial=trial, data=data, sft_export=sft_export)
+    values = read_values(metrics, promise.metric)
     return Result(recipe=recipe.name, promise=promise, values=values, seconds=time.monotonic() - started)
+
+
+def make_data(root: Path) -> Path:
+    """The arithmetic data and an untrained model; returns their folder."""
+    data = root / "demo-data"
+    subprocess.run([sys.executable, "-m", "corral.workers.data.arithmetic", "--out", str(data)], check=True)
+    return data
 
 
 def main() -> int:
@@ -130,9 +151,7 @@ def main() -> int:
     parser.add_argument("--fileroot", type=Path, default=default, help="where trials and data go")
     arguments = parser.parse_args()
     root: Path = arguments.fileroot.absolute()
-    data = root / "demo-data"
-    make_data = [sys.executable, "-m", "corral.workers.data.arithmetic", "--out", str(data)]
-    subprocess.run(make_data, check=True)
+    data = make_data(root)
     trial = time.strftime("recipes-%Y%m%d-%H%M%S")
     chosen = [
         path

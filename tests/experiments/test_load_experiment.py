@@ -170,7 +170,7 @@ def test_settings_without_effect_are_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     "rounds", ["engine.quantization=int8", "sglang.flags.quantization=fp8", "sglang.flags.kv-cache-dtype=fp8_e5m2"]
 )
-def test_a_maker_that_rounds_is_warned_of_where_nothing_corrects_for_it(
+def test_a_maker_that_rounds_is_warned_of_where_the_loss_does_not_weigh_for_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, rounds: str
 ) -> None:
     monkeypatch.setattr(checks, "sglang_version", lambda python: "0.0")
@@ -178,7 +178,7 @@ def test_a_maker_that_rounds_is_warned_of_where_nothing_corrects_for_it(
     overrides = (f"allocation={backend}:d1+fsdp:d1", rounds)
     assert list(_ppo(folder, *overrides).find_warnings()) == []
     [warning] = _ppo(folder, *overrides, "ppo.use_decoupled_loss=false").find_warnings()
-    assert rounds.split("=")[0] in warning and "behav_imp_weight_mode: truncate" in warning
+    assert rounds.split("=")[0] in warning and "ppo.behav_imp_weight_mode to truncate" in warning
 
 
 def test_rounding_that_is_the_embedded_engines_is_not_asked_of_another(folder: Path) -> None:

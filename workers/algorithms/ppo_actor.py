@@ -136,6 +136,8 @@ class PPOActorInterface(ModelInterface):
         if "behaviour_weights" in keys:
             losses = losses * keys["behaviour_weights"]
             stats["ppo/behav_weight"] = keys["behaviour_weights"]
+            if config.behav_imp_weight_mode == "truncate" and config.behav_imp_weight_cap is not None:
+                stats["ppo/truncated_fraction"] = keys["behaviour_weights"] >= config.behav_imp_weight_cap
         if config.kl.coef > 0.0:
             reference = torch.where(loss_mask, keys["ref_logprobs"], 0.0)
             kl = approximate_kl(masked.logprobs, reference, estimator=config.kl.estimator_in_place)

@@ -1,0 +1,146 @@
+"""Makers with int8 weights beside makers in float32, with and without the correction: the same recipe, several seeds.
+
+    python benchmarks/quantized_makers.py [--seeds 1 2 3] [--makers float32 int8-corrected int8-uncorrected]
+
+    arithmetic_sft.yaml ──export──► arithmetic_grpo.yaml, each maker x each seed ──metrics.jsonl──► one table
+
+The trainer is in float32 everywhere, and held-out problems are answered by its weights. The correction is truncated
+importance sampling (docs/algorithms.md). Without it, the loss takes each token for one that the trainer's present
+weights have sampled: neither the maker's rounding nor the token's age is weighed. No setting of corral's leaves both
+out; so that loss is here. Trials that are found finished are not run again, and seeds can be added to a table. To be
+started in the repository's root. Two trials at a time want two cores each; a trial takes some two and a half minutes.
+
+Errors are standard errors of the mean over seeds.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from corral.experiments.config.algorithm import PPOConfig  # noqa: E402
+from corral.experiments.recipes.run_all import all_recipes, make_data, read_values, train  # noqa: E402
+from corral.workers.algorithms.functional.token_losses import TokenLosses  # noqa: E402
+from corral.workers.backends.micro_batches import MicroBatch  # noqa: E402
+from corral.workers.backends.token_scores import TokenScores  # noqa: E402
+
+SFT_RECIPE, GRPO_RECIPE = "arithmetic_sft.yaml", "arithmetic_grpo.yaml"
+
+MAKERS: Mapping[str, Sequence[str]] = {
+    "float32": (),
+    "int8-corrected": ("engine.quantization=int8", "ppo.behav_imp_weight_mode=truncate"),
+    "int8-uncorrected": (
+        "engine.quantization=int8",
+        "ppo.use_decoupled_loss=false",
+        "ppo.loss=benchmarks.quantized_makers:uncorrected",
+    ),
+}
+"""What is set in place of the recipe's settings, by the maker's name in the table."""
+
+_REWARD = "eval/reward/mean"
+_LAST_STEPS = 10
+
+
+def uncorrected(scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig) -> TokenLosses:
+    """The policy gradient at the present weights, whoever has sampled the tokens (one optimizer step a batch)."""
+    ratio = (scores.logprobs - scores.logprobs.detach()).exp()
+    return TokenLosses(-micro_batch.tensors["advantages"] * ratio)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What one trial came to."""
+
+    maker: str
+    seed: int
+    held_out: Sequence[float]
+    """Mean held-out rewards: before the first step, every ten steps, and after the last."""
+    trained: float
+    """Mean reward of the answers that the last ten steps were trained on."""
+    gap_mean: float
+    """Nats between maker and trainer with the same weights: mean over tokens, mean over steps."""
+    gap_max: float
+    """The same of the token that differs most in the whole trial."""
+
+
+def read_run(metrics: Path, *, maker: str, seed: int) -> Run | None:
+    """None where the trial has not come to its end: its last step has no evaluation then."""
+    held_out = read_values(metrics, _REWARD)
+    if not held_out or _REWARD not in json.loads(metrics.read_text().splitlines()[-1]):
+        return None
+    return Run(
+        maker=maker,
+        seed=seed,
+        held_out=held_out,
+        trained=statistics.fmean(read_values(metrics, "rewards/mean")[-_LAST_STEPS:]),
+        gap_mean=statistics.fmean(read_values(metrics, "gap/mean") or [0.0]),
+        gap_max=max(read_values(metrics, "gap/max"), default=0.0),
+    )
+
+
+def render(runs: Iterable[Run]) -> str:
+    """One line a maker: final held-out rewards by seed; means over seeds of that, of the curve, and of the gap."""
+    by_maker: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.seed):
+        by_maker.setdefault(run.maker, []).append(run)
+    rows = [("MAKER", "HELD-OUT REWARD BY SEED", "MEAN", "CURVE", "LAST STEPS", "GAP MEAN", "GAP MAX")]
+    for maker, of_maker in by_maker.items():
+        rows.append(
+            (
+                maker,
+                " ".join(f"{run.seed}:{run.held_out[-1]:.3f}" for run in of_maker),
+                _with_error([run.held_out[-1] for run in of_maker]),
+                _with_error([statistics.fmean(run.held_out) for run in of_maker]),
+                _with_error([run.trained for run in of_maker]),
+                f"{statistics.fmean(run.gap_mean for run in of_maker):.1e}",
+                f"{max(run.gap_max for run in of_maker):.1e}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _with_error(values: Sequence[float]) -> str:
+    mean = f"{statistics.fmean(values):.3f}"
+    return f"{mean}+-{statistics.stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else mean
+
+
+def main() -> int:
+    """Run what is missing, print the table; 1 if a trial has not come to its end."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the GRPO trials; SFT has seed 1")
+    parser.add_argument("--makers", nargs="+", choices=MAKERS, default=list(MAKERS))
+    default = Path(os.environ.get("CORRAL_FILEROOT", "~/corral")).expanduser() / "quantized-makers"
+    parser.add_argument("--fileroot", type=Path, default=default, help="where trials and data go, and are found again")
+    arguments = parser.parse_args()
+    root: Path = arguments.fileroot.absolute()
+    recipes = {path.name: path for path in all_recipes()}
+    data = make_data(root)
+    sft_export = root / "arithmetic-sft" / "start" / "exports" / "final"
+    if not sft_export.exists():
+        train(recipes[SFT_RECIPE], root=root, trial="start", data=data, sft_export=sft_export)
+    runs: list[Run | None] = []
+    for seed in arguments.seeds:
+        for maker in arguments.makers:
+            trial = f"{maker}-{seed}"
+            metrics = root / "arithmetic-grpo" / trial / "metrics.jsonl"
+            if not metrics.exists():
+                print(f"== {trial}", flush=True)
+                overrides = (f"seed={seed}", *MAKERS[maker])
+                train(
+                    recipes[GRPO_RECIPE], root=root, trial=trial, data=data, sft_export=sft_export, overrides=overrides
+                )
+            runs.append(read_run(metrics, maker=maker, seed=seed))
+    print(f"\n{render(run for run in runs if run is not None)}")
+    return int(None in runs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
