@@ -30,6 +30,7 @@ from corral.experiments.experiment_config import ExperimentConfig
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.policy import TRAJECTORY_KEYS, PolicyExperiment
 from corral.experiments.worker_specs import (
+    BehaviourSpec,
     DatasetSpec,
     GenerationServerSpec,
     GserverManagerSpec,
@@ -69,7 +70,7 @@ class AsyncPPOExperiment(PolicyExperiment):
             self.role_specs(),
             reward=self.reward_spec(),
             max_head_offpolicyness=self.rollout.max_head_offpolicyness,
-            temperature=self.rollout.sampling.temperature,
+            behaviour=BehaviourSpec(sampling=self.rollout.sampling, dtype=self.engine.dtype),
         )
         workers += self._generation_servers()
         workers.append(

@@ -42,6 +42,7 @@ from corral.experiments.inputs.model_directory import ModelFacts, transformer_sh
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.trial.directory import validate_name
 from corral.experiments.worker_specs import (
+    BehaviourSpec,
     DatasetSpec,
     GenerationSpec,
     Head,
@@ -353,7 +354,7 @@ class Experiment(FrozenConfig):
         *,
         reward: RewardSpec,
         max_head_offpolicyness: int = 0,
-        temperature: float = 1.0,
+        behaviour: BehaviourSpec | None = None,
         generation: GenerationSpec | None = None,
     ) -> list[WorkerSpec]:
         """The master and every model worker, each with the models that it holds a part of."""
@@ -398,7 +399,7 @@ class Experiment(FrozenConfig):
                 evaluation=self.evaluation,
                 held_out=held_out,
                 reward=reward,
-                temperature=temperature,
+                behaviour=behaviour or BehaviourSpec(),
                 total_steps=self.control.total_steps(num_rows=dataset.num_rows, batch_size=self.train_batch_size),
             )
             for rank in range(self.num_training_ranks)

@@ -16,7 +16,7 @@ from corral.experiments.config.rollout import EngineConfig, GenerationConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig
 from corral.experiments.policy import TRAJECTORY_KEYS, PolicyExperiment
-from corral.experiments.worker_specs import GenerationSpec, ModelRoleSpec
+from corral.experiments.worker_specs import BehaviourSpec, GenerationSpec, ModelRoleSpec
 from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PullWeightsHook
@@ -91,7 +91,7 @@ class PPOExperiment(PolicyExperiment):
             graph,
             self.role_specs(),
             reward=self.reward_spec(),
-            temperature=self.rollout.sampling.temperature,
+            behaviour=BehaviourSpec(sampling=self.rollout.sampling),  # on the trainer's float32 weights as they are
             generation=GenerationSpec(
                 sampling=self.rollout.sampling,
                 group_size=self.ppo.group_size,

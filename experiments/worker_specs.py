@@ -79,6 +79,15 @@ class RewardSpec(FrozenConfig):
     """Further tries of a call that failed."""
 
 
+class BehaviourSpec(FrozenConfig):
+    """Who makes the answers that are trained on: what the log-probabilities that come with them are those of."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """How answers are sampled."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the generator's matrix products."""
+
+
 class GenerationSpec(FrozenConfig):
     """How a model worker answers prompts, where `generate` is a call of the graph."""
 
@@ -186,8 +195,8 @@ class ModelWorkerSpec(FrozenConfig):
     """The rows of calls that evaluate on rows; None where there is no such call."""
     reward: RewardSpec
     """Who judges held-out answers."""
-    temperature: float = Field(default=1.0, gt=0.0)
-    """Sampling temperature of the behaviour policy."""
+    behaviour: BehaviourSpec = BehaviourSpec()
+    """Who makes the answers that are trained on."""
     total_steps: int = Field(ge=1)
     """Train steps of the whole run, for the learning-rate schedule."""
 

@@ -9,7 +9,7 @@ from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.trial.find import TrialFacts
-from corral.launcher.trial.history import PastAttempt, WorkerLife
+from corral.launcher.trial.history import Finding, PastAttempt, WorkerLife
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,8 @@ class Evidence:
     failure: Mapping[str, Any] | None = None
     """The exit record of the worker that failed first, of a trial that failed."""
     history: tuple[PastAttempt, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    """What train steps have found out."""
     damage: tuple[str, ...] = ()
     """What is wrong with the trial's files, and the way out."""
 

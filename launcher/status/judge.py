@@ -36,7 +36,7 @@ from corral.launcher.status.workers import (
     worker_rows,
 )
 from corral.launcher.trial.exits import is_out_of_memory
-from corral.launcher.trial.history import PastAttempt
+from corral.launcher.trial.history import Finding, PastAttempt
 from corral.launcher.trial.metrics import headline, last_metrics
 
 _FIRST_START_S = 15.0  # between rl-submit's record and the supervisor's lock
@@ -67,6 +67,8 @@ class TrialStatus:
     groups: Sequence[GroupRow] = ()
     waits: Sequence[WaitChain] = ()
     history: Sequence[PastAttempt] = ()
+    findings: Sequence[Finding] = ()
+    """What train steps have found out."""
     node_list: str = ""
     """The head's nodes, as the cluster writes them."""
     time_left: str = ""
@@ -112,13 +114,14 @@ def describe(evidence: Evidence) -> TrialStatus:
         nodes=len(nodes) or (job.num_nodes if job else None),
         job_id=evidence.job_id,
         attempt=evidence.attempt.attempt if evidence.attempt else None,
-        note=_join(note, *evidence.zombies, *evidence.damage),
+        note=_join(note, *evidence.zombies, *evidence.damage, *_alarms(evidence)),
         numbers=headline(metrics),
         metrics=metrics,
         workers=rows,
         groups=group_rows(evidence, rows),
         waits=find_waits(rows) if evidence.records is not None else (),
         history=evidence.history,
+        findings=evidence.findings,
         node_list=job.nodes if job else "",
         time_left=job.time_left if job and job.phase is JobPhase.RUNNING else "",
         ended_at=float(evidence.ended["time"]) if evidence.ended else None,
@@ -302,6 +305,10 @@ def _how_attempt_ended(evidence: Evidence) -> str:
         return "ended without a word"
     cause = f" ({ended['cause']})" if ended.get("cause") else ""
     return f"ended {ended.get('state')}{cause}"
+
+
+def _alarms(evidence: Evidence) -> list[str]:
+    return [f"ALARM: {finding.text}" for finding in evidence.findings if finding.is_alarm]
 
 
 def _join(*parts: str) -> str:

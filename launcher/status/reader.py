@@ -147,6 +147,7 @@ class StatusReader:
             zombies=_zombies(jobs, seen.records, view.attempt),
             failure=_read_failure(directory, view, has_failed=job is not None and job.state == "FAILED"),
             history=view.history(),
+            findings=view.findings(),
             damage=tuple(text for text in (attempt.damage if attempt else "", log_damage) if text),
         )
 
@@ -285,6 +286,7 @@ def _gather_ended(trial: _OpenTrial, answer: QueueAnswer) -> Evidence | None:
             directory, view, has_failed=trial.ended is not None and trial.ended["state"] == TrialState.FAILED
         ),
         history=view.history(),
+        findings=view.findings(),
     )
 
 

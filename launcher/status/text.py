@@ -4,7 +4,7 @@ import re
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -14,7 +14,7 @@ from corral.launcher.status.waits import describe_wait, render_chain
 from corral.launcher.status.words import TrialState, WorkerState
 from corral.launcher.status.workers import GroupRow, WorkerRow
 from corral.launcher.terminal import format_duration, printable
-from corral.launcher.trial.history import PastAttempt
+from corral.launcher.trial.history import Finding, PastAttempt
 
 _COLOUR_BY_STATE: dict[str, str] = {
     **dict.fromkeys((TrialState.RUNNING, TrialState.COMPLETE, WorkerState.UP), "green"),
@@ -99,6 +99,8 @@ def render_trial(status: TrialStatus, *, wide: bool = False, colour: bool = Fals
     lines += [fold(f"waits      {printable(render_chain(chain))}", width) for chain in waits[:_MAX_WAITS]]
     if len(waits) > _MAX_WAITS:
         lines.append(f"           and {len(waits) - _MAX_WAITS} more; -o json shows all")
+    for finding in status.findings:
+        lines += [fold(printable(line), width) for line in _describe(finding)]
     lines += [printable(_describe_end(end)) for end in status.history if end.attempt != status.attempt]
     if advice := _ADVICE.get(status.state):
         name = f"{status.experiment}/{status.trial}"
@@ -230,6 +232,16 @@ def _describe_end(end: PastAttempt) -> str:
     after = format_duration(max(0.0, end.ended_at - end.started_at))
     what = " ".join(["ended", end.state, ",".join(end.nodes)]).rstrip()
     return f"attempt {end.attempt}  {what} after {after} at {when}" + (f" ({end.cause})" if end.cause else "")
+
+
+def _describe(finding: Finding) -> Iterator[str]:
+    """A line; of an alarm, also what it rests on, and a line per cause, likeliest first."""
+    if not finding.is_alarm:
+        yield f"found      {finding.text}"
+        return
+    yield f"ALARM      {finding.text}, since step {finding.step}: {finding.details}"
+    for cause in finding.causes:
+        yield f"           - {cause}"
 
 
 def _nodes(nodes: Sequence[str]) -> str:

@@ -34,6 +34,20 @@ class PastAttempt:
     ended_at: float | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that a train step has found out."""
+
+    is_alarm: bool
+    """Whether it is wrong; training goes on with it."""
+    text: str
+    details: str
+    causes: tuple[str, ...]
+    """Likeliest first."""
+    step: int
+    """The train step that found it."""
+
+
 Event = Mapping[str, Any]
 
 
@@ -72,6 +86,20 @@ class JournalView:
             if event["event"] == "unit_given_up"
         }
         return {worker: causes[worker] for worker in workers if worker in causes}
+
+    def findings(self) -> tuple[Finding, ...]:
+        """The newest of each topic that the attempt's train steps have found out."""
+        newest = {str(event.get("topic")): event for event in self.of_attempt if event["event"] == "train_notice"}
+        return tuple(
+            Finding(
+                is_alarm=bool(event.get("is_alarm")),
+                text=str(event.get("text")),
+                details=str(event.get("details")),
+                causes=tuple(str(cause) for cause in event.get("causes") or ()),
+                step=int(event.get("step") or 0),
+            )
+            for event in newest.values()
+        )
 
     def history(self) -> tuple[PastAttempt, ...]:
         """Every attempt that is over, the oldest first."""

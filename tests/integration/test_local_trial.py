@@ -9,6 +9,7 @@ import pytest
 from tests.integration.broken_agents import reads_a_field_that_no_row_has
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,
+    check_generator_and_trainer_agreed,
     check_no_token_was_too_old,
     check_nothing_is_left,
 )
@@ -47,6 +48,10 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
     check_every_sample_was_consumed_once(trial)
     assert check_no_token_was_too_old(trial, eta=eta) == eta  # the bound is met, and made use of
     assert trial.train_steps() == list(range(1, 12))
+    compared = check_generator_and_trainer_agreed(trial)
+    trained = sum(line.get("train/tokens", 0.0) for line in trial.metrics())
+    assert compared == trained if eta == 0 else 0 < compared < trained
+    assert "found      generator and trainer agree at version 0" in trial.run("rl-status")
     evaluated = [line["step"] for line in trial.metrics() if "eval/accuracy" in line]
     assert evaluated == [0, 5, 10, 11]
     assert "eval/accuracy" in trial.metrics()[0]

@@ -9,6 +9,7 @@ import psutil
 from corral.experiments.trial.secrets import TrialSecrets
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,
+    check_generator_and_trainer_agreed,
     check_no_token_was_too_old,
     check_nothing_is_left,
     find_secrets,
@@ -46,5 +47,6 @@ def test_a_trial_goes_on_after_the_scheduler_of_sglang_was_killed(start_trial: C
     check_every_sample_was_consumed_once(trial)
     check_no_token_was_too_old(trial, eta=1)
     assert trial.train_steps() == list(range(1, 9))
+    check_generator_and_trainer_agreed(trial)
     log = trial.directory.worker_log(0, "sglang", 0).read_text()
     assert log.count("The server is fired up and ready to roll!") == 2

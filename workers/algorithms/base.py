@@ -25,6 +25,7 @@ from corral.workers.backends.base import AnyEngine, LossOutput, TrainEngine
 from corral.workers.backends.token_scores import TokenScores
 from corral.workers.backends.train_state import Numbers
 from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.requests.messages import TrainNotice
 
 CallKeys = Mapping[CallType, tuple[Key, ...]]
 """Keys by the kind of call that reads or makes them."""
@@ -76,6 +77,10 @@ class ModelInterface:
         calls; without it, rows do.
         """
         self._refuse(CallType.EVALUATE)
+
+    def take_notices(self) -> list[TrainNotice]:
+        """What train steps found out since the last time, for people; equal on all ranks."""
+        return []
 
     def state_dict(self) -> Numbers:
         """Plain numbers that a checkpoint keeps, equal on every rank: normalisers, controllers."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from corral.experiments.config.algorithm import CriticConfig, DPOConfig, PPOConfig
+from corral.experiments.worker_specs import BehaviourSpec
 from corral.workers.algorithms.base import ModelInterface
 from corral.workers.algorithms.dpo import DPOInterface
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
@@ -27,10 +28,17 @@ class InterfaceSettings:
     ppo: PPOConfig | None = None
     critic: CriticConfig = field(default_factory=CriticConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
-    temperature: float = 1.0
-    """That answers are sampled with."""
+    behaviour: BehaviourSpec = field(default_factory=BehaviourSpec)
+    """Who makes the answers that are trained on."""
+    dtype: str = "float32"
+    """Type of the matrix products of the role's engine."""
     seed: int = 0
     """The trial's."""
+
+    @property
+    def temperature(self) -> float:
+        """That answers are sampled with."""
+        return self.behaviour.sampling.temperature
 
     def require_ppo(self) -> PPOConfig:
         """The settings of PPO.
@@ -47,7 +55,9 @@ InterfaceFactory = Callable[[InterfaceSettings], ModelInterface]
 
 
 def _ppo_actor(settings: InterfaceSettings) -> ModelInterface:
-    return PPOActorInterface(settings.require_ppo(), temperature=settings.temperature, seed=settings.seed)
+    return PPOActorInterface(
+        settings.require_ppo(), behaviour=settings.behaviour, dtype=settings.dtype, seed=settings.seed
+    )
 
 
 def _ppo_critic(settings: InterfaceSettings) -> ModelInterface:

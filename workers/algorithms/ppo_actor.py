@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.worker_specs import BehaviourSpec
 from corral.scheduling.keys import built_in
 from corral.scheduling.model_function_call import CallType
 from corral.workers.algorithms.advantage import advantage_named
@@ -27,6 +28,8 @@ from corral.workers.algorithms.base import (
 from corral.workers.algorithms.functional.kl import approximate_kl
 from corral.workers.algorithms.functional.policy_losses import importance_ratio
 from corral.workers.algorithms.functional.token_losses import TokenLosses
+from corral.workers.algorithms.gap_causes import TwoSides
+from corral.workers.algorithms.gap_watch import FirstPass, GapWatch
 from corral.workers.algorithms.kl_controller import KLController
 from corral.workers.algorithms.mini_batches import STEPS_SKIPPED_EARLY, deal_mini_batches, merge_stats
 from corral.workers.algorithms.policy_loss import center_logprobs, loss_named
@@ -37,6 +40,7 @@ from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.token_scores import TokenScores
 from corral.workers.backends.train_state import Numbers
 from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.requests.messages import TrainNotice
 
 _RATIO, _APPROX_KL = "ppo/importance_weight", "ppo/approx_kl"
 
@@ -49,18 +53,24 @@ class PPOActorInterface(ModelInterface):
         ImportError: if one of the user's own cannot be imported.
     """
 
-    def __init__(self, config: PPOConfig, *, temperature: float = 1.0, seed: int = 0) -> None:
+    def __init__(
+        self, config: PPOConfig, *, behaviour: BehaviourSpec | None = None, dtype: str = "float32", seed: int = 0
+    ) -> None:
         """
         Args:
-            temperature: that the answers were sampled with; log-probabilities are those of the same distribution.
+            behaviour: who makes the answers (None: by all defaults); log-probabilities are those of the distribution
+                that it samples from.
+            dtype: of the engine's matrix products, which the generator's are compared with.
             seed: decides, with the policy version, which answers share a mini-batch.
         """
+        behaviour = behaviour or BehaviourSpec()
         self._config = config
-        self._temperature = temperature
+        self._temperature = behaviour.sampling.temperature
         self._seed = seed
         self._estimator = advantage_named(config.advantage)
         self._policy_loss = loss_named(config.loss)
         self._kl = KLController.at_start(config.kl)
+        self._gap = GapWatch(TwoSides(behaviour=behaviour, dtype=dtype, ppo=config))
 
     @property
     def inputs(self) -> CallKeys:
@@ -94,6 +104,7 @@ class PPOActorInterface(ModelInterface):
             config, sample, estimator=self._estimator, kl_coefficient=self._kl.coefficient, context=context
         )
         stats: list[dict[str, float]] = []
+        gap: dict[str, float] = {}
         for mini_batch in deal_mini_batches(
             config, prepared, seed=self._seed, version=version, dp_rank=context.dp_rank
         ):
@@ -101,17 +112,22 @@ class PPOActorInterface(ModelInterface):
                 stats.append({STEPS_SKIPPED_EARLY: 1.0})
                 continue
             weighted = with_loss_weights(config, mini_batch, is_finite=facts.is_finite, context=context)
+            loss = self._loss if stats else FirstPass(self._loss)
             stats.append(
-                engine.train_batch(
-                    weighted, loss_fn=self._loss, temperature=self._temperature, may_step=self._is_near_center
-                )
+                engine.train_batch(weighted, loss_fn=loss, temperature=self._temperature, may_step=self._is_near_center)
             )
-        merged = merge_stats(stats, loss_name="ppo/loss") | batch_stats(prepared, version=version, context=context)
+            if isinstance(loss, FirstPass):
+                gap = self._gap.look(weighted, loss, version=version, context=context)
+        merged = merge_stats(stats, loss_name="ppo/loss") | gap
+        merged |= batch_stats(prepared, version=version, context=context)
         if config.kl.coef > 0.0:
             merged |= {"ppo/kl_coef": self._kl.coefficient, "ppo/ref_kl_per_answer": facts.kl_per_answer}
         if facts.is_finite:
             self._kl = self._kl.after(observed_kl=facts.kl_per_answer, num_answers=facts.num_answers)
         return merged
+
+    def take_notices(self) -> list[TrainNotice]:
+        return self._gap.take_notices()
 
     def state_dict(self) -> Numbers:
         return self._kl.state_dict()

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store, TCPStore  # re-exported by torch.d
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelCoords, ParallelDims
 
+_MAX_TEXT_BYTES = 256  # of every rank alike, so that none has to be told the length first
 DEFAULT_TIMEOUT_S = 600.0  # longer than any forward pass; the gang's supervisor notices a hung rank much earlier
 
 
@@ -92,6 +93,17 @@ class ParallelContext:
     def max_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
         """The largest of each value over the data-parallel ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
+
+    def text_from(self, dp_rank: int, text: str) -> str:
+        """The text of one data-parallel rank, cut to 256 bytes, on all of them; what the others pass is ignored."""
+        if self.dp_group is None:
+            return text
+        packed = torch.zeros(_MAX_TEXT_BYTES, dtype=torch.uint8)
+        if self.dp_rank == dp_rank:
+            known = text.encode()[:_MAX_TEXT_BYTES]
+            packed[: len(known)] = torch.tensor(list(known), dtype=torch.uint8)
+        dist.broadcast(packed, group=self.dp_group, group_src=dp_rank)
+        return bytes(packed.tolist()).rstrip(b"\0").decode(errors="replace")
 
     def close(self) -> None:
         """Leave the gang with the groups of all its meshes; for the context that `init_parallel` gave."""

@@ -25,6 +25,8 @@ class EpochParts:
     spec: MasterWorkerSpec
     graph: DataflowGraph
     trial: TrialDirectory
+    attempt: int
+    """Which start of the trial this is, from 0."""
     presence: Presence
     journal: Journal
     gang: TrainerGang

@@ -211,6 +211,7 @@ class MasterWorker(Worker):
             spec=self._spec,
             graph=self._graph,
             trial=self.context.trial,
+            attempt=self.context.attempt,
             presence=self.context.presence,
             journal=self._journal,
             gang=gang,

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from corral.scheduling.dataflow import DataflowGraph
 from corral.workers.master.step_runner import CallTimes, StepResult
-from corral.workers.requests.messages import TrainReply
+from corral.workers.requests.messages import TrainNotice, TrainReply
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,11 @@ class StepOutcome:
         """Whether some roles learned from the samples and others did not: only an earlier state is one state."""
         return bool(self.skipping) and not self.is_skipped
 
+    @property
+    def notices(self) -> list[TrainNotice]:
+        """What the train steps found out."""
+        return [notice for reply in self.by_call.values() for notice in reply.notices]
+
     def metrics(self) -> dict[str, float]:
         """Statistics of the train steps, and times; those of all roles but the first one begin with the role."""
         values: dict[str, float] = {}
@@ -74,6 +79,7 @@ def _joined(replies: Sequence[TrainReply]) -> TrainReply:
         num_updates=sum(reply.num_updates for reply in replies),
         num_nonfinite=sum(reply.num_nonfinite for reply in replies),
         is_damaged=any(reply.is_damaged for reply in replies),
+        notices=[notice for reply in replies for notice in reply.notices],
     )
 
 

@@ -30,6 +30,7 @@ from corral.workers.master.held_out import HeldOut
 from corral.workers.master.loaded_models import check_reallocations, check_rows
 from corral.workers.master.step_outcome import StepOutcome
 from corral.workers.master.step_runner import Progress, StepRunner
+from corral.workers.requests.messages import TrainNotice
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,7 @@ class TrainerEpoch:
         started, saved_before_s = time.monotonic(), self._saving_s
         with parts.presence.during("train step", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
             outcome = StepOutcome(parts.graph, await self._runner.run(batch, version=self._step))
+        await self._tell(outcome.notices)
         batch = self._without_dropped(batch, outcome.result.dropped)
         if not outcome.by_call:
             return  # nothing is left of the batch
@@ -192,6 +194,21 @@ class TrainerEpoch:
         if self._exports.is_due(now := self._moment()):
             await self._durable.export(f"step-{self._step:08d}", self.version)
             self._exports.note(now)
+
+    async def _tell(self, notices: Sequence[TrainNotice]) -> None:
+        """Pass on what the step found out: the log says it once, and rl-status as long as it holds."""
+        parts = self._parts
+        for notice in notices:
+            level = logging.WARNING if notice.is_alarm else logging.INFO
+            logger.log(level, "%s", "; ".join([notice.text, notice.details, *notice.causes]))
+            await self._disk.run(
+                parts.journal.append,
+                "train_notice",
+                attempt=parts.attempt,
+                epoch=parts.writer.epoch,
+                step=self._step + 1,
+                **msgspec.to_builtins(notice),
+            )
 
     def _without_dropped(self, batch: list[str], dropped: Mapping[str, str]) -> list[str]:
         """The samples that were trained on; those that were given up on the way are counted, and go."""

@@ -68,7 +68,7 @@ class Models:
                 role,
                 spec.calls,
                 _place(contexts, role),
-                temperature=spec.temperature,
+                behaviour=spec.behaviour,
                 total_steps=spec.total_steps,
                 seed=seed,
             )

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from corral.experiments.config.data import HELD_OUT_ANSWERS
-from corral.experiments.worker_specs import ModelRoleSpec
+from corral.experiments.worker_specs import BehaviourSpec, ModelRoleSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 from corral.workers.algorithms.base import ModelInterface, check_call
 from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
@@ -45,7 +45,7 @@ class RoleModel:
         calls: Iterable[ModelFunctionCall],
         context: ParallelContext,
         *,
-        temperature: float,
+        behaviour: BehaviourSpec,
         total_steps: int,
         seed: int,
     ) -> None:
@@ -53,7 +53,7 @@ class RoleModel:
         self.context = context
         self._total_steps = total_steps
         self._engine: FSDPEngine | None = None
-        self._temperature = temperature
+        self._behaviour = behaviour
         self._seed = seed
         self._calls = [
             call
@@ -117,12 +117,14 @@ class RoleModel:
         """Update the model on this rank's share of the batch; what that did is equal on all ranks."""
         engine = self._ready_engine(call)
         steps_before, nonfinite_before = engine.step, engine.num_nonfinite
-        stats = self._interface(call).train_step(engine, sample, version=version)
+        interface = self._interface(call)
+        stats = interface.train_step(engine, sample, version=version)
         return TrainReply(
             stats=stats,
             num_updates=engine.step - steps_before,
             num_nonfinite=engine.num_nonfinite - nonfinite_before,
             is_damaged=engine.is_damaged,
+            notices=interface.take_notices(),
         )
 
     def evaluate(self, call: ModelFunctionCall, sample: SequenceSample) -> dict[str, float]:
@@ -150,7 +152,12 @@ class RoleModel:
     def _make_interfaces(self) -> dict[str, ModelInterface]:
         spec = self.spec
         settings = InterfaceSettings(
-            ppo=spec.ppo, critic=spec.critic, dpo=spec.dpo, temperature=self._temperature, seed=self._seed
+            ppo=spec.ppo,
+            critic=spec.critic,
+            dpo=spec.dpo,
+            behaviour=self._behaviour,
+            dtype=spec.model.dtype,
+            seed=self._seed,
         )
         interfaces: dict[str, ModelInterface] = {}
         for call in self._calls:

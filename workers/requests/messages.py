@@ -260,6 +260,21 @@ class StatsReply(MessageBody, frozen=True, tag="stats"):
     stats: dict[str, float]
 
 
+class TrainNotice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Something that a train step found out, for people."""
+
+    topic: str
+    """What it is about; of several with one topic, the newest holds."""
+    is_alarm: bool
+    """Whether something is wrong, and somebody should look."""
+    text: str
+    """The finding, in a line."""
+    details: str
+    """The numbers that it rests on."""
+    causes: list[str]
+    """What is likely behind it, likeliest first; none where nothing is wrong."""
+
+
 class TrainReply(MessageBody, frozen=True, tag="train"):
     """What a train step did to the weights."""
 
@@ -270,6 +285,8 @@ class TrainReply(MessageBody, frozen=True, tag="train"):
     """Optimizer steps that were skipped because loss or gradient was not finite."""
     is_damaged: bool = False
     """Whether the weights themselves are no longer finite: only an earlier version can be trained on."""
+    notices: list[TrainNotice] = []
+    """What it found out."""
 
     @property
     def is_skipped(self) -> bool:

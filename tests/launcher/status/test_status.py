@@ -26,7 +26,7 @@ from corral.launcher.status.progress import live_line, progress_bar
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.text import format_duration, render_json, render_trial, render_trials, render_workers
 from corral.launcher.trial.find import TrialFacts, read_facts
-from corral.launcher.trial.history import PastAttempt, WorkerLife
+from corral.launcher.trial.history import Finding, JournalView, PastAttempt, WorkerLife
 from corral.launcher.trial.rendezvous import connect_name_service
 from corral.workers.lifecycle.presence import Presence
 from tests.launcher.conftest import MakeTrial
@@ -382,6 +382,30 @@ def test_groups_say_what_their_jobs_wait_for_and_what_holds_them() -> None:
     kept_down = dataclasses.replace(HEALTHY, records={}, groups_kept_down=frozenset({"rollout_worker"}))
     (group,) = [group for group in describe(kept_down).groups if group.group == "rollout_worker"]
     assert "--group rollout_worker --undo" in group.note
+
+
+def test_what_train_steps_found_out_is_shown_and_an_alarm_with_its_causes() -> None:
+    fine = Finding(is_alarm=False, text="both sides agree", details="of 9 tokens", causes=(), step=1)
+    status = describe(dataclasses.replace(HEALTHY, findings=(fine,)))
+    assert status.note == "" and "\nfound      both sides agree\n" in render_trial(status)
+    alarm = Finding(is_alarm=True, text="both sides differ", details="by 2 nats", causes=("weights", "rest"), step=4)
+    status = describe(dataclasses.replace(HEALTHY, findings=(alarm,)))
+    assert status.state == "RUNNING" and "ALARM: both sides differ" in render_trials([status])
+    lines = "\nALARM      both sides differ, since step 4: by 2 nats\n           - weights\n           - rest\n"
+    assert lines in render_trial(status)
+
+
+def test_the_newest_finding_of_a_topic_holds_in_its_attempt() -> None:
+    def event(topic: str, step: int, *, attempt: int | None = None, **fields: Any) -> dict[str, Any]:
+        of = {} if attempt is None else {"attempt": attempt}
+        return {"event": "train_notice", "topic": topic, "text": f"{topic} {step}", "step": step, **of, **fields}
+
+    events = [event("gap", 1), event("other", 2, is_alarm=True), event("gap", 3, is_alarm=True), event("gap", 5)]
+    assert [(found.text, found.is_alarm) for found in JournalView(events, 0).findings()] == [
+        ("gap 5", False),
+        ("other 2", True),
+    ]
+    assert JournalView([event("gap", 1, attempt=0)], 1).findings() == ()
 
 
 def test_attempts_before_this_one_are_told_with_their_nodes() -> None:

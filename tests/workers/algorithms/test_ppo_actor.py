@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from corral.experiments.config.algorithm import KLConfig, PPOConfig
+from corral.experiments.config.rollout import SamplingConfig
+from corral.experiments.worker_specs import BehaviourSpec
 from corral.scheduling.model_function_call import CallType
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.advantage import advantage_named
@@ -21,6 +23,8 @@ from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices
 from tests.workers.algorithms.small_engine import SmallEngine
 from tests.workers.backends.training_helpers import make_sample, optimizer_config, save_tiny_model
+
+SAMPLED_AT_08 = BehaviourSpec(sampling=SamplingConfig(temperature=0.8))
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +130,9 @@ def test_a_setting_that_needs_a_key_declares_it(settings: dict[str, Any], key: s
 @pytest.mark.parametrize("is_decoupled", [True, False])
 def test_training_makes_rewarded_answers_likelier_and_others_less_so(is_decoupled: bool, model_directory: Path) -> None:
     engine = make_engine(model_directory)
-    actor = PPOActorInterface(PPOConfig(use_decoupled_loss=is_decoupled, n_minibatches=2), temperature=0.8, seed=1)
+    actor = PPOActorInterface(
+        PPOConfig(use_decoupled_loss=is_decoupled, n_minibatches=2), behaviour=SAMPLED_AT_08, seed=1
+    )
     sample = make_sample([[8, 12, 9, 5], [6, 6, 10, 7]])
     sample.data["rewards"] = np.array([1, 0, 1, 0, 0, 0, 1, 1], np.float32)
     before = actor.inference(engine, sample)["logprobs"]
@@ -144,7 +150,7 @@ def test_training_makes_rewarded_answers_likelier_and_others_less_so(is_decouple
 
 def test_the_first_pass_over_fresh_answers_has_ratio_one(model_directory: Path) -> None:
     engine = make_engine(model_directory)
-    actor = PPOActorInterface(PPOConfig(), temperature=0.8)
+    actor = PPOActorInterface(PPOConfig(), behaviour=SAMPLED_AT_08)
     sample = make_sample([[8, 12, 9, 5]])
     logprobs = actor.inference(engine, sample)["logprobs"]
     sample = sample.with_key("old_logprobs", logprobs).with_key("proximal_logprobs", logprobs)

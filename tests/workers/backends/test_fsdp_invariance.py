@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -79,7 +80,8 @@ def train(engine: FSDPEngine, uids: list[str], directory: Path) -> dict[str, Any
             engine.save_state(directory / "first")
     engine.save_state(directory / "last")
     engine.save_weights(directory / "weights")
-    return {"stats": stats, "logprobs": first_logprobs.tolist()}
+    told = [msgspec.to_builtins(notice) for notice in actor.take_notices()]
+    return {"stats": stats, "logprobs": first_logprobs.tolist(), "told": told}
 
 
 def train_classifier(
@@ -225,6 +227,12 @@ def test_every_rank_gets_the_logprobs_of_its_own_answers(scene: dict[str, Any]) 
 
 def test_both_ranks_report_the_same_numbers(scene: dict[str, Any]) -> None:
     assert scene["pair"][0]["stats"] == scene["pair"][1]["stats"]
+
+
+def test_both_ranks_find_out_what_one_does_wherever_the_answer_is_that_shows_it(scene: dict[str, Any]) -> None:
+    (notice,) = scene["single"]["told"]  # these samples were recorded by nobody
+    assert notice["is_alarm"] and "the largest at token" in notice["details"]
+    assert scene["pair"][0]["told"] == scene["pair"][1]["told"] == [notice]
 
 
 def test_two_ranks_resume_bit_for_bit(scene: dict[str, Any]) -> None:

@@ -63,6 +63,7 @@ def play_rank(world: ParallelContext, model: Path, directory: Path) -> None:
                 "is_first": context.is_first,
                 "is_dp_head": context.is_dp_head,
                 "sum": context.sum_over_ranks({"rank": float(10**world.rank)})["rank"],
+                "text": [context.text_from(place, f"of {world.rank} \u03c0") for place in range(context.dp_size)],
                 "max": context.max_over_ranks({"rank": float(world.rank)})["rank"],
             }
     seen["shares a group"] = contexts["apart"] is None or _group(contexts["apart"]) is _group(contexts["twins"])
@@ -113,6 +114,18 @@ def test_sums_run_over_the_data_parallel_ranks_of_one_mesh(scene: dict[str, Any]
     # Places (0, 2) and (1, 3) hold the same part of the model each: ranks 3 and 0, ranks 1 and 2.
     assert sums("grid") == {0: 1001.0, 3: 1001.0, 1: 110.0, 2: 110.0}
     assert {rank: seen["grid"]["max"] for rank, seen in enumerate(scene["ranks"])} == {0: 3.0, 3: 3.0, 1: 2.0, 2: 2.0}
+
+
+def test_a_text_comes_from_one_data_parallel_rank_of_the_mesh(scene: dict[str, Any]) -> None:
+    def texts(name: str) -> dict[int, list[str]]:
+        return {rank: seen[name]["text"] for rank, seen in enumerate(scene["ranks"]) if seen[name]}
+
+    assert texts("alone") == {0: ["of 0 \u03c0"]}
+    assert texts("apart") == dict.fromkeys((1, 2), ["of 1 \u03c0", "of 2 \u03c0"])
+    assert texts("backwards") == dict.fromkeys((1, 2), ["of 2 \u03c0", "of 1 \u03c0"])
+    assert texts("grid") == dict.fromkeys((3, 0), ["of 3 \u03c0", "of 0 \u03c0"]) | dict.fromkeys(
+        (1, 2), ["of 1 \u03c0", "of 2 \u03c0"]
+    )
 
 
 def test_meshes_of_the_same_ranks_share_a_group_and_none_has_that_which_moves_data(scene: dict[str, Any]) -> None:

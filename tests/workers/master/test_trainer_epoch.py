@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import sys
 import threading
 from collections import Counter
@@ -9,15 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
+from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
+from corral.launcher.trial.history import Finding, JournalView
 from corral.workers.checkpoint.ledger import Ledger, read_delta
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.trainer_gang import GangLostError
-from corral.workers.requests.messages import TrainReply
+from corral.workers.requests.messages import TrainNotice, TrainReply
 from tests.workers.master.trials import FINE, NUM_STEPS, SKIPPED, Gang, KilledError, run_master, trial_of
 
 DAMAGED = TrainReply(stats={}, num_updates=1, num_nonfinite=0, is_damaged=True)
@@ -91,6 +95,25 @@ def test_weights_that_are_not_finite_are_neither_committed_nor_written(
     assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.NOT_FINITE
     assert len(gang.trained) == 2
     assert TrialLog(trial.log_path).read().commits == () and not list(trial.weights_path.iterdir())
+
+
+# --- what train steps find out --------------------------------------------------------------------------------------
+
+
+def test_what_a_train_step_finds_out_is_logged_and_recorded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan, trial = trial_of(tmp_path)
+    notice = TrainNotice(topic="t", is_alarm=True, text="they differ", details="by 2", causes=["rounding", "none"])
+    found = msgspec.structs.replace(FINE, notices=[notice])
+    with caplog.at_level(logging.INFO):
+        run_master(plan, trial, Gang(train=lambda step: found if step == 2 else FINE), monkeypatch)
+    told = [record for record in caplog.records if "they differ" in record.message]
+    assert [(one.levelname, one.message) for one in told] == [("WARNING", "they differ; by 2; rounding; none")]
+    view = JournalView(read_journal(trial.journal_path), attempt=0)
+    assert view.findings() == (
+        Finding(is_alarm=True, text="they differ", details="by 2", causes=("rounding", "none"), step=2),
+    )
 
 
 # --- waiting for a batch --------------------------------------------------------------------------------------------

@@ -1,0 +1,235 @@
+"""The embedded engine generates, the training engine computes the same again: what the comparison finds, and says."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.config.rollout import SamplingConfig
+from corral.experiments.worker_specs import BehaviourSpec
+from corral.scheduling.packing import MicroBatchSpec
+from corral.workers.algorithms.ppo_actor import PPOActorInterface
+from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.engine.batch import ContinuousBatch
+from corral.workers.engine.decoder import Decoder
+from corral.workers.engine.requests import GenerationRequest, StopFinish
+from corral.workers.engine.sampling import SamplingParams
+from corral.workers.requests.messages import TrainNotice
+from corral.workers.rollout.agents import JudgedGroup
+from corral.workers.rollout.partial_rollout import PartialAnswer
+from corral.workers.rollout.trajectories import make_sample
+from tests.workers.backends.training_helpers import optimizer_config
+from tests.workers.engine.tiny_models import VOCAB_SIZE, save_tiny_model
+
+TEMPERATURE = 0.8
+SAMPLED = BehaviourSpec(sampling=SamplingConfig(temperature=TEMPERATURE))
+EXACT = 1e-3
+NUM_PROMPTS, GROUP_SIZE = 4, 4
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@dataclass
+class Maker:
+    """The embedded engine over a copy of a model's weights, which nobody updates."""
+
+    model: Any
+
+    @classmethod
+    def of(cls, directory: Path, *, dtype: torch.dtype = torch.float32) -> "Maker":
+        return cls(AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval())
+
+    def answers(self, *, version: int, temperature: float = TEMPERATURE, **sampling: Any) -> SequenceSample:
+        """Groups of answers, which say that they are of this version."""
+        rng = np.random.default_rng(version)
+        prompts = [rng.integers(0, VOCAB_SIZE, 5 + number).tolist() for number in range(NUM_PROMPTS)]
+        with torch.no_grad():
+            batch = ContinuousBatch(
+                Decoder(self.model),
+                eos_token_ids=(),
+                max_running_requests=NUM_PROMPTS * GROUP_SIZE,
+                max_total_tokens=4096,
+                seed=version,
+                version=f"0.{version}",
+            )
+            outputs = batch.generate(
+                GenerationRequest(
+                    request_id=f"{number}/{answer}",
+                    prompt=tuple(prompt),
+                    sampling=SamplingParams(
+                        max_new_tokens=8 + 4 * answer, temperature=temperature, sampling_seed=answer, **sampling
+                    ),
+                )
+                for number, prompt in enumerate(prompts)
+                for answer in range(GROUP_SIZE)
+            )
+        made = [
+            PartialAnswer(
+                max_new_tokens=20,
+                output_ids=list(output.output_ids),
+                logprobs=list(output.output_logprobs),
+                spans=list(output.weight_versions),
+                stopped=isinstance(output.finish_reason, StopFinish),
+            )
+            for output in outputs
+        ]
+        groups = [made[start : start + GROUP_SIZE] for start in range(0, len(made), GROUP_SIZE)]
+        return SequenceSample.gather(
+            [
+                make_sample(
+                    f"0:p{number}", JudgedGroup(prompts[number], group, [float(i % 2) for i in range(len(group))])
+                )
+                for number, group in enumerate(groups)
+            ]
+        )
+
+
+class Training:
+    """A PPO actor without the decoupled loss: no other forward pass than that of the train step computes anything."""
+
+    def __init__(self, directory: Path, *, behaviour: BehaviourSpec = SAMPLED, lr: float = 1e-2, **config: Any) -> None:
+        self.engine = FSDPEngine(
+            directory,
+            context=ParallelContext(),
+            optimizer=optimizer_config(lr=lr),
+            total_steps=100,
+            micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=100),
+        )
+        settings = PPOConfig(use_decoupled_loss=False, early_stop_imp_ratio=None, **config)
+        self.actor = PPOActorInterface(settings, behaviour=behaviour)
+
+    def train(self, sample: SequenceSample, *, version: int) -> tuple[dict[str, float], list[TrainNotice]]:
+        return self.actor.train_step(self.engine, sample, version=version), self.actor.take_notices()
+
+
+def test_equal_weights_agree_and_that_is_told_once(weights: Path) -> None:
+    training = Training(weights, lr=1e-30)  # the weights stay those of the maker, whatever the version is called
+    maker = Maker.of(weights)
+    stats, notices = training.train(maker.answers(version=0), version=0)
+    assert stats["gap/tokens"] == NUM_PROMPTS * (8 + 12 + 16 + 20)
+    assert 0.0 < stats["gap/max"] < 1e-5 and stats["gap/alarm"] == 0.0
+    assert 0.0 < stats["gap/unequal_fraction"] < 1.0  # see the test of the first place that differs
+    (notice,) = notices
+    assert not notice.is_alarm and notice.causes == []
+    assert notice.text.startswith("generator and trainer agree at version 0 to ") and "0:p" in notice.details
+    stats, notices = training.train(maker.answers(version=1), version=1)
+    assert stats["gap/max"] < 1e-5 and notices == []
+
+
+def test_numbers_that_are_the_trainers_own_are_equal_bit_for_bit(weights: Path) -> None:
+    training = Training(weights)
+    sample = Maker.of(weights).answers(version=0)
+    own = training.actor.inference(training.engine, sample)["logprobs"]
+    stats, (notice,) = training.train(sample.with_key("old_logprobs", own), version=0)
+    assert stats["gap/max"] == stats["gap/unequal_fraction"] == stats["gap/kl"] == 0.0
+    assert notice.text == "generator and trainer agree at version 0, bit for bit"
+
+
+def test_the_place_of_the_largest_difference_is_named(weights: Path) -> None:
+    training = Training(weights, n_minibatches=1)
+    sample = Maker.of(weights).answers(version=0)
+    recorded = np.asarray(sample.data["old_logprobs"]).copy()
+    lengths = sample.answer_lengths("old_logprobs")
+    sixth_answer = sum(lengths[:5])  # the second one to prompt p1, of 6 tokens
+    recorded[sixth_answer + 6 - 1 + 3] -= 0.25
+    stats, (notice,) = training.train(sample.with_key("old_logprobs", recorded), version=0)
+    assert stats["gap/max"] == pytest.approx(0.25, abs=1e-4) and stats["gap/position"] == 3.0
+    assert "the largest at token 3 of 0:p1#1" in notice.details
+    assert any("in 1 of 16 answers only" in cause for cause in notice.causes)
+
+
+def test_another_temperature_is_an_alarm_that_names_both(weights: Path) -> None:
+    stats, (notice,) = Training(weights).train(Maker.of(weights).answers(version=0, temperature=1.0), version=0)
+    assert stats["gap/alarm"] == 1.0 and notice.is_alarm
+    assert notice.causes[0].startswith("temperature: another one explains")
+    assert "about 0.9" in notice.causes[0] or "about 1" in notice.causes[0]
+    assert "rollout.sampling.temperature 0.8" in notice.causes[0]
+
+
+def test_a_generator_in_bfloat16_is_an_alarm_that_names_its_arithmetic(weights: Path) -> None:
+    sample = Maker.of(weights, dtype=torch.bfloat16).answers(version=0)
+    stats, (notice,) = Training(weights).train(sample, version=0)  # it was set to float32
+    assert EXACT < stats["gap/max"] < 0.5 and notice.is_alarm
+    assert notice.causes[0].startswith("arithmetic: the differences are small and follow no pattern")
+    known = SAMPLED.model_copy(update={"dtype": "bfloat16"})
+    stats, (notice,) = Training(weights, behaviour=known, gap_alarm=EXACT).train(sample, version=0)
+    assert notice.is_alarm and "the generator computes in bfloat16, the trainer in float32" in notice.causes[0]
+    _, (notice,) = Training(weights, behaviour=known).train(sample, version=0)
+    assert not notice.is_alarm
+
+
+def test_a_generator_that_keeps_old_weights_is_an_alarm_at_its_first_token_of_the_new_version(weights: Path) -> None:
+    training, maker = Training(weights), Maker.of(weights)
+    _, (notice,) = training.train(maker.answers(version=0), version=0)
+    assert not notice.is_alarm
+    stats, (notice,) = training.train(maker.answers(version=1), version=1)
+    assert stats["gap/alarm"] == 1.0 and notice.is_alarm
+    assert "agreed until version 0, so those of version 1 have not reached the generator" in notice.causes[0]
+    assert training.train(maker.answers(version=2), version=2)[1] == []  # told already
+    _, (notice,) = training.train(Maker(training.engine.model).answers(version=3), version=3)
+    assert not notice.is_alarm and notice.text.startswith("generator and trainer agree at version 3")
+
+
+def test_tokens_of_older_weights_are_drift_and_no_gap(weights: Path) -> None:
+    training, maker = Training(weights), Maker.of(weights)
+    stats, _ = training.train(maker.answers(version=0), version=0)
+    assert not any(name.startswith("drift/") for name in stats)
+    stats, notices = training.train(maker.answers(version=0), version=1)
+    assert stats["gap/tokens"] == 0.0 and notices == [] and "gap/max" not in stats
+    assert stats["drift/mean"] > EXACT and stats["drift/kl"] > 0.0
+
+
+def test_truncated_sampling_is_no_gap(weights: Path) -> None:
+    behaviour = BehaviourSpec(sampling=SamplingConfig(temperature=TEMPERATURE, top_p=0.9, top_k=20))
+    sample = Maker.of(weights).answers(version=0, top_p=0.9, top_k=20)
+    stats, (notice,) = Training(weights, behaviour=behaviour).train(sample, version=0)
+    assert stats["gap/max"] < 1e-5 and not notice.is_alarm
+
+
+def test_only_what_the_first_mini_batch_computes_counts(weights: Path) -> None:
+    """Its forward pass is the only one of the step under the weights that the step begins with."""
+    training = Training(weights, n_minibatches=4, sample_reuse=2)
+    stats, (notice,) = training.train(Maker.of(weights).answers(version=0), version=0)
+    assert training.engine.step == 8
+    assert 0 < stats["gap/tokens"] < NUM_PROMPTS * (8 + 12 + 16 + 20)
+    assert stats["gap/max"] < 1e-5 and not notice.is_alarm
+
+
+def queries_token_by_token(model: Any, ids: Tensor) -> Tensor:
+    """[T, hidden] of the first layer as the engine decodes them, all at position 0, where rotation changes nothing."""
+    seen: list[Tensor] = []
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        seen.extend([queries.flatten(1)] if layer == 0 else [])
+        return queries.flatten(1)
+
+    decoder = Decoder(model)
+    decoder.reserve_positions(1)
+    for one in ids:
+        decoder.hidden_states(one[None], torch.zeros(1, dtype=torch.int64), attend)
+    return torch.cat(seen)
+
+
+def test_engine_and_trainer_are_equal_bit_for_bit_up_to_the_first_matrix_product(weights: Path) -> None:
+    """Embedding and norm are; a product's rounding depends on how many rows it has, and so does all that follows."""
+    model = Maker.of(weights).model
+    ids = torch.arange(VOCAB_SIZE)
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        normed = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
+        projected = attention.q_proj(normed)
+        torch.testing.assert_close(queries_token_by_token(model, ids), projected, atol=1e-5, rtol=0.0)
+        attention.q_proj.weight.copy_(torch.eye(*attention.q_proj.weight.shape))  # exact, in whatever order it adds
+        attention.q_proj.bias.zero_()
+        assert torch.equal(queries_token_by_token(model, ids), normed)
