@@ -61,6 +61,12 @@ class AsyncPPOExperiment(PolicyExperiment):
     def generation(self) -> GenerationConfig:
         return self.rollout
 
+    @property
+    def rounding_settings(self) -> tuple[str, ...]:
+        """What makes answers those of rounded weights."""
+        flags = [f"sglang.flags.{name}" for name in SGLANG_FLAGS_THAT_ROUND if self.sglang.flags.get(name)]
+        return (*flags, "engine.quantization") if self.engine.quantization is not None else tuple(flags)
+
     def initial_setup(self) -> ExperimentConfig:
         dataset = self.read_dataset()
         graph = build_dataflow([*self.training_calls(), *self.evaluate_calls()], TRAJECTORY_KEYS)
@@ -70,7 +76,9 @@ class AsyncPPOExperiment(PolicyExperiment):
             self.role_specs(),
             reward=self.reward_spec(),
             max_head_offpolicyness=self.rollout.max_head_offpolicyness,
-            behaviour=BehaviourSpec(sampling=self.rollout.sampling, dtype=self.engine.dtype),
+            behaviour=BehaviourSpec(
+                sampling=self.rollout.sampling, dtype=self.engine.dtype, rounded_by=self.rounding_settings
+            ),
         )
         workers += self._generation_servers()
         workers.append(
@@ -134,11 +142,9 @@ class AsyncPPOExperiment(PolicyExperiment):
 
     def find_warnings(self) -> Iterator[str]:
         yield from super().find_warnings()
-        rounds = [f"sglang.flags.{name}" for name in SGLANG_FLAGS_THAT_ROUND if self.sglang.flags.get(name)]
-        if self.engine.quantization is not None:
-            rounds.append("engine.quantization")
-        if rounds and not self.ppo.use_decoupled_loss:
+        if self.rounding_settings and not self.ppo.use_decoupled_loss:
             yield (
-                f"{' and '.join(rounds)}: answers are of rounded weights, and without ppo.use_decoupled_loss their "
-                "rounding counts as learning in ppo.eps_clip; set it to true, and ppo.behav_imp_weight_mode to truncate"
+                f"{' and '.join(self.rounding_settings)}: answers are of rounded weights, and without "
+                "ppo.use_decoupled_loss their rounding counts as learning in ppo.eps_clip; set it to true, and "
+                "ppo.behav_imp_weight_mode to truncate"
             )

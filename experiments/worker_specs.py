@@ -86,6 +86,8 @@ class BehaviourSpec(FrozenConfig):
     """How answers are sampled."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the generator's matrix products."""
+    rounded_by: tuple[str, ...] = ()
+    """Settings by which it computes with rounded weights or caches."""
 
 
 class GenerationSpec(FrozenConfig):

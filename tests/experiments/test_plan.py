@@ -53,6 +53,15 @@ def test_the_plan_says_the_shape_of_each_role(folder: Path) -> None:
     assert (shapes["actor"].intermediate_size, shapes["actor"].key_value_size) == (96, 32)
 
 
+def test_the_trainer_is_told_how_the_answers_are_made(folder: Path) -> None:
+    settings = ("engine.dtype=bfloat16", "engine.quantization=int8", "rollout.sampling.temperature=0.7")
+    plan = RunPlan.from_json(_plan(folder / "ppo.yaml", *settings, "rollout.sampling.top_p=0.9").to_json())
+    (rank,) = [worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec)]
+    behaviour = rank.behaviour
+    assert (behaviour.dtype, behaviour.rounded_by) == ("bfloat16", ("engine.quantization",))
+    assert (behaviour.sampling.temperature, behaviour.sampling.top_p) == (0.7, 0.9)
+
+
 def test_equal_experiments_have_equal_digests_and_others_not(folder: Path) -> None:
     assert _plan(folder / "ppo.yaml").digest == _plan(folder / "ppo.yaml").digest
     assert _plan(folder / "ppo.yaml").digest != _plan(folder / "ppo.yaml", "seed=4").digest

@@ -17,7 +17,8 @@ _EXACT_NATS = 1e-3
 """float32 on both sides: other shapes of the same products move a log-probability by 1e-5 on tiny models (measured)
 and by some 1e-4 through tens of layers. A mistake moves it by more than that on some token of a batch."""
 _COARSE_NATS = 0.5
-"""bfloat16 keeps 8 bits: logits between 16 and 32 lie 1/8 apart, and a rare token collects several such steps."""
+"""bfloat16 keeps 8 bits: logits between 16 and 32 lie 1/8 apart, and a rare token collects several such steps. Rounded
+weights are as coarse."""
 _TEMPERATURE_SHARE = 0.5  # of the squared differences: 0.5 to 1 for temperatures up to 2.5 times off, 0.0 for rounding
 _MOST_ROUNDING_NATS = 0.05  # mean over tokens: 0.03 was measured in bfloat16, and wrong weights give more than 0.1
 
@@ -37,7 +38,8 @@ class TwoSides:
         """Nats above which a single token's difference is an alarm."""
         if self.ppo.gap_alarm is not None:
             return self.ppo.gap_alarm
-        return _EXACT_NATS if {self.behaviour.dtype, self.dtype} == {"float32"} else _COARSE_NATS
+        is_exact = {self.behaviour.dtype, self.dtype} == {"float32"} and not self.behaviour.rounded_by
+        return _EXACT_NATS if is_exact else _COARSE_NATS
 
 
 def likely_causes(gap: LogprobGap, sides: TwoSides, *, version: int, agreed_until: int | None) -> list[str]:
@@ -75,9 +77,11 @@ def _standing_causes(gap: LogprobGap, sides: TwoSides, *, version: int) -> Itera
             f"left after top_p {sampling.top_p:g} and top_k {sampling.top_k}; it has to report the whole distribution's"
         )
         return
+    if behaviour.rounded_by:
+        yield f"arithmetic: the generator's weights are rounded ({', '.join(behaviour.rounded_by)})"
     if behaviour.dtype != sides.dtype:
         yield f"arithmetic: the generator computes in {behaviour.dtype}, the trainer in {sides.dtype} (actor.dtype)"
-    elif gap.mean <= _MOST_ROUNDING_NATS:
+    elif not behaviour.rounded_by and gap.mean <= _MOST_ROUNDING_NATS:
         yield (
             f"arithmetic: the differences are small and follow no pattern, as rounding does; both sides are set to "
             f"{sides.dtype}: does the generator compute in it (dtype, fused or quantised weights)?"

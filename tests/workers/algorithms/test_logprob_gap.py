@@ -99,8 +99,10 @@ def test_noise_and_other_weights_are_not_taken_for_a_temperature() -> None:
         assert gap.explained_by_temperature < 0.2
 
 
-def sides(*, dtype: str = "float32", decoupled: bool = True, **sampling: Any) -> TwoSides:
-    behaviour = BehaviourSpec(sampling=SamplingConfig(temperature=0.8, **sampling), dtype="float32")
+def sides(
+    *, dtype: str = "float32", decoupled: bool = True, rounded_by: tuple[str, ...] = (), **sampling: Any
+) -> TwoSides:
+    behaviour = BehaviourSpec(sampling=SamplingConfig(temperature=0.8, **sampling), rounded_by=rounded_by)
     return TwoSides(behaviour=behaviour, dtype=dtype, ppo=PPOConfig(use_decoupled_loss=decoupled))
 
 
@@ -123,6 +125,8 @@ def test_each_cause_is_named_by_what_was_measured_and_configured() -> None:
     fine = sampled(200, temperature=0.8)
     assert "as rounding does" in causes(shifted(fine, 0.02), sides())
     assert "trainer in bfloat16" in causes(shifted(fine, 0.02), sides(dtype="bfloat16"))
+    rounded = causes(shifted(fine, 0.02), sides(rounded_by=("engine.quantization",)))
+    assert rounded == "arithmetic: the generator's weights are rounded (engine.quantization)"
     assert "about 0.75, the trainer computes with rollout.sampling.temperature 0.8" in causes(
         sampled(1000, temperature=0.75), sides()
     )
@@ -154,6 +158,6 @@ def test_an_alarm_says_whether_anything_corrects_for_the_difference() -> None:
 
 def test_the_threshold_is_that_of_the_coarser_side_unless_it_is_set() -> None:
     assert sides().threshold == 1e-3
-    assert sides(dtype="bfloat16").threshold == 0.5
+    assert sides(dtype="bfloat16").threshold == sides(rounded_by=("engine.quantization",)).threshold == 0.5
     set_to = TwoSides(behaviour=BehaviourSpec(), dtype="bfloat16", ppo=PPOConfig(gap_alarm=0.02))
     assert set_to.threshold == 0.02
