@@ -274,7 +274,7 @@ def write_new_file(path: Path, data: bytes, *, mode: int = 0o600) -> None:
 
 
 def link_files(source: Path, target: Path) -> None:
-    """Makes the directory `target` with a second name for every file of `source`, and forces it to disk.
+    """Makes the directory `target` with a second name for every file of `source` and below, and forces it to disk.
 
     No byte is written twice, unless the file system has no hard links, or `target` is on another one.
     """
@@ -286,6 +286,8 @@ def link_files(source: Path, target: Path) -> None:
             except OSError:
                 shutil.copy2(path, target / path.name)
                 _fsync_file(target / path.name)
+        elif path.is_dir() and not path.is_symlink():
+            link_files(path, target / path.name)
     fsync_directory(target)
 
 

@@ -12,6 +12,7 @@ from corral.experiments.trial.directory import (
     TrialDirectory,
     TrialExistsError,
     atomic_write,
+    link_files,
     next_trial_name,
     require_inside,
     validate_name,
@@ -210,3 +211,15 @@ def test_a_failed_atomic_write_leaves_the_old_file_and_no_litter(
     with pytest.raises(OSError, match="No space"):
         atomic_write(path, b"new")
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_linked_directory_has_every_file_and_no_second_copy(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "new" / "target"
+    (source / "below" / "further").mkdir(parents=True)
+    names = ("model", "below/one", "below/further/two")
+    for name in names:
+        (source / name).write_text(name)
+    (source / "below" / "loop").symlink_to(source)
+    link_files(source, target)
+    assert {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()} == set(names)
+    assert all(os.path.samefile(source / name, target / name) for name in names)
