@@ -8,6 +8,8 @@ from pydantic import AfterValidator, Field, model_validator
 from corral.experiments.config.algorithm import CriticConfig, named_or_imported
 from corral.experiments.config.base import FrozenConfig
 
+_NOT_ADAPTED = ("lm_head", "embed_tokens", "score")
+
 
 class MuonConfig(FrozenConfig):
     """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), for the matrices of the layers."""
@@ -76,6 +78,46 @@ class ModelConfig(FrozenConfig):
     def weights_alone(self) -> "ModelConfig":
         """What every model has, without what its role adds."""
         return ModelConfig(**{name: getattr(self, name) for name in ModelConfig.model_fields})
+
+
+class LoraConfig(FrozenConfig):
+    """Low-rank adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W0 + alpha / rank * B A, where W0 stays."""
+
+    rank: int = Field(ge=1, le=4096)
+    """Rows of A and columns of B; each adapted layer of [out, in] has `rank * (in + out)` numbers that are trained."""
+    alpha: float = Field(gt=0.0)
+    """The product B A is multiplied by `alpha / rank`; often once or twice the rank."""
+    targets: tuple[str, ...] | None = None
+    """Linear layers that are adapted, by the end of their names (`[q_proj, v_proj]`, as peft's target_modules); None
+    adapts all of them but the output."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of an adapted layer's input that its adapter does not see in a train step."""
+    adapter: Path | None = None
+    """Directory of an adapter in peft's format to start from (adapter_config.json, adapter_model.safetensors); None
+    starts from `path` alone, with A at random and B zero."""
+
+    @model_validator(mode="after")
+    def _targets_name_layers(self) -> Self:
+        if self.targets is None:
+            return self
+        if not self.targets or not all(self.targets):
+            raise ValueError("targets names no layer, or one by an empty text; null adapts all linear layers")
+        for target in self.targets:
+            if target.rpartition(".")[2] in _NOT_ADAPTED:
+                raise ValueError(
+                    f"targets names {target!r}, which is no linear layer within the model's layers; leave it out: "
+                    "embeddings and the output stay as they are, and a score layer is trained whole"
+                )
+        return self
+
+    @property
+    def scale(self) -> float:
+        """What the product B A is multiplied by."""
+        return self.alpha / self.rank
+
+    def adapts(self, layer: str) -> bool:
+        """Whether a linear layer of this name, such as model.layers.0.self_attn.q_proj, is meant."""
+        return self.targets is None or any(layer == end or layer.endswith(f".{end}") for end in self.targets)
 
 
 class TrainedModelConfig(ModelConfig):

@@ -58,7 +58,9 @@ class TrainEngine(Protocol[ScoresT_co]):
     micro_batches: MicroBatchSpec
     """How the samples of the present call are cut; set before each call."""
     num_parameters: int
-    """Of the whole model."""
+    """Of the whole model, as it is exported."""
+    num_trained: int
+    """Those that a step changes: all of them, or adapters and a new score layer."""
     step: int
     """Optimizer steps made so far; skipped ones do not count."""
     num_nonfinite: int
@@ -98,6 +100,8 @@ class TrainEngine(Protocol[ScoresT_co]):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors by their names in Hugging Face's format, one after the other, on this rank's device.
 
+        With adapters: the model that it and they amount to, made anew.
+
         Every rank of the mesh must read to the end: making a tensor whole may be a collective. A tensor may be the
         engine's own: copy what must outlive the next step, and write to none.
         """
@@ -108,7 +112,8 @@ class TrainEngine(Protocol[ScoresT_co]):
         Every rank of the mesh is given the same whole tensors and keeps its part; the optimizer's state stays.
 
         Raises:
-            ValueError: if a weight is missing, unknown, given twice or of another shape, or `eta` is outside [0, 1].
+            ValueError: if a weight is missing, unknown, given twice or of another shape, `eta` is outside [0, 1], or
+                adapters are trained beside weights that stay.
         """
 
     def offload(self) -> None:
@@ -123,7 +128,8 @@ class TrainEngine(Protocol[ScoresT_co]):
     def save_weights(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> dict[str, FileEntry]:
         """Write the weights in Hugging Face's format: safetensors, config and tokenizer files.
 
-        Every rank writes some of the files; all of them together are the model. What is returned is on disk.
+        Every rank writes some of the files; all of them together are the model. What is returned is on disk. With
+        adapters, the folder `adapter` has them in peft's format besides.
 
         Returns:
             The files that this rank wrote, by name.
@@ -132,7 +138,7 @@ class TrainEngine(Protocol[ScoresT_co]):
     def save_state(
         self, directory: Path, *, extra: Numbers | None = None, on_progress: Callable[[], None] = no_progress
     ) -> dict[str, FileEntry]:
-        """Write what training resumes from, bit for bit: full-precision weights, optimizer, step count, seed.
+        """Write what training resumes from, bit for bit: full-precision trained weights, optimizer, step count, seed.
 
         Args:
             extra: numbers that belong to the role and to none of its parameters; the same on every rank.

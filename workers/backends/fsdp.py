@@ -17,21 +17,30 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from corral.experiments.config.model import OptimizerConfig
+from corral.experiments.config.model import LoraConfig, OptimizerConfig
 from corral.experiments.trial.directory import fsync_directory
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
+from corral.workers.backends.adapter_files import adapter_config, read_adapter, write_adapter
 from corral.workers.backends.base import LOSS_MASK, LossFunction, StepCondition
 from corral.workers.backends.companion_files import companion_files
 from corral.workers.backends.heads import Head, head_named
 from corral.workers.backends.learning_rate import learning_rate
 from corral.workers.backends.loading import load_model
+from corral.workers.backends.lora import (
+    add_adapters,
+    count_parameters,
+    fold_sums,
+    merged_weights,
+    sum_of_frozen,
+    trained,
+)
 from corral.workers.backends.low_precision import cast_per_use
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
 from corral.workers.backends.offload import Offloaded, offload, own_parameters, own_state
 from corral.workers.backends.optimizers import make_optimizer, set_learning_rate
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.sharding import local, reshard, shard, take_over, whole_parameters
+from corral.workers.backends.sharding import local, reshard, shard, take_over, whole
 from corral.workers.backends.weight_files import as_stored, write_weights
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 from corral.workers.data.sequence_sample import SequenceSample
@@ -43,7 +52,8 @@ class FSDPEngine:
     """A `TrainEngine` over a transformers model with one of the `HEADS`.
 
     Master weights and optimizer state are float32; `compute_dtype` is the type of the matrix products and of the
-    weights that `save_weights` writes. What is known of it besides is told in `TrainEngine`.
+    weights that `save_weights` writes. Adapters (`lora.py`), where there are any, are all that is trained and resumed
+    from, and what is exported is what the model and they amount to. The rest is told in `TrainEngine`.
     """
 
     def __init__(
@@ -53,6 +63,7 @@ class FSDPEngine:
         context: ParallelContext,
         head: str = "lm",
         optimizer: OptimizerConfig | None,
+        lora: LoraConfig | None = None,
         total_steps: int = 1,
         micro_batches: MicroBatchSpec | None = None,
         seed: int = 0,
@@ -65,6 +76,7 @@ class FSDPEngine:
             context: this rank's place; the model lives on `context.device`.
             head: a name of `HEADS`: what the model says of a micro-batch.
             optimizer: None for a model that is never trained (a reference).
+            lora: trains adapters in place of the weights.
             total_steps: optimizer steps of the whole run, which the learning rate's schedule spans.
             micro_batches: see `TrainEngine`; None takes whatever comes as one.
             seed: with the step number, decides every random number of a step.
@@ -81,11 +93,17 @@ class FSDPEngine:
         self.num_nonfinite = 0
         self.is_damaged = False
         self._head = head_named(head)
-        self._model: nn.Module = _load_over_ranks(model_directory, self._head, context)
+        self._model: nn.Module = _load_over_ranks(
+            model_directory, self._head, context, lora, seed=seed, compute_dtype=compute_dtype
+        )
         self._offloaded: Offloaded | None = None
-        self.num_parameters = sum(parameter.numel() for parameter in self._model.parameters())
-        """Of the whole model."""
+        self.num_parameters, self.num_trained = count_parameters(self._model)
+        of_all_ranks = context.sum_over_ranks({"sum_of_frozen": float(sum_of_frozen(self._model))})
+        self._sum_of_frozen = fold_sums(of_all_ranks["sum_of_frozen"])
         self._companions: dict[str, bytes] = {}
+        self._adapter_config: bytes | None = None
+        if lora is not None:
+            self._adapter_config = adapter_config(self._model, lora, base=model_directory, head=head)
         if context.is_first:
             config: Any = self._model.config
             self._companions = companion_files(model_directory, config, self._head, dtype=compute_dtype)
@@ -175,7 +193,7 @@ class FSDPEngine:
         may_step: StepCondition | None,
     ) -> dict[str, float]:
         """Clip and step, or skip; all ranks decide alike because they decide on the same sums."""
-        gradients = [local(p.grad) for p in self._parameters().values() if p.grad is not None]
+        gradients = [local(p.grad) for p in self._trained().values() if p.grad is not None]
         local_norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
         total = self.context.sum_over_ranks(sums | {"squared_norm": local_norm**2})
         norm = math.sqrt(total.pop("squared_norm"))
@@ -201,7 +219,7 @@ class FSDPEngine:
     @torch.no_grad()
     def _are_weights_finite(self) -> bool:
         """Whether every rank's weights are: a finite gradient and a large learning rate can still overflow them."""
-        finite = [torch.isfinite(local(parameter)).all() for parameter in self._parameters().values()]
+        finite = [torch.isfinite(local(parameter)).all() for parameter in self._trained().values()]
         is_finite = bool(torch.stack(finite).all())  # one wait for the device, not one per parameter
         return self.context.sum_over_ranks({"not_finite": float(not is_finite)})["not_finite"] == 0.0
 
@@ -224,6 +242,10 @@ class FSDPEngine:
         )
         for name, content in self._companions.items():
             files[name] = write_durable(directory / name, [content])
+        if self._adapter_config is not None:
+            adapter = {name: whole(parameter) for name, parameter in self._trained().items()}  # a collective
+            if self.context.is_first:
+                files |= write_adapter(directory, adapter, self._adapter_config, on_progress=on_progress)
         fsync_directory(directory)
         return files
 
@@ -238,11 +260,15 @@ class FSDPEngine:
         rank, num_ranks = self.context.place, self.context.world_size
         directory.mkdir(parents=True, exist_ok=True)
         files = train_state.write_shard(
-            directory, self._parameters(), self._optimizer, rank=rank, num_ranks=num_ranks, on_progress=on_progress
+            directory, self._trained(), self._optimizer, rank=rank, num_ranks=num_ranks, on_progress=on_progress
         )
         if rank == 0:
             header = train_state.TrainStateHeader(
-                step=self.step, seed=self._seed, num_ranks=num_ranks, extra=extra or {}
+                step=self.step,
+                seed=self._seed,
+                num_ranks=num_ranks,
+                extra=extra or {},
+                sum_of_frozen=self._sum_of_frozen,
             )
             files |= train_state.write_header(directory, header)
         fsync_directory(directory)
@@ -251,9 +277,14 @@ class FSDPEngine:
     def load_state(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> train_state.Numbers:
         """See `TrainEngine.load_state`."""
         header = train_state.read_header(directory)
+        if header.sum_of_frozen != self._sum_of_frozen:
+            raise ValueError(
+                f"the adapters in {directory} were trained beside other weights than those of {self._directory}; put "
+                "those back, with the same dtype, or start a new trial"
+            )
         train_state.read_shards(
             directory,
-            self._parameters(),
+            self._trained(),
             self._optimizer,
             num_files=header.num_ranks,
             first_file=self.context.place * header.num_ranks // self.context.world_size,
@@ -266,10 +297,16 @@ class FSDPEngine:
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.export_weights`."""
-        yield from whole_parameters(self._parameters())
+        reshard(self.model)
+        yield from merged_weights(self._model)
 
     def import_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
         """See `TrainEngine.import_weights`."""
+        if self._adapter_config is not None:
+            raise ValueError(
+                f"the model from {self._directory} is trained by adapters, and its own weights stay as they are; let "
+                "another role take over weights, or leave lora out"
+            )
         take_over(self._parameters(), weights, eta=eta)
 
     def offload(self) -> None:
@@ -290,14 +327,30 @@ class FSDPEngine:
         reshard(self.model)
         return dict(self.model.named_parameters())
 
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """Those that a step changes: all of them, or adapters and a score layer."""
+        return trained(self._parameters())
 
-def _load_over_ranks(model_directory: Path, head: Head[Any], context: ParallelContext) -> Any:
+
+def _load_over_ranks(
+    model_directory: Path,
+    head: Head[Any],
+    context: ParallelContext,
+    lora: LoraConfig | None,
+    *,
+    seed: int,
+    compute_dtype: torch.dtype,
+) -> Any:
     if context.dp_size < context.world_size:
         raise ValueError(
             f"layout {context.mesh.dims} of the model from {model_directory} has tensor or pipeline parallelism, but "
             "the fsdp backend cuts a model over data-parallel ranks only; use d alone"
         )
     model = load_model(model_directory, head)
+    if lora is not None:  # before the model is cut: see lora.py
+        add_adapters(model, lora, seed=seed, frozen_dtype=compute_dtype, has_score_layer=head.has_score_layer)
+        if lora.adapter is not None:
+            read_adapter(lora.adapter, trained(dict(model.named_parameters())))
     model.to(context.device)
     cast_per_use(model)
     if context.dp_size > 1:

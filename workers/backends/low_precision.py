@@ -19,10 +19,12 @@ def cast_per_use(model: nn.Module) -> None:
     """Let every linear layer of a model cast its weight where autocast is on, each time that it is used."""
     for module in model.modules():
         if type(module) is nn.Linear:  # a subclass knows better
-            module.__class__ = _CastingLinear
+            module.__class__ = CastingLinear
 
 
-class _CastingLinear(nn.Linear):
+class CastingLinear(nn.Linear):
+    """A linear layer whose weight is cast each time that it is used; one that is held in that type is not copied."""
+
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
         if not torch.is_autocast_enabled(kind):

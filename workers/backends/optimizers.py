@@ -32,7 +32,7 @@ _TINY = 1e-7  # keeps a gradient of zeros at zero
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, *, compute_dtype: torch.dtype) -> torch.optim.Optimizer:
-    """The optimizer that the configuration names; `set_learning_rate` must be called before each step.
+    """The optimizer of the parameters that are trained; `set_learning_rate` must be called before each step.
 
     Args:
         model: cut over the ranks already, where it is.
@@ -40,7 +40,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, *, compute_dtype: 
     """
     in_layers = {parameter for layer in layers_of(model) for parameter in layer.parameters()}
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
         is_orthogonalized = config.type == "muon" and parameter.ndim == 2 and parameter in in_layers
         decays = parameter.ndim >= 2 or config.decays_biases_and_norms
         groups.setdefault((is_orthogonalized, decays), []).append(parameter)

@@ -1,7 +1,7 @@
 """A module cut over the data-parallel ranks by FSDP2, and its parameters made whole and cut again.
 
     whole module ── shard ──► each rank holds rows of every parameter
-    rows ── whole_parameters ──► whole tensors, one at a time ── take_over ──► rows of another module's parameters
+    rows ── whole ──► whole tensors, one at a time ── take_over ──► rows of another module's parameters
 
 Every function of a cut tensor is a collective of its mesh unless it says otherwise; of a tensor that is not cut it is
 plain arithmetic, so that one rank runs the same code.
@@ -69,14 +69,10 @@ def cut_like(whole: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).clone()
 
 
-def whole_parameters(parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter as one tensor, without gradient; only one of them is whole at a time.
-
-    A parameter that is not cut is given as it is, not copied.
-    """
-    for name, parameter in parameters.items():
-        tensor = parameter.detach()
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that is cut, made whole on every rank; one that is not is given as it is. Without gradient."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

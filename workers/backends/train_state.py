@@ -1,4 +1,4 @@
-"""What training resumes from: parameters, what the optimizer keeps of each, and a role's own numbers.
+"""What training resumes from: trained parameters, what the optimizer keeps of each, and a role's own numbers.
 
     train_state.json                        step, seed, number of files, numbers that belong to no parameter
     train_state-00000-of-00002.safetensors  parameter.<name>, exp_avg.<name>, exp_avg_sq.<name>, step.<name>: rank 0
@@ -46,6 +46,8 @@ class TrainStateHeader:
     num_ranks: int
     """Files, one of each rank that wrote."""
     extra: Numbers = field(default_factory=dict)
+    sum_of_frozen: int = 0
+    """Tells apart the weights beside which adapters were trained (`lora.sum_of_frozen`); 0 where none are frozen."""
     format: int = _FORMAT
 
 

@@ -74,19 +74,26 @@ def _whole(tensor: Tensor) -> Tensor:
     return full_tensor() if full_tensor is not None else tensor.detach()
 
 
-def _tensors(module: Any) -> tuple[Tensor, Tensor | None]:
-    return _whole(module.weight), None if module.bias is None else _whole(module.bias)
+def _tensors(module: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias; a layer under training by an adapter says what both amount to.
+
+    Args:
+        dtype: of the model. A trainer may hold a layer that stays as it is in another type, which is converted.
+    """
+    merged: Callable[[], Tensor] | None = getattr(module, "merged_weight", None)
+    weight = _whole(module.weight) if merged is None else merged()
+    return weight.to(dtype), None if module.bias is None else _whole(module.bias)
 
 
 def _norm(module: Any) -> _RMSNorm:
     return _RMSNorm(_whole(module.weight), float(module.variance_epsilon))
 
 
-def _layer(module: Any, make_product: Callable[[Tensor, Tensor | None], MatrixProduct]) -> _Layer:
+def _layer(module: Any, make_product: Callable[[Tensor, Tensor | None], MatrixProduct], dtype: torch.dtype) -> _Layer:
     attention, mlp = module.self_attn, module.mlp
 
     def product(linear: Any) -> MatrixProduct:
-        return make_product(*_tensors(linear))
+        return make_product(*_tensors(linear, dtype))
 
     return _Layer(
         input_norm=_norm(module.input_layernorm),
@@ -145,11 +152,11 @@ class Decoder:
         if quantization is not None and self._embedding.dtype not in QUANTIZABLE_DTYPES:
             raise ValueError(f"weights of dtype {self._embedding.dtype} cannot be quantised; use float32 or bfloat16")
         make_product = Linear if quantization is None else Int8Linear
-        self._layers: Sequence[_Layer] = [_layer(layer, make_product) for layer in module.model.layers]
+        self._layers: Sequence[_Layer] = [_layer(layer, make_product, self.dtype) for layer in module.model.layers]
         self._norm = _norm(module.model.norm)
         is_tied = module.lm_head.weight is module.model.embed_tokens.weight
         # Not quantised: its rounding would be in every logit as it is, and a tied one is the embedding.
-        self._head = Linear(self._embedding, None) if is_tied else Linear(*_tensors(module.lm_head))
+        self._head = Linear(self._embedding, None) if is_tied else Linear(*_tensors(module.lm_head, self.dtype))
         self._activation: Callable[[Tensor], Tensor] = module.model.layers[0].mlp.act_fn
         attention = module.model.layers[0].self_attn
         self.head_dim = int(attention.head_dim)

@@ -1,0 +1,121 @@
+"""An adapter as peft stores it, so that peft, SGLang and others load it as it is.
+
+    model's name                               tensor in adapter_model.safetensors
+    model.layers.0.self_attn.q_proj.lora_A.weight  ──►  base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
+    score.weight, where it is trained              ──►  base_model.model.score.weight
+
+    adapter_config.json: rank, alpha, which layers, beside which model
+
+The two files lie in a folder of their own within a version of the weights: whoever loads a model takes every file of
+its folder that ends in safetensors, and transformers takes a model with adapter_config.json for the adapter alone.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from corral.experiments.config.model import LoraConfig
+from corral.experiments.trial.directory import fsync_directory
+from corral.workers.backends.lora import AdaptedLinear
+from corral.workers.backends.tensor_file import write_tensors
+from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
+
+FOLDER: Final = "adapter"
+_CONFIG: Final = "adapter_config.json"
+_TENSORS: Final = "adapter_model.safetensors"
+_PREFIX: Final = "base_model.model."
+_TASKS: Final = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS", "scalar": "SEQ_CLS"}
+
+
+def adapter_config(model: nn.Module, config: LoraConfig, *, base: Path, head: str) -> bytes:
+    """The content of adapter_config.json.
+
+    Args:
+        model: with its adapters.
+        base: directory of the model without them.
+    """
+    layers = [name for name, module in model.named_modules() if isinstance(module, AdaptedLinear)]
+    content = {
+        "peft_type": "LORA",
+        "task_type": _TASKS[head],
+        "base_model_name_or_path": str(base),
+        "r": config.rank,
+        "lora_alpha": int(config.alpha) if config.alpha.is_integer() else config.alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": sorted(config.targets or {layer.rpartition(".")[2] for layer in layers}),
+        "modules_to_save": None if head == "lm" else ["score"],
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "inference_mode": True,
+    }
+    return json.dumps(content, indent=2).encode()
+
+
+def write_adapter(
+    directory: Path,
+    parameters: Mapping[str, Tensor],
+    config: bytes,
+    *,
+    on_progress: Callable[[], None] = no_progress,
+) -> dict[str, FileEntry]:
+    """Write an adapter into a folder of its own of a version of the weights.
+
+    Args:
+        directory: of the version.
+        parameters: all that are trained, whole, by the model's names.
+        config: see `adapter_config`.
+
+    Returns:
+        The files by their path relative to `directory`; they are on disk.
+    """
+    folder = directory / FOLDER
+    folder.mkdir(mode=0o700)
+    named = {f"{_PREFIX}{name}": tensor for name, tensor in parameters.items()}
+    files = {
+        f"{FOLDER}/{_TENSORS}": write_tensors(folder / _TENSORS, named, on_progress=on_progress),
+        f"{FOLDER}/{_CONFIG}": write_durable(folder / _CONFIG, [config]),
+    }
+    fsync_directory(folder)
+    return files
+
+
+@torch.no_grad()
+def read_adapter(directory: Path, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Start from an adapter in peft's format; its rank and alpha were compared at submission.
+
+    Args:
+        parameters: all that are trained, not cut over ranks yet.
+
+    Raises:
+        ValueError: if its tensors are not exactly these, naming one that differs.
+    """
+    path = directory / _TENSORS
+    try:
+        with safe_open(path, framework="pt") as file:
+            _take_over(file, path, parameters)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot read the adapter {path}: {error}; give a directory that peft has written") from error
+
+
+def _take_over(file: Any, path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
+    stored = set(file.keys())
+    wanted = {f"{_PREFIX}{name}": parameter for name, parameter in parameters.items()}
+    if missing := sorted(wanted.keys() - stored):
+        raise ValueError(f"adapter {path} has no {missing[0]!r}; let lora.targets name the layers that it adapts")
+    if unknown := sorted(stored - wanted.keys()):
+        raise ValueError(f"adapter {path} has {unknown[0]!r}, which is not trained; name its layer in lora.targets")
+    for name, parameter in wanted.items():
+        tensor = file.get_tensor(name)
+        if tensor.shape != parameter.shape:
+            raise ValueError(
+                f"{name!r} of adapter {path} has shape {list(tensor.shape)}, the model's has {list(parameter.shape)}; "
+                "give the model that it was trained beside, and its rank"
+            )
+        parameter.copy_(tensor)

@@ -1,0 +1,155 @@
+"""Low-rank adapters beside weights that stay: what is trained of a model, and the weights that it amounts to.
+
+    x ─┬─► W0 x ──────────────────────────────┬─► + ──► y        W0: frozen, held in the type of the products
+       └─► dropout ─► A [r, in] ─► B [out, r] ─► alpha / r       A, B: float32, trained; B begins at zero
+
+    W0, A, B ── merged_weight ──► W0 + (B A) alpha / r           made anew from W0 each time, kept nowhere
+
+Adapters come into the model before it is cut over the ranks: FSDP2 reduces the gradients of the parameters that it has
+cut, and would leave those of an adapter that comes later as each rank has them, without a word. W0 is written by
+nothing, so that no sum of roundings grows in it: after any number of exports it is what the base model's files say.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from corral.experiments.config.model import LoraConfig
+from corral.workers.backends.low_precision import CastingLinear
+from corral.workers.backends.sharding import layers_of, local, whole
+
+_ADAPTER_PARTS: Final = (".lora_A.weight", ".lora_B.weight")
+_SUM_MODULUS: Final = 2**32  # sums of as many as 2**20 ranks are whole numbers of a float64
+
+
+class AdaptedLinear(CastingLinear):
+    """A linear layer with its frozen weight, and an adapter beside it: `lora_A` and `lora_B`."""
+
+    def __init__(self, base: nn.Linear, config: LoraConfig, generator: torch.Generator) -> None:
+        """Take over the layer's own parameters, and freeze them.
+
+        Args:
+            generator: A is drawn from it as peft draws it; B is zero, so that nothing changes before the first step.
+        """
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
+        self.weight, self.bias = base.weight.requires_grad_(False), base.bias
+        with torch.device("meta"):  # torch would draw values of its own
+            self.lora_A = nn.Linear(base.in_features, config.rank, bias=False).to_empty(device=base.weight.device)
+            self.lora_B = nn.Linear(config.rank, base.out_features, bias=False).to_empty(device=base.weight.device)
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5.0), generator=generator)
+        nn.init.zeros_(self.lora_B.weight)
+        self._scale = config.scale
+        self._dropout = config.dropout
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        seen = F.dropout(input, self._dropout, self.training) if self._dropout else input
+        adapted: Tensor = self.lora_B(self.lora_A(seen))
+        return super().forward(input) + adapted * self._scale
+
+    def merged_weight(self) -> Tensor:
+        """[out, in] float32: W0 and adapter in one, a new tensor; a collective where the model is cut."""
+        update = whole(self.lora_B.weight) @ whole(self.lora_A.weight)
+        return whole(self.weight).float() + update * self._scale
+
+
+def add_adapters(
+    model: Any, config: LoraConfig, *, seed: int, frozen_dtype: torch.dtype, has_score_layer: bool
+) -> None:
+    """Freeze a whole model, and put adapters beside the linear layers that the configuration names.
+
+    A score layer is trained whole, as it may be new. Weights of linear layers are held in the type that products are
+    in, which changes no number: they would be cast to it each time. All others stay float32.
+
+    Args:
+        seed: with a layer's name, decides its A: the same on every rank and for every number of ranks.
+
+    Raises:
+        ValueError: if no layer is meant.
+    """
+    model.requires_grad_(False)
+    inside = {module for layer in layers_of(model) for module in layer.modules()}
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module in inside and config.adapts(name)
+    ]
+    if not found:
+        raise ValueError(
+            f"no linear layer of a {type(model).__name__} has a name that ends in {', '.join(config.targets or ())!r}; "
+            "name one in lora.targets, or leave it out to adapt all of them"
+        )
+    for name, module in found:
+        generator = torch.Generator().manual_seed(_seed_of(name, seed))
+        model.set_submodule(name, AdaptedLinear(module, config, generator))
+    _hold_frozen(model, frozen_dtype)
+    if has_score_layer:
+        model.score.requires_grad_(True)
+
+
+def _hold_frozen(model: Any, dtype: torch.dtype) -> None:
+    """A weight that an embedding has, too, stays: its rows are added up, not multiplied."""
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        is_product = type(module) is nn.Linear or isinstance(module, AdaptedLinear)
+        if is_product and not module.weight.requires_grad and id(module.weight) not in embedded:
+            module.weight.data = module.weight.data.to(dtype)
+
+
+def _seed_of(name: str, seed: int) -> int:
+    return int(np.random.SeedSequence([seed, zlib.crc32(name.encode())]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def trained(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Those that an optimizer may change: all of them, or the adapters and the score layer."""
+    return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """How many numbers the model has without its adapters, and how many are trained."""
+    named = list(model.named_parameters())
+    own = sum(parameter.numel() for name, parameter in named if not is_adapter(name))
+    return own, sum(parameter.numel() for _, parameter in named if parameter.requires_grad)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is part of an adapter: the model that it amounts to has no such parameter."""
+    return name.endswith(_ADAPTER_PARTS)
+
+
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of the model that a model and its adapters amount to, whole and float32, one at a time.
+
+    A collective where the model is cut. A parameter that is neither cut nor adapted is given as it is, not copied.
+    """
+    adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
+    for name, parameter in model.named_parameters():
+        if name in adapted:
+            yield name, adapted[name].merged_weight()
+        elif not is_adapter(name):
+            yield name, whole(parameter).float()
+
+
+def sum_of_frozen(model: nn.Module) -> int:
+    """This rank's part of a sum over all bits of the frozen parameters, modulo 2**32; 0 if there are none.
+
+    The sum of all ranks' parts, modulo 2**32, is the same for every number of ranks, and another one for another model:
+    adapters of one base mean nothing beside another.
+    """
+    total = 0
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            bits = local(parameter).contiguous().view(torch.int32 if parameter.element_size() == 4 else torch.int16)
+            total += zlib.crc32(name.encode()) * int(bits.sum(dtype=torch.int64))
+    return total % _SUM_MODULUS
+
+
+def fold_sums(total: float) -> int:
+    """The sum of all ranks' parts, as one number below 2**32."""
+    return int(total) % _SUM_MODULUS
