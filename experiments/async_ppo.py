@@ -27,6 +27,7 @@ from corral.experiments.config.rollout import (
 )
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig
+from corral.experiments.inputs.parameters import check_first_version
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.policy import TRAJECTORY_KEYS, PolicyExperiment
 from corral.experiments.worker_specs import (
@@ -130,6 +131,7 @@ class AsyncPPOExperiment(PolicyExperiment):
         yield from super().find_own_problems(num_rows=num_rows)
         yield from check_concurrency(self.rollout, train_batch_size=self.train_batch_size)
         yield from check_imports(self.rollout)
+        yield from check_first_version(self.actor)
         allocation, _ = check_allocation(self.allocation, roles=self.roles, generates=self.generates)
         if allocation is not None and allocation.generation is not None:
             server = self.groups.generation_server.scheduling

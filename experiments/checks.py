@@ -17,6 +17,7 @@ from corral.experiments.errors import ConfigProblem, KeyPath, display_path, dott
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.inputs.import_paths import check_import_path
 from corral.experiments.inputs.model_directory import ModelFacts, inspect_model
+from corral.experiments.inputs.parameters import check_lora
 from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.scheduling.allocation import EVERY_ROLE, Allocation, parse_allocation
@@ -255,7 +256,9 @@ def check_batch(
 def check_model(config: ModelConfig, path: KeyPath) -> tuple[ModelFacts | None, list[ConfigProblem]]:
     """What is known of a model on disk, and what is wrong with it."""
     facts, problems = inspect_model(config.path)
-    return facts, [replace(problem, path=(*path, "path"), shown=display_path(config.path)) for problem in problems]
+    of_path = [replace(problem, path=(*path, "path"), shown=display_path(config.path)) for problem in problems]
+    of_lora = [replace(problem, path=(*path, *problem.path)) for problem in check_lora(config)]
+    return facts, [*of_path, *of_lora]
 
 
 def check_vocabulary(

@@ -39,6 +39,7 @@ from corral.experiments.experiment_config import ExperimentConfig, check_models,
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.inputs.declared_keys import keys_of_graph
 from corral.experiments.inputs.model_directory import ModelFacts, transformer_shape
+from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.trial.directory import validate_name
 from corral.experiments.worker_specs import (
@@ -342,6 +343,8 @@ class Experiment(FrozenConfig):
                 model=model.weights_alone(),
                 head=self.heads.get(role, "lm"),
                 optimizer=model.optimizer if isinstance(model, TrainedModelConfig) else None,
+                lora=model.lora if isinstance(model, TrainedModelConfig) else None,
+                num_parameters=count_parameters(model, head=self.heads.get(role, "lm")),
             )
             for role, model in self.models.items()
         ]

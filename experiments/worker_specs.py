@@ -9,7 +9,7 @@ from corral.experiments.config.algorithm import CriticConfig, DPOConfig, PPOConf
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
-from corral.experiments.config.model import ModelConfig, OptimizerConfig
+from corral.experiments.config.model import LoraConfig, ModelConfig, OptimizerConfig
 from corral.experiments.config.rollout import (
     EXACT_MATCH,
     EngineConfig,
@@ -43,6 +43,15 @@ class DatasetSpec(FrozenConfig):
     """Digest of the file; workers refuse a file that has changed."""
 
 
+class ParameterCounts(FrozenConfig):
+    """How many numbers a model has."""
+
+    trained: int = Field(ge=0)
+    """Those that its optimizer changes."""
+    frozen: int = Field(ge=0)
+    """Those that stay as they are."""
+
+
 class ModelRoleSpec(FrozenConfig):
     """One model that a model worker holds a part of."""
 
@@ -56,6 +65,10 @@ class ModelRoleSpec(FrozenConfig):
     """What it makes of tokens."""
     optimizer: OptimizerConfig | None
     """None for a model that is only read."""
+    lora: LoraConfig | None = None
+    """Adapters, where they are trained in place of the weights."""
+    num_parameters: ParameterCounts | None = None
+    """As the files of the model say; None where they do not."""
     ppo: PPOConfig | None = None
     """Settings of `ppo_actor` and `ppo_critic`."""
     critic: CriticConfig = CriticConfig()

@@ -125,6 +125,8 @@ class TrainedModelConfig(ModelConfig):
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """How its weights are updated."""
+    lora: LoraConfig | None = None
+    """Trains adapters beside the weights, which stay as they are; None trains the weights."""
 
 
 class ActorModelConfig(TrainedModelConfig):

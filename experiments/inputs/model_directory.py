@@ -59,6 +59,17 @@ def inspect_model(directory: Path) -> tuple[ModelFacts | None, list[ConfigProble
     return facts, problems
 
 
+def weight_shapes(directory: Path) -> Shapes:
+    """The shapes of a model's tensors, as the headers of its files say; those that cannot be read are missing."""
+    return _inspect_weights(directory)[0]
+
+
+def has_tied_output(directory: Path) -> bool:
+    """Whether the output's weight is the embedding's, so that a stored one counts for nothing."""
+    config, _ = _read_config(directory)
+    return (config or {}).get("tie_word_embeddings") is True
+
+
 def context_length(directory: Path) -> int | None:
     """The longest sequence that a model has positions for; None if config.json does not say."""
     config, _ = _read_config(directory)

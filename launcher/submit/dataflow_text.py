@@ -1,6 +1,6 @@
 """RunPlan -> what a train step does, as tables: the models, the calls, the keys that move, the weights that move.
 
-MODEL  TRAINED BY  SHARDS ON MODEL WORKERS             who holds which part of what
+MODEL  TRAINED BY  PARAMETERS  SHARDS ON MODEL WORKERS who holds which part of what, and what of it is trained
 CALL   PROMPTS     PER DP RANK    CAN RUN BESIDE       what runs on how much, and next to what
 FROM   KEYS        TO                                  who gives what to whom, weights included
 """
@@ -39,11 +39,22 @@ def _roles(plan: RunPlan) -> Mapping[ModelName, ModelRoleSpec]:
 
 
 def _models(step: StepPlan, roles: Mapping[ModelName, ModelRoleSpec]) -> Iterator[Sequence[str]]:
-    yield "MODEL", "TRAINED BY", "DTYPE", "SHARDS ON MODEL WORKERS", "WEIGHTS"
+    yield "MODEL", "TRAINED BY", "DTYPE", "PARAMETERS", "SHARDS ON MODEL WORKERS", "WEIGHTS"
     for name, mesh in step.meshes.items():
         role = roles[name]
         optimizer = f"{role.optimizer.type}, lr {role.optimizer.lr:g}" if role.optimizer else "-"
-        yield str(name), optimizer, role.model.dtype, describe_shards(name, mesh), display_path(role.model.path)
+        shards, path = describe_shards(name, mesh), display_path(role.model.path)
+        yield str(name), optimizer, role.model.dtype, _parameters(role), shards, path
+
+
+def _parameters(role: ModelRoleSpec) -> str:
+    """'11,264 trained (lora, rank 8), 518,000 frozen'; a question mark where the files do not say."""
+    counts = role.num_parameters
+    if counts is None:
+        return "?"
+    if role.lora is not None:
+        return f"{counts.trained:,} trained (lora, rank {role.lora.rank}), {counts.frozen:,} frozen"
+    return f"{counts.trained:,} trained" if role.optimizer is not None else f"{counts.frozen:,} frozen"
 
 
 def _calls(plan: RunPlan, step: StepPlan, roles: Mapping[ModelName, ModelRoleSpec]) -> Iterator[Sequence[str]]:

@@ -86,7 +86,8 @@ class RoleModel:
         """Load weights and, of a model that is trained, what training resumes from.
 
         Args:
-            weights: None for a model that no commit holds: it keeps its weights, once it has them.
+            weights: None for a model that no commit holds: it keeps its weights, once it has them. Those of a commit
+                are not read for a model with adapters: it is loaded from its own path, and `state` has the adapters.
             on_progress: called for every piece of optimizer state that was read.
         """
         if self._engine is None:
@@ -171,12 +172,18 @@ class RoleModel:
         return interfaces
 
     def _make_engine(self, directory: Path) -> FSDPEngine:
+        lora = self.spec.lora
+        if lora is not None and directory != self.spec.model.path:
+            # A commit's weights are merged: adapters belong beside those that they were trained beside, and its state
+            # has what has become of those that training started from.
+            lora, directory = lora.model_copy(update={"adapter": None}), self.spec.model.path
         updates_per_step = self.spec.ppo.updates_per_step if self.spec.ppo is not None else 1
         return FSDPEngine(
             directory,
             context=self.context,
             head=self.spec.head,
             optimizer=self.spec.optimizer,
+            lora=lora,
             total_steps=self._total_steps * updates_per_step,
             seed=self._seed,
             compute_dtype=_DTYPES[self.spec.model.dtype],

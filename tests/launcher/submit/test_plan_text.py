@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from corral.experiments.config.rollout import SglangConfig
 from corral.experiments.errors import display_path
@@ -42,6 +44,16 @@ def _sections(plan: RunPlan, folder: Path) -> list[list[str]]:
     return [part.splitlines() for part in screen.split("\n\n")]
 
 
+def test_what_is_trained_and_what_stays_is_counted(folder: Path) -> None:
+    shapes = {"model.embed_tokens.weight": (14, 8), "model.layers.0.mlp.up_proj.weight": (200, 8)}
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model" / "model.safetensors")
+    with_lora = _sections(_with_ref(folder, "actor.lora={rank: 5, alpha: 5}"), folder)[3]
+    assert with_lora[1].split("  ")[3:5] == ["1,040 trained (lora, rank 5), 1,712 frozen", "d0 on 0"]
+    assert with_lora[2].split("float32")[1].startswith("  1,712 frozen  ")
+    assert "float32  1,712 trained  " in _sections(_with_ref(folder), folder)[3][1]
+
+
 def test_supervised_training_on_one_screen(folder: Path) -> None:
     heading, groups, nodes, *dataflow = _sections(_plan(folder / "sft.yaml", "allocation=fsdp:d2"), folder)
     assert heading[:2] == ["trial      small-sft/trial-1   (sft, slurm, seed 1)", "folder     FOLDER/trial-1"]
@@ -52,8 +64,8 @@ def test_supervised_training_on_one_screen(folder: Path) -> None:
     assert groups[0].startswith("GROUP") and nodes == ["plan       two nodes"]
     assert dataflow == [
         [
-            "MODEL    TRAINED BY       DTYPE    SHARDS ON MODEL WORKERS  WEIGHTS",
-            "actor/0  adamw, lr 0.001  float32  d0-1 on 0-1              FOLDER/model",
+            "MODEL    TRAINED BY       DTYPE    PARAMETERS  SHARDS ON MODEL WORKERS  WEIGHTS",
+            "actor/0  adamw, lr 0.001  float32  ?           d0-1 on 0-1              FOLDER/model",
         ],
         [
             "CALL         MODEL    TYPE        ROWS  PER DP RANK  MICRO-BATCH      UPDATES",
@@ -94,7 +106,7 @@ def test_asynchronous_ppo_with_a_reference_fits_one_screen(folder: Path) -> None
         ["rollout_worker", "2"],
         ["all", "8"],
     ]
-    assert models[2] == "ref/0    -                 float32  d0-1 on 0-1              FOLDER/model"
+    assert models[2] == "ref/0    -                 float32  ?           d0-1 on 0-1              FOLDER/model"
     assert calls == [
         "CALL         MODEL    TYPE        PROMPTS  PER DP RANK      MICRO-BATCH      UPDATES",
         "actor_inf    actor/0  inference   7        3.5, 14 answers  <= 16384 tokens  -",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from corral.experiments.config.model import ModelConfig
+from corral.experiments.config.model import LoraConfig, ModelConfig
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, RewardSpec
 from corral.scheduling.keys import Key, built_in
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
@@ -179,6 +179,36 @@ def test_an_old_engine_is_gone_before_a_new_one_is_loaded(folder: Path, monkeypa
     monkeypatch.setattr(actor, "_make_engine", note)
     initialize(models, folder / "actor")
     assert alive == [False]
+
+
+def test_adapters_go_on_beside_the_base_and_not_beside_the_merged_weights_of_a_commit(folder: Path) -> None:
+    lora = LoraConfig(rank=2, alpha=4.0)
+    reference, actor = specification(folder).roles
+
+    def started(lora: LoraConfig, weights: Path, state: Path | None = None) -> Models:
+        roles = [reference, actor.model_copy(update={"lora": lora})]
+        models = Models(specification(folder).model_copy(update={"roles": roles}), filled_store(), PLACES, seed=0)
+        initialize(models, weights, state)
+        return models
+
+    started(lora, folder / "actor").save_weights("actor", folder / "adapted", on_progress=no_progress)
+    lora = lora.model_copy(update={"adapter": folder / "adapted" / "adapter"})
+    first = started(lora, folder / "actor")
+    for version in (0, 1):
+        train(first, version)
+    first.save_weights("actor", folder / "weights", on_progress=no_progress)
+    first.save_state("actor", folder / "state", on_progress=no_progress)
+    shutil.rmtree(folder / "adapted")  # what training started from is needed once
+    second = started(lora, folder / "weights", folder / "state")
+    for models, name in ((first, "first"), (second, "second")):
+        train(models, 2)
+        models.save_weights("actor", folder / name, on_progress=no_progress)
+    expected, actual = read_weights(folder / "first"), read_weights(folder / "second")
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert not torch.equal(
+        actual["model.layers.0.mlp.up_proj.weight"],
+        read_weights(folder / "weights")["model.layers.0.mlp.up_proj.weight"],
+    )
 
 
 def test_every_trained_role_goes_on_from_its_own_weights_and_numbers(folder: Path) -> None:

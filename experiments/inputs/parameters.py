@@ -1,0 +1,89 @@
+"""Shapes of a model's tensors, and what its role trains of them -> how many numbers are trained, and how many stay.
+
+Headers of files are read, and no tensor. What is adapted in memory is decided there, by the modules; names of files and
+of modules are the same but for experts, which are no linear layers, and are left out.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from corral.experiments.config.model import LoraConfig, ModelConfig, TrainedModelConfig
+from corral.experiments.errors import ConfigProblem, closest, display_path, show_value
+from corral.experiments.inputs.adapter_directory import check_adapter
+from corral.experiments.inputs.model_directory import Shapes, has_tied_output, weight_shapes
+from corral.experiments.worker_specs import Head, ParameterCounts
+
+_WEIGHT = ".weight"
+_OUTPUT = "lm_head.weight"
+_SCORE = "score.weight"
+_EMBEDDINGS = "embed_tokens.weight"
+_IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
+_NOT_LINEAR = (".experts.", ".gate.weight")  # of mixtures of experts: computed together, or by the router
+
+
+def count_parameters(model: ModelConfig, *, head: Head) -> ParameterCounts | None:
+    """What a role trains of a model, and what it leaves; None if the files do not say."""
+    stored = dict(weight_shapes(model.path))
+    if not stored:
+        return None
+    if head != "lm":
+        hidden = next((shape[-1] for name, shape in stored.items() if name.endswith(_EMBEDDINGS)), 0)
+        stored.setdefault(_SCORE, (1, hidden))
+    if head != "lm" or has_tied_output(model.path):
+        stored.pop(_OUTPUT, None)
+    in_all = sum(math.prod(shape) for shape in stored.values())
+    if not isinstance(model, TrainedModelConfig):
+        return ParameterCounts(trained=0, frozen=in_all)
+    if model.lora is None:
+        return ParameterCounts(trained=in_all, frozen=0)
+    score = math.prod(stored[_SCORE]) if head != "lm" else 0
+    adapters = sum(model.lora.rank * sum(shape) for _, shape in _adapted(model.lora, stored))
+    return ParameterCounts(trained=adapters + score, frozen=in_all - score)
+
+
+def check_lora(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """What is wrong with a role's adapters, if it has any; the keys of the problems are relative to the role's."""
+    lora = model.lora if isinstance(model, TrainedModelConfig) else None
+    if lora is None or not (shapes := weight_shapes(model.path)):
+        return
+    layers = {name for name, _ in _linear_layers(shapes)}
+    for target in lora.targets or ():
+        if not any(lora.model_copy(update={"targets": (target,)}).adapts(layer) for layer in layers):
+            known = sorted({layer.rpartition(".")[2] for layer in layers})
+            near = closest(target, known)
+            yield ConfigProblem(
+                message=f"no linear layer of model {display_path(model.path)} has a name that ends in {target!r}",
+                hint=f"did you mean {near!r}?" if near else f"its layers have {', '.join(known)}",
+                path=("lora", "targets"),
+                shown=show_value(list(lora.targets or ())),
+            )
+    if lora.adapter is not None:
+        adapted = dict(_adapted(lora, shapes))
+        for problem in check_adapter(lora.adapter, lora, adapted):
+            yield replace(problem, path=("lora", "adapter"), shown=display_path(lora.adapter))
+
+
+def check_first_version(model: TrainedModelConfig) -> Iterator[ConfigProblem]:
+    """Generation servers start from the model's directory, so the first version must be what that directory has."""
+    if model.lora is not None and model.lora.adapter is not None:
+        yield ConfigProblem(
+            message="generation servers start from actor.path, which is not what it is with lora.adapter",
+            hint="merge the adapter with peft's merge_and_unload, and give the merged model as actor.path; or use the "
+            "experiment ppo, whose ranks generate themselves",
+            path=("actor", "lora", "adapter"),
+            shown=display_path(model.lora.adapter),
+        )
+
+
+def _adapted(lora: LoraConfig, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    return ((name, shape) for name, shape in _linear_layers(shapes) if lora.adapts(name))
+
+
+def _linear_layers(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and [out, in] of each linear layer within the model's layers."""
+    for name, shape in shapes.items():
+        is_linear = name.endswith(_WEIGHT) and len(shape) == 2 and not any(part in name for part in _NOT_LINEAR)
+        if is_linear and _IN_A_LAYER.search(name):
+            yield name.removesuffix(_WEIGHT), shape

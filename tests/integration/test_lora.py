@@ -1,0 +1,63 @@
+"""A GRPO trial that trains adapters: what servers are given, what survives a kill, and what it leaves behind."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.evidence import check_every_sample_was_consumed_once, check_nothing_is_left
+from tests.integration.trial_helpers import Material, Trial
+
+RANK, ALPHA = 4, 10.0
+PREFIX = "base_model.model."
+
+
+def test_adapters_are_trained_served_and_resumed_from_and_the_base_stays(
+    start_trial: Callable[..., Trial], material: Material
+) -> None:
+    trial = start_trial(
+        num_rows=40,
+        pause_s=0.1,
+        overrides={
+            "actor.lora": f"{{rank: {RANK}, alpha: {ALPHA}}}",
+            "actor.optimizer.lr": 1e-2,
+            "control.commit_every_steps": 2,
+            "evaluation.every_steps": 1000,
+        },
+    )
+    trial.wait_for_steps(3)
+    trial.kill("model_worker/0")  # what it goes on from is the base, and the adapters of a commit
+    trial.full_speed()
+    trial.wait_for_end()
+
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
+    assert trial.train_steps() == [1, 2, 3, 4, 5]
+    final = trial.directory.exports_path / "final"
+    base, adapter = load_file(material.model / "model.safetensors"), read_adapter(final)
+    assert_is_base_and_adapter(final, base, adapter)
+    last = max(trial.directory.checkpoints_path.glob("step-*"))
+    assert read_adapter(last / "weights").keys() == adapter.keys()
+    (state,) = (load_file(path) for path in (last / "state" / "actor").glob("*.safetensors"))
+    assert {name.partition(".")[2] for name in state} == adapter.keys()
+    config = json.loads((final / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (RANK, ALPHA, str(material.model))
+
+
+def read_adapter(weights: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(weights / "adapter" / "adapter_model.safetensors")
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def assert_is_base_and_adapter(weights: Path, base: dict[str, torch.Tensor], adapter: dict[str, torch.Tensor]) -> None:
+    """Bit for bit, and something was learned."""
+    expected = dict(base)
+    for name in (name.removesuffix(".lora_A.weight") for name in adapter if name.endswith(".lora_A.weight")):
+        update = adapter[f"{name}.lora_B.weight"] @ adapter[f"{name}.lora_A.weight"]
+        assert update.count_nonzero()
+        expected[f"{name}.weight"] = base[f"{name}.weight"] + update * (ALPHA / RANK)
+    exported = load_file(weights / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(exported[name], expected[name])] == []
