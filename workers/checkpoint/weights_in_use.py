@@ -22,8 +22,8 @@ class WeightsInUse:
     """The manager's side.
 
     Example:
-        async with in_use.reading(weights):     # the record names `weights` before anybody opens a file of it
-            await client.bring_to(url, version=version, weights=weights)
+        async with in_use.reading(published.directory):     # the record names it before anybody opens a file of it
+            await client.bring_to(url, published)
     """
 
     def __init__(self, lease: Lease) -> None:

@@ -10,9 +10,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation.http_calls import ServerError, get_text, post
 from corral.workers.generation.weight_updates import WeightUpdates
 
@@ -92,16 +94,13 @@ class ControlClient:
         self._admin_key = admin_key
         self._update_timeout_s = update_timeout_s
 
-    async def bring_to(self, control_url: str, *, version: str, weights: Path, digest: str | None) -> None:
-        """Until the worker's server holds `version`.
-
-        Args:
-            digest: SHA-256 of the weights' manifest, if they have one.
+    async def bring_to(self, control_url: str, published: PublishedWeights) -> None:
+        """Until the worker's server holds these weights.
 
         Raises:
             ServerError: what the worker says went wrong, or that it does not answer.
         """
-        body = {"version": version, "weights": str(weights), "digest": digest, "timeout_s": self._update_timeout_s}
+        body = {**msgspec.structs.asdict(published), "timeout_s": self._update_timeout_s}
         timeout_s = 2 * self._update_timeout_s + _UPDATE_MARGIN_S  # to stage, and to read what was staged
         await post(self._session, f"{control_url}/bring_to", body, key=self._admin_key, timeout_s=timeout_s)
 

@@ -14,7 +14,6 @@ can lose: Admission and ServerTable are rebuilt from reports, records and the tr
 import asyncio
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -26,6 +25,7 @@ from corral.name_resolve import NameNotFoundError, NameServiceError
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
+from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE, WeightsInUse
 from corral.workers.generation.control import ControlClient
 from corral.workers.generation.http_calls import ServerError
@@ -72,7 +72,6 @@ class GserverManager(Worker):
         self._table = ServerTable(policy=rollout.schedule_policy)
         self._committed = CommittedLedger(context.trial)
         self._version: PolicyVersion | None = None
-        self._weights = Path()
         self._has_gone_back = False
         """Whether commits were rejected that the gate has counted."""
         self._updates: dict[str, asyncio.Task[None]] = {}
@@ -172,13 +171,14 @@ class GserverManager(Worker):
 
     async def _watch_weights(self) -> None:
         try:
-            record = json.loads(await asyncio.to_thread(self.context.names.get, self.context.keys.policy_version()))
+            record = await asyncio.to_thread(self.context.names.get, self.context.keys.policy_version())
         except NameNotFoundError:
             self.context.presence.enter("wait for weights", waits_for=[MASTER])
             return
-        version = PolicyVersion.parse(record["version"])
+        published = PublishedWeights.from_json(record)
+        version = published.policy_version
         if version != self._version or self._has_gone_back:
-            self._version, self._weights = version, Path(record["weights"])
+            self._version = version
             workers = await asyncio.to_thread(
                 self.context.names.find_subtree, self.context.keys.worker_kind_root("rollout_worker")
             )
@@ -191,26 +191,26 @@ class GserverManager(Worker):
             )
             self._has_gone_back = False
             self.context.presence.beat(version=str(version))
-        self._start_updates()
+        self._start_updates(published)
         if self._table.serving(str(version)):
             self.context.presence.enter("route")
         else:
             servers = self.context.workers("generation_server")
             self.context.presence.enter("route", waiting_for="no server is ready", waits_for=servers)
 
-    def _start_updates(self) -> None:
+    def _start_updates(self, published: PublishedWeights) -> None:
         """Bring every server that needs it to the present version, all at the same time."""
-        version = str(self._version)
-        for server in self._table.needing(version):
+        for server in self._table.needing(published.version):
             task = self._updates.get(server.name)
             if task is None or task.done():
                 self._table.loading(server.name)
-                self._updates[server.name] = self._tasks.create_task(self._update(server, version, self._weights))
+                self._updates[server.name] = self._tasks.create_task(self._update(server, published))
 
-    async def _update(self, server: Server, version: str, weights: Path) -> None:
+    async def _update(self, server: Server, published: PublishedWeights) -> None:
+        version = published.version
         try:
-            async with self._in_use.reading(weights):
-                await self._client.bring_to(server.control, version=version, weights=weights, digest=None)
+            async with self._in_use.reading(published.directory):
+                await self._client.bring_to(server.control, published)
             await self._client.probe(server.url)
         except (ServerError, NameServiceError) as error:
             logger.warning("%s could not be brought to version %s: %s", server.name, version, error)

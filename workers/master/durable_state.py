@@ -27,7 +27,8 @@ from corral.workers.checkpoint.checkpoint import (
 )
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.checkpoint.ledger import write_delta
-from corral.workers.checkpoint.manifest import SealedDirectory, read_manifest, write_manifest
+from corral.workers.checkpoint.manifest import MANIFEST_NAME, SealedDirectory, read_manifest, write_manifest
+from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.master.disk import Disk
 from corral.workers.master.epoch_parts import EpochParts
 from corral.workers.master.metrics import LineSizes, StepLines
@@ -77,7 +78,22 @@ class DurableState:
 
     # Weights
 
-    async def write_weights(self, version: PolicyVersion) -> Path:
+    async def published(self, version: PolicyVersion) -> PublishedWeights:
+        """What is said of the present weights to whoever generates.
+
+        Guarantee: their digest is known from those who wrote them, or from the commit, which names the manifest of the
+        whole checkpoint; it is not that of whatever is in the directory now.
+        """
+        digest = self._written.sha256 if self._written is not None else await self._disk.run(self._committed_digest)
+        return PublishedWeights(version=str(version), weights=str(self.weights), digest=digest)
+
+    def _committed_digest(self) -> str | None:
+        checkpoint, commit = self._checkpoint(), self._parts.recovery.commit
+        if checkpoint is None or commit is None:
+            return None
+        return read_manifest(checkpoint, commit.manifest_sha256).files[f"{WEIGHTS}/{MANIFEST_NAME}"].sha256
+
+    async def write_weights(self, version: PolicyVersion) -> None:
         """Write the published role's weights; when they have their manifest they may be published."""
         parts = self._parts
         directory = parts.trial.weights_path / weights_name(version)
@@ -85,7 +101,6 @@ class DurableState:
         with parts.presence.during("write weights", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
             files = await parts.gang.save_weights(self._published_role, directory)
             self._written = await self._disk.run(self._seal, directory, files, version)
-        return directory
 
     def _seal(self, directory: Path, files: Mapping[str, FileEntry], version: PolicyVersion) -> SealedDirectory:
         self._parts.writer.check()  # a master that was replaced publishes nothing: its successor has the say

@@ -9,9 +9,10 @@ from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import LogWriter
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.dataflow import DataflowGraph
-from corral.scheduling.policy_version import Lineage, PolicyVersion
+from corral.scheduling.policy_version import Lineage
 from corral.workers.checkpoint.checkpoint import RecoveryPoint
 from corral.workers.checkpoint.ledger import Ledger
+from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.master.sample_source import SampleSource
 from corral.workers.master.sequence_buffer import SequenceBuffer
@@ -38,7 +39,7 @@ class EpochParts:
     source: SampleSource
     held_out_rows: Sequence[str]
     """Ids of the rows that calls evaluate on; empty where none does."""
-    publish: Callable[[PolicyVersion, Path], None]
+    publish: Callable[[PublishedWeights], None]
     """Make weights known to the generation-server manager."""
     weights_in_use: Callable[[], frozenset[Path] | None]
     """Directories of weights that generation servers are reading; None if nobody knows at the moment."""

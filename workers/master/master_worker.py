@@ -81,7 +81,6 @@ It holds metadata only and imports no torch.
 """
 
 import asyncio
-import json
 import logging
 import os
 import socket
@@ -105,6 +104,7 @@ from corral.workers.checkpoint.checkpoint import (
     last_valid_commit,
 )
 from corral.workers.checkpoint.ledger import Ledger
+from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.checkpoint.weights_in_use import read_weights_in_use
 from corral.workers.data.prompts import load_planned_rows, uids_of_share
 from corral.workers.lifecycle.worker import (
@@ -294,9 +294,9 @@ class MasterWorker(Worker):
             num_shares=1,
         )
 
-    def _publish(self, version: PolicyVersion, weights: Path) -> None:
+    def _publish(self, published: PublishedWeights) -> None:
         """Say which weights are the present ones; as a lease, the record returns by itself after Redis restarted."""
-        text = json.dumps({"version": str(version), "weights": str(weights)})
+        text = published.to_json()
         if self._published is None:
             self._published = self.context.lease(self.context.keys.policy_version(), text)
         else:

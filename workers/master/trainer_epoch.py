@@ -93,7 +93,7 @@ class TrainerEpoch:
                 step=self._step, weights=self._durable.initial_weights, states=self._durable.initial_states
             )
         await self._look_at_what_was_loaded()
-        parts.publish(self.version, self._durable.weights)
+        parts.publish(await self._durable.published(self.version))
         parts.presence.enter("train")
         parts.presence.beat(version=str(self.version))
         while not self._is_complete():
@@ -228,7 +228,8 @@ class TrainerEpoch:
         """
         started = time.monotonic()
         version = self._parts.lineage.version(self._step + 1)
-        self._parts.publish(version, await self._durable.write_weights(version))
+        await self._durable.write_weights(version)
+        self._parts.publish(await self._durable.published(version))
         self._saving_s += time.monotonic() - started
 
     def _show(self, progress: Progress) -> None:

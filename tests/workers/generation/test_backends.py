@@ -240,6 +240,8 @@ def test_torn_weights_are_refused_before_the_server_hears_of_them(
     torn = tmp_path / "v1"
     shutil.copytree(models[1], torn)
     write_manifest(torn, describe(torn), {})
+    with pytest.raises(WeightsTornError, match=f"manifest.json: expected SHA-256 {'0' * 64}"):
+        served.bring_to("0.1", torn, digest="0" * 64)
     content = bytearray((torn / "model.safetensors").read_bytes())
     content[-1] ^= 1  # still a valid file of the right size, which any engine would load
     (torn / "model.safetensors").write_bytes(content)

@@ -1,6 +1,7 @@
 """What the master makes of its model workers' answers, and of its own death, with a real trial directory and log."""
 
 import asyncio
+import hashlib
 import json
 import logging
 import sys
@@ -205,6 +206,34 @@ def test_what_is_published_and_lost_before_its_commit_gets_another_version(
     assert lost.trained[2] == next_one.trained[0]  # the batch of the lost step, once
     assert ledger_of(trial).trained_count == 8 * NUM_STEPS
     assert "v00000003-e1" not in {path.name for path in trial.weights_path.iterdir()}
+
+
+def test_the_digest_of_their_manifest_is_published_with_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    seen: list[tuple[str, str, str | None]] = []
+
+    def look(name: str) -> None:
+        if name == "train_step" and len(gang.trained) < NUM_STEPS:
+            published = gang.published_weights()
+            manifest = published.directory / "manifest.json"
+            if manifest.exists():
+                digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
+                assert published.digest == digest, published
+            else:
+                assert published.digest is None
+            seen.append((published.version, published.directory.parent.name, published.digest))
+            if len(seen) == 3:
+                raise KilledError(name)
+
+    gang = Gang(at_call=look)
+    with pytest.raises(KilledError):
+        run_master(plan, trial, gang, monkeypatch)
+    gang = Gang(at_call=look)
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    assert [version for version, _, _ in seen] == ["0.0", "1.1", "1.2", "1.2", "2.3", "2.4"]
+    assert seen[3][1].startswith("step-") and seen[3][2] == seen[2][2]  # a commit's second name of the same manifest
 
 
 def test_a_master_that_was_replaced_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ trial_of(folder) --run_master(trial, gang)--> exit code     gang: what the model
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve import MemoryNameService, TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.workers.checkpoint.durable_file import FileEntry, write_durable
+from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
@@ -81,8 +81,11 @@ class Gang:
 
     def published(self) -> str:
         """The version that the manager sees."""
-        record = self.context.names.get(self.context.keys.policy_version())
-        return str(json.loads(record)["version"])
+        return self.published_weights().version
+
+    def published_weights(self) -> PublishedWeights:
+        """All that the manager sees of them."""
+        return PublishedWeights.from_json(self.context.names.get(self.context.keys.policy_version()))
 
     async def __aenter__(self) -> Self:
         return self

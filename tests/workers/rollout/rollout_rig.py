@@ -30,6 +30,7 @@ from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.experiments.worker_specs import DatasetSpec, GserverManagerSpec, RolloutWorkerSpec
 from corral.name_resolve import MemoryNameService, MemoryStore, TrialKeys
+from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.delivery.messages import TrajectoryHeader
 from corral.workers.delivery.receiver import TrajectoryReceiver
 from corral.workers.lifecycle.presence import Presence
@@ -157,7 +158,8 @@ class RolloutRig:
             url = self._on_loop(self.server.start())
             stack.callback(lambda: self._on_loop(self.server.stop()))
             names.add(self._keys.generation_server(0), json.dumps({"url": url, "control": url, "incarnation": "a"}))
-            names.add(self._keys.policy_version(), json.dumps({"version": "0.0", "weights": str(self._folder)}))
+            published = PublishedWeights(version="0.0", weights=str(self._folder), digest=None)
+            names.add(self._keys.policy_version(), published.to_json())
             stack.enter_context(self._running_manager())
             security = stack.enter_context(self._security("model_worker"))
             self.receiver = stack.enter_context(
