@@ -14,6 +14,21 @@ MASTER = "master_worker/0"
 MANAGER = "gserver_manager/0"
 
 
+class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """What the last change of its weights has cost a generation server."""
+
+    version: str
+    """The policy version that it was brought to, as its tag."""
+    bytes_read: int
+    """From the shared file system by its worker; 0 where another worker of the host has read them."""
+    staged_s: float
+    """How long the files took to arrive on the host and to be checked, while the server generated."""
+    prepared_s: float
+    """How long the embedded engine then read them into its own memory, while it generated."""
+    stopped_s: float
+    """How long the server stood still."""
+
+
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Who a worker is, and what it does at the moment of its beat."""
 
@@ -41,6 +56,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is not ready yet; an import may then hold its interpreter for long."""
     version: str = ""
     """Tag of the policy version that it holds."""
+    weight_update: WeightUpdate | None = None
+    """Of a generation server, the last one."""
     progress: int = 0
     """Counts up with all that it does."""
     beat: float = 0.0

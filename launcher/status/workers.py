@@ -9,12 +9,13 @@ lease, not in setup --> UP                          rl-stop --group --> KEPT DOW
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from corral.experiments.trial.worker_record import MASTER, WorkerRecord
+from corral.experiments.trial.worker_record import MASTER, WeightUpdate, WorkerRecord
 from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.status.evidence import Evidence, ExtraJob
 from corral.launcher.status.words import ABSENT, TROUBLED, WorkerState
 from corral.launcher.terminal import format_duration
 from corral.launcher.trial.history import WorkerLife
+from corral.scheduling.policy_version import PolicyVersion
 
 _MASTER_START_S = 60.0
 _SILENT_S = 6.5  # a beat moves every two seconds, so three of them are missing
@@ -33,6 +34,8 @@ class WorkerRow:
     phase: str = ""
     phase_s: float | None = None
     version: str = ""
+    weight_update: WeightUpdate | None = None
+    """Of a generation server, what its last one has cost."""
     restarts: int
     last_seen_s: float | None
     waiting_for: str = ""
@@ -128,6 +131,7 @@ def _worker_row(evidence: Evidence, worker: str) -> WorkerRow:
         phase=memory.phase,
         phase_s=memory.in_phase_s + (last_seen_s or 0.0),
         version=memory.version,
+        weight_update=memory.weight_update,
         waiting_for=memory.waiting_for,
         waits_for=memory.waits_for,
         works_with=memory.works_with,
@@ -222,7 +226,21 @@ def _group_note(evidence: Evidence, kind: str, rows: Sequence[WorkerRow]) -> str
     if given_up := [row for row in rows if row.state is WorkerState.GIVEN_UP]:
         parts.append(f"{_indices(given_up)}: given up, {evidence.given_up[given_up[0].worker]}")
     parts += _extra_job_notes(evidence, kind)
+    if not parts and evidence.ended is None:
+        parts += _weight_update_notes(rows)
     return "; ".join(parts)
+
+
+def _weight_update_notes(rows: Sequence[WorkerRow]) -> list[str]:
+    """What the servers of a group have spent on their newest weights: bytes of all, times of the slowest."""
+    updates = [row.weight_update for row in rows if row.weight_update is not None]
+    if not updates:
+        return []
+    newest = max(updates, key=lambda update: PolicyVersion.parse(update.version)).version
+    updates = [update for update in updates if update.version == newest]
+    megabytes = sum(update.bytes_read for update in updates) / 1e6
+    staged_s, stopped_s = max(update.staged_s for update in updates), max(update.stopped_s for update in updates)
+    return [f"weights {newest}: {megabytes:.1f} MB read, staged in {staged_s:.2f} s, stood still {stopped_s:.2f} s"]
 
 
 def _extra_job_notes(evidence: Evidence, kind: str) -> list[str]:

@@ -78,7 +78,8 @@ class GenerationServer(Worker):
                 url = await backend.start()
                 updates.serves(backend, url)
                 num_starts += 1
-                await self._serve(backend, url, control, incarnation=f"{self.context.incarnation}.{num_starts}")
+                incarnation = f"{self.context.incarnation}.{num_starts}"
+                await self._serve(backend, updates, url, control, incarnation=incarnation)
             except BackendLostError as error:
                 if not budget.take(ran_s=time.monotonic() - started):
                     raise BackendLostError(
@@ -89,17 +90,21 @@ class GenerationServer(Worker):
                 updates.ended()
                 await backend.stop()
 
-    async def _serve(self, backend: GenerationBackend, url: str, control: str, *, incarnation: str) -> None:
+    async def _serve(
+        self, backend: GenerationBackend, updates: WeightUpdates, url: str, control: str, *, incarnation: str
+    ) -> None:
         """Publish the server while it runs; raises what it died of."""
         record = json.dumps({"url": url, "control": control, "incarnation": incarnation})
         with self.context.lease(self.context.keys.generation_server(self._spec.index), record, owner=incarnation):
             ended = asyncio.ensure_future(backend.wait_ended())
             try:
-                await self._beat_until(ended, backend)
+                await self._beat_until(ended, backend, updates)
             finally:
                 ended.cancel()
 
-    async def _beat_until(self, ended: "asyncio.Future[None]", backend: GenerationBackend) -> None:
+    async def _beat_until(
+        self, ended: "asyncio.Future[None]", backend: GenerationBackend, updates: WeightUpdates
+    ) -> None:
         """Keep the presence record true; raises what the backend died of."""
         while not self.context.stopping.is_set():
             await asyncio.wait([ended], timeout=_BEAT_S)
@@ -111,4 +116,4 @@ class GenerationServer(Worker):
             self.context.presence.enter(
                 "generate" if busy else "idle", waiting_for="" if busy else "requests of rollout workers"
             )
-            self.context.presence.beat(version=progress["version"])
+            self.context.presence.beat(version=progress["version"], weight_update=updates.last)

@@ -12,6 +12,7 @@ import logging
 import time
 from pathlib import Path
 
+from corral.experiments.trial.worker_record import WeightUpdate
 from corral.workers.checkpoint.manifest import CorruptCheckpointError
 from corral.workers.generation.backend import GenerationBackend
 from corral.workers.generation.http_calls import ServerError
@@ -34,6 +35,8 @@ class WeightUpdates:
         self._lock = asyncio.Lock()
         self._is_reading = False
         self._serving: tuple[GenerationBackend, str] | None = None
+        self.last: WeightUpdate | None = None
+        """What the last update has cost."""
 
     def serves(self, backend: GenerationBackend, url: str) -> None:
         """From now on updates go to this server."""
@@ -68,18 +71,27 @@ class WeightUpdates:
             if await self._client.version(url) == version:
                 return
             staged = await self._stage(version, weights, digest, timeout_s)
+            was_staged = time.monotonic()
             await backend.prepare(staged.path)
-            began = time.monotonic()
+            was_prepared = time.monotonic()
             await self._swap(url, version, staged.path, timeout_s)
-            stopped_s = time.monotonic() - began
+            went_on = time.monotonic()
             if (held := await self._client.version(url)) != version:
                 raise ServerError(f"{url} holds version {held!r} after an update to {version!r}")
+            self.last = update = WeightUpdate(
+                version=version,
+                bytes_read=staged.bytes_read,
+                staged_s=staged.seconds,
+                prepared_s=was_prepared - was_staged,
+                stopped_s=went_on - was_prepared,
+            )
             logger.info(
-                "holds version %s: %d bytes read, staged in %.2f s, stood still for %.2f s",
+                "holds version %s: read %d bytes, staged in %.3f s, prepared in %.3f s, stood still for %.3f s",
                 version,
-                staged.bytes_read,
-                staged.seconds,
-                stopped_s,
+                update.bytes_read,
+                update.staged_s,
+                update.prepared_s,
+                update.stopped_s,
             )
 
     async def _stage(self, version: str, weights: Path, digest: str | None, timeout_s: float) -> StagedVersion:

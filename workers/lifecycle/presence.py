@@ -25,7 +25,7 @@ from contextlib import contextmanager
 import msgspec
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.trial.worker_record import WorkerRecord
+from corral.experiments.trial.worker_record import WeightUpdate, WorkerRecord
 from corral.name_resolve import NameExistsError, NameService, NameServiceError
 from corral.name_resolve.keys import last_seen_key
 from corral.workers.streams.closing import Closing
@@ -124,13 +124,21 @@ class Presence(Closing):
                 deadline_s=deadline_before_s,
             )
 
-    def beat(self, *, version: str | None = None) -> None:
-        """Count progress; `version` is the policy version that the worker now holds, as a tag."""
+    def beat(self, *, version: str | None = None, weight_update: WeightUpdate | None = None) -> None:
+        """Count progress.
+
+        Args:
+            version: the policy version that the worker now holds, as a tag; None is the same as before.
+            weight_update: how it came to hold that; None is the same as before.
+        """
         with self._lock:
             before = self._record
             version = before.version if version is None else version
-            self._dirty = self._dirty or version != before.version
-            self._record = msgspec.structs.replace(before, progress=before.progress + 1, version=version)
+            weight_update = weight_update or before.weight_update
+            self._dirty = self._dirty or (version, weight_update) != (before.version, before.weight_update)
+            self._record = msgspec.structs.replace(
+                before, progress=before.progress + 1, version=version, weight_update=weight_update
+            )
             self._entered = time.monotonic()
 
     def open_control(self, address: str) -> None:

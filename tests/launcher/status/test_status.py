@@ -14,7 +14,7 @@ import pytest
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.experiments.trial.worker_record import WorkerRecord
+from corral.experiments.trial.worker_record import WeightUpdate, WorkerRecord
 from corral.launcher.cluster.cached_queue import QueueAnswer
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.slurm.client import SlurmClient
@@ -25,6 +25,7 @@ from corral.launcher.status.judge import describe, judge
 from corral.launcher.status.progress import live_line, progress_bar
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.text import format_duration, render_json, render_trial, render_trials, render_workers
+from corral.launcher.status.workers import group_rows, worker_rows
 from corral.launcher.trial.find import TrialFacts, read_facts
 from corral.launcher.trial.history import Finding, JournalView, PastAttempt, WorkerLife
 from corral.launcher.trial.rendezvous import connect_name_service
@@ -406,6 +407,30 @@ def test_the_newest_finding_of_a_topic_holds_in_its_attempt() -> None:
         ("other 2", True),
     ]
     assert JournalView([event("gap", 1, attempt=0)], 1).findings() == ()
+
+
+def test_the_group_of_the_servers_says_what_their_newest_weights_have_cost() -> None:
+    def updated(version: str, **cost: Any) -> WorkerRecord:
+        return record(weight_update=WeightUpdate(version=version, prepared_s=0.0, **cost))
+
+    workers = ("master_worker/0", *(f"generation_server/{index}" for index in range(3)))
+    records = {
+        workers[0]: record(),
+        workers[1]: updated("1.9", bytes_read=8_000_000, staged_s=9.0, stopped_s=9.0),
+        workers[2]: updated("1.10", bytes_read=2_500_000, staged_s=0.25, stopped_s=0.01),
+        workers[3]: updated("1.10", bytes_read=0, staged_s=0.3, stopped_s=0.005),
+    }
+    evidence = dataclasses.replace(
+        HEALTHY,
+        facts=dataclasses.replace(FACTS, workers=workers),
+        lives=dict.fromkeys(workers, STARTED),
+        records=records,
+    )
+    notes = {row.group: row.note for row in group_rows(evidence, worker_rows(evidence))}
+    assert notes == {
+        "master_worker": "",
+        "generation_server": "weights 1.10: 2.5 MB read, staged in 0.30 s, stood still 0.01 s",
+    }
 
 
 def test_attempts_before_this_one_are_told_with_their_nodes() -> None:

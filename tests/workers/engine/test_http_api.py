@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import random
+import shutil
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from corral.workers.engine.engine import GenerationEngine, RequestOutput
+from corral.workers.engine.engine import GenerationEngine, RequestOutput, WeightsRejectedError
 from corral.workers.engine.http_api import EngineServer
 from tests.workers.engine.tiny_models import load_reference, reference_greedy, reference_logprobs, save_tiny_model
 
@@ -459,6 +460,28 @@ def test_an_update_may_abort_what_is_in_flight(client: Client, directories: list
         meta = future.result(DEADLINE_S)["meta_info"]
         assert meta["finish_reason"]["type"] == "abort"
         assert [span["version"] for span in meta["weight_versions"]] == ["1.0"]
+
+
+def test_prepared_weights_are_not_read_again_and_serve_one_update(
+    shared: Served, client: Client, directories: list[Path], references: list[Any], tmp_path: Path
+) -> None:
+    def answer() -> list[int]:
+        sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+        return list(client.generate(input_ids=[7], sampling_params=sampling)["output_ids"])
+
+    weights = tmp_path / "weights"
+    shutil.copytree(directories[1], weights)
+    shared.run(shared.server.prepare_weights(weights))
+    shutil.rmtree(weights)
+    assert answer() == reference_greedy(references[0], [7], max_new_tokens=8)
+    assert update(client, weights, "1.1")[0] == 200
+    assert answer() == reference_greedy(references[1], [7], max_new_tokens=8)
+    assert update(client, weights, "1.2")[0] == 400
+    shared.run(shared.server.prepare_weights(directories[1]))
+    assert update(client, directories[0], "1.3")[0] == 200
+    assert answer() == reference_greedy(references[0], [7], max_new_tokens=8)
+    with pytest.raises(WeightsRejectedError, match="could not be read"):
+        shared.run(shared.server.prepare_weights(weights))
 
 
 def test_bad_weights_are_answered_400_and_the_old_ones_serve_on(

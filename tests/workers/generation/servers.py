@@ -115,7 +115,14 @@ class Served:
 
 
 @contextmanager
-def serving(kind: str, weights: Path, folder: Path, *, probe_timeout_s: float = 60.0) -> Iterator[Served]:
+def serving(
+    kind: str,
+    weights: Path,
+    folder: Path,
+    *,
+    probe_timeout_s: float = 60.0,
+    transport_config: WeightsConfig = WeightsConfig(),  # noqa: B008 - it is frozen
+) -> Iterator[Served]:
     """A backend with version 0.0; what it prints is in `folder`."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -128,7 +135,7 @@ def serving(kind: str, weights: Path, folder: Path, *, probe_timeout_s: float = 
         return aiohttp.ClientSession()
 
     session = run(connect())
-    transport = make_transport(WeightsConfig(), trial_uuid=uuid.uuid4().hex, worker="generation_server/0")
+    transport = make_transport(transport_config, trial_uuid=uuid.uuid4().hex, worker="generation_server/0")
     updates = WeightUpdates(GenerationServerClient(session, api_key=API_KEY, admin_key=ADMIN_KEY), transport)
     if kind == "hf":
         backend: GenerationBackend = embedded(weights)

@@ -260,6 +260,25 @@ def test_torn_weights_are_refused_before_the_server_hears_of_them(
     assert served.client.call("GET", "/ready")[0] == 200
 
 
+def test_published_weights_are_read_once_and_what_they_cost_is_told(
+    served: Served, models: list[Path], references: list[Any], tmp_path: Path
+) -> None:
+    published = tmp_path / "v1"
+    shutil.copytree(models[1], published)
+    sealed = write_manifest(published, describe(published), {})
+    [running] = served.start_running([SHORT], **IN_FLIGHT)
+    served.bring_to("0.1", published, digest=sealed.sha256)
+    shutil.rmtree(published)
+    update = served.updates.last
+    assert update is not None and update.version == "0.1" and update.staged_s > 0.0 and update.stopped_s > 0.0
+    assert update.bytes_read == sum(entry.size for entry in sealed.files.values())
+    assert Path(served.client.get("/get_model_info")["model_path"]).name == sealed.sha256  # in the host's memory
+    [(old, _, switch), (new, _, end)] = spans_of(running.result(DEADLINE_S))
+    assert (old, new, end) == ("0.0", "0.1", 400) and 0 < switch < 400
+    answer = served.client.generate(SHORT, max_new_tokens=12, temperature=0, ignore_eos=True)
+    assert answer["output_ids"] == reference_greedy(references[1], SHORT, max_new_tokens=12)
+
+
 def test_rollout_workers_get_whole_groups_chunk_by_chunk_over_an_update(
     served: Served, models: list[Path], references: list[Any]
 ) -> None:
