@@ -1,0 +1,274 @@
+"""What new weights cost a generation server, for every transport, beside a plain copy of the same bytes.
+
+    OMP_NUM_THREADS=1 python benchmarks/weight_update.py [--sglang] [--megabytes 14 52 252] [--hot]
+
+    version in a folder on disk ──transport, worker's code──► a server that answers requests meanwhile
+                └──plain read, plain copy into the host directory──► what the ratios are of
+
+A random Qwen2 in float32, two versions of it in turns. The files of a version are dropped from the page cache before
+each reading, as they are on a host that sees a version for the first time; `--hot` leaves them there, which is faster
+than any network. Everything takes turns, and a ratio is the median of the ratios of the rounds.
+
+    read       what the host read of the version's folder: by its worker, and by the server where that reads there, too
+    raw        a plain copy of the files into the host directory, without looking at them
+    staged     copied and verified by the worker, or only verified; the server generates on
+    prepared   then read by the embedded engine into memory of its own; it generates on
+    stop       from the order to pause to the answer of the order to go on; beside it as a share of a plain read
+    gap        the longest time without a new token of any request, from the order for the update to two seconds after:
+               the stop, and reading the prefixes of the requests again
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+from urllib.parse import urlsplit
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers.utils.logging import disable_progress_bar
+
+from corral.experiments.config.rollout import WeightsConfig
+from corral.workers.checkpoint.durable_file import PIECE_BYTES, write_durable
+from corral.workers.checkpoint.manifest import write_manifest
+from corral.workers.generation.embedded import EmbeddedBackend
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # servers as the tests start them
+
+from tests.workers.generation.servers import API_KEY, DEADLINE_S, Served, serving, wait_until  # noqa: E402
+
+SHAPES = {14: (256, 768, 4), 52: (512, 1536, 4), 252: (1024, 3072, 5)}  # hidden, intermediate, layers, by megabytes
+VOCAB_SIZE = 1024
+NUM_REQUESTS = 4
+NUM_NEW_TOKENS = 2000
+SETTLE_S = 2.0
+_POLL_S = 0.002
+TRANSPORTS: tuple[str, ...] = get_args(WeightsConfig.model_fields["transport"].annotation)
+
+
+@dataclass(frozen=True)
+class Version:
+    """Weights as a trainer publishes them."""
+
+    directory: Path
+    digest: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update cost, in bytes and seconds."""
+
+    read_bytes: int
+    raw_copy_s: float
+    raw_read_s: float
+    staged_s: float
+    prepared_s: float
+    stopped_s: float
+    gap_s: float
+
+
+def make_version(directory: Path, *, megabytes: int, seed: int) -> Version:
+    """Random weights under a manifest."""
+    hidden_size, intermediate_size, num_layers = SHAPES[megabytes]
+    config = Qwen2Config(
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    auto_class: Any = AutoModelForCausalLM
+    written = directory.with_name(f"{directory.name}.written")
+    auto_class.from_config(config).save_pretrained(written)
+    directory.mkdir()
+    files = {path.name: write_durable(directory / path.name, [path.read_bytes()]) for path in sorted(written.iterdir())}
+    shutil.rmtree(written)
+    digest = write_manifest(directory, files, {}).sha256
+    return Version(directory, digest, sum(entry.size for entry in files.values()))
+
+
+def drop_from_page_cache(directory: Path) -> None:
+    for path in directory.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def plain_read(directory: Path) -> float:
+    """Seconds to read every file."""
+    buffer, started = bytearray(PIECE_BYTES), time.perf_counter()
+    for path in directory.iterdir():
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - started
+
+
+def plain_copy(directory: Path, into: Path) -> float:
+    """Seconds to copy every file."""
+    started = time.perf_counter()
+    into.mkdir()
+    for path in directory.iterdir():
+        shutil.copyfile(path, into / path.name)
+    seconds = time.perf_counter() - started
+    shutil.rmtree(into)
+    return seconds
+
+
+@dataclass
+class Tokens:
+    """Counts the tokens of the requests under way, and the longest time without a new one."""
+
+    served: Served
+    is_over: threading.Event
+    longest_gap_s: float = 0.0
+    num_seen: int = 0
+
+    def watch_counter(self) -> None:
+        """Of the embedded engine."""
+        seen, since = -1, time.perf_counter()
+        while not self.is_over.is_set():
+            now, num_tokens = time.perf_counter(), self.served.backend.progress()["tokens_generated"]
+            if num_tokens != seen:
+                self._note(now - since if seen >= 0 else 0.0)
+                seen, since = num_tokens, now
+            time.sleep(_POLL_S)
+        self._note(time.perf_counter() - since)
+
+    def watch_stream(self) -> None:
+        """Of SGLang: one request more, whose tokens are told one by one."""
+        connection = http.client.HTTPConnection(urlsplit(self.served.client.url).netloc, timeout=DEADLINE_S)
+        sampling = {"max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
+        body = {"input_ids": [1, 2, 3], "sampling_params": sampling, "stream": True}
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {API_KEY}"}
+        connection.request("POST", "/generate", json.dumps(body), headers)
+        since: float | None = None
+        for line in connection.getresponse():
+            if line.strip():
+                now = time.perf_counter()
+                self._note(now - since if since is not None else 0.0)
+                since = now
+        connection.close()
+
+    def _note(self, gap_s: float) -> None:
+        self.num_seen += 1
+        self.longest_gap_s = max(self.longest_gap_s, gap_s)
+
+
+def update(served: Served, version: Version, *, tag: str, is_hot: bool, host_directory: Path) -> Update:
+    """One update, with requests under way, after a plain read and a plain copy of the same version."""
+
+    def cold(run: Callable[[], float]) -> float:
+        if not is_hot:
+            drop_from_page_cache(version.directory)
+        return run()
+
+    raw_read_s = cold(lambda: plain_read(version.directory))
+    raw_copy_s = cold(lambda: plain_copy(version.directory, host_directory / f"raw-copy-{os.getpid()}"))
+    running = [
+        served.client.start([1, 2, 3, number], max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+        for number in range(NUM_REQUESTS)
+    ]
+    wait_until(lambda: served.client.metric("num_running_reqs") >= NUM_REQUESTS, "the requests to run")
+    tokens = Tokens(served, threading.Event())
+    is_embedded = isinstance(served.backend, EmbeddedBackend)
+    watcher = threading.Thread(target=tokens.watch_counter if is_embedded else tokens.watch_stream)
+    watcher.start()
+    wait_until(lambda: tokens.num_seen > 1, "the first tokens")
+    tokens.longest_gap_s = 0.0
+    if not is_hot:
+        drop_from_page_cache(version.directory)
+    served.bring_to(tag, version.directory, digest=version.digest)
+    time.sleep(SETTLE_S)  # the prefixes of the requests are read again
+    tokens.is_over.set()
+    served.client.order("/abort_request", abort_all=True)
+    watcher.join(DEADLINE_S)
+    for request in running:
+        request.result(DEADLINE_S)
+    last = served.updates.last
+    assert last is not None and last.version == tag
+    reads_there = served.client.get("/get_model_info")["model_path"] == str(version.directory)
+    return Update(
+        read_bytes=last.bytes_read + (version.size_bytes if reads_there else 0),
+        raw_copy_s=raw_copy_s,
+        raw_read_s=raw_read_s,
+        staged_s=last.staged_s,
+        prepared_s=last.prepared_s,
+        stopped_s=last.stopped_s,
+        gap_s=tokens.longest_gap_s,
+    )
+
+
+def measure(kind: str, transport: str, versions: list[Version], arguments: argparse.Namespace) -> str:
+    """One line of the table; the first update warms up."""
+    config = WeightsConfig.model_validate({"transport": transport, "host_directory": arguments.host_directory})
+    updates = []
+    with tempfile.TemporaryDirectory() as folder:
+        with serving(kind, versions[0].directory, Path(folder), transport_config=config) as served:
+            for number in range(1, arguments.rounds + 2):
+                version = versions[number % len(versions)]
+                one = update(
+                    served,
+                    version,
+                    tag=f"0.{number}",
+                    is_hot=arguments.hot,
+                    host_directory=arguments.host_directory,
+                )
+                updates.append(one)
+
+    def median(value: Callable[[Update], float]) -> float:
+        return statistics.median(value(one) for one in updates[1:])
+
+    return (
+        f"{versions[0].size_bytes / 1e6:6.0f} | {transport:13s} | {median(lambda u: u.read_bytes / 1e6):7.1f} | "
+        f"{median(lambda u: u.raw_copy_s):7.3f} {median(lambda u: u.staged_s):7.3f} "
+        f"{median(lambda u: u.staged_s / u.raw_copy_s):6.2f} {median(lambda u: u.prepared_s):8.3f} | "
+        f"{median(lambda u: u.raw_read_s):7.3f} "
+        f"{median(lambda u: u.stopped_s):7.3f} {median(lambda u: u.stopped_s / u.raw_read_s):6.1%} | "
+        f"{median(lambda u: u.gap_s):7.3f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What new weights cost a generation server, for every transport")
+    parser.add_argument("--sglang", action="store_true", help="a real server of SGLang instead of the embedded engine")
+    parser.add_argument("--megabytes", type=int, nargs="+", choices=sorted(SHAPES), default=sorted(SHAPES))
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
+    parser.add_argument("--rounds", type=int, default=5, help="updates that count, for each line")
+    parser.add_argument("--hot", action="store_true", help="leave the files in the page cache")
+    parser.add_argument("--folder", type=Path, default=None, help="on the file system that versions are read from")
+    parser.add_argument("--host-directory", type=Path, default=Path("/dev/shm"), help="as weights.host_directory")
+    arguments = parser.parse_args()
+    disable_progress_bar()
+    kind = "sglang" if arguments.sglang else "hf"
+    print(f"{kind}, float32, {NUM_REQUESTS} requests under way, median of {arguments.rounds} updates; seconds")
+    print("    MB | transport     | read MB |     raw  staged  ratio prepared |    read    stop  share |     gap")
+    for megabytes in arguments.megabytes:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            versions = [make_version(Path(folder) / f"v{seed}", megabytes=megabytes, seed=seed) for seed in range(2)]
+            for transport in arguments.transports:
+                print(measure(kind, transport, versions, arguments), flush=True)
+
+
+if __name__ == "__main__":
+    main()
