@@ -198,6 +198,11 @@ class Decoder:
                 linear.pack()
         self._head.pack()
 
+    def adopt(self, other: Decoder) -> None:
+        """Compute with the weights of another decoder of the same model from now on; nothing is copied."""
+        self._embedding, self._layers = other._embedding, other._layers
+        self._norm, self._head = other._norm, other._head
+
     def reserve_positions(self, length: int) -> None:
         """Extend the rotary table to positions 0..length-1."""
         if length <= self._cos.shape[0]:

@@ -2,13 +2,14 @@
 
     model directory --> module --> Decoder (same tensors, or their rounding) --> ContinuousBatch: add, step, pause, ...
                            ^
-    weight directory --> stage_weights (any thread, all checks) --> apply_weights (between two steps, in place)
+    weight directory --> stage_weights (any thread: read, check, build) --> apply_weights (between two steps)
 
 Each token carries the version tag of the weights that made it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from corral.workers.engine.batch import ContinuousBatch, PauseMode, generate_gre
 from corral.workers.engine.decoder import Decoder, Quantization, UnsupportedModelError, check_supported
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
 from corral.workers.engine.sampling import SamplingParams
-from corral.workers.engine.weights import StagedWeights, WeightLayout, WeightsRejectedError, copy_weights, stage_weights
+from corral.workers.engine.weights import WeightLayout, WeightsRejectedError, model_with, stage_weights
 
 __all__ = [
     "DTYPES",
@@ -28,12 +29,22 @@ __all__ = [
     "PauseMode",
     "RequestOutput",
     "SamplingParams",
+    "StagedModel",
     "UnsupportedModelError",
     "WeightsRejectedError",
     "generate_greedily",
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class StagedModel:
+    """New weights of an engine, ready to compute with; beside the live ones they take the same memory once more."""
+
+    directory: Path
+    model: nn.Module
+    decoder: Decoder
 
 
 class GenerationEngine(ContinuousBatch):
@@ -80,6 +91,7 @@ class GenerationEngine(ContinuousBatch):
         self.model_directory = Path(model_directory)
         self._model, eos_token_ids = load_model(self.model_directory, dtype=DTYPES[dtype], device=device)
         self._layout = WeightLayout.of(self._model)
+        self._quantization = quantization
         super().__init__(
             Decoder(self._model, quantization=quantization),
             eos_token_ids=eos_token_ids,
@@ -95,18 +107,21 @@ class GenerationEngine(ContinuousBatch):
         config: Any = self._model.config
         return str(config.model_type)
 
-    def stage_weights(self, directory: Path) -> StagedWeights:
-        """Read and check new weights without touching the live ones; any thread may call it.
+    def stage_weights(self, directory: Path) -> StagedModel:
+        """Read, check and pack new weights without touching the live ones; any thread may call it.
 
         Raises:
             WeightsRejectedError: if they are unreadable, incomplete or of another model.
         """
-        return stage_weights(directory, self._layout)
+        model = model_with(stage_weights(directory, self._layout), self._model)
+        decoder = Decoder(model, quantization=self._quantization)
+        decoder.pack_weights()
+        return StagedModel(directory, model, decoder)
 
-    def apply_weights(self, staged: StagedWeights, *, version: str) -> None:
-        """Copy staged weights over the live ones; the next token is made by them, whatever the cache holds."""
-        copy_weights(staged, self._model)
-        self._decoder.pack_weights()
+    def apply_weights(self, staged: StagedModel, *, version: str) -> None:
+        """Change over to staged weights, without a copy; the next token is made by them, whatever the cache holds."""
+        self._model = staged.model
+        self._decoder.adopt(staged.decoder)
         self.model_directory = staged.directory
         self.version = version
 

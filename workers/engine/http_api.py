@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from corral.workers.engine.engine import GenerationEngine, PauseMode
+from corral.workers.engine.engine import GenerationEngine, PauseMode, StagedModel
 from corral.workers.engine.http_messages import (
     AbortBody,
     BadRequestError,
@@ -41,7 +41,7 @@ from corral.workers.engine.http_messages import (
 from corral.workers.engine.loop import EngineLoop, EngineStoppedError, UpdateResult
 from corral.workers.engine.progress import Progress
 from corral.workers.engine.requests import GenerationRequest
-from corral.workers.engine.weights import StagedWeights, WeightsRejectedError
+from corral.workers.engine.weights import WeightsRejectedError
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class EngineServer:
         self._requests_by_rid: dict[str, set[str]] = {}
         self._num_in_flight = 0
         self._update_lock = asyncio.Lock()
-        self._prepared: StagedWeights | None = None
+        self._prepared: StagedModel | None = None
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> int:

@@ -20,9 +20,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from corral.workers.engine.engine import GenerationEngine, PauseMode
+from corral.workers.engine.engine import GenerationEngine, PauseMode, StagedModel
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
-from corral.workers.engine.weights import StagedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class _Command:
 
 @dataclass(slots=True)
 class _PendingUpdate:
-    staged: StagedWeights
+    staged: StagedModel
     version: str
     flush_cache: bool
     future: Future[UpdateResult]
@@ -158,7 +157,7 @@ class EngineLoop:
         return self._call(self.engine.flush_cache)
 
     def update(
-        self, staged: StagedWeights, *, version: str, flush_cache: bool, abort_all_requests: bool
+        self, staged: StagedModel, *, version: str, flush_cache: bool, abort_all_requests: bool
     ) -> Future[UpdateResult]:
         """Apply staged weights: at once while paused or after aborting, else when the present requests have ended."""
         future: Future[UpdateResult] = Future()

@@ -1,14 +1,15 @@
-"""New weights into a live model: read and check everything aside first, then copy in between two tokens.
+"""New weights for a live model: read, check and build everything aside; the model itself is never written into.
 
-    directory -> names, shapes, dtypes -> finite values -> StagedWeights --engine thread--> live parameters
+    directory -> names, shapes, dtypes -> finite values -> StagedWeights -> a model like the live one, with them in it
                  any failure: WeightsRejectedError, and the old weights serve on untouched
 
-Staging may run in another thread while the engine generates; only the copy needs the engine to stand still. Values are
-converted to the engine's dtype, exactly as at the start of the server.
+All of it may run in another thread while the engine generates. Values are converted to the engine's dtype, exactly as
+at the start of the server.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -74,11 +75,15 @@ def stage_weights(directory: Path, layout: WeightLayout) -> StagedWeights:
     return StagedWeights(directory=directory, tensors=tensors)
 
 
-def copy_weights(staged: StagedWeights, model: nn.Module) -> None:
-    """Overwrite the parameters in place, so that every reference to them sees the new values."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(staged.tensors[name])
+def model_with(staged: StagedWeights, model: nn.Module) -> nn.Module:
+    """A model of the same modules with these parameters, on the same device; it shares the buffers, and no parameter.
+
+    Parameters that are one in `model`, such as a tied head and its embedding, are one in it, too.
+    """
+    new_by_id: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
+    for name, parameter in model.named_parameters():
+        new_by_id[id(parameter)] = nn.Parameter(staged.tensors[name].to(parameter.device), requires_grad=False)
+    return copy.deepcopy(model, new_by_id)
 
 
 @contextmanager

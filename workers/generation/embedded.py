@@ -1,7 +1,7 @@
 """EmbeddedBackend: the embedded engine, served from the worker's own process.
 
 initial weights ──► GenerationEngine (its own thread) ──► EngineServer (HTTP, keys)
-new weights ──prepare: read and checked beside the old ones──► /update_weights_from_disk only copies them
+new weights ──prepare: read and built beside the old ones──► /update_weights_from_disk only changes over
 """
 
 from collections.abc import Callable

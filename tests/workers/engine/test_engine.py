@@ -347,9 +347,8 @@ def test_a_request_whose_logits_are_not_finite_is_ended_and_the_engine_lives(
 ) -> None:
     engine = GenerationEngine(directories[0])
     staged = engine.stage_weights(directories[0])
-    poisoned = {name: tensor.clone() for name, tensor in staged.tensors.items()}
-    poisoned["model.embed_tokens.weight"][13] = float("nan")
-    engine.apply_weights(type(staged)(directory=staged.directory, tensors=poisoned), version="poisoned")
+    staged.model.get_parameter("model.embed_tokens.weight")[13] = float("nan")
+    engine.apply_weights(staged, version="poisoned")
     [bad] = engine.generate([request("bad", [*[7] * 30, 13], temperature=1.0, max_new_tokens=5)])
     assert bad.finish_reason == AbortFinish("the model's logits are not finite")
     assert bad.output_ids == ()
