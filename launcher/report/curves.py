@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from corral.launcher.report.style import BLUE, FAINT, GREEN, GRID, INK, ORANGE, PURPLE, save
 from corral.launcher.terminal import format_duration
-from corral.launcher.trial.metrics import ACCURACY, LOSS, REWARD, STALENESS, is_number
+from corral.launcher.trial.metrics import ACCURACY, GAP, LOSS, REWARD, STALENESS, is_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +23,8 @@ class Panel:
     names: tuple[str, ...]
     colour: str
     floor_at_zero: bool = False
+    finest: float | None = None
+    """Where the values span powers of ten: below this the axis is linear, so that 0 has a place. None: all of it is."""
 
 
 PANELS = (
@@ -34,6 +36,13 @@ PANELS = (
         names=STALENESS,
         colour=PURPLE,
         floor_at_zero=True,
+    ),
+    Panel(
+        title="generator and trainer: largest difference (nats)",
+        names=GAP,
+        colour=INK,
+        floor_at_zero=True,
+        finest=1e-8,  # the last bit of a log-probability near 0.1, the smallest difference that float32 shows
     ),
 )
 
@@ -93,8 +102,9 @@ def draw_curves(lines: Sequence[dict[str, Any]], *, title: str, path: Path) -> l
 
 
 def _draw_curve(axes: "Axes", curve: Curve) -> None:
-    colour, few = curve.panel.colour, len(curve.steps) <= _SMOOTH_FROM_POINTS
-    if few:
+    colour, finest = curve.panel.colour, curve.panel.finest
+    # A mean over powers of ten is its largest value, at steps that never had it.
+    if len(curve.steps) <= _SMOOTH_FROM_POINTS or finest is not None:
         axes.plot(curve.steps, curve.values, color=colour, linewidth=1.8, marker="o", markersize=3.5)
         last = curve.values[-1]
     else:
@@ -115,8 +125,10 @@ def _draw_curve(axes: "Axes", curve: Curve) -> None:
     )
     axes.set_title(curve.panel.title, loc="left", fontsize=10, color=INK)
     axes.set_xlabel("train step", fontsize=8, color=INK)
+    if finest is not None:
+        axes.set_yscale("symlog", linthresh=finest)
     if curve.panel.floor_at_zero:
-        axes.set_ylim(bottom=0.0, top=max(1e-6, max(curve.values)) * 1.08)
+        axes.set_ylim(bottom=0.0, top=max(1e-6, max(curve.values)) * (1.08 if finest is None else 3.0))
     axes.margins(x=0.04)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

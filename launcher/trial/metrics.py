@@ -58,6 +58,7 @@ ACCURACY = ("eval/accuracy",)
 REWARD = ("rewards/mean", "ppo/reward/mean")
 LOSS = ("sft/loss", "ppo/loss", "loss")
 STALENESS = ("staleness/mean", "staleness/max")
+GAP = ("gap/max",)
 
 
 def headline(metrics: dict[str, Any]) -> str:

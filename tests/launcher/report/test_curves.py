@@ -35,8 +35,15 @@ def test_the_picture_is_drawn_with_and_without_times(tmp_path: Path) -> None:
             "eval/accuracy": step / 50,
             "ppo/reward/mean": 0.1,
             "staleness/mean": 0.5,
+            "gap/max": 0.0 if step < 3 else 10.0 ** (step % 7 - 7),
         }
         for step in range(40)
+    ]
+    assert [curve.name for curve in curves_of(lines)] == [
+        "eval/accuracy",
+        "ppo/reward/mean",
+        "staleness/mean",
+        "gap/max",
     ]
     for name, some in (("all", lines), ("one", [{"step": 0, "loss": 1.0}])):
         path = tmp_path / f"{name}.png"
