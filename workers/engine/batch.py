@@ -15,7 +15,7 @@ Requests join and leave between steps. Nothing here knows threads or sockets: lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 from corral.workers.engine.attention import TokenAttention
 from corral.workers.engine.decoder import Decoder
+from corral.workers.engine.penalties import PenaltyBatch
 from corral.workers.engine.prefill import Prefill
 from corral.workers.engine.requests import AbortFinish, ActiveRequest, FinishReason, GenerationRequest, RequestOutput
 from corral.workers.engine.sampling import SamplingBatch, SamplingParams, sample_tokens
 from corral.workers.engine.scheduler import BatchScheduler
+from corral.workers.engine.stop_strings import DecodeText, StopStrings
 from corral.workers.engine.uniforms import TokenUniforms
 
 
@@ -46,6 +48,7 @@ class EngineLimits:
     vocab_size: int
     context_length: int
     max_total_tokens: int
+    has_tokenizer: bool
 
     def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
         """Refuse a request that the model cannot run.
@@ -61,6 +64,11 @@ class EngineLimits:
             raise ValueError(
                 f"token id {outside} at position {list(prompt).index(outside)} of the prompt is outside the vocabulary "
                 f"[0, {self.vocab_size})"
+            )
+        if sampling.stop and not self.has_tokenizer:
+            raise ValueError(
+                f"stop={list(sampling.stop)} needs the text of the answer, and the model has no tokenizer.json; "
+                "send stop_token_ids"
             )
         asked = len(prompt) + sampling.max_new_tokens
         for limit, name in (
@@ -86,7 +94,9 @@ class ContinuousBatch:
         max_total_tokens: int,
         seed: int,
         version: str,
+        load_text_decoder: Callable[[], DecodeText] | None = None,
     ) -> None:
+        """load_text_decoder: gives what turns tokens into text; asked when a request brings stop strings."""
         self.version = version
         self.tokens_generated = 0
         self.steps = 0
@@ -94,6 +104,7 @@ class ContinuousBatch:
         self._num_unseeded = 0
         self.is_paused = False
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._load_text_decoder = load_text_decoder
         self._decoder = decoder
         self._scheduler: BatchScheduler[ActiveRequest] = BatchScheduler(
             max_running_requests=max_running_requests, max_total_tokens=max_total_tokens
@@ -102,7 +113,10 @@ class ContinuousBatch:
         self._prefill = Prefill(decoder, self._cache)
         self._sampling: SamplingBatch | None = None
         self.limits = EngineLimits(
-            vocab_size=decoder.vocab_size, context_length=decoder.context_length, max_total_tokens=max_total_tokens
+            vocab_size=decoder.vocab_size,
+            context_length=decoder.context_length,
+            max_total_tokens=max_total_tokens,
+            has_tokenizer=load_text_decoder is not None,
         )
 
     @property
@@ -137,7 +151,7 @@ class ContinuousBatch:
         that starts again repeats them.
 
         Raises:
-            ValueError: if it does not fit the limits.
+            ValueError: if it does not fit the limits, or has stop strings and the tokenizer cannot be used.
         """
         self.limits.check(request.prompt, request.sampling)
         sampling = request.sampling
@@ -148,7 +162,8 @@ class ContinuousBatch:
         self._scheduler.add(
             ActiveRequest(
                 request=request,
-                stop_token_ids=sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self._eos_token_ids),
+                stop_token_ids=sampling.stop_token_ids | self._eos_token_ids,
+                stop_strings=self._stop_strings(sampling),
                 uniforms=TokenUniforms.of(seed),
             )
         )
@@ -163,6 +178,14 @@ class ContinuousBatch:
             if self._scheduler.running:
                 ended += self._decode()
         return ended
+
+    def outputs_so_far(self, request_ids: Container[str]) -> list[RequestOutput]:
+        """What those of these requests have that are running."""
+        return [
+            active.output(None, version=self.version)
+            for active in self._scheduler.running
+            if active.request.request_id in request_ids
+        ]
 
     def generate(self, requests: Iterable[GenerationRequest]) -> list[RequestOutput]:
         """Run requests to their end, in this thread; outputs in the order of the requests."""
@@ -246,7 +269,17 @@ class ContinuousBatch:
 
     def _sampling_batch(self, requests: Sequence[ActiveRequest]) -> SamplingBatch:
         params = [active.request.sampling for active in requests]
-        return SamplingBatch.of(params, vocab_size=self.limits.vocab_size, device=self._decoder.device)
+        penalized = [
+            active.penalized(row) for row, active in enumerate(requests) if active.request.sampling.is_penalized
+        ]
+        vocab_size, device = self.limits.vocab_size, self._decoder.device
+        penalties = PenaltyBatch(penalized, vocab_size=vocab_size, device=device) if penalized else None
+        return SamplingBatch.of(params, vocab_size=vocab_size, device=device, penalties=penalties)
+
+    def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
+        if not sampling.stop or self._load_text_decoder is None:
+            return None
+        return StopStrings(sampling.stop, self._load_text_decoder())
 
     def _append(
         self, requests: Sequence[ActiveRequest], logits: Tensor, sampling: SamplingBatch, *, first_row: int
@@ -270,13 +303,13 @@ class ContinuousBatch:
         queued = self._scheduler.withdraw(is_wanted)
         rows = [(row, AbortFinish()) for row, active in enumerate(self._scheduler.running) if is_wanted(active)]
         ended = self._end_rows(rows)
-        return ended + [active.finish(AbortFinish(), version=self.version) for active in queued]
+        return ended + [active.output(AbortFinish(), version=self.version) for active in queued]
 
     def _end_rows(self, ended: Sequence[tuple[int, FinishReason]]) -> list[RequestOutput]:
         """Take rows (ascending) out of the batch; the last row fills each gap."""
         outputs = []
         for row, reason in reversed(ended):  # descending, so that the row that moves is never one about to end
-            outputs.append(self._scheduler.running[row].finish(reason, version=self.version))
+            outputs.append(self._scheduler.running[row].output(reason, version=self.version))
             moved_from = self._scheduler.remove(row)
             if moved_from is not None:
                 length = self._scheduler.running[row].num_tokens - 1

@@ -10,6 +10,7 @@ Each token carries the version tag of the weights that made it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from corral.workers.engine.batch import ContinuousBatch, PauseMode, generate_gre
 from corral.workers.engine.decoder import Decoder, Quantization, UnsupportedModelError, check_supported
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
 from corral.workers.engine.sampling import SamplingParams
+from corral.workers.engine.stop_strings import text_decoder
 from corral.workers.engine.weights import WeightLayout, WeightsRejectedError, model_with, stage_weights
 
 __all__ = [
@@ -72,7 +74,7 @@ class GenerationEngine(ContinuousBatch):
         """Load a Hugging Face model directory; nothing is downloaded.
 
         Args:
-            model_directory: with config.json and safetensors.
+            model_directory: with config.json and safetensors, and with a tokenizer.json for stop strings.
             device: "cpu", "cuda" or "cuda:N".
             dtype: float32, bfloat16 or float16; log-probabilities are float32 in any case.
             quantization: int8 multiplies by rounded weights (see int8_linear.py), made from what is loaded here and
@@ -92,6 +94,7 @@ class GenerationEngine(ContinuousBatch):
         self._model, eos_token_ids = load_model(self.model_directory, dtype=DTYPES[dtype], device=device)
         self._layout = WeightLayout.of(self._model)
         self._quantization = quantization
+        has_tokenizer = (self.model_directory / "tokenizer.json").is_file()
         super().__init__(
             Decoder(self._model, quantization=quantization),
             eos_token_ids=eos_token_ids,
@@ -99,6 +102,7 @@ class GenerationEngine(ContinuousBatch):
             max_total_tokens=max_total_tokens,
             seed=seed,
             version=version,
+            load_text_decoder=cache(partial(text_decoder, model_directory)) if has_tokenizer else None,
         )
         self._decoder.pack_weights()
 

@@ -1,7 +1,7 @@
 """HTTP front of the embedded engine: the subset of SGLang's API that rollout workers and the manager speak.
 
     client --HTTP--> [ key | size | schema | limits ] --> EngineLoop (its own thread) --> future --> JSON
-                        401   413    400      400
+                        401   413    400      400         /generate: generate_endpoint.py
 
     POST /generate /abort_request /pause_generation /continue_generation /update_weights_from_disk
     GET|POST /flush_cache      GET /health /ready /get_model_info /get_server_info /metrics
@@ -17,11 +17,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import time
-import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import TypeVar
@@ -29,18 +26,17 @@ from typing import TypeVar
 from aiohttp import web
 
 from corral.workers.engine.engine import GenerationEngine, PauseMode, StagedModel
+from corral.workers.engine.generate_endpoint import GenerateEndpoint
 from corral.workers.engine.http_messages import (
     AbortBody,
     BadRequestError,
-    GenerateBody,
     PauseBody,
     UpdateWeightsBody,
-    generate_reply,
+    error_body,
     parse,
 )
 from corral.workers.engine.loop import EngineLoop, EngineStoppedError, UpdateResult
 from corral.workers.engine.progress import Progress
-from corral.workers.engine.requests import GenerationRequest
 from corral.workers.engine.weights import WeightsRejectedError
 
 logger = logging.getLogger(__name__)
@@ -94,12 +90,10 @@ class EngineServer:
         self._expected_of_administrator = f"Bearer {admin_key or api_key}".encode()
         self._host = host
         self._max_body_bytes = max_body_bytes
-        self._max_queued_requests = max_queued_requests
         self._update_timeout_s = update_timeout_s
         self._loop = EngineLoop(engine)
+        self._generate = GenerateEndpoint(self._loop, max_queued_requests=max_queued_requests)
         self._engine = engine
-        self._requests_by_rid: dict[str, set[str]] = {}
-        self._num_in_flight = 0
         self._update_lock = asyncio.Lock()
         self._prepared: StagedModel | None = None
         self._runner: web.AppRunner | None = None
@@ -153,7 +147,7 @@ class EngineServer:
 
     def _routes(self) -> list[web.RouteDef]:
         return [
-            web.post("/generate", self._generate),
+            web.post("/generate", self._generate.answer),
             web.post("/abort_request", self._abort_request),
             web.post("/pause_generation", self._pause_generation),
             web.post("/continue_generation", self._continue_generation),
@@ -191,72 +185,11 @@ class EngineServer:
     async def _ask(self, future: Future[ResultT]) -> ResultT:
         return await asyncio.wait_for(asyncio.wrap_future(future), _COMMAND_TIMEOUT_S)
 
-    async def _generate(self, request: web.Request) -> web.Response:
-        body = parse(GenerateBody, await request.read())
-        rids, plan = body.names(), self._plan(body)
-        capacity = self._engine.max_running_requests + self._max_queued_requests
-        if len(plan) > capacity:
-            raise BadRequestError(
-                f"{len(plan)} answers in one request are more than this server ever holds, {capacity}; ask for fewer"
-            )
-        if self._num_in_flight + len(plan) > capacity:
-            return _error(
-                503, f"{self._num_in_flight} of at most {capacity} requests are in flight; try another server"
-            )
-        started = time.monotonic()
-        with self._named(rids, plan):
-            futures = [self._loop.submit(planned) for planned in plan]
-            try:
-                outputs = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
-            except BaseException:
-                # One failed or the client is gone: nobody will read the others.
-                self._loop.abort([planned.request_id for planned in plan])
-                raise
-        latency_s = time.monotonic() - started
-        replies = [
-            generate_reply(output, body, rid=rid, latency_s=latency_s)
-            for output, rid in zip(outputs, rids, strict=True)
-        ]
-        is_single = body.is_single and body.num_samples == 1
-        return web.json_response(replies[0] if is_single else replies)
-
-    def _plan(self, body: GenerateBody) -> list[GenerationRequest]:
-        """One request per prompt and sample, all checked before the first is queued."""
-        start = body.logprob_start_len if body.return_logprob and body.logprob_start_len >= 0 else None
-        plan = []
-        for prompt, samplings in zip(body.prompts, body.samplings(), strict=True):
-            self._engine.limits.check(prompt, samplings[0])
-            if start is not None and start >= len(prompt):
-                raise BadRequestError(f"logprob_start_len must be below the prompt's {len(prompt)} tokens, got {start}")
-            plan += [
-                GenerationRequest(
-                    request_id=uuid.uuid4().hex, prompt=tuple(prompt), sampling=params, input_logprobs_from=start
-                )
-                for params in samplings
-            ]
-        return plan
-
-    @contextmanager
-    def _named(self, rids: list[str], plan: list[GenerationRequest]) -> Iterator[None]:
-        """Make the requests known to /abort_request by their rids, for as long as they are in flight."""
-        for rid, planned in zip(rids, plan, strict=True):
-            self._requests_by_rid.setdefault(rid, set()).add(planned.request_id)
-        self._num_in_flight += len(plan)
-        try:
-            yield
-        finally:
-            self._num_in_flight -= len(plan)
-            for rid, planned in zip(rids, plan, strict=True):
-                named = self._requests_by_rid[rid]
-                named.discard(planned.request_id)
-                if not named:
-                    del self._requests_by_rid[rid]
-
     async def _abort_request(self, request: web.Request) -> web.Response:
         body = parse(AbortBody, await request.read())
         if body.rid is None and not body.abort_all:
             raise BadRequestError("one of rid and abort_all is required")
-        wanted = None if body.abort_all else tuple(self._requests_by_rid.get(body.rid or "", ()))
+        wanted = None if body.abort_all else self._generate.request_ids(body.rid or "")
         await self._ask(self._loop.abort(wanted))
         return web.Response()
 
@@ -367,4 +300,4 @@ class EngineServer:
 
 
 def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message}}, status=status)
+    return web.json_response(error_body(message), status=status)

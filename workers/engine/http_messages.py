@@ -3,8 +3,10 @@
     body --parse()--> GenerateBody | AbortBody | PauseBody | UpdateWeightsBody
                  `--> BadRequestError (status 400), naming the field
     RequestOutput --generate_reply()--> {"output_ids": ..., "meta_info": ...}
+    message --error_body()--> {"error": {"message": ...}}
 
-What this server would have to ignore (text prompts, streaming, penalties) is refused, so that no client believes in it.
+What this server would have to ignore (text prompts, grammars, logit biases) is refused by its name, so that no client
+believes in it.
 """
 
 from __future__ import annotations
@@ -55,6 +57,12 @@ class SamplingParamsBody(_Body):
     temperature: float = Field(default=1.0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, allow_inf_nan=False)
     top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     n: int = Field(default=1, ge=1, le=_MAX_SAMPLES)
@@ -64,6 +72,12 @@ class SamplingParamsBody(_Body):
     skip_special_tokens: bool = True
     """Accepted for clients that send it; there is no text here to skip them in."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, value: Any) -> Any:
+        """As in SGLang."""
+        return {name: entry for name, entry in value.items() if entry is not None} if isinstance(value, dict) else value
+
     def sampling(self, sample: int) -> SamplingParams:
         """Of answer `sample` to a prompt; raises ValueError where a value is out of range."""
         return SamplingParams(
@@ -71,6 +85,12 @@ class SamplingParamsBody(_Body):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            min_new_tokens=self.min_new_tokens,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=frozenset(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             sampling_seed=None if self.sampling_seed is None else self.sampling_seed + sample,
@@ -103,7 +123,8 @@ class GenerateBody(_Body):
     """First prompt position whose log-probability is returned; -1 returns none."""
     rid: str | list[str] | None = None
     """Name for /abort_request: one for all prompts, or one per prompt."""
-    stream: Literal[False] = False
+    stream: bool = False
+    """Whether the reply is a stream of server-sent events, each with the whole answer so far."""
 
     @model_validator(mode="after")
     def _check_lists(self) -> Self:
@@ -129,6 +150,11 @@ class GenerateBody(_Body):
         """Answers per prompt."""
         params = self.sampling_params
         return (params[0] if isinstance(params, list) else params).n
+
+    @property
+    def has_one_answer(self) -> bool:
+        """Whether the reply is one answer and not a list of answers."""
+        return self.is_single and self.num_samples == 1
 
     @property
     def is_single(self) -> bool:
@@ -209,10 +235,17 @@ def _problem(location: tuple[int | str, ...], message: str) -> str:
     return f"{where}: {message}" if where else message
 
 
-def _finish_reason(reason: FinishReason) -> dict[str, Any]:
+def error_body(message: str) -> dict[str, Any]:
+    """What a client gets in place of an answer."""
+    return {"error": {"message": message}}
+
+
+def _finish_reason(reason: FinishReason | None) -> dict[str, Any] | None:
     match reason:
-        case StopFinish(matched=token_id):
-            return {"type": "stop", "matched": token_id}
+        case None:
+            return None
+        case StopFinish(matched=matched):
+            return {"type": "stop", "matched": matched}
         case LengthFinish(length=length):
             return {"type": "length", "length": length}
         case AbortFinish(message=message):

@@ -26,6 +26,7 @@ from corral.workers.engine.requests import GenerationRequest, RequestOutput
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
+OutputListener = Callable[[RequestOutput], None]
 
 _THROUGHPUT_WINDOW_S = 2.0  # long enough to smooth steps, short enough to show a stall to the next scrape
 
@@ -101,6 +102,7 @@ class EngineLoop:
         """Done when the thread ends: with None after `stop`, with the exception of a failed step."""
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._futures: dict[str, Future[RequestOutput]] = {}
+        self._listeners: dict[str, OutputListener] = {}
         self._updates: deque[_PendingUpdate] = deque()
         self._throughput = _Throughput()
         self._is_stopping = False
@@ -136,10 +138,15 @@ class EngineLoop:
         if self._thread.is_alive():
             raise TimeoutError(f"the engine thread did not end its decode step within {timeout_s:.0f} s")
 
-    def submit(self, request: GenerationRequest) -> Future[RequestOutput]:
-        """Queue a request; the future carries its output, or ValueError if its id is in flight or it does not fit."""
+    def submit(self, request: GenerationRequest, *, listener: OutputListener | None = None) -> Future[RequestOutput]:
+        """Queue a request; the future carries its output, or ValueError if its id is in flight or it does not fit.
+
+        Args:
+            listener: gets what the request has after every step, and its output at last, before the future is done;
+                called in the engine's thread, so it must neither wait nor raise.
+        """
         future: Future[RequestOutput] = Future()
-        self._post(lambda: self._accept(request, future), future)
+        self._post(lambda: self._accept(request, future, listener), future)
         return future
 
     def abort(self, request_ids: Iterable[str] | None) -> Future[None]:
@@ -187,6 +194,7 @@ class EngineLoop:
                 self._run_commands()
                 if self.engine.has_work:
                     self._deliver(self.engine.step())
+                    self._tell_listeners()
                 self._apply_due_updates()
                 self._throughput.note(self.engine.tokens_generated)
             self._deliver(self.engine.abort(None))
@@ -222,6 +230,7 @@ class EngineLoop:
         for future in waiting:
             future.set_exception(error)
         self._futures.clear()
+        self._listeners.clear()
         self._updates.clear()
         if self.failure is None:
             self.ended.set_result(None)
@@ -231,14 +240,25 @@ class EngineLoop:
     def _begin_stop(self) -> None:
         self._is_stopping = True
 
-    def _accept(self, request: GenerationRequest, future: Future[RequestOutput]) -> None:
+    def _accept(
+        self, request: GenerationRequest, future: Future[RequestOutput], listener: OutputListener | None
+    ) -> None:
         if request.request_id in self._futures:
             raise ValueError(f"request id {request.request_id!r} is already in flight; ids must be unique")
         self.engine.add(request)
         self._futures[request.request_id] = future
+        if listener is not None:
+            self._listeners[request.request_id] = listener
+
+    def _tell_listeners(self) -> None:
+        if self._listeners:
+            for output in self.engine.outputs_so_far(self._listeners):
+                self._listeners[output.request_id](output)
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
+            if (listener := self._listeners.pop(output.request_id, None)) is not None:
+                listener(output)
             self._futures.pop(output.request_id).set_result(output)
 
     def _begin_update(self, pending: _PendingUpdate, *, abort_all_requests: bool) -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from corral.scheduling.policy_version import VersionSpan
+from corral.workers.engine.penalties import PenalizedRow
 from corral.workers.engine.sampling import SamplingParams
+from corral.workers.engine.stop_strings import StopStrings
 from corral.workers.engine.uniforms import TokenUniforms
 
 
 @dataclass(frozen=True, slots=True)
 class StopFinish:
-    """A stop token or end of sequence; the token is the last of the output."""
+    """A stop token or end of sequence, which is the last of the output; or a stop string, which its text has."""
 
-    matched: int
+    matched: int | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +53,19 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """A finished request."""
+    """A finished request, or what a running one has so far."""
 
     request_id: str
     prompt: tuple[int, ...]
     output_ids: tuple[int, ...]
     output_logprobs: tuple[float, ...]
-    """One per output token, under softmax(logits / temperature) of the weights of its span."""
+    """One per output token, under softmax(logits / temperature) of the weights of its span, see sampling.py."""
     input_logprobs: tuple[float | None, ...]
     """Of prompt[input_logprobs_from:] at temperature 1; the first is None: nothing was predicted there."""
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None while it runs."""
     weight_version: str
-    """The version at the end of the request."""
+    """The version at the end of the request, or now."""
     weight_versions: tuple[VersionSpan, ...]
     num_retractions: int
     cached_tokens: int
@@ -75,6 +78,8 @@ class ActiveRequest:
 
     request: GenerationRequest
     stop_token_ids: frozenset[int]
+    """The request's own and the model's."""
+    stop_strings: StopStrings | None
     uniforms: TokenUniforms
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
@@ -109,13 +114,29 @@ class ActiveRequest:
         end = len(self.output_ids)
         if not self.version_starts or self.version_starts[-1][0] != version:
             self.version_starts.append((version, end - 1))
-        if token_id in self.stop_token_ids:
+        if self.stop_strings is not None and (string := self.stop_strings.matched(self.output_ids)) is not None:
+            return StopFinish(string)
+        if token_id in self.stop_token_ids and not self.request.sampling.ignore_eos:
             return StopFinish(token_id)
         if end >= self.request.sampling.max_new_tokens:
             return LengthFinish(end)
         return None
 
-    def finish(self, reason: FinishReason, *, version: str) -> RequestOutput:
+    def penalized(self, row: int) -> PenalizedRow:
+        """Its penalties, as a row of a batch."""
+        sampling = self.request.sampling
+        return PenalizedRow(
+            row=row,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            min_new_tokens=sampling.min_new_tokens,
+            stop_token_ids=self.stop_token_ids,
+            output_ids=self.output_ids,
+        )
+
+    def output(self, reason: FinishReason | None, *, version: str) -> RequestOutput:
+        """What it has, ended by `reason` or (None) running."""
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.request.prompt,

@@ -1,12 +1,15 @@
 """Logits -> sampled token ids and their log-probabilities.
 
-    logits [B, V] / temperature --> log_softmax --> logprob of the token (untruncated distribution)
-                                         |
-                                         +--> top_k, top_p mask --> inverse CDF at the row's own uniform --> token
+    logits [B, V] --penalties--> / temperature --> log_softmax --> logprob of the token (untruncated distribution)
+                                                        |
+                    the row's own uniform --> inverse CDF <-- top_k, top_p, min_p mask
+                                                   |
+                                                   +--> token --> counted by the penalties
 
-The returned log-probability is log_softmax(logits / temperature) of the whole vocabulary, before top_k and top_p:
-this is what the trainer computes again from its own logits, so the ratio pi_theta / pi_behaviour starts at exactly
-one. A greedy row (temperature 0) reports log_softmax(logits).
+The returned log-probability is log_softmax(logits / temperature) of the whole vocabulary, before top_k, top_p and
+min_p: this is what the trainer computes again from its own logits, so the ratio pi_theta / pi_behaviour starts at
+exactly one. A greedy row (temperature 0) reports log_softmax(logits). Penalties change the logits first, as SGLang has
+it: the log-probability of a penalized row is that of the penalized logits, which no trainer computes again.
 
 Each row brings its own uniform number, so a request draws the same tokens whoever shares the batch with it.
 """
@@ -20,16 +23,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from corral.workers.engine.penalties import PenaltyBatch
+
 # Below this a temperature only overflows the logits: the row is greedy, as SGLang has it.
 _GREEDY_BELOW = 1e-6
 
 WHOLE_VOCABULARY = -1
 """The value of `top_k` that keeps every token."""
 
+_LARGEST_PENALTY = 2.0  # SGLang's and OpenAI's range
+_MOST_STOP_STRINGS = 32  # SGLang's limit; each is looked for after every token
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends.
+    """How the tokens of one request are chosen, and when it ends; names, ranges and meaning are SGLang's.
 
     Example:
         SamplingParams(max_new_tokens=256, temperature=1.0, top_p=0.95, stop_token_ids=frozenset({151645}))
@@ -41,11 +49,24 @@ class SamplingParams:
     top_p: float = 1.0
     """Keeps the smallest set of most likely tokens whose probability reaches this, in (0, 1]."""
     top_k: int = WHOLE_VOCABULARY
-    """Keeps this many most likely tokens; -1 keeps all. With `top_p`, a token must pass both."""
+    """Keeps this many most likely tokens; -1 keeps all. With `top_p` and `min_p`, a token must pass all."""
+    min_p: float = 0.0
+    """Keeps tokens that are at least this many times as likely as the most likely one, in [0, 1]."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that it stands in the output, in [-2, 2]."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that stands in the output, in [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of the tokens of the output and multiplies negative ones (Keskar et al. 2019,
+    https://arxiv.org/abs/1909.05858, section 4.1), in (0, 2]; unlike there, tokens of the prompt are left alone."""
+    min_new_tokens: int = 0
+    """Before this many, no token that would stop the answer has any probability (a stop string still ends it)."""
+    stop: tuple[str, ...] = ()
+    """Generation ends when the output's text has one of these; the tokens that spell it stay in the output."""
     stop_token_ids: frozenset[int] = frozenset()
     """Generation ends after one of these; it stays in the output."""
     ignore_eos: bool = False
-    """True generates on past the model's own end-of-sequence tokens (`stop_token_ids` still end)."""
+    """True generates on past every stop token, the model's own and `stop_token_ids`; stop strings still end."""
     sampling_seed: int | None = None
     """With a token's position in its sequence it decides that token's random number, so a request that continues
     another's answer under its seed draws what that one would have drawn; None derives one from the engine's seed."""
@@ -59,6 +80,22 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k != WHOLE_VOCABULARY and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, or -1 for the whole vocabulary, got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not -_LARGEST_PENALTY <= (value := getattr(self, name)) <= _LARGEST_PENALTY:
+                raise ValueError(f"{name} must be in [-2, 2], got {value}")
+        if not 0 < self.repetition_penalty <= _LARGEST_PENALTY:
+            raise ValueError(f"repetition_penalty must be in (0, 2], 1 for none, got {self.repetition_penalty}")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must be in [0, max_new_tokens], which is {self.max_new_tokens}, got "
+                f"{self.min_new_tokens}"
+            )
+        if len(self.stop) > _MOST_STOP_STRINGS:
+            raise ValueError(f"stop may list {_MOST_STOP_STRINGS} strings, got {len(self.stop)}")
+        if "" in self.stop:
+            raise ValueError("stop has an empty string, which every text contains; leave it out")
 
     @property
     def is_greedy(self) -> bool:
@@ -66,7 +103,14 @@ class SamplingParams:
 
     @property
     def is_truncated(self) -> bool:
-        return not self.is_greedy and (self.top_p < 1 or self.top_k != WHOLE_VOCABULARY)
+        return not self.is_greedy and (self.top_p < 1 or self.top_k != WHOLE_VOCABULARY or self.min_p > 0)
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether the choice of a token depends on those before it otherwise than through the model."""
+        return bool(
+            self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1 or self.min_new_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +124,26 @@ class SamplingBatch:
     is_any_greedy: bool
     is_all_greedy: bool
     truncated_rows: Tensor | None
-    """[R] int64 indices of rows with a top_k or top_p, None when there are none."""
+    """[R] int64 indices of rows with a top_k, top_p or min_p, None when there are none."""
     top_p: Tensor
+    """[R, 1] float32."""
+    min_p: Tensor
     """[R, 1] float32."""
     top_k: Tensor
     """[R, 1] int64, clipped to the vocabulary."""
     longest_top_k: int
+    penalties: PenaltyBatch | None
+    """None when no row has any."""
 
     @classmethod
-    def of(cls, rows: Sequence[SamplingParams], *, vocab_size: int, device: torch.device) -> SamplingBatch:
+    def of(
+        cls,
+        rows: Sequence[SamplingParams],
+        *,
+        vocab_size: int,
+        device: torch.device,
+        penalties: PenaltyBatch | None = None,
+    ) -> SamplingBatch:
         truncated = [row for row, params in enumerate(rows) if params.is_truncated]
         top_k = [vocab_size if rows[row].top_k < 1 else min(rows[row].top_k, vocab_size) for row in truncated]
         greedy = [params.is_greedy for params in rows]
@@ -99,26 +154,36 @@ class SamplingBatch:
             is_all_greedy=all(greedy),
             truncated_rows=torch.tensor(truncated, device=device) if truncated else None,
             top_p=torch.tensor([[rows[row].top_p] for row in truncated], device=device),
+            min_p=torch.tensor([[rows[row].min_p] for row in truncated], device=device),
             top_k=torch.tensor([[k] for k in top_k], dtype=torch.int64, device=device),
             longest_top_k=max(top_k, default=0),
+            penalties=penalties,
         )
 
 
 def sample_tokens(logits: Tensor, batch: SamplingBatch, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token per row.
+    """Draw one token per row, and let the penalties of `batch` count it.
 
     Args:
-        logits: [B, V] float32.
+        logits: [B, V] float32; rows with penalties are overwritten by what these make of them.
         batch: parameters of these B rows.
         uniforms: [B] float32 in [0, 1], one independent draw per row (greedy rows ignore theirs).
 
     Returns:
         (token ids [B] int64, log-probabilities [B] float32 under softmax(logits / temperature), untruncated)
     """
+    if batch.penalties is not None:
+        batch.penalties.apply_(logits)
+    token_ids, logprobs = _draw(logits, batch, uniforms)
+    if batch.penalties is not None:
+        batch.penalties.count(token_ids)
+    return token_ids, _pick(logprobs, token_ids)
+
+
+def _draw(logits: Tensor, batch: SamplingBatch, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """(token ids [B], log-probabilities of the whole vocabulary [B, V])"""
     if batch.is_all_greedy:
-        logprobs = torch.log_softmax(logits, dim=-1)
-        token_ids = logits.argmax(dim=-1)
-        return token_ids, _pick(logprobs, token_ids)
+        return logits.argmax(dim=-1), torch.log_softmax(logits, dim=-1)
     logprobs = torch.log_softmax(logits / batch.temperature, dim=-1)
     probabilities = logprobs.exp()
     token_ids = _inverse_cdf(probabilities, uniforms)
@@ -127,7 +192,7 @@ def sample_tokens(logits: Tensor, batch: SamplingBatch, uniforms: Tensor) -> tup
         token_ids[rows] = _sample_truncated(probabilities[rows], batch, uniforms[rows])
     if batch.is_any_greedy:
         token_ids = torch.where(batch.greedy_rows, logits.argmax(dim=-1), token_ids)
-    return token_ids, _pick(logprobs, token_ids)
+    return token_ids, logprobs
 
 
 def _pick(logprobs: Tensor, token_ids: Tensor) -> Tensor:
@@ -145,14 +210,14 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _sample_truncated(probabilities: Tensor, batch: SamplingBatch, uniforms: Tensor) -> Tensor:
-    """[R] token ids; both limits apply to the untruncated distribution, so their order does not matter."""
+    """[R] token ids; all limits apply to the untruncated distribution, so their order does not matter."""
     if batch.longest_top_k < probabilities.shape[-1]:
         ordered, token_ids = probabilities.topk(batch.longest_top_k, dim=-1)
     else:
         ordered, token_ids = probabilities.sort(dim=-1, descending=True)
     mass_before = ordered.cumsum(dim=-1) - ordered
     rank = torch.arange(ordered.shape[-1], device=ordered.device)
-    is_kept = (rank < batch.top_k) & (mass_before < batch.top_p)
+    is_kept = (rank < batch.top_k) & (mass_before < batch.top_p) & (ordered >= batch.min_p * ordered[:, :1])
     # The most likely token always stays, also where its rounding error makes `mass_before` nonzero.
     is_kept[:, 0] = True
     choice = _inverse_cdf(ordered * is_kept, uniforms)

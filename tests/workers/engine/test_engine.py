@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from corral.workers.engine.engine import (
     GenerationEngine,
@@ -17,15 +18,19 @@ from corral.workers.engine.engine import (
     generate_greedily,
 )
 from corral.workers.engine.requests import AbortFinish, LengthFinish, StopFinish, VersionSpan
+from tests.workers.engine.slow_penalties import penalize
 from tests.workers.engine.tiny_models import (
     CONTEXT_LENGTH,
     EOS_TOKEN_ID,
     VOCAB_SIZE,
+    add_tokenizer,
     load_reference,
     reference_greedy,
+    reference_logits,
     reference_logprobs,
     reference_logprobs_over_cache,
     save_tiny_model,
+    text_of,
 )
 
 PROMPTS = [[7], [5, 9, 3, 33], list(range(1, 38)), [index * index % 61 for index in range(70)], [60, 2, 41]]
@@ -194,11 +199,13 @@ def test_generation_ends_after_a_stop_token_or_the_models_end_of_sequence(
     engine: GenerationEngine, references: list[Any]
 ) -> None:
     greedy = reference_greedy(references[0], [7], max_new_tokens=60)
-    stop = greedy[10]
-    length = greedy.index(stop) + 1
-    [output] = engine.generate([request("stop", [7], max_new_tokens=60, stop_token_ids=frozenset({stop}))])
+    stop = {"stop_token_ids": frozenset({greedy[10]}), "max_new_tokens": 60}
+    length = greedy.index(greedy[10]) + 1
+    [output] = engine.generate([request("stop", [7], ignore_eos=False, **stop)])
     assert list(output.output_ids) == greedy[:length]
-    assert output.finish_reason == StopFinish(stop)
+    assert output.finish_reason == StopFinish(greedy[10])
+    [ignored] = engine.generate([request("ignored", [7], **stop)])
+    assert list(ignored.output_ids) == greedy
 
     sampling = {"temperature": 5.0, "max_new_tokens": 3000, "sampling_seed": 1}
     [ended] = engine.generate([request("eos", [7], **sampling, ignore_eos=False)])
@@ -207,6 +214,76 @@ def test_generation_ends_after_a_stop_token_or_the_models_end_of_sequence(
     [ignored] = engine.generate([request("ignored", [7], **sampling | {"max_new_tokens": len(ended.output_ids) + 5})])
     assert ignored.output_ids[: len(ended.output_ids)] == ended.output_ids
     assert ignored.finish_reason == LengthFinish(len(ended.output_ids) + 5)
+
+
+def test_generation_ends_with_the_token_that_completes_a_stop_string(tmp_path: Path) -> None:
+    engine = GenerationEngine(add_tokenizer(save_tiny_model(tmp_path)))
+    [whole] = engine.generate([request("whole", [7], max_new_tokens=60, temperature=1.0, sampling_seed=3)])
+    text = [text_of(token_id) for token_id in whole.output_ids]
+    stop = text[20][1:] + text[21] + text[22][:1]  # from within a token to within a token
+    end = next(end for end in range(60) if stop in "".join(text[:end]))
+    [output] = engine.generate(
+        [request("stop", [7], max_new_tokens=60, temperature=1.0, sampling_seed=3, stop=("nowhere", stop))]
+    )
+    assert (output.output_ids, output.finish_reason) == (whole.output_ids[:end], StopFinish(stop))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot use the tokenizer"):
+        GenerationEngine(tmp_path).add(request("torn", [7], stop=("a",)))
+
+
+def test_stop_strings_are_refused_where_there_is_no_tokenizer(engine: GenerationEngine) -> None:
+    with pytest.raises(ValueError, match=r"stop=\['a'\] needs the text of the answer, .* no tokenizer.json"):
+        engine.add(request("text", [7], stop=("a",)))
+
+
+PENALIZED: list[dict[str, Any]] = [
+    {"frequency_penalty": 1.5, "presence_penalty": -0.5},
+    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 0.7, "presence_penalty": 2.0, "temperature": 0.8, "sampling_seed": 4},
+    {"min_new_tokens": 15, "temperature": 4.0, "sampling_seed": 5},
+]
+
+
+def expected_logprobs(reference: Any, prompt: Sequence[int], output: RequestOutput, sampling: dict[str, Any]) -> Tensor:
+    """Of the penalized and tempered distributions, [tokens, vocabulary]."""
+    penalties = {name: value for name, value in sampling.items() if name not in ("temperature", "sampling_seed")}
+    logits = reference_logits(reference, prompt, output.output_ids)
+    penalized = [
+        penalize(row, output.output_ids[:index], stop_token_ids=[EOS_TOKEN_ID], **penalties)
+        for index, row in enumerate(logits.tolist())
+    ]
+    return torch.log_softmax(torch.tensor(penalized) / sampling.get("temperature", 1.0), dim=-1)
+
+
+def test_penalties_change_each_answer_by_its_own_tokens_alone(engine: GenerationEngine, references: list[Any]) -> None:
+    """Greedy and sampled, beside each other and beside rows without penalties, before and after a retraction."""
+    for index, sampling in enumerate([{}, *PENALIZED]):
+        engine.add(request(str(index), PROMPTS[index], max_new_tokens=30 + index, **sampling))
+        engine.step()
+    engine.step()
+    engine.pause(PauseMode.RETRACT)
+    engine.resume()
+    outputs = finish(engine)
+    assert list(outputs["0"].output_ids) == reference_greedy(references[0], PROMPTS[0], max_new_tokens=30)
+    for index, sampling in enumerate(PENALIZED, start=1):
+        output = outputs[str(index)]
+        assert output.num_retractions == 1
+        expected = expected_logprobs(references[0], PROMPTS[index], output, sampling)
+        chosen = torch.tensor(output.output_ids).unsqueeze(-1)
+        assert_close(output.output_logprobs, expected.gather(-1, chosen).squeeze(-1))
+        if "temperature" not in sampling:
+            assert_close(output.output_logprobs, expected.max(dim=-1).values)
+
+
+def test_no_stop_token_comes_before_its_time(engine: GenerationEngine) -> None:
+    sampling = {"max_new_tokens": 400, "temperature": 5.0, "ignore_eos": False, "min_new_tokens": 100}
+    stops = frozenset(range(20, VOCAB_SIZE))
+    outputs = engine.generate(
+        request(str(index), [7], stop_token_ids=stops, sampling_seed=index, **sampling) for index in range(8)
+    )
+    for output in outputs:
+        assert len(output.output_ids) > 100 and not stops.intersection(output.output_ids[:-1])
+        assert output.finish_reason == StopFinish(output.output_ids[-1]) and output.output_ids[-1] in stops
 
 
 def test_input_logprobs_are_those_of_the_prompt_at_temperature_one(

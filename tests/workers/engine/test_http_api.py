@@ -216,7 +216,7 @@ def test_samples_of_one_prompt_have_the_seeds_that_follow_the_one_given(client: 
 
 def test_a_stop_token_ends_the_answer_and_is_named(client: Client, references: list[Any]) -> None:
     greedy = reference_greedy(references[0], [7], max_new_tokens=20)
-    sampling = {"max_new_tokens": 20, "temperature": 0, "stop_token_ids": [greedy[8]], "ignore_eos": True}
+    sampling = {"max_new_tokens": 20, "temperature": 0, "stop_token_ids": [greedy[8]]}
     answer = client.generate(input_ids=[7], sampling_params=sampling)
     assert answer["output_ids"] == greedy[: greedy.index(greedy[8]) + 1]
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": greedy[8]}
@@ -243,8 +243,14 @@ def test_a_stop_token_ends_the_answer_and_is_named(client: Client, references: l
         ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p must be in (0, 1], got 0"),
         ({"input_ids": [1], "sampling_params": {"top_k": -2}}, "top_k must be at least 1, or -1"),
         ({"input_ids": [1], "sampling_params": {"n": 0}}, "sampling_params.n"),
-        ({"input_ids": [1], "sampling_params": {"frequency_penalty": 1.0}}, "sampling_params.frequency_penalty"),
-        ({"input_ids": [1], "stream": True}, "stream"),
+        ({"input_ids": [1], "sampling_params": {"frequency_penalty": 2.5}}, "frequency_penalty must be in [-2, 2]"),
+        ({"input_ids": [1], "sampling_params": {"min_p": "a"}}, "sampling_params.min_p"),
+        ({"input_ids": [1], "sampling_params": {"stop": "a"}}, "stop=['a'] needs the text of the answer"),
+        ({"input_ids": [1], "sampling_params": {"stop": ["a", 5]}}, "sampling_params.stop"),
+        ({"input_ids": [1], "sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
+        ({"input_ids": [1], "sampling_params": {"logit_bias": {"1": 2}}}, "sampling_params.logit_bias"),
+        ({"input_ids": [1, 99], "stream": True}, "token id 99"),
+        ({"input_ids": [1], "stream": "yes"}, "stream"),
         ({"text": "hello"}, "text"),
         ({"input_ids": [1], "logprob_start_len": 1, "return_logprob": True}, "logprob_start_len must be below"),
         ({"input_ids": [[1], [2]], "rid": ["a"]}, "rid lists 1 names for 2 prompts"),
@@ -361,12 +367,61 @@ def test_an_aborted_request_is_answered_with_its_tokens_so_far(client: Client) -
     assert second.result(DEADLINE_S)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_a_client_that_hangs_up_frees_its_row(client: Client) -> None:
-    body = json.dumps({"input_ids": [7], "sampling_params": LONG}).encode()
+def stream(client: Client, **body: Any) -> list[str]:
+    """The events of a streamed reply."""
+    status, answer = client.call("POST", "/generate", json.dumps({**body, "stream": True}).encode())
+    assert status == 200
+    *events, end = answer.decode().split("\n\n")
+    assert end == "" and all(event.startswith("data: ") for event in events)
+    return [event.removeprefix("data: ") for event in events]
+
+
+def test_a_stream_brings_longer_and_longer_beginnings_of_the_answer(client: Client) -> None:
+    body = {"input_ids": [7, 9], "sampling_params": {"max_new_tokens": 40, "ignore_eos": True, "sampling_seed": 3}}
+    *events, done = stream(client, **body, return_logprob=True, rid="mine")
+    assert done == "[DONE]"
+    chunks = [json.loads(event) for event in events]
+    whole = client.generate(**body, return_logprob=True)
+    lengths = [len(chunk["output_ids"]) for chunk in chunks]
+    assert len(lengths) > 1 and lengths == sorted(set(lengths)) and lengths[-1] == 40
+    for chunk, length in zip(chunks, lengths, strict=True):
+        meta = chunk["meta_info"]
+        assert chunk["output_ids"] == whole["output_ids"][:length]
+        assert meta["output_token_logprobs"] == whole["meta_info"]["output_token_logprobs"][:length]
+        assert (meta["id"], meta["completion_tokens"]) == ("mine", length)
+        assert meta["weight_versions"] == [{"version": "1.0", "start": 0, "end": length}]
+    reasons = [chunk["meta_info"]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + [{"type": "length", "length": 40}]
+
+
+def test_a_stream_of_several_answers_says_whose_each_chunk_is(client: Client) -> None:
+    listed = [{"max_new_tokens": 5 * count, "n": 2, "ignore_eos": True, "sampling_seed": count} for count in (1, 6)]
+    body = {"input_ids": [[7], [8]], "sampling_params": listed, "rid": ["a", "b"]}
+    *events, _ = stream(client, **body)
+    last = {(chunk := json.loads(event))["index"]: chunk for event in events}
+    whole = client.generate(**body)
+    assert [last[index]["output_ids"] for index in range(4)] == [answer["output_ids"] for answer in whole]
+    assert [last[index]["meta_info"]["id"] for index in range(4)] == ["a", "a", "b", "b"]
+
+
+@pytest.mark.parametrize("streamed", [b"true", b"false"])
+def test_a_client_that_hangs_up_on_several_answers_ends_all_of_them(client: Client, streamed: bytes) -> None:
+    sampling = json.dumps({**LONG, "n": 3}).encode()
+    body = b'{"input_ids": [7], "stream": %b, "sampling_params": %b}' % (streamed, sampling)
     with socket.create_connection(("127.0.0.1", client.port), DEADLINE_S) as connection:
         connection.sendall(raw_request(body))
-        wait_until(lambda: client.info()["running"] == 1, "the request to run")
-    wait_until(lambda: client.info()["running"] == 0, "the request to be aborted")
+        wait_until(lambda: client.info()["running"] == 3, "the requests to run")
+        if streamed == b"true":
+            assert connection.recv(100)
+    wait_until(lambda: client.info()["running"] == 0, "the requests to be aborted")
+
+
+def test_an_aborted_stream_ends_with_the_reason(client: Client) -> None:
+    streaming = client.pool.submit(lambda: stream(client, input_ids=[7], sampling_params=LONG, rid="mine"))
+    wait_until(lambda: client.info()["running"] == 1, "the request to run")
+    client.post("/abort_request", {"rid": "mine"})
+    *events, done = streaming.result(DEADLINE_S)
+    assert json.loads(events[-1])["meta_info"]["finish_reason"]["type"] == "abort" and done == "[DONE]"
 
 
 def test_a_paused_server_is_not_ready_and_new_requests_wait(client: Client) -> None:
@@ -574,13 +629,16 @@ def test_a_failed_engine_answers_everyone_and_reports_itself(directories: list[P
         client = served.client
         client.post("/pause_generation", {})
         waiting = client.pool.submit(lambda: client.post("/generate", {"input_ids": [7]}))
-        wait_until(lambda: client.info()["queued"] == 1, "the request to queue")
+        streaming = client.pool.submit(lambda: stream(client, input_ids=[7]))
+        wait_until(lambda: client.info()["queued"] == 2, "the requests to queue")
         client.post("/continue_generation", {})
         with pytest.raises(RuntimeError, match="the device is gone"):
             served.run(served.server.wait_ended())
         status, answer = waiting.result(DEADLINE_S)
         assert status == 503
         assert "the device is gone" in answer["error"]["message"]
+        event, done = streaming.result(DEADLINE_S)
+        assert "the device is gone" in json.loads(event)["error"]["message"] and done == "[DONE]"
         assert client.get("/health")[0] == 503
         assert client.post("/generate", {"input_ids": [7]})[0] == 503
 

@@ -20,14 +20,15 @@ def draw(rows: list[SamplingParams], logits: torch.Tensor, uniforms: torch.Tenso
     return sample_tokens(logits, batch, uniforms)
 
 
-def exact_distribution(temperature: float, top_p: float, top_k: int) -> list[float]:
-    """By a slow loop in double precision: take tokens in order of probability while both limits allow."""
+def exact_distribution(temperature: float, top_p: float, top_k: int, min_p: float) -> list[float]:
+    """By a slow loop in double precision: take tokens in order of probability while all limits allow."""
     weights = [math.exp(logit / temperature) for logit in LOGITS]
     probabilities = [weight / sum(weights) for weight in weights]
     kept = [0.0] * len(LOGITS)
     mass = 0.0
     for rank, token in enumerate(sorted(range(len(LOGITS)), key=lambda token: -probabilities[token])):
-        if mass >= top_p or (top_k != -1 and rank >= top_k):
+        is_rare = probabilities[token] < min_p * max(probabilities)
+        if mass >= top_p or (top_k != -1 and rank >= top_k) or is_rare:
             break
         kept[token] = probabilities[token]
         mass += probabilities[token]
@@ -35,16 +36,28 @@ def exact_distribution(temperature: float, top_p: float, top_k: int) -> list[flo
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k"),
-    [(1.0, 1.0, -1), (0.5, 1.0, -1), (2.0, 1.0, 3), (1.0, 0.7, -1), (1.5, 0.9, 4), (1.0, 0.3, -1), (1.0, 1.0, 100)],
+    ("temperature", "top_p", "top_k", "min_p"),
+    [
+        (1.0, 1.0, -1, 0.0),
+        (0.5, 1.0, -1, 0.0),
+        (2.0, 1.0, 3, 0.0),
+        (1.0, 0.7, -1, 0.0),
+        (1.5, 0.9, 4, 0.0),
+        (1.0, 0.3, -1, 0.0),
+        (1.0, 1.0, 100, 0.0),
+        (1.0, 1.0, -1, 0.1),
+        (2.0, 1.0, -1, 0.3),
+        (1.0, 0.8, 6, 0.2),
+        (1.0, 1.0, -1, 1.0),
+    ],
 )
-def test_draws_follow_the_truncated_distribution(temperature: float, top_p: float, top_k: int) -> None:
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+def test_draws_follow_the_truncated_distribution(temperature: float, top_p: float, top_k: int, min_p: float) -> None:
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     uniforms = torch.tensor([TokenUniforms.of(seed).at(9) for seed in range(NUM_DRAWS)])  # of answers to one prompt
     logits = torch.tensor([LOGITS]).expand(NUM_DRAWS, -1)
     token_ids, logprobs = draw([params] * NUM_DRAWS, logits, uniforms)
     counts = token_ids.bincount(minlength=len(LOGITS)).tolist()
-    for count, probability in zip(counts, exact_distribution(temperature, top_p, top_k), strict=True):
+    for count, probability in zip(counts, exact_distribution(temperature, top_p, top_k, min_p), strict=True):
         deviation = math.sqrt(NUM_DRAWS * probability * (1 - probability))
         assert abs(count - NUM_DRAWS * probability) <= 5 * deviation  # zero deviation: never, or always, drawn
     untruncated = torch.log_softmax(torch.tensor(LOGITS) / temperature, dim=-1)
@@ -66,6 +79,7 @@ def test_a_row_draws_the_same_token_whatever_its_neighbours_ask_for() -> None:
         {"top_k": 3},
         {"temperature": 0},
         {"temperature": 0.3, "top_p": 0.9},
+        {"min_p": 0.2},
     ]
     rows = [SamplingParams(**kinds[index % len(kinds)]) for index in range(64)]
     together, logprobs_together = draw(rows, logits, uniforms)
@@ -105,6 +119,15 @@ def test_no_uniform_number_draws_a_token_without_probability(
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.1}, "top_p .* got 1.1"),
         ({"top_k": 0}, "top_k must be at least 1, or -1 .* got 0"),
+        ({"min_p": 1.5}, r"min_p must be in \[0, 1\], got 1.5"),
+        ({"min_p": math.nan}, "min_p .* got nan"),
+        ({"frequency_penalty": 2.5}, r"frequency_penalty must be in \[-2, 2\], got 2.5"),
+        ({"presence_penalty": math.inf}, "presence_penalty .* got inf"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty must be in \(0, 2\], 1 for none, got 0.0"),
+        ({"min_new_tokens": -1}, "min_new_tokens must be in .* got -1"),
+        ({"min_new_tokens": 5, "max_new_tokens": 4}, r"\[0, max_new_tokens\], which is 4, got 5"),
+        ({"stop": ("a",) * 33}, "stop may list 32 strings, got 33"),
+        ({"stop": ("a", "")}, "stop has an empty string"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
     ],
 )

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
 
@@ -61,6 +62,22 @@ def save_tiny_model(
     return directory
 
 
+def add_tokenizer(directory: Path) -> Path:
+    """A tokenizer.json in which token 10 * n + m is the letter n followed by the digit m."""
+    vocabulary = {text_of(token_id): token_id for token_id in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=text_of(0)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(".."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return directory
+
+
+def text_of(token_id: int) -> str:
+    """What `add_tokenizer` makes of one token."""
+    return f"{chr(ord('a') + token_id // 10)}{token_id % 10}"
+
+
 def load_reference(directory: Path) -> Any:
     """The model as transformers runs it."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -84,9 +101,14 @@ def reference_logprobs(
     model: Any, prompt: Sequence[int], output_ids: Sequence[int], *, temperature: float = 1.0
 ) -> Tensor:
     """[len(output_ids)] log-probability of each output token by one forward pass over everything before it."""
+    return _picked(reference_logits(model, prompt, output_ids), output_ids, temperature=temperature)
+
+
+def reference_logits(model: Any, prompt: Sequence[int], output_ids: Sequence[int]) -> Tensor:
+    """[len(output_ids), VOCAB_SIZE] float32, what each output token was drawn from."""
     with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *output_ids]])).logits[0].float()
-    return _picked(logits[len(prompt) - 1 : -1], output_ids, temperature=temperature)
+        logits: Tensor = model(torch.tensor([[*prompt, *output_ids]])).logits[0].float()
+    return logits[len(prompt) - 1 : -1]
 
 
 def reference_logprobs_over_cache(

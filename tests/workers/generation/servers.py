@@ -9,7 +9,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from corral.experiments.config.rollout import EngineConfig, SglangConfig, WeightsConfig
+from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangConfig, WeightsConfig
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.trial.secrets import Secret
 from corral.experiments.worker_specs import GenerationServerSpec
@@ -74,6 +74,15 @@ class Client:
         assert status == 200, answer
         return answer
 
+    def stream(self, input_ids: Any, **sampling: Any) -> list[Any]:
+        """The chunks of a streamed answer."""
+        body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, "stream": True}
+        status, answer = self.call("POST", "/generate", body)
+        assert status == 200, answer
+        *chunks, done = [event.removeprefix("data: ") for event in answer.split("\n\n") if event]
+        assert done == "[DONE]"
+        return [json.loads(chunk) for chunk in chunks]
+
     def start(self, input_ids: Any, **sampling: Any) -> "Future[Any]":
         return self.pool.submit(lambda: self.generate(input_ids, **sampling))
 
@@ -122,8 +131,9 @@ def serving(
     *,
     probe_timeout_s: float = 60.0,
     transport_config: WeightsConfig = WeightsConfig(),  # noqa: B008 - it is frozen
+    flags: Mapping[str, FlagValue] | None = None,
 ) -> Iterator[Served]:
-    """A backend with version 0.0; what it prints is in `folder`."""
+    """A backend with version 0.0; what it prints is in `folder`, `flags` are SGLang's."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -140,7 +150,7 @@ def serving(
     if kind == "hf":
         backend: GenerationBackend = embedded(weights)
     else:
-        backend = sglang(weights, folder, updates, probe_timeout_s=probe_timeout_s)
+        backend = sglang(weights, folder, updates, flags=flags or {}, probe_timeout_s=probe_timeout_s)
     client = None
     try:
         url = run(backend.start())
@@ -174,10 +184,14 @@ def server_spec(weights: Path, **sglang: Any) -> GenerationServerSpec:
     return GenerationServerSpec(index=0, backend="sglang", initial_weights=weights, engine=engine, sglang=config)
 
 
-def sglang(weights: Path, folder: Path, updates: WeightUpdates, **config: Any) -> SglangBackend:
-    # Else the server says only every 40 tokens how many requests it runs.
+def sglang(
+    weights: Path, folder: Path, updates: WeightUpdates, *, flags: Mapping[str, FlagValue], **config: Any
+) -> SglangBackend:
+    spec = server_spec(weights, **config)
+    # Else the server says only every 40 tokens how many requests it runs. Unchecked: a trial may not set all of them.
+    unchecked = spec.sglang.model_copy(update={"flags": {"decode-log-interval": 1, **flags}})
     settings = SglangSettings(
-        spec=server_spec(weights, flags={"decode-log-interval": 1}, **config),
+        spec=spec.model_copy(update={"sglang": unchecked}),
         address=LOOPBACK,
         api_key=Secret(API_KEY),
         admin_key=Secret(ADMIN_KEY),

@@ -4,6 +4,7 @@ The reference is transformers, one forward pass at a time. The last tests are of
 """
 
 import asyncio
+import math
 import shutil
 import signal
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+import torch
 
 from corral.experiments.config.rollout import SamplingConfig
 from corral.workers.checkpoint.manifest import write_manifest
@@ -23,10 +25,12 @@ from corral.workers.generation.weight_updates import WeightsTornError
 from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.partial_rollout import PartialAnswer
 from tests.workers.checkpoint.sealing import describe
+from tests.workers.engine.slow_penalties import penalize
 from tests.workers.engine.tiny_models import (
     EOS_TOKEN_ID,
     load_reference,
     reference_greedy,
+    reference_logits,
     reference_logprobs,
     reference_logprobs_over_cache,
     save_tiny_model,
@@ -112,6 +116,59 @@ def test_the_logprobs_of_sampled_tokens_are_those_of_the_tempered_distribution(
         assert logprobs_of(answer) == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
 
+def test_penalties_are_those_of_a_slow_loop_over_the_output(served: Served, references: list[Any]) -> None:
+    penalties = {"frequency_penalty": 0.8, "presence_penalty": -1.5}
+    sampling = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True, **penalties}
+    for prompt, answer in zip([SHORT, LONG], served.client.generate([SHORT, LONG], **sampling), strict=True):
+        ids = answer["output_ids"]
+        # SGLang, unless its overlap schedule is off, counts a token one step late, and the prompt's last one first.
+        counted = [prompt[-1], *ids] if isinstance(served.backend, SglangBackend) else ids
+        logits = reference_logits(references[0], prompt, ids).tolist()
+        penalized = torch.tensor([penalize(row, counted[:index], **penalties) for index, row in enumerate(logits)])
+        assert ids == penalized.argmax(dim=-1).tolist() != reference_greedy(references[0], prompt, max_new_tokens=24)
+        expected = torch.log_softmax(penalized, dim=-1).max(dim=-1).values
+        assert logprobs_of(answer) == pytest.approx(expected.tolist(), abs=TOLERANCE)
+
+
+def test_min_p_leaves_out_what_is_rare_and_the_logprobs_as_they_are(served: Served, references: list[Any]) -> None:
+    answer = served.client.generate(LONG, max_new_tokens=400, temperature=1.5, min_p=0.2, ignore_eos=True)
+    logits = reference_logits(references[0], LONG, answer["output_ids"]) / 1.5
+    logprobs = torch.log_softmax(logits, dim=-1)
+    drawn = torch.tensor(logprobs_of(answer))
+    assert (drawn >= logprobs.max(dim=-1).values + math.log(0.2) - TOLERANCE).all()
+    chosen = torch.tensor(answer["output_ids"]).unsqueeze(-1)
+    torch.testing.assert_close(drawn, logprobs.gather(-1, chosen).squeeze(-1), atol=TOLERANCE, rtol=0)
+    assert (drawn < logprobs.max(dim=-1).values - TOLERANCE).any()
+
+
+def test_a_stream_brings_longer_and_longer_beginnings_of_the_answer(served: Served, references: list[Any]) -> None:
+    chunks = served.client.stream(SHORT, max_new_tokens=40, temperature=0, ignore_eos=True)
+    whole = reference_greedy(references[0], SHORT, max_new_tokens=40)
+    lengths = [len(chunk["output_ids"]) for chunk in chunks]
+    assert len(lengths) > 1 and lengths == sorted(set(lengths)) and lengths[-1] == 40
+    assert [chunk["output_ids"] for chunk in chunks] == [whole[:length] for length in lengths]
+    assert [len(logprobs_of(chunk)) for chunk in chunks] == lengths
+    assert [chunk["meta_info"]["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 40}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_p": 1.5},
+        {"frequency_penalty": 2.5},
+        {"presence_penalty": -2.5},
+        {"repetition_penalty": 0.0},
+        {"min_new_tokens": 9, "max_new_tokens": 8},
+        {"stop": "a"},  # there is no tokenizer
+    ],
+)
+def test_a_request_out_of_range_is_refused_by_the_name_of_its_field(served: Served, wrong: dict[str, Any]) -> None:
+    body = {"input_ids": SHORT, "sampling_params": {"max_new_tokens": 8, **wrong}}
+    status, answer = served.client.call("POST", "/generate", body)
+    assert status == 400 and next(iter(wrong)) in answer["error"]["message"]
+
+
 def test_an_answer_ends_with_the_token_that_stops_it(served: Served, references: list[Any]) -> None:
     whole = reference_greedy(references[0], SHORT, max_new_tokens=12)
     wanted = next(token for token in whole[2:] if token not in whole[:2] and token != EOS_TOKEN_ID)
@@ -133,7 +190,8 @@ def test_the_models_own_end_stops_an_answer_unless_it_is_to_be_ignored(served: S
         else:
             assert EOS_TOKEN_ID not in ids and len(ids) == 400
     assert any(answer["meta_info"]["finish_reason"]["type"] == "stop" for answer in first)
-    ignored = served.client.generate(SHORT, max_new_tokens=400, temperature=1.0, ignore_eos=True)
+    every_token = {"stop_token_ids": list(range(EOS_TOKEN_ID))}
+    ignored = served.client.generate(SHORT, max_new_tokens=400, temperature=1.0, ignore_eos=True, **every_token)
     assert len(ignored["output_ids"]) == 400
 
 

@@ -1,0 +1,83 @@
+"""What SGLang does only with a tokenizer, or only without its overlap schedule, is what the embedded engine does.
+
+A trial always starts SGLang without the one, and with the other by default; here its flags say otherwise.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.engine.slow_penalties import penalize
+from tests.workers.engine.tiny_models import (
+    EOS_TOKEN_ID,
+    add_tokenizer,
+    load_reference,
+    reference_greedy,
+    reference_logits,
+    save_tiny_model,
+    text_of,
+)
+from tests.workers.generation.servers import Served, serving
+
+pytestmark = pytest.mark.slow  # the start of SGLang, and its compiler for one penalty: half a minute of computing
+PROMPTS = [[7, 31, 15, 8], [(3 * index) % 60 for index in range(37)]]
+FLAGS = {"skip-tokenizer-init": False, "disable-overlap-schedule": True}
+GREEDY = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_tokenizer(save_tiny_model(tmp_path_factory.mktemp("model") / "v0"))
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Any:
+    return load_reference(model)
+
+
+@pytest.fixture(scope="module", params=["hf", "sglang"])
+def served(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(request.param, model, tmp_path_factory.mktemp("server"), flags=FLAGS) as served:
+        yield served
+
+
+def test_an_answer_ends_with_the_token_that_completes_a_stop_string(served: Served, reference: Any) -> None:
+    for prompt in PROMPTS:
+        whole = reference_greedy(reference, prompt, max_new_tokens=40)
+        text = [text_of(token_id) for token_id in whole]
+        stop = text[20][1:] + text[21] + text[22][:1]
+        end = next(end for end in range(41) if stop in "".join(text[:end]))
+        for wanted in (stop, ["nowhere", stop]):
+            answer = served.client.generate(prompt, **GREEDY, stop=wanted)
+            assert answer["output_ids"] == whole[:end]
+            assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+
+
+def test_no_stop_token_comes_before_its_time(served: Served) -> None:
+    stops = list(range(20, EOS_TOKEN_ID))
+    sampling = {"max_new_tokens": 400, "temperature": 5.0, "min_new_tokens": 30, "stop_token_ids": stops}
+    for answer in served.client.generate([PROMPTS[0]] * 4, **sampling):
+        ids = answer["output_ids"]
+        assert len(ids) > 30 and not {*stops, EOS_TOKEN_ID}.intersection(ids[:-1])
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": ids[-1]}
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [{"frequency_penalty": 0.8, "presence_penalty": -1.5}, {"repetition_penalty": 1.7}, {"repetition_penalty": 0.6}],
+)
+def test_penalties_are_those_of_a_slow_loop_over_the_output(
+    served: Served, reference: Any, penalties: dict[str, float]
+) -> None:
+    for prompt, answer in zip(PROMPTS, served.client.generate(PROMPTS, **GREEDY, **penalties), strict=True):
+        ids = answer["output_ids"]
+        logits = reference_logits(reference, prompt, ids).tolist()
+        penalized = torch.tensor([penalize(row, ids[:index], **penalties) for index, row in enumerate(logits)])
+        assert ids == penalized.argmax(dim=-1).tolist()
+        expected = torch.log_softmax(penalized, dim=-1).max(dim=-1).values.tolist()
+        assert [logprob for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]] == pytest.approx(
+            expected, abs=1e-4
+        )
