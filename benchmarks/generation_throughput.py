@@ -1,20 +1,23 @@
-"""Tokens per CPU second of the embedded engine, beside transformers.generate and the model's matrix products alone.
+"""Tokens per CPU second of the embedded engine, beside transformers.generate, SGLang, and matrix products alone.
 
     OMP_NUM_THREADS=1 python benchmarks/generation_throughput.py
 
-One process, one thread, one random Qwen2 of 3.4 M parameters, prompts of 32 tokens, 128 new tokens each, sampled at
-temperature 1. Engine and transformers take turns, so that both see the same machine; a ratio is the median of the
-ratios of the rounds. CPU seconds are steady on a busy machine, wall seconds are what a user waits for. All answers
-have one length here: with answers of several lengths generate() would go on computing rows that have ended.
+One thread, one random Qwen2 of 3.4 M parameters, prompts of 32 tokens, 128 new tokens each, sampled at temperature 1.
+The engine and transformers run in this process; SGLang, where it is installed, is a server as a trial starts it, asked
+over HTTP. All take turns, so that they see the same machine; a ratio is the median of the ratios of the rounds. CPU
+seconds are steady on a busy machine, wall seconds are what a user waits for. All answers have one length here: with
+answers of several lengths generate() would go on computing rows that have ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from corral.experiments.config.rollout import SglangConfig
+from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
 from corral.workers.engine.engine import DTYPES, GenerationEngine, GenerationRequest, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.sglang_server import MeasuredSglang, serving_sglang  # noqa: E402 - found through the line above
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 128
@@ -56,10 +64,13 @@ def save_random_model(directory: Path) -> None:
     auto_class.from_config(config).save_pretrained(directory)
 
 
-def measure(run: Callable[[], object], *, num_tokens: int) -> Speed:
-    cpu, wall = time.process_time(), time.perf_counter()
+def measure(
+    run: Callable[[], object], *, num_tokens: int, cpu_seconds: Callable[[], float] = time.process_time
+) -> Speed:
+    """cpu_seconds: used so far by the process that computes."""
+    cpu, wall = cpu_seconds(), time.perf_counter()
     run()
-    return Speed(cpu=num_tokens / (time.process_time() - cpu), wall=num_tokens / (time.perf_counter() - wall))
+    return Speed(cpu=num_tokens / (cpu_seconds() - cpu), wall=num_tokens / (time.perf_counter() - wall))
 
 
 def run_engine(engine: GenerationEngine, prompts: torch.Tensor, *, temperature: float) -> list[list[int]]:
@@ -96,51 +107,92 @@ def run_linears(model: Any, batch_size: int) -> None:
                 linear(inputs[linear.in_features])
 
 
-def compare(engine: GenerationEngine, model: Any, *, batch_size: int, num_rounds: int) -> str:
+def compare(
+    engine: GenerationEngine, model: Any, sglang: MeasuredSglang | None, *, batch_size: int, num_rounds: int
+) -> str:
     """One line of the table."""
     prompts = torch.randint(0, VOCAB_SIZE, (batch_size, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
-    is_same = run_engine(engine, prompts, temperature=0) == run_transformers(
-        model, prompts, temperature=0
-    )  # warms up too
     num_tokens = batch_size * NEW_TOKENS
-    rounds = []
+    greedy = run_engine(engine, prompts, temperature=0)  # warms up too
+    is_same = greedy == run_transformers(model, prompts, temperature=0)
+    if sglang is not None:
+        sglang.generate(prompts.tolist(), max_new_tokens=NEW_TOKENS, temperature=1.0)
+    rounds: dict[str, list[Speed]] = {name: [] for name in ("engine", "transformers", "sglang", "linears")}
     for _ in range(num_rounds):
-        rounds.append(
-            (
-                measure(lambda: run_engine(engine, prompts, temperature=1.0), num_tokens=num_tokens),
-                measure(lambda: run_transformers(model, prompts, temperature=1.0), num_tokens=num_tokens),
-                measure(lambda: run_linears(model, batch_size), num_tokens=num_tokens),
-            )
+        rounds["engine"].append(measure(lambda: run_engine(engine, prompts, temperature=1.0), num_tokens=num_tokens))
+        rounds["transformers"].append(
+            measure(lambda: run_transformers(model, prompts, temperature=1.0), num_tokens=num_tokens)
         )
+        if sglang is not None:
+            rounds["sglang"].append(measure_sglang(sglang, prompts))
+        rounds["linears"].append(measure(lambda: run_linears(model, batch_size), num_tokens=num_tokens))
+    return table_line(rounds, batch_size=batch_size, is_same=is_same)
 
-    def median(value: Callable[[Speed, Speed, Speed], float]) -> float:
-        return statistics.median(value(*one) for one in rounds)
 
-    return (
-        f"{batch_size:5d} | {median(lambda e, t, g: e.cpu):11,.0f} {median(lambda e, t, g: e.wall):11,.0f} | "
-        f"{median(lambda e, t, g: t.cpu):11,.0f} {median(lambda e, t, g: t.wall):11,.0f} | "
-        f"{median(lambda e, t, g: e.cpu / t.cpu):9.2f} {median(lambda e, t, g: e.wall / t.wall):9.2f} | "
-        f"{median(lambda e, t, g: e.cpu / g.cpu):12.2f} | {'yes' if is_same else 'NO'}"
+def measure_sglang(sglang: MeasuredSglang, prompts: torch.Tensor) -> Speed:
+    return measure(
+        lambda: sglang.generate(prompts.tolist(), max_new_tokens=NEW_TOKENS, temperature=1.0),
+        num_tokens=len(prompts) * NEW_TOKENS,
+        cpu_seconds=sglang.cpu_seconds,
     )
+
+
+def table_line(rounds: dict[str, list[Speed]], *, batch_size: int, is_same: bool) -> str:
+    def median(name: str, clock: str) -> str:
+        values = [getattr(speed, clock) for speed in rounds[name]]
+        return f"{statistics.median(values):8,.0f}" if values else f"{'-':>8}"
+
+    def ratio(name: str) -> str:
+        pairs = zip(rounds["engine"], rounds[name], strict=False)
+        ratios = [engine.cpu / other.cpu for engine, other in pairs]
+        return f"{statistics.median(ratios):12.2f}" if ratios else f"{'-':>12}"
+
+    speeds = " | ".join(f"{median(name, 'cpu')} {median(name, 'wall')}" for name in rounds)
+    ratios = " ".join(ratio(name) for name in ("transformers", "sglang", "linears"))
+    return f"{batch_size:5d} | {speeds} | {ratios} | {'yes' if is_same else 'NO'}"
+
+
+def print_head() -> None:
+    names = ("engine", "transformers", "SGLang", "linears alone")
+    print("tokens per second of CPU time and of wall time; the engine's per CPU second divided by that of the others")
+    print("      | " + " | ".join(f"{name:>17}" for name in names) + " |      engine divided by that of        | same")
+    columns = " | ".join(f"{'CPU':>8} {'wall':>8}" for _ in names)
+    print(f"batch | {columns} | {'transformers':>12} {'SGLang':>12} {'linears':>12} | greedy")
+
+
+@contextmanager
+def sglang_if_installed(model: Path, *, dtype: str) -> Iterator[MeasuredSglang | None]:
+    """None, and a line that says why, where there is no SGLang."""
+    try:
+        version = sglang_version(sglang_python(SglangConfig()))
+    except ValueError as error:
+        print(f"without SGLang: {error}")
+        yield None
+        return
+    print(f"SGLang {version}: its scheduler alone is counted, not its processes that speak HTTP")
+    with serving_sglang(model, model, dtype=dtype, max_running_requests=max(BATCH_SIZES)) as server:
+        yield server
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Tokens per second of the embedded engine beside transformers.generate"
+        description="Tokens per second of the embedded engine beside transformers.generate and SGLang"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="turns that engine and transformers take per batch size")
+    parser.add_argument("--rounds", type=int, default=5, help="turns that all of them take per batch size")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="of weights, cache and activations")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory:
-        save_random_model(Path(directory))
-        engine = GenerationEngine(Path(directory), dtype=arguments.dtype)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        save_random_model(directory)
+        engine = GenerationEngine(directory, dtype=arguments.dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[arguments.dtype])
         model.eval()
-    print("      |    engine, tokens per s |  transformers, tokens/s |   engine/transformers | engine/      | same")
-    print("batch |   CPU second        wall |   CPU second        wall |       CPU      wall | linears, CPU | greedy")
-    for batch_size in BATCH_SIZES:
-        print(compare(engine, model, batch_size=batch_size, num_rounds=arguments.rounds), flush=True)
+        with sglang_if_installed(directory, dtype=arguments.dtype) as sglang:
+            print_head()
+            for batch_size in BATCH_SIZES:
+                line = compare(engine, model, sglang, batch_size=batch_size, num_rounds=arguments.rounds)
+                print(line, flush=True)
 
 
 if __name__ == "__main__":
