@@ -3,6 +3,7 @@
 A trial always starts SGLang without the one, and with the other by default; here its flags say otherwise.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,10 @@ def served(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
         yield served
 
 
+def logprobs_of(answer: Any) -> list[float]:
+    return [logprob for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]]
+
+
 def test_an_answer_ends_with_the_token_that_completes_a_stop_string(served: Served, reference: Any) -> None:
     for prompt in PROMPTS:
         whole = reference_greedy(reference, prompt, max_new_tokens=40)
@@ -78,6 +83,15 @@ def test_penalties_are_those_of_a_slow_loop_over_the_output(
         penalized = torch.tensor([penalize(row, ids[:index], **penalties) for index, row in enumerate(logits)])
         assert ids == penalized.argmax(dim=-1).tolist()
         expected = torch.log_softmax(penalized, dim=-1).max(dim=-1).values.tolist()
-        assert [logprob for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]] == pytest.approx(
-            expected, abs=1e-4
-        )
+        assert logprobs_of(answer) == pytest.approx(expected, abs=1e-4)
+
+
+def test_min_p_leaves_out_what_is_rare_and_the_logprobs_as_they_are(served: Served, reference: Any) -> None:
+    answer = served.client.generate(PROMPTS[1], max_new_tokens=400, temperature=1.5, min_p=0.2, ignore_eos=True)
+    logits = reference_logits(reference, PROMPTS[1], answer["output_ids"]) / 1.5
+    logprobs = torch.log_softmax(logits, dim=-1)
+    drawn = torch.tensor(logprobs_of(answer))
+    assert (drawn >= logprobs.max(dim=-1).values + math.log(0.2) - 1e-4).all()
+    chosen = torch.tensor(answer["output_ids"]).unsqueeze(-1)
+    torch.testing.assert_close(drawn, logprobs.gather(-1, chosen).squeeze(-1), atol=1e-4, rtol=0)
+    assert (drawn < logprobs.max(dim=-1).values - 1e-4).any()
