@@ -20,6 +20,7 @@ _COARSE_NATS = 0.5
 """bfloat16 keeps 8 bits: logits between 16 and 32 lie 1/8 apart, and a rare token collects several such steps. Rounded
 weights are as coarse."""
 _TEMPERATURE_SHARE = 0.5  # of the squared differences: 0.5 to 1 for temperatures up to 2.5 times off, 0.0 for rounding
+_LASTING_SHARE = 0.5  # of the tokens from the first one on: one token of many that stands out says nothing of a place
 _MOST_ROUNDING_NATS = 0.05  # mean over tokens: 0.03 was measured in bfloat16, and wrong weights give more than 0.1
 
 
@@ -99,10 +100,10 @@ def _whereabouts(gap: LogprobGap) -> Iterator[str]:
             f"in {gap.num_answers_beyond} of {gap.num_answers} answers only: one of several servers, or one kind of "
             "prompt"
         )
-    if gap.num_answers_beyond and gap.onset > 0:
+    if gap.onset > 0 and gap.share_from_onset > _LASTING_SHARE:
         yield (
-            f"every answer begins with {gap.onset} tokens or more that agree: keys and values kept from other weights, "
-            "or positions"
+            f"those answers begin with {gap.onset} tokens or more that agree, and then do not: keys and values kept "
+            "from other weights, or positions"
         )
 
 

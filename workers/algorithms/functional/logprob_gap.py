@@ -57,15 +57,20 @@ class ComparedTokens:
 
     def sums(self, *, threshold: float) -> dict[str, float]:
         """What adds up over ranks."""
-        difference, size = self.difference, np.abs(self.difference)
-        effect = self.recomputed + self.entropy
+        difference = self.difference
+        size, effect = np.abs(difference), self.recomputed + self.entropy
+        is_beyond = size > threshold
+        answers, first = self._first_beyond(is_beyond)
+        ends = np.searchsorted(self.answer, answers, side="right")
         return {
             "tokens": float(len(size)),
             "unequal": float(np.count_nonzero(size)),
             "difference": float(size.sum()),
             "kl": float(self.kl().sum()),
-            "answers": float(len(np.unique(self.answer))),
-            "answers_beyond": float(len(np.unique(self.answer[size > threshold]))),
+            "answers": float(np.count_nonzero(np.diff(self.answer, prepend=-1))),
+            "answers_beyond": float(len(answers)),
+            "beyond": float(np.count_nonzero(is_beyond)),
+            "from_onset": float((ends - first).sum()),
             "squares": float(np.square(difference).sum()),
             "effect_squares": float(np.square(effect).sum()),
             "effect_products": float((effect * difference).sum()),
@@ -73,17 +78,21 @@ class ComparedTokens:
 
     def maxima(self, *, threshold: float) -> dict[str, float]:
         """What the largest over ranks is of interest of; a minimum is the largest of its negative."""
+        difference = self.difference
+        size = np.abs(difference)
+        answers, first = self._first_beyond(size > threshold)
+        onsets = first - np.searchsorted(self.answer, answers)
         return {
-            _DIFFERENCE: float(np.abs(self.difference).max(initial=0.0)),
-            _NEGATIVE: float((-self.difference).max(initial=0.0)),
-            _ONSET: -self._onset(threshold=threshold),
+            _DIFFERENCE: float(size.max(initial=0.0)),
+            _NEGATIVE: float((-difference).max(initial=0.0)),
+            _ONSET: -float(onsets.min(initial=np.iinfo(np.int32).max)),
         }
 
-    def _onset(self, *, threshold: float) -> float:
-        """How many compared tokens of an answer agree before its first that does not: the least over the answers."""
-        starts = np.searchsorted(self.answer, self.answer)  # where the answer of each token begins
-        within = np.arange(len(self.answer)) - starts
-        return float(within[np.abs(self.difference) > threshold].min(initial=np.iinfo(np.int32).max))
+    def _first_beyond(self, is_beyond: npt.NDArray[np.bool_]) -> tuple[Integers, Integers]:
+        """The answers with such a token, and the place of the first one of each."""
+        places = np.flatnonzero(is_beyond)
+        answers, first = np.unique(self.answer[places], return_index=True)
+        return answers, places[first]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +114,9 @@ class LogprobGap:
     num_answers_beyond: int
     """Answers with a token that differs by more than the threshold."""
     onset: int
-    """Tokens of an answer that agree before the first one that does not; the fewest over those answers."""
+    """Compared tokens of an answer before the first such token; the fewest over those answers."""
+    share_from_onset: float
+    """Share of such tokens among those that come after the first of their answer, with it; 0 without any."""
     temperature_ratio: float
     """The trainer's temperature divided by the one that would explain the differences best."""
     explained_by_temperature: float
@@ -126,6 +137,7 @@ class LogprobGap:
             num_answers=int(sums["answers"]),
             num_answers_beyond=int(sums["answers_beyond"]),
             onset=int(-maxima[_ONSET]),
+            share_from_onset=sums["beyond"] / max(sums["from_onset"], 1.0),
             temperature_ratio=1.0 + products / effect if effect > 0.0 else 1.0,
             explained_by_temperature=products**2 / (effect * squares) if effect * squares > 0.0 else 0.0,
         )
