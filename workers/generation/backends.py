@@ -4,6 +4,7 @@ GenerationServerSpec.backend ──► "hf": EmbeddedBackend      "sglang": Sgla
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.scheduling.policy_version import INITIAL_VERSION
@@ -25,25 +26,10 @@ def make_backend(
 
 
 def _embedded(spec: GenerationServerSpec, context: WorkerContext, *, seed: int) -> GenerationBackend:
-    import torch  # seconds to import, which only the process that generates has to pay
-
-    from corral.workers.engine.engine import GenerationEngine
-    from corral.workers.generation.embedded import EmbeddedBackend
-
-    def load_engine() -> GenerationEngine:
-        return GenerationEngine(
-            spec.initial_weights,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            dtype=spec.engine.dtype,
-            quantization=spec.engine.quantization,
-            max_running_requests=spec.engine.max_running_requests,
-            max_total_tokens=spec.engine.max_total_tokens,
-            seed=seed,
-            version=str(INITIAL_VERSION),
-        )
+    from corral.workers.generation.embedded import EmbeddedBackend, load_engine  # torch, which takes seconds to import
 
     return EmbeddedBackend(
-        load_engine,
+        partial(load_engine, spec, seed=seed),
         api_key=context.secrets.http_api_key.reveal(),
         admin_key=context.secrets.http_admin_key.reveal(),
         address=context.address,

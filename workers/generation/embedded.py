@@ -7,13 +7,30 @@ new weights ──prepare: read and built beside the old ones──► /update_w
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from transformers.utils import logging as transformers_logging
 
+from corral.experiments.worker_specs import GenerationServerSpec
+from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.http_api import EngineServer
 from corral.workers.engine.progress import Progress
 from corral.workers.engine.weights import WeightsRejectedError
 from corral.workers.generation.http_calls import ServerError
+
+
+def load_engine(spec: GenerationServerSpec, *, seed: int) -> GenerationEngine:
+    """The engine that a plan describes, with its initial weights, on the GPU that this process sees or else the CPU."""
+    return GenerationEngine(
+        spec.initial_weights,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        dtype=spec.engine.dtype,
+        quantization=spec.engine.quantization,
+        max_running_requests=spec.engine.max_running_requests,
+        max_total_tokens=spec.engine.max_total_tokens,
+        seed=seed,
+        version=str(INITIAL_VERSION),
+    )
 
 
 class EmbeddedBackend:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -23,9 +23,8 @@ from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangCon
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.trial.secrets import Secret
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.workers.engine.engine import GenerationEngine
 from corral.workers.generation.backend import GenerationBackend
-from corral.workers.generation.embedded import EmbeddedBackend
+from corral.workers.generation.embedded import EmbeddedBackend, load_engine
 from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.sglang import SglangBackend, SglangSettings
 from corral.workers.generation.weight_updates import WeightUpdates
@@ -169,25 +168,27 @@ def serving(
 
 
 def embedded(weights: Path) -> EmbeddedBackend:
+    spec = server_spec("hf", weights)
     return EmbeddedBackend(
-        lambda: GenerationEngine(weights, version="0.0", max_running_requests=16, max_total_tokens=16384),
+        lambda: load_engine(spec, seed=1),
         api_key=API_KEY,
         admin_key=ADMIN_KEY,
         address=LOOPBACK,
     )
 
 
-def server_spec(weights: Path, **sglang: Any) -> GenerationServerSpec:
-    """Of a server of SGLang."""
-    config = SglangConfig.model_validate({"python": sglang_python(SglangConfig()), **sglang})
+def server_spec(backend: Literal["hf", "sglang"], weights: Path, **sglang: Any) -> GenerationServerSpec:
+    """A small server; the settings of SGLang are of a server of SGLang."""
+    python = sglang_python(SglangConfig()) if backend == "sglang" else None
+    config = SglangConfig.model_validate({"python": python, **sglang})
     engine = EngineConfig(max_running_requests=16, max_total_tokens=16384)
-    return GenerationServerSpec(index=0, backend="sglang", initial_weights=weights, engine=engine, sglang=config)
+    return GenerationServerSpec(index=0, backend=backend, initial_weights=weights, engine=engine, sglang=config)
 
 
 def sglang(
     weights: Path, folder: Path, updates: WeightUpdates, *, flags: Mapping[str, FlagValue], **config: Any
 ) -> SglangBackend:
-    spec = server_spec(weights, **config)
+    spec = server_spec("sglang", weights, **config)
     # Else the server says only every 40 tokens how many requests it runs. Unchecked: a trial may not set all of them.
     unchecked = spec.sglang.model_copy(update={"flags": {"decode-log-interval": 1, **flags}})
     settings = SglangSettings(

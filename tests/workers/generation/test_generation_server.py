@@ -44,7 +44,7 @@ class Rig:
         self.trial.create()
         self.trial.start_attempt_logs(0)
         TrialSecrets.create(self.trial.secrets_path)
-        spec = server_spec(folder / "model", python=str(python), **sglang)
+        spec = server_spec("sglang", folder / "model", python=str(python), **sglang)
         self.plan = make_plan(self.trial.path, model_workers=1).model_copy(update={"workers": [spec]})
         self.keys = TrialKeys(self.plan.trial.uuid)
         self.names = MemoryNameService(MemoryStore())

@@ -21,7 +21,7 @@ from tests.workers.generation.servers import server_spec
 
 def command(flags: dict[str, Any] | None = None, *, with_gpu: bool = True) -> list[str]:
     return sglang_command(
-        server_spec(Path("/models/a"), python="/opt/sglang/bin/python", flags=flags or {}),
+        server_spec("sglang", Path("/models/a"), python="/opt/sglang/bin/python", flags=flags or {}),
         host="10.0.0.7",
         port=4711,
         seed=5,
