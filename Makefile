@@ -12,7 +12,7 @@ TEST_PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup sglang setup-slurm demo recipes test test-all test-slurm test-fast lint typecheck docs bench damage clean
+.PHONY: setup sglang setup-slurm demo recipes quantized test test-all test-slurm test-fast lint typecheck docs bench damage clean
 
 setup: $(STAMP)  ## create .venv and install corral with its development tools
 
@@ -35,6 +35,9 @@ demo: setup  ## train a tiny language model to add: SFT, then asynchronous GRPO,
 
 recipes: setup  ## train every recipe on this machine, and say in one table whether each moves what it should
 	@$(BIN)/python -m corral.experiments.recipes.run_all
+
+quantized: setup  ## train with makers that round their weights beside makers that do not: some 25 minutes
+	$(BIN)/python benchmarks/quantized_makers.py
 
 test: setup sglang setup-slurm lint typecheck  ## what must hold; what CI runs
 	CORRAL_REQUIRE_SLURM=1 $(PYTEST) -m 'not slow'

@@ -1,16 +1,18 @@
 """Makers with int8 weights beside makers in float32, with and without the correction: the same recipe, several seeds.
 
-    python benchmarks/quantized_makers.py [--seeds 1 2 3] [--makers float32 int8-corrected int8-uncorrected]
+    python benchmarks/quantized_makers.py [--seeds 1 2 3] [--makers float32 int8-corrected]
 
     arithmetic_sft.yaml ──export──► arithmetic_grpo.yaml, each maker x each seed ──metrics.jsonl──► one table
 
-The trainer is in float32 everywhere, and held-out problems are answered by its weights. The correction is truncated
-importance sampling (docs/algorithms.md). Without it, the loss takes each token for one that the trainer's present
-weights have sampled: neither the maker's rounding nor the token's age is weighed. No setting of corral's leaves both
-out; so that loss is here. Trials that are found finished are not run again, and seeds can be added to a table. To be
-started in the repository's root. Two trials at a time want two cores each; a trial takes some two and a half minutes.
+The trainer is in float32 everywhere, and held-out problems are answered by its weights. The first two makers are those
+of the recipe, whose answers are a version old; the correction is truncated importance sampling (docs/algorithms.md).
 
-Errors are standard errors of the mean over seeds.
+No setting of corral's leaves the correction out, so a loss is here that takes every token for one that the trainer's
+present weights have sampled. That leaves out what the token's age changes, too, which is a far larger error: so the
+last two makers are compared on answers of the present version (rollout.max_head_offpolicyness: 0).
+
+Trials that are found finished are not run again, so that seeds can be added to a table. To be started in the
+repository's root; a trial takes some two and a half minutes of two cores. Errors are standard errors over seeds.
 """
 
 import argparse
@@ -33,10 +35,14 @@ from corral.workers.backends.token_scores import TokenScores  # noqa: E402
 
 SFT_RECIPE, GRPO_RECIPE = "arithmetic_sft.yaml", "arithmetic_grpo.yaml"
 
+_FRESH = "rollout.max_head_offpolicyness=0"
+
 MAKERS: Mapping[str, Sequence[str]] = {
     "float32": (),
     "int8-corrected": ("engine.quantization=int8", "ppo.behav_imp_weight_mode=truncate"),
-    "int8-uncorrected": (
+    "float32-fresh": (_FRESH,),
+    "int8-fresh-uncorrected": (
+        _FRESH,
         "engine.quantization=int8",
         "ppo.use_decoupled_loss=false",
         "ppo.loss=benchmarks.quantized_makers:uncorrected",

@@ -1,11 +1,15 @@
 """The recipes that ship: they load, they fit a laptop, and the reference of keys is up to date."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks import quantized_makers
+from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.documentation import configuration_reference
+from corral.experiments.experiment import Experiment
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.recipes.run_all import (
     AFTER_SFT,
@@ -27,7 +31,7 @@ _RECIPES = all_recipes()
 _REFERENCE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
-def _plan(recipe: Path, folder: Path) -> RunPlan:
+def _load(recipe: Path, folder: Path, *more: str) -> Experiment:
     write_inputs(folder)
     examples = example_paths(recipe)
     for name in examples.values():
@@ -36,7 +40,11 @@ def _plan(recipe: Path, folder: Path) -> RunPlan:
             (folder / name).write_text(pairs(count) if "preferences" in name else rows(count))
     paths = {key: folder / (UNTRAINED if name == AFTER_SFT else name) for key, name in examples.items()}
     overrides = [f"{key}={path}" for key, path in paths.items()]
-    experiment = load_experiment(recipe, overrides)
+    return load_experiment(recipe, [*overrides, *more])
+
+
+def _plan(recipe: Path, folder: Path) -> RunPlan:
+    experiment = _load(recipe, folder)
     assert list(experiment.find_warnings()) == []
     identity = TrialIdentity(experiment=experiment.name, trial="t", uuid="0" * 32, directory=folder)
     return make_run_plan(experiment, identity, "local")
@@ -81,6 +89,40 @@ def test_the_table_of_recipes_says_which_number_went_where_it_should(tmp_path: P
         "a.yaml  it falls    2.000   1.500  61 s  yes",
         "b.yaml  it rises    2.000   1.500  1 s   NO",
         "c.yaml  it rises    -       -      2 s   FAILED",
+    ]
+
+
+def test_makers_of_the_comparison_differ_in_what_they_round_and_what_the_loss_weighs(tmp_path: Path) -> None:
+    [recipe] = [recipe for recipe in _RECIPES if recipe.name == quantized_makers.GRPO_RECIPE]
+    seen = {}
+    for maker, overrides in quantized_makers.MAKERS.items():
+        experiment = _load(recipe, tmp_path, *overrides)
+        assert isinstance(experiment, AsyncPPOExperiment)
+        weighs = experiment.ppo.behav_imp_weight_mode if experiment.ppo.use_decoupled_loss else "nothing"
+        is_warned_of = any("engine.quantization" in warning for warning in experiment.find_warnings())
+        age = experiment.rollout.max_head_offpolicyness
+        seen[maker] = (experiment.engine.quantization, age, weighs, is_warned_of)
+    assert seen == {
+        "float32": (None, 1, "drop", False),
+        "int8-corrected": ("int8", 1, "truncate", False),
+        "float32-fresh": (None, 0, "drop", False),
+        "int8-fresh-uncorrected": ("int8", 0, "nothing", True),
+    }
+
+
+def test_the_table_of_makers_is_of_trials_that_came_to_their_end(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    steps = [{"rewards/mean": 0.5, "gap/mean": 0.01, "gap/max": 0.25}, {"rewards/mean": 0.7}]
+    evaluations = [{"eval/reward/mean": 0.5}, {"eval/reward/mean": 0.9}]
+    lines = [json.dumps(line) for line in (evaluations[0], *steps, evaluations[1])]
+    metrics.write_text("\n".join(lines[:3]))
+    assert quantized_makers.read_run(metrics, maker="int8", seed=2) is None
+    metrics.write_text("\n".join(lines))
+    run = quantized_makers.read_run(metrics, maker="int8", seed=2)
+    assert run is not None
+    assert quantized_makers.render([run, replace(run, seed=1, held_out=[0.5, 0.7])]).splitlines() == [
+        "MAKER  HELD-OUT REWARD BY SEED  MEAN          CURVE         LAST STEPS    GAP MEAN  GAP MAX",
+        "int8   1:0.700 2:0.900          0.800+-0.100  0.650+-0.050  0.600+-0.000  1.0e-02   2.5e-01",
     ]
 
 

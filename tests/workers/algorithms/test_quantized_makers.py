@@ -7,13 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.quantized_makers import uncorrected
 from corral.experiments.config.algorithm import PPOConfig
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.functional.policy_losses import behaviour_weights, ppo_clip
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.micro_batches import make_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices
 from corral.workers.engine.engine import GenerationEngine, GenerationRequest, SamplingParams
 from tests.workers.backends.training_helpers import make_sample, optimizer_config, save_tiny_model
@@ -63,6 +66,17 @@ def test_one_weight_corrects_for_the_age_of_a_token_and_for_the_rounding_of_its_
     torch.testing.assert_close(corrected, exact, atol=1e-9, rtol=1e-7)
     uncorrected = expected_gradient(proximal, maker, advantages, cap=cap, weighs=False)
     assert (uncorrected - exact).norm() > 0.05 * exact.norm()
+
+
+def test_the_loss_of_the_comparison_takes_every_token_for_one_of_the_present_weights() -> None:
+    sample = make_sample([[4]])
+    advantages = np.array([1.0, -2.0, 0.5], np.float32)
+    sample = sample.with_key("advantages", advantages)
+    [micro_batch] = make_micro_batches(sample, [[0]], count=1, device=torch.device("cpu"))
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    losses = uncorrected(TokenScores(logprobs, torch.zeros(3)), micro_batch, PPOConfig()).losses
+    losses.sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [-1.0, 2.0, -0.5]
 
 
 def scored_by(engine: GenerationEngine, sample: SequenceSample) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
