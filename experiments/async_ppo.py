@@ -18,7 +18,6 @@ from corral.experiments.checks import (
     check_sglang,
 )
 from corral.experiments.config.rollout import (
-    SGLANG_FLAGS_THAT_ROUND,
     EngineConfig,
     GenerationConfig,
     RolloutConfig,
@@ -65,7 +64,7 @@ class AsyncPPOExperiment(PolicyExperiment):
     @property
     def rounding_settings(self) -> tuple[str, ...]:
         """What makes answers those of rounded weights."""
-        flags = [f"sglang.flags.{name}" for name in SGLANG_FLAGS_THAT_ROUND if self.sglang.flags.get(name)]
+        flags = [f"sglang.flags.{name}" for name in self.sglang.rounding_flags]
         return (*flags, "engine.quantization") if self.engine.quantization is not None else tuple(flags)
 
     def initial_setup(self) -> ExperimentConfig:

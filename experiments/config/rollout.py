@@ -97,8 +97,8 @@ SGLANG_FLAGS_SET_HERE = frozenset(
     }
 )
 """Flags of SGLang that follow from the trial, or from another key of the configuration."""
-SGLANG_FLAGS_THAT_ROUND = ("kv-cache-dtype", "quantization")
-"""Flags of SGLang by which its answers are no longer those of the weights that it is given."""
+_SGLANG_FLAGS_THAT_ROUND = {"kv-cache-dtype": "auto", "quantization": "unquant"}
+"""Flags of SGLang by which its answers are no longer those of the weights that it is given, and what leaves them so."""
 _FLAG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 FlagValue = bool | int | float | str | list[int | float | str]
@@ -115,6 +115,12 @@ class SglangConfig(FrozenConfig):
     """A server that says nothing for so long, and is not taking over weights, is taken for hung, and started again."""
     max_restarts: int = Field(default=3, ge=0)
     """Restarts of a server that died or hung before its worker ends, which the supervisor then starts again; one that ran for `supervision.healthy_after_s` gets them all back."""  # noqa: E501
+
+    @property
+    def rounding_flags(self) -> list[str]:
+        """The flags by which answers are those of rounded weights, or of rounded keys and values."""
+        rounds = _SGLANG_FLAGS_THAT_ROUND.items()
+        return [name for name, exact in rounds if self.flags.get(name, False) not in (False, exact)]
 
     @field_validator("flags")
     @classmethod

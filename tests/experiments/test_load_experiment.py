@@ -178,6 +178,8 @@ def test_a_maker_that_rounds_is_warned_of_where_the_loss_does_not_weigh_for_it(
     overrides = (f"allocation={backend}:d1+fsdp:d1", rounds)
     assert list(_ppo(folder, *overrides).find_warnings()) == []
     [warning] = _ppo(folder, *overrides, "ppo.use_decoupled_loss=false").find_warnings()
+    as_is = ("allocation=sglang:d1+fsdp:d1", "sglang.flags={quantization: unquant, kv-cache-dtype: auto}")
+    assert list(_ppo(folder, *as_is, "ppo.use_decoupled_loss=false").find_warnings()) == []
     assert rounds.split("=")[0] in warning and "ppo.behav_imp_weight_mode to truncate" in warning
 
 
