@@ -114,7 +114,7 @@ class Rank:
         self._pipe = pipe
         self.cpu_s, self.read_bytes = 0.0, 0
 
-    async def save_weights(self, role: str, directory: Path) -> dict[str, FileEntry]:
+    async def save_weights(self, role: str, directory: Path, *, base: Path | None = None) -> dict[str, FileEntry]:
         return await asyncio.to_thread(self._ask, "weights", directory)
 
     async def save_state(self, role: str, directory: Path) -> dict[str, FileEntry]:

@@ -254,6 +254,11 @@ class Experiment(FrozenConfig):
         """Where the samples of a train step come from."""
         return "trajectories" if self.generates else "dataset"
 
+    @property
+    def writes_deltas(self) -> bool:
+        """Whether published weights also say what has changed since the version before."""
+        return False
+
     def mesh_of(self, model: ModelName) -> Mesh:
         """The ranks of a model."""
         return self.meshes[model.role]
@@ -381,6 +386,7 @@ class Experiment(FrozenConfig):
             control=self.control,
             initial_weights={role.role: role.model.path for role in roles if role.role in changed},
             published_role=self.roles[0],
+            writes_deltas=self.writes_deltas,
             shape_by_role={role: shape for role, shape in shapes.items() if shape is not None},
             declared_keys=declared_keys,
             meshes=meshes,

@@ -135,6 +135,8 @@ class MasterWorkerSpec(FrozenConfig):
     """Weights of version 0 of every role that is trained."""
     published_role: str
     """The one of them whose weights are published: servers answer with them, and exports are copies of them."""
+    writes_deltas: bool = False
+    """Whether each published version says beside its files what has changed since the one before."""
     shape_by_role: dict[str, TransformerShape] = {}
     """Sizes of each role's model, by which work is balanced; a model whose config.json does not say them is missing."""
     declared_keys: tuple[Key, ...] = ()

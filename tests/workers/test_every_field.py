@@ -123,7 +123,8 @@ SHOWN_BY: Mapping[type, Mapping[str, str]] = {
     | dict.fromkeys(("version", "reports"), REPORTS),
     Evaluate: {"mfc": LOOKED_AT, "uids": LOOKED_AT, "reports": REPORTS},
     Reallocate: dict.fromkeys(("source", "target", "eta"), MOVED_WEIGHTS),
-    SaveWeights: dict.fromkeys(("role", "directory"), IN_TURN),
+    SaveWeights: dict.fromkeys(("role", "directory"), IN_TURN)
+    | {"base": f"{MODELS}::weights_lead_from_a_version_before_to_the_present_one"},
     SaveCheckpoint: dict.fromkeys(("role", "directory"), IN_TURN),
     Flush: {
         "level": f"{FLUSHES}::a_later_level_does_not_overtake_an_earlier_one",

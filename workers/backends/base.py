@@ -125,11 +125,17 @@ class TrainEngine(Protocol[ScoresT_co]):
     def onload(self) -> None:
         """Bring back what `offload` moved; nothing happens if it is here."""
 
-    def save_weights(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> dict[str, FileEntry]:
+    def save_weights(
+        self, directory: Path, *, base: Path | None = None, on_progress: Callable[[], None] = no_progress
+    ) -> dict[str, FileEntry]:
         """Write the weights in Hugging Face's format: safetensors, config and tokenizer files.
 
         Every rank writes some of the files; all of them together are the model. What is returned is on disk. With
         adapters, the folder `adapter` has them in peft's format besides.
+
+        Args:
+            base: an earlier version that `save_weights` wrote, under a manifest: each weight file that differs little
+                from the same one there has a delta beside it.
 
         Returns:
             The files that this rank wrote, by name.

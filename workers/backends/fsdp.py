@@ -6,6 +6,7 @@ sample ─► micro-batches ─► packed forward ─► loss_fn ─► backward
                               │ finite ─► clip ─► optimizer ─► weights finite? │ not finite ─► nothing changes, counted
 """
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -41,9 +42,12 @@ from corral.workers.backends.offload import Offloaded, offload, own_parameters, 
 from corral.workers.backends.optimizers import make_optimizer, set_learning_rate
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local, reshard, shard, take_over, whole
+from corral.workers.backends.weight_deltas import WeightBase
 from corral.workers.backends.weight_files import as_stored, write_weights
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 from corral.workers.data.sequence_sample import SequenceSample
+
+logger = logging.getLogger(__name__)
 
 _SKIPPED = {"train/skipped_nonfinite": 0.0, "train/skipped_empty": 0.0, "train/skipped_early_stop": 0.0}
 
@@ -100,6 +104,7 @@ class FSDPEngine:
         self.num_parameters, self.num_trained = count_parameters(self._model)
         of_all_ranks = context.sum_over_ranks({"sum_of_frozen": float(sum_of_frozen(self._model))})
         self._sum_of_frozen = fold_sums(of_all_ranks["sum_of_frozen"])
+        self._has_told_of_deltas = False
         self._companions: dict[str, bytes] = {}
         self._adapter_config: bytes | None = None
         if lora is not None:
@@ -230,16 +235,22 @@ class FSDPEngine:
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
-    def save_weights(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> dict[str, FileEntry]:
+    def save_weights(
+        self, directory: Path, *, base: Path | None = None, on_progress: Callable[[], None] = no_progress
+    ) -> dict[str, FileEntry]:
         """See `TrainEngine.save_weights`."""
         directory.mkdir(parents=True, exist_ok=True)
+        weight_base = WeightBase.of(base) if base is not None else None
         files = write_weights(
             directory,
             as_stored(self.model, self.export_weights(), dtype=self._compute_dtype),
             rank=self.context.place,
             num_ranks=self.context.world_size,
+            base=weight_base,
             on_progress=on_progress,
         )
+        if weight_base is not None:
+            self._tell_of_missing_deltas(weight_base)
         for name, content in self._companions.items():
             files[name] = write_durable(directory / name, [content])
         if self._adapter_config is not None:
@@ -248,6 +259,15 @@ class FSDPEngine:
                 files |= write_adapter(directory, adapter, self._adapter_config, on_progress=on_progress)
         fsync_directory(directory)
         return files
+
+    def _tell_of_missing_deltas(self, base: WeightBase) -> None:
+        """Once: whoever asked for deltas, and trains what changes everywhere, should know that they save nothing."""
+        if base.given_up and not self._has_told_of_deltas:
+            self._has_told_of_deltas = True
+            name, reason = next(iter(base.given_up.items()))
+            logger.warning(
+                "%s has no delta from %s, and the like is not said again: %s", name, base.directory.name, reason
+            )
 
     def save_state(
         self,

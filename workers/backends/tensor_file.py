@@ -7,7 +7,7 @@ The format is https://huggingface.co/docs/safetensors: the header's length (u64)
 
 import ctypes
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -37,11 +37,15 @@ def write_tensors(
     tensors: Mapping[str, Tensor],
     *,
     metadata: Mapping[str, str] | None = None,
+    on_piece: Callable[[memoryview], None] | None = None,
     on_progress: Callable[[], None] = no_progress,
 ) -> FileEntry:
     """Writes tensors of any device as a new safetensors file, and forces it to disk.
 
     One tensor at a time is brought to the host, and made contiguous.
+
+    Args:
+        on_piece: is shown all bytes of the file in order, a whole tensor at a time, each valid during the call only.
 
     Raises:
         ValueError: if a tensor's type has no name in the format.
@@ -49,7 +53,15 @@ def write_tensors(
     # Wide elements first: then each tensor begins at a multiple of its own element's size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header = _header({name: tensors[name] for name in names}, metadata or {})
-    return write_durable(path, chain([header], _values(tensors[name] for name in names)), on_progress=on_progress)
+    pieces = chain([memoryview(header)], _values(tensors[name] for name in names))
+    shown = pieces if on_piece is None else _shown(pieces, on_piece)
+    return write_durable(path, shown, on_progress=on_progress)
+
+
+def _shown(pieces: Iterable[memoryview], to: Callable[[memoryview], None]) -> Iterator[memoryview]:
+    for piece in pieces:
+        to(piece)
+        yield piece
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

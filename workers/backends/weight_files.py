@@ -4,6 +4,7 @@
                                                                        └─ another rank's: let go
     one shard:   model.safetensors
     several:     model-00001-of-00003.safetensors ...   and, by rank 0, model.safetensors.index.json
+    with a base: model.safetensors.delta beside each, where little has changed since: see weight_deltas.py
 
 All ranks see the same names and sizes in the same order, so each knows the whole index, and nothing is said between
 them. A rank holds two shards at most: the one that is written, and the one that grows meanwhile.
@@ -12,7 +13,7 @@ them. A rank holds two shards at most: the one that is written, and the one that
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -24,10 +25,13 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from corral.workers.backends.tensor_file import write_tensors
+from corral.workers.backends.weight_deltas import WeightBase
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
+from corral.workers.checkpoint.file_delta import DELTA_SUFFIX
 
 MAX_SHARD_BYTES: Final = 2**30  # small enough that every rank of a large model's mesh has files to write
 _NUMBERED: Final = re.compile(r".*?\.\d+(?=\.)")
+_ONLY_FILE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 
 
@@ -58,6 +62,7 @@ def write_weights(
     rank: int,
     num_ranks: int,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    base: WeightBase | None = None,
     on_progress: Callable[[], None] = no_progress,
 ) -> dict[str, FileEntry]:
     """Writes this rank's files of a model, and says which they are.
@@ -66,21 +71,23 @@ def write_weights(
         weights: the same on every rank; read to its end whatever happens to the files, since it may be a collective.
         rank: among those that write, of which there are `num_ranks`.
         max_shard_bytes: of the tensors of one file; a larger tensor has a file of its own.
+        base: the version before, which deltas lead from; None writes none.
 
     Raises:
         OSError: the first file that could not be written, once `weights` has ended.
     """
     shards = _Shards(max_shard_bytes)
-    parts: dict[int, Future[FileEntry]] = {}
+    parts: dict[int, Future[_Part]] = {}
     growing: dict[str, Tensor] = {}
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights") as writer:
 
         def write(shard: int) -> None:
             wait(parts.values())
             if growing:
-                parts[shard] = writer.submit(
-                    write_tensors, directory / _part_name(shard), dict(growing), on_progress=on_progress
-                )
+                part = (
+                    directory / f".model-{shard + 1:05d}.part"
+                )  # hidden: no part of the content until it has its name
+                parts[shard] = writer.submit(_write_part, part, dict(growing), shard, base, on_progress)
                 growing.clear()
 
         for name, tensor in weights:
@@ -94,8 +101,7 @@ def write_weights(
         write(shards.last)
     files: dict[str, FileEntry] = {}
     for shard, part in parts.items():
-        files[shards.file_name(shard)] = part.result()
-        os.rename(directory / _part_name(shard), directory / shards.file_name(shard))
+        files |= part.result().take_name(directory / shards.file_name(shard))
     if rank == 0 and shards.last > 0:
         files[_INDEX] = write_durable(directory / _INDEX, [shards.index()])
     return files
@@ -122,9 +128,7 @@ class _Shards:
 
     def file_name(self, shard: int) -> str:
         """Only known when all tensors have their place: it tells how many files there are."""
-        if self.last == 0:
-            return "model.safetensors"
-        return f"model-{shard + 1:05d}-of-{self.last + 1:05d}.safetensors"
+        return _ONLY_FILE if self.last == 0 else f"{_name_begins(shard)}{self.last + 1:05d}.safetensors"
 
     def index(self) -> bytes:
         """Where a reader finds each tensor, as transformers and SGLang read it."""
@@ -132,5 +136,42 @@ class _Shards:
         return json.dumps({"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}, indent=2).encode()
 
 
-def _part_name(shard: int) -> str:
-    return f".model-{shard + 1:05d}.part"  # hidden: no part of the content until it has its name
+def _name_begins(shard: int) -> str:
+    return f"model-{shard + 1:05d}-of-"
+
+
+def _file_of_shard(files: Iterable[str], shard: int) -> str | None:
+    """The file of another version with the same tensors as this one's shard, if both are cut into as many."""
+    for name in files:
+        if name.startswith(_name_begins(shard)) and name.endswith(".safetensors"):
+            return name
+        if name == _ONLY_FILE and shard == 0:
+            return name
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A file that was written, and its delta if it has one; both get their names later."""
+
+    path: Path
+    entry: FileEntry
+    delta_entry: FileEntry | None
+
+    def take_name(self, path: Path) -> dict[str, FileEntry]:
+        os.rename(self.path, path)
+        if self.delta_entry is None:
+            return {path.name: self.entry}
+        delta = f"{path.name}{DELTA_SUFFIX}"
+        os.rename(f"{self.path}{DELTA_SUFFIX}", path.with_name(delta))
+        return {path.name: self.entry, delta: self.delta_entry}
+
+
+def _write_part(
+    path: Path, tensors: Mapping[str, Tensor], shard: int, base: WeightBase | None, on_progress: Callable[[], None]
+) -> _Part:
+    name = None if base is None else _file_of_shard(base.files, shard)
+    if base is None or name is None:
+        return _Part(path, write_tensors(path, tensors, on_progress=on_progress), None)
+    delta_path = path.with_name(f"{path.name}{DELTA_SUFFIX}")
+    return _Part(path, *base.write_with_delta(name, tensors, path, delta_path, on_progress=on_progress))

@@ -99,8 +99,17 @@ class DurableState:
         directory = parts.trial.weights_path / weights_name(version)
         await self._disk.run(directory.mkdir, mode=0o700)
         with parts.presence.during("write weights", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
-            files = await parts.gang.save_weights(self._published_role, directory)
+            files = await parts.gang.save_weights(self._published_role, directory, base=self._base())
             self._written = await self._disk.run(self._seal, directory, files, version)
+
+    def _base(self) -> Path | None:
+        """What deltas lead from, where they are wanted: the version that the present weights were trained from.
+
+        Guarantee: it is of the lineage, since it is what this epoch wrote last, or what it began with. The weights that
+        a trial begins with have no manifest, and the first version no deltas.
+        """
+        is_sealed = self._written is not None or self._checkpoint() is not None
+        return self.weights if self._parts.spec.writes_deltas and is_sealed else None
 
     def _seal(self, directory: Path, files: Mapping[str, FileEntry], version: PolicyVersion) -> SealedDirectory:
         self._parts.writer.check()  # a master that was replaced publishes nothing: its successor has the say

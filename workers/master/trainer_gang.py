@@ -153,9 +153,9 @@ class TrainerGang:
         """Free the tensors of samples that were trained on, where they are, with the next message to each rank."""
         self._client.attach({self._workers[rank]: ClearDataCache(uids=uids) for rank, uids in uids_by_rank.items()})
 
-    async def save_weights(self, role: str, directory: Path) -> dict[str, FileEntry]:
-        """Write a role's weights in Hugging Face format; the files, which are on disk then."""
-        request = SaveWeights(role=role, directory=str(directory))
+    async def save_weights(self, role: str, directory: Path, *, base: Path | None = None) -> dict[str, FileEntry]:
+        """Write a role's weights in Hugging Face format, with deltas from `base`; the files, which are on disk then."""
+        request = SaveWeights(role=role, directory=str(directory), base="" if base is None else str(base))
         return _files(await self.start(dict.fromkeys(self._spec.mesh(ModelName(role)).ranks, request)))
 
     async def save_state(self, role: str, directory: Path) -> dict[str, FileEntry]:

@@ -206,8 +206,9 @@ class ModelWorker(Worker):
                 self._models.reallocate(request)
                 return OkReply()
             case SaveWeights():
+                base = Path(request.base) if request.base else None
                 return FilesReply(
-                    files=self._models.save_weights(request.role, Path(request.directory), on_progress=beat)
+                    files=self._models.save_weights(request.role, Path(request.directory), base=base, on_progress=beat)
                 )
             case SaveCheckpoint():
                 return FilesReply(

@@ -147,9 +147,11 @@ class Models:
         """Move the model of a call to host memory."""
         self._models[self._calls[call_name].model_name].engine.offload()
 
-    def save_weights(self, role: str, directory: Path, *, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
-        """Write this rank's files of a role's weights in Hugging Face format."""
-        return self._of_role(role).engine.save_weights(directory, on_progress=on_progress)
+    def save_weights(
+        self, role: str, directory: Path, *, base: Path | None = None, on_progress: Callable[[], None]
+    ) -> dict[str, FileEntry]:
+        """Write this rank's files of a role's weights in Hugging Face format, and what leads to them from `base`."""
+        return self._of_role(role).engine.save_weights(directory, base=base, on_progress=on_progress)
 
     def save_state(self, role: str, directory: Path, *, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
         """Write this rank's pieces of what a role's training resumes from."""

@@ -166,6 +166,8 @@ class SaveWeights(MessageBody, frozen=True, tag="save_weights"):
 
     role: str
     directory: str
+    base: str = ""
+    """Directory of the version before, where there is one and deltas from it are wanted."""
 
 
 class SaveCheckpoint(MessageBody, frozen=True, tag="save_checkpoint"):

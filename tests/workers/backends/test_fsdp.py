@@ -20,6 +20,7 @@ from corral.workers.backends.learning_rate import learning_rate
 from corral.workers.backends.micro_batches import MicroBatch, plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.token_scores import TokenScores
+from corral.workers.checkpoint.manifest import write_manifest
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.training_helpers import (
     load_reference,
@@ -298,6 +299,28 @@ def test_bfloat16_compute_keeps_float32_masters_and_publishes_bfloat16(model_dir
     engine.save_state(tmp_path / "state")
     assert {t.dtype for t in read_weights(tmp_path / "weights").values()} == {torch.bfloat16}
     assert {t.dtype for t in read_weights(tmp_path / "state").values()} == {torch.float32}
+
+
+def test_bfloat16_weights_have_deltas_and_of_float32_ones_it_is_said_once_that_they_would_save_nothing(
+    model_directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    deltas: dict[str, list[bool]] = {"float32": [], "bfloat16": []}
+    for dtype, has_delta in deltas.items():
+        engine = FSDPEngine(
+            model_directory,
+            context=ParallelContext(),
+            optimizer=optimizer_config(lr=1e-6),
+            compute_dtype=getattr(torch, dtype),
+        )
+        write_manifest(tmp_path / dtype / "0", engine.save_weights(tmp_path / dtype / "0"), {})
+        for step in (1, 2):
+            engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
+            directory = tmp_path / dtype / str(step)
+            files = engine.save_weights(directory, base=directory.with_name(str(step - 1)))
+            write_manifest(directory, files, {})
+            has_delta.append("model.safetensors.delta" in files)
+    assert deltas == {"float32": [False, False], "bfloat16": [True, True]}
+    assert caplog.text.count("too much has changed") == 1
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])

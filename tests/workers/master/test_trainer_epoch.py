@@ -236,6 +236,35 @@ def test_the_digest_of_their_manifest_is_published_with_the_weights(
     assert seen[3][1].startswith("step-") and seen[3][2] == seen[2][2]  # a commit's second name of the same manifest
 
 
+@pytest.mark.parametrize("writes_deltas", [True, False])
+def test_deltas_lead_from_what_the_weights_were_trained_from_and_never_from_an_orphan(
+    writes_deltas: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path, "control.commit_every_steps=2")
+    workers = [
+        worker.model_copy(update={"writes_deltas": writes_deltas}) if worker.kind == "master_worker" else worker
+        for worker in plan.workers
+    ]
+    plan = plan.model_copy(update={"workers": workers})
+
+    def die(name: str) -> None:
+        if name == "train_step" and len(lost.trained) == 3:
+            raise KilledError
+
+    lost, next_one = Gang(at_call=die), Gang()
+    with pytest.raises(KilledError):
+        run_master(plan, trial, lost, monkeypatch)
+    assert "v00000003-e1" in {path.name for path in trial.weights_path.iterdir()}
+    assert run_master(plan, trial, next_one, monkeypatch) == WorkerExit.DONE
+    names = [base and base.relative_to(trial.path).as_posix() for base in (*lost.bases, *next_one.bases)]
+    if not writes_deltas:
+        assert set(names) == {None}
+        return
+    assert names[:3] == [None, "weights/v00000001-e1", "weights/v00000002-e1"]  # the trial's own weights have none
+    commit = next_one.loaded[0].relative_to(trial.path).as_posix()
+    assert names[3:] == [commit, "weights/v00000003-e2", "weights/v00000004-e2"]
+
+
 def test_a_master_that_was_replaced_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, trial = trial_of(tmp_path)
 

@@ -68,6 +68,8 @@ class Gang:
     """Every call that evaluated, with its rows."""
     trained: list[tuple[str, ...]] = field(default_factory=list)
     """Every batch that was tried, in order."""
+    bases: list[Path | None] = field(default_factory=list)
+    """What deltas of each version of the weights were to lead from."""
     loaded: list[Path] = field(default_factory=list)
     """Weights that each epoch started from."""
     workers: tuple[str, ...] = ("model_worker/0",)
@@ -143,8 +145,9 @@ class Gang:
     def host_by_rank(self) -> dict[int, str]:
         return {0: "here"}
 
-    async def save_weights(self, role: str, directory: Path) -> dict[str, FileEntry]:
+    async def save_weights(self, role: str, directory: Path, *, base: Path | None = None) -> dict[str, FileEntry]:
         self.at_call("save_weights")
+        self.bases.append(base)
         file = await asyncio.to_thread(write_durable, directory / "model.safetensors", [b"weights"])
         return {"model.safetensors": file}
 

@@ -21,6 +21,8 @@ from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.train_state import Numbers
 from corral.workers.checkpoint.durable_file import no_progress
+from corral.workers.checkpoint.file_delta import read_header
+from corral.workers.checkpoint.manifest import write_manifest
 from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample, key_specs
 from corral.workers.lifecycle.worker import BadConfigurationError
 from corral.workers.model.data_store import DataStore
@@ -148,6 +150,19 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(folder: P
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
     assert not all(torch.equal(expected[name], tensor) for name, tensor in read_weights(folder / "first").items())
+
+
+def test_weights_lead_from_a_version_before_to_the_present_one(folder: Path) -> None:
+    models = models_of(folder, filled_store())
+    initialize(models, folder / "actor")
+    for name in ("before", "now"):
+        (folder / name).mkdir()
+    files = models.save_weights("actor", folder / "before", on_progress=no_progress)
+    write_manifest(folder / "before", files, {})
+    files = models.save_weights("actor", folder / "now", base=folder / "before", on_progress=no_progress)
+    assert files["model.safetensors.delta"].size < 0.02 * files["model.safetensors"].size  # nothing was trained
+    with open(folder / "now" / "model.safetensors.delta", "rb") as delta:
+        assert read_header(delta).result == files["model.safetensors"]
 
 
 def test_a_new_epoch_loads_what_is_trained_and_keeps_what_is_only_read(folder: Path) -> None:
