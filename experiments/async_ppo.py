@@ -58,6 +58,10 @@ class AsyncPPOExperiment(PolicyExperiment):
     generates: ClassVar[bool] = True
 
     @property
+    def writes_deltas(self) -> bool:
+        return self.weights.transport == "delta"
+
+    @property
     def generation(self) -> GenerationConfig:
         return self.rollout
 
@@ -143,6 +147,11 @@ class AsyncPPOExperiment(PolicyExperiment):
 
     def find_warnings(self) -> Iterator[str]:
         yield from super().find_warnings()
+        if self.writes_deltas and self.actor.dtype == "float32":
+            yield (
+                "weights.transport: delta saves nothing with actor.dtype: float32, of which a train step changes every "
+                "value; set actor.dtype: bfloat16, or weights.transport: shared_memory"
+            )
         if self.rounding_settings and not self.ppo.use_decoupled_loss:
             yield (
                 f"{' and '.join(self.rounding_settings)}: answers are of rounded weights, and without "

@@ -157,14 +157,24 @@ def test_settings_without_effect_are_named(folder: Path) -> None:
         f"evaluation.dataset.path={folder / 'train.jsonl'}",
         "ppo.use_decoupled_loss=false",
         "ppo.behav_imp_weight_cap=3.0",
+        "weights.transport=delta",
     )
     warnings = list(experiment.find_warnings())
     assert [
         word
-        for word in ("kl.coef is 0", "training data", "behav_imp_weight_cap")
+        for word in ("kl.coef is 0", "training data", "behav_imp_weight_cap", "delta saves nothing")
         if not any(word in w for w in warnings)
     ] == []
     assert list(_ppo(folder).find_warnings()) == []
+    assert list(_ppo(folder, "weights.transport=delta", "actor.dtype=bfloat16").find_warnings()) == []
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "delta", "disk"])
+def test_the_master_has_deltas_written_where_servers_take_them(folder: Path, transport: str) -> None:
+    setup = _ppo(folder, f"weights.transport={transport}").initial_setup()
+    [master] = [worker for worker in setup.workers if worker.kind == "master_worker"]
+    [server] = [worker for worker in setup.workers if worker.kind == "generation_server"]
+    assert (master.writes_deltas, server.weights.transport) == (transport == "delta", transport)
 
 
 @pytest.mark.parametrize(

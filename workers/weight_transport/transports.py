@@ -1,14 +1,15 @@
 """Which transport a plan asks for.
 
-weights.transport ──► "shared_memory": SharedMemoryTransport      "disk": DiskTransport
+weights.transport ──► "shared_memory", "delta": SharedMemoryTransport      "disk": DiskTransport
 """
 
 import logging
 
 from corral.experiments.config.rollout import WeightsConfig
+from corral.workers.weight_transport.deltas import fill_with_deltas
 from corral.workers.weight_transport.disk import DiskTransport
 from corral.workers.weight_transport.host_weights import HostWeights
-from corral.workers.weight_transport.shared_memory import SharedMemoryTransport
+from corral.workers.weight_transport.shared_memory import SharedMemoryTransport, fill_with_copies
 from corral.workers.weight_transport.transport import WeightTransport
 
 logger = logging.getLogger(__name__)
@@ -22,8 +23,9 @@ def make_transport(config: WeightsConfig, *, trial_uuid: str, worker: str) -> We
     """
     if config.transport == "disk":
         return DiskTransport()
+    fill = fill_with_deltas if config.transport == "delta" else fill_with_copies
     try:
-        return SharedMemoryTransport(HostWeights(config.host_directory, trial_uuid, owner=worker))
+        return SharedMemoryTransport(HostWeights(config.host_directory, trial_uuid, owner=worker), fill=fill)
     except OSError as error:
         logger.warning(
             "each server of this host reads weights from the shared file system, since %s cannot be used (%s); "

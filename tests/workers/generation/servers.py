@@ -11,8 +11,8 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -28,6 +28,7 @@ from corral.workers.generation.embedded import EmbeddedBackend, load_engine
 from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.sglang import SglangBackend, SglangSettings
 from corral.workers.generation.weight_updates import WeightUpdates
+from corral.workers.weight_transport.transport import WeightTransport
 from corral.workers.weight_transport.transports import make_transport
 
 API_KEY = "the key of those who generate"
@@ -103,6 +104,7 @@ class Served:
 
     backend: GenerationBackend
     client: Client
+    server_client: GenerationServerClient
     updates: WeightUpdates
     loop: asyncio.AbstractEventLoop
     log_path: Path
@@ -114,6 +116,14 @@ class Served:
     def bring_to(self, version: str, weights: Path, *, digest: str | None = None) -> None:
         """As the manager asks for it."""
         self.run(self.updates.bring_to(version=version, weights=weights, digest=digest, timeout_s=DEADLINE_S))
+
+    @contextmanager
+    def taking(self, transport: WeightTransport) -> Iterator["Served"]:
+        """The same server, brought to new weights by another transport."""
+        updates = WeightUpdates(self.server_client, transport)
+        updates.serves(self.backend, self.client.url)
+        with closing(transport):
+            yield replace(self, updates=updates)
 
     def start_running(self, prompts: list[list[int]], **sampling: Any) -> "list[Future[Any]]":
         """Requests that are surely being decoded."""
@@ -145,7 +155,8 @@ def serving(
 
     session = run(connect())
     transport = make_transport(transport_config, trial_uuid=uuid.uuid4().hex, worker="generation_server/0")
-    updates = WeightUpdates(GenerationServerClient(session, api_key=API_KEY, admin_key=ADMIN_KEY), transport)
+    server_client = GenerationServerClient(session, api_key=API_KEY, admin_key=ADMIN_KEY)
+    updates = WeightUpdates(server_client, transport)
     if kind == "hf":
         backend: GenerationBackend = embedded(weights)
     else:
@@ -155,7 +166,7 @@ def serving(
         url = run(backend.start())
         updates.serves(backend, url)
         client = Client(url)
-        yield Served(backend, client, updates, loop, folder / "sglang.log")
+        yield Served(backend, client, server_client, updates, loop, folder / "sglang.log")
     finally:
         run(backend.stop())
         run(session.close())

@@ -6,6 +6,7 @@ The reference is transformers, one forward pass at a time. The last tests are of
 import asyncio
 import shutil
 import signal
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from corral.experiments.config.rollout import SamplingConfig
+from corral.experiments.config.rollout import SamplingConfig, WeightsConfig
 from corral.workers.checkpoint.manifest import write_manifest
 from corral.workers.generation.backend import BackendLostError
 from corral.workers.generation.http_calls import ServerError
@@ -23,6 +24,9 @@ from corral.workers.generation.sglang import SglangBackend
 from corral.workers.generation.weight_updates import WeightsTornError
 from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.partial_rollout import PartialAnswer
+from corral.workers.weight_transport.transports import make_transport
+from tests.workers.backends.trained_versions import publish, stepped
+from tests.workers.backends.training_helpers import read_weights
 from tests.workers.checkpoint.sealing import describe
 from tests.workers.engine.slow_penalties import penalize
 from tests.workers.engine.tiny_models import (
@@ -316,6 +320,47 @@ def test_published_weights_are_read_once_and_what_they_cost_is_told(
     assert (old, new, end) == ("0.0", "0.1", 400) and 0 < switch < 400
     answer = served.client.generate(SHORT, max_new_tokens=12, temperature=0, ignore_eos=True)
     assert answer["output_ids"] == reference_greedy(references[1], SHORT, max_new_tokens=12)
+
+
+def test_a_delta_is_taken_over_as_the_whole_weights_are_with_requests_in_flight(
+    served: Served, models: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = [{name: tensor.bfloat16() for name, tensor in read_weights(models[1]).items()}]
+    versions = [publish(tmp_path / "v1", weights[0], companions=models[1])]
+    for number in (2, 3):
+        weights.append(stepped(weights[-1], share=0.02, seed=number, size=16))
+        base = versions[-1].path
+        versions.append(publish(tmp_path / f"v{number}", weights[-1], base=base, companions=models[1]))
+    tear(versions[2].path / "model.safetensors.delta")
+    references = [load_reference(version.path) for version in versions]
+    transport = make_transport(WeightsConfig(transport="delta"), trial_uuid=uuid.uuid4().hex, worker="server")
+    with served.taking(transport) as taking:
+        taking.bring_to("0.1", versions[0].path, digest=versions[0].sha256)
+        bytes_read = [bytes_of_last_update(taking)]
+        for old, version in enumerate(versions[1:]):
+            [running] = taking.start_running([SHORT], **IN_FLIGHT)
+            taking.bring_to(f"0.{old + 2}", version.path, digest=version.sha256)
+            bytes_read.append(bytes_of_last_update(taking))
+            answer = running.result(DEADLINE_S)
+            ids = answer["output_ids"]
+            [(before, _, switch), (after, _, _)] = spans_of(answer)
+            assert (before, after) == (f"0.{old + 1}", f"0.{old + 2}")
+            both = [reference_logprobs(reference, SHORT, ids) for reference in references[old : old + 2]]
+            assert (both[0] - both[1]).abs().max() > 100 * TOLERANCE
+            expected = both[0][:switch].tolist() + both[1][switch:].tolist()
+            assert logprobs_of(answer) == pytest.approx(expected, abs=TOLERANCE)
+    first, by_delta, whole = bytes_read
+    assert by_delta < 0.05 * first and whole > 0.95 * first
+    assert "model.safetensors is read whole, since its delta could not be applied" in caplog.text
+
+
+def bytes_of_last_update(served: Served) -> int:
+    assert served.updates.last is not None
+    return served.updates.last.bytes_read
+
+
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def test_rollout_workers_get_whole_groups_chunk_by_chunk_over_an_update(
