@@ -21,11 +21,11 @@ def random_weights(seed: int, *, num_tensors: int = 6, shape: tuple[int, int] = 
 
 
 def stepped(weights: dict[str, Tensor], *, share: float, seed: int, size: int = 1) -> dict[str, Tensor]:
-    """As an optimizer's step would leave them: a share of the values goes `size` numbers up or down."""
+    """As an optimizer's step would leave them: a share of the values that are not 0 goes `size` numbers up or down."""
     generator = torch.Generator().manual_seed(seed)
 
     def step(tensor: Tensor) -> Tensor:
-        draw = torch.rand(tensor.shape, generator=generator)
+        draw = torch.rand(tensor.shape, generator=generator) + (tensor == 0)  # below 0 there is no number, but NaN
         steps = (draw < share).to(torch.int16) - 2 * (draw < share / 2).to(torch.int16)
         return (tensor.view(torch.int16) + size * steps).view(torch.bfloat16)
 
