@@ -1,7 +1,8 @@
 """Worker groups and the shape of a node -> which task runs on which node, with which GPUs.
 
     1. node 0      master_worker and gserver_manager: every other worker talks to them
-    2. GPU tasks   first fit decreasing by GPUs per task, so that the fewest nodes are opened
+    2. GPU tasks   first fit decreasing by GPUs per task, so that the fewest nodes are opened; all GPUs of a task are of
+                   one node, so a server of several never straddles two
     3. CPU tasks   beside them: model workers together, generation servers and rollout workers in turns over the nodes
 
 Nodes and GPUs are indices: their names are known only once SLURM has started the allocation. Where the supervisor and
@@ -169,6 +170,7 @@ def _check_fits_a_node(kind: WorkerKind, task: Scheduling, size: int, node: Node
     slack_cpus, slack_mem_mb = slack
     if size * task.gpu > node.gpus:
         message = f"{kind} wants {size * task.gpu} GPUs in {tasks}; a node has {node.gpus}"
+        message += _most_gpus(kind, node) if size == 1 else ""
         raise PlacementError(message, kind=kind, resource="gpu")
     cpus = size * node.whole_cores(task.cpu)
     if cpus > node.cpus - slack_cpus:
@@ -187,6 +189,15 @@ def _check_fits_a_node(kind: WorkerKind, task: Scheduling, size: int, node: Node
             kind=kind,
             resource="mem",
         )
+
+
+def _most_gpus(kind: WorkerKind, node: NodeShape) -> str:
+    """The nearest number that fits."""
+    if node.gpus == 0:
+        return ""
+    if kind == "generation_server":
+        return f", and a server's GPUs are of one node; lower t in the allocation to at most {node.gpus}"
+    return f"; lower {kind}'s gpu to at most {node.gpus}"
 
 
 @dataclass(slots=True, kw_only=True)

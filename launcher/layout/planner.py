@@ -283,8 +283,15 @@ def _place(
             f"trial can never start: {error}",
             hint="a node's shape is what sinfo shows, or cluster.cpus_per_node, cluster.mem_per_node and "
             "cluster.gpus_per_node",
-            path=("groups", error.kind, "scheduling", error.resource),
+            path=_path_of(error),
         ) from error
+
+
+def _path_of(error: PlacementError) -> KeyPath:
+    """The key that decides how much of the resource a task takes."""
+    if (error.kind, error.resource) == ("generation_server", "gpu"):
+        return ("allocation",)
+    return ("groups", error.kind, "scheduling", error.resource)
 
 
 def _shape(plan: RunPlan, partition: str | None, shapes: NodeShapes) -> NodeShape:

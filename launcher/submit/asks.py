@@ -5,7 +5,7 @@ groups, elastic parts, launch --asks_of--> [Ask] --check_values--> times fit the
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, KeyPath
@@ -61,7 +61,11 @@ def asks_of(plan: RunPlan, source: ConfigSource) -> list[Ask]:
     for kind, group in plan.scheduling.items():
         own: KeyPath = ("groups", kind, "scheduling")
         in_own_job = plan.launch.layout != "jobs" or kind in SUPERVISED
-        asks.append(_ask(plan, kind, group.scheduling, own, is_signalled=in_own_job))
+        ask = _ask(plan, kind, group.scheduling, own, is_signalled=in_own_job)
+        if kind == "generation_server":  # its GPUs follow from the allocation, where the group does not give them
+            gpu_path = (*own, "gpu") if source.gives((*own, "gpu")) else ("allocation",)
+            ask = replace(ask, path_by_field={**ask.path_by_field, "gpu": gpu_path})
+        asks.append(ask)
         if group.elastic is not None:
             path = source.first_given(("groups", kind, "elastic", "scheduling"), own)
             asks.append(_ask(plan, f"elastic {kind}", group.elastic.scheduling, path, is_signalled=False))

@@ -305,7 +305,7 @@ def _gpu_problems(
             "gpu",
             f"{ask.who} wants {task.gpu} GPUs in one task; the biggest node of partition {partition!r} has {most} "
             f"({names})",
-            hint=f"at most {most} fits",
+            hint=f"at most {most} fits" + (", as t in the allocation" if "generation_server" in ask.who else ""),
             shown=str(task.gpu),
             evidence=evidence,
         )

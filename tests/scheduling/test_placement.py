@@ -122,6 +122,33 @@ def test_node_zero_must_hold_master_and_manager() -> None:
     assert "there are 1 CPUs, 0 GPUs and 96976 MB left on it beside master_worker" in str(refusal.value)
 
 
+def test_servers_of_several_gpus_fill_nodes_and_none_straddles_two() -> None:
+    four = replace(EIGHT_GPUS, gpus=4)
+    placement = place(trial(model_worker=group(8, gpu=1), generation_server=group(4, gpu=2)), four)
+    assert placement.num_nodes == 4
+    servers = [unit_of(placement, f"generation_server/{index}") for index in range(4)]
+    assert [(unit.nodes, unit.gpus) for unit in servers] == [
+        ((0,), ((0, 1),)), ((0,), ((2, 3),)), ((1,), ((0, 1),)), ((1,), ((2, 3),)),
+    ]  # fmt: skip
+    assert unit_of(placement, "model_worker").nodes == (2, 2, 2, 2, 3, 3, 3, 3)
+    # What one of three leaves on a node is no room for half of another, but for a rank.
+    placement = place(trial(model_worker=group(2, gpu=1), generation_server=group(2, gpu=3)), four)
+    assert [unit_of(placement, f"generation_server/{index}").nodes for index in range(2)] == [(0,), (1,)]
+    assert unit_of(placement, "model_worker").gpus == ((3,), (3,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("generation_server", "a server's GPUs are of one node; lower t in the allocation to at most 8"),
+        ("model_worker", "lower model_worker's gpu to at most 8"),
+    ],
+)
+def test_a_task_of_more_gpus_than_a_node_has_is_told_how_many_fit(kind: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"{kind} wants 9 GPUs in one task; a node has 8.*{remedy}"):
+        place(trial(**{kind: group(1, gpu=9)}), EIGHT_GPUS)
+
+
 def test_blocks_must_divide_the_group_and_fit_a_node() -> None:
     with pytest.raises(ValueError, match="model_worker: 3 tasks cannot be split into blocks of 2"):
         place(trial(model_worker=group(3, gpu=1)), EIGHT_GPUS, tasks_together={"model_worker": 2})
@@ -159,6 +186,7 @@ def test_every_task_is_placed_once_and_no_node_is_asked_for_more_than_it_has(
             mem_mb[node] += task.mem
             gpus[node] += task_gpus
             assert len(task_gpus) == task.gpu
+            assert list(task_gpus) == list(range(min(task_gpus, default=0), min(task_gpus, default=0) + task.gpu))
     assert placed == [(kind, index) for kind, tasks in scheduling.items() for index in range(tasks.count)]
     assert set(cores) == set(range(placement.num_nodes))
     for node in cores:

@@ -119,6 +119,15 @@ def test_a_request_is_compared_with_the_site(plan: dict[str, Any], words: list[s
     assert all(problem.hint and problem.path for problem in refused.value.problems)
 
 
+def test_servers_wider_than_every_node_are_told_what_to_write_in_the_allocation() -> None:
+    servers = TasksGroup(count=2, scheduling=Scheduling(cpu=1, gpu=16, mem=100))
+    with pytest.raises(UnsatisfiableError) as refused:
+        _check(_replanned(_plan(), generation_server=servers), _facts())
+    [problem] = refused.value.problems
+    assert "generation_server wants 16 GPUs in one task; the biggest node of partition 'h100' has 8" in problem.message
+    assert problem.hint == "at most 8 fits, as t in the allocation" and problem.path == ("allocation",)
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [
