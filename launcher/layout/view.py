@@ -2,13 +2,13 @@
 
 plan     hetjob: 2 components, 3 nodes (groups ask for different nodes: partition ...)
            head          2 x 9 CPUs, 4 GPUs, 33 GiB; partition h100, time 24:00:00
-             n0          master_worker 0   gserver_manager 0   model_worker 0-3
-             n1          model_worker 4-7
+             n0          master_worker 0   generation_server 0 (GPUs 0-1)   model_worker 0-1 (GPUs 2-3)
+             n1          model_worker 2-5 (GPUs 0-3)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from corral.launcher.layout.layout import Allocation, Layout
+from corral.launcher.layout.layout import Allocation, Layout, Step
 from corral.scheduling.worker_information import fold_numbers, parse_worker_id
 
 _MAX_NODES_SHOWN = 8
@@ -59,9 +59,22 @@ def _nodes(layout: Layout, index: int) -> Iterator[str]:
 
 
 def _workers_on(layout: Layout, index: int, node: int) -> str:
-    indices_by_kind: dict[str, list[int]] = {}
+    steps_by_kind: dict[str, dict[int, Step]] = {}
     for worker, step in layout.steps.items():
         if (step.allocation, step.node_index) == (index, node):
             kind, number = parse_worker_id(worker)
-            indices_by_kind.setdefault(kind, []).append(number)
-    return "   ".join(f"{kind} {fold_numbers(sorted(numbers))}" for kind, numbers in indices_by_kind.items())
+            steps_by_kind.setdefault(kind, {})[number] = step
+    return "   ".join(
+        f"{kind} {fold_numbers(sorted(steps))}{_gpus([steps[number] for number in sorted(steps)])}"
+        for kind, steps in steps_by_kind.items()
+    )
+
+
+def _gpus(steps: Sequence[Step]) -> str:
+    """The GPUs of a kind's workers on a node: ' (GPUs 0-3)' where each has one, ' (GPUs 0-1 + 2-3)' where more."""
+    shares = [step.gpu_indices for step in steps if step.gpu_indices]
+    if not shares:
+        return ""
+    if all(len(share) == 1 for share in shares):
+        shares = [tuple(sorted(gpu for share in shares for gpu in share))]
+    return f" (GPUs {' + '.join(fold_numbers(share) for share in shares)})"

@@ -239,9 +239,26 @@ def test_the_screen_names_the_layout_its_reason_and_every_node() -> None:
         "    n0                 master_worker 0   gserver_manager 0   rollout_worker 0",
         "    n1                 rollout_worker 1",
         "  model_worker         1 x 4 CPUs, 4 GPUs, 400 MiB; partition gpu, time (default)",
-        "    n0                 model_worker 0-3",
+        "    n0                 model_worker 0-3 (GPUs 0-3)",
         "  rollout_worker/2     1 x 1 CPUs, 100 MiB; partition spot, time (default)",
     ]
+
+
+def test_the_screen_shows_the_gpus_of_every_server() -> None:
+    layout = plan_layout(
+        planned({"generation_server": group(3, gpu=2), "model_worker": group(2, gpu=1)}, cluster={"gpus_per_node": 4}),
+        {None: NODE},
+    )
+    assert [line.split(maxsplit=1) for line in render_layout(layout)[2:]] == [
+        ["n0", "master_worker 0   generation_server 0-1 (GPUs 0-1 + 2-3)   gserver_manager 0"],
+        ["n1", "model_worker 0-1 (GPUs 2-3)   generation_server 2 (GPUs 0-1)"],
+    ]
+
+
+def test_a_server_wider_than_a_node_is_a_matter_of_the_allocation() -> None:
+    with pytest.raises(ConfigError, match="generation_server wants 9 GPUs in one task; a node has 8") as refused:
+        layout_of({"generation_server": group(1, gpu=9)})
+    assert [problem.path for problem in refused.value.problems] == [("allocation",)]
 
 
 def test_a_layout_survives_its_file() -> None:
