@@ -10,13 +10,7 @@ All five kinds of workers take part.
 from collections.abc import Iterator
 from typing import ClassVar
 
-from corral.experiments.checks import (
-    check_allocation,
-    check_concurrency,
-    check_imports,
-    check_quantization,
-    check_sglang,
-)
+from corral.experiments.checks import check_allocation, check_concurrency, check_imports
 from corral.experiments.config.rollout import (
     EngineConfig,
     GenerationConfig,
@@ -26,6 +20,14 @@ from corral.experiments.config.rollout import (
 )
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig
+from corral.experiments.generation_checks import (
+    check_heads,
+    check_parallel_flags,
+    check_quantization,
+    check_server_gpus,
+    check_sglang,
+    memory_warning,
+)
 from corral.experiments.inputs.parameters import check_first_version
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.policy import TRAJECTORY_KEYS, PolicyExperiment
@@ -36,6 +38,7 @@ from corral.experiments.worker_specs import (
     GserverManagerSpec,
     RolloutWorkerSpec,
 )
+from corral.scheduling.allocation import EngineAllocation
 from corral.scheduling.dataflow import build_dataflow
 
 
@@ -103,6 +106,7 @@ class AsyncPPOExperiment(PolicyExperiment):
             GenerationServerSpec(
                 index=index,
                 backend="sglang" if uses_sglang else "hf",
+                tensor_parallel_size=self.parsed_allocation.gpus_per_server,
                 initial_weights=self.actor.path,
                 engine=self.engine,
                 sglang=self.sglang.model_copy(update={"python": python}),
@@ -137,13 +141,22 @@ class AsyncPPOExperiment(PolicyExperiment):
         yield from check_first_version(self.actor)
         allocation, _ = check_allocation(self.allocation, roles=self.roles, generates=self.generates)
         if allocation is not None and allocation.generation is not None:
-            server = self.groups.generation_server.scheduling
-            yield from check_sglang(
-                self.sglang,
-                is_used=allocation.generation.backend == "sglang",
-                is_in_container=server is not None and server.container_image is not None,
-            )
-            yield from check_quantization(self.engine, backend=allocation.generation.backend)
+            yield from self._server_problems(allocation.generation)
+
+    def _server_problems(self, engine: EngineAllocation) -> Iterator[ConfigProblem]:
+        group, gpus = self.groups.generation_server, engine.dims.tp
+        uses_sglang = engine.backend == "sglang"
+        yield from check_sglang(
+            self.sglang,
+            is_used=uses_sglang,
+            is_in_container=group.scheduling is not None and group.scheduling.container_image is not None,
+        )
+        yield from check_quantization(self.engine, backend=engine.backend)
+        yield from check_server_gpus(group, gpus_per_server=gpus)
+        if uses_sglang:
+            has_gpus = group.scheduling is None or group.scheduling.gpu > 0
+            yield from check_parallel_flags(self.sglang.flags, gpus_per_server=gpus, has_gpus=has_gpus)
+            yield from check_heads(self.actor.path, self.sglang.flags, gpus_per_server=gpus)
 
     def find_warnings(self) -> Iterator[str]:
         yield from super().find_warnings()
@@ -158,3 +171,8 @@ class AsyncPPOExperiment(PolicyExperiment):
                 "ppo.use_decoupled_loss their rounding counts as learning in ppo.eps_clip; set it to true, and "
                 "ppo.behav_imp_weight_mode to truncate"
             )
+        engine = self.parsed_allocation.generation
+        if engine is not None and engine.backend == "sglang":
+            server = self.scheduling_setup()["generation_server"].scheduling
+            if warning := memory_warning(server.mem, gpus_per_server=engine.dims.tp):
+                yield warning

@@ -5,28 +5,27 @@ in by the loader.
 """
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.cluster import ClusterConfig, GroupConfig
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig
-from corral.experiments.config.rollout import EngineConfig, GenerationConfig, RolloutConfig, SglangConfig
+from corral.experiments.config.rollout import GenerationConfig, RolloutConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, dotted, show_value, split_remedy
+from corral.experiments.generation_checks import check_generation_side
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.inputs.import_paths import check_import_path
 from corral.experiments.inputs.model_directory import ModelFacts, inspect_model
 from corral.experiments.inputs.parameters import check_lora
-from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.scheduling.allocation import EVERY_ROLE, Allocation, parse_allocation
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.placement import NodeShape, place
-from corral.scheduling.scheduling import ExperimentScheduling
+from corral.scheduling.scheduling import ExperimentScheduling, TasksGroup
 from corral.scheduling.worker_information import WorkerKind
 
-BUILT_GENERATION_BACKENDS = ("hf", "sglang")
 BUILT_TRAINING_BACKENDS = ("fsdp",)
 MODEL_CONTEXT = "the model's max_position_embeddings"
 
@@ -46,28 +45,8 @@ def check_allocation(
         message, hint = split_remedy(str(error))
         hint = hint or ("for example hf:d1+fsdp:d1" if generates else "for example fsdp:d1")
         return None, [ConfigProblem(message=message, hint=hint, path=_ALLOCATION, shown=text)]
-    problems = [*_generation_problems(allocation, generates), *_training_problems(allocation, tuple(roles))]
+    problems = [*check_generation_side(allocation, generates=generates), *_training_problems(allocation, tuple(roles))]
     return allocation, [replace(problem, path=_ALLOCATION, shown=text) for problem in problems]
-
-
-def _generation_problems(allocation: Allocation, generates: bool) -> Iterator[ConfigProblem]:
-    engine = allocation.generation
-    if engine is None:
-        if generates:
-            hint = "add it before the training side: hf:d1+fsdp:d1"
-            yield ConfigProblem(
-                message="the allocation has no generation side, but this experiment generates", hint=hint
-            )
-        return
-    if not generates:
-        message = "the allocation has a generation side, but this experiment generates nothing"
-        yield ConfigProblem(message=message, hint="leave the training side only: fsdp:d1")
-    if engine.backend not in BUILT_GENERATION_BACKENDS:
-        message = f"generation backend {engine.backend!r} is not built yet in this version"
-        yield ConfigProblem(message=message, hint=f"use the embedded engine: hf:d{engine.dims.dp}")
-    if engine.dims.tp > 1:
-        message = f"tensor parallel generation (t{engine.dims.tp}) is not built yet in this version"
-        yield ConfigProblem(message=message, hint=f"use one process per server: {engine.backend}:d{engine.dims.dp}")
 
 
 def _training_problems(allocation: Allocation, roles: tuple[str, ...]) -> Iterator[ConfigProblem]:
@@ -122,7 +101,7 @@ def check_groups(
                 path=(*path, "count"),
                 shown=str(group.count),
             )
-        if group.scheduling is not None and group.scheduling.gpu > 1:
+        if kind != "generation_server" and group.scheduling is not None and group.scheduling.gpu > 1:
             yield ConfigProblem(
                 message=f"a worker drives at most 1 GPU, got {group.scheduling.gpu}",
                 hint="raise d in the allocation instead",
@@ -182,16 +161,25 @@ def _what_fits(scheduling: ExperimentScheduling, shape: NodeShape, *, max_nodes:
     yield f"{enough} such nodes are enough (cluster.max_nodes)"
     ranks, rollout = scheduling["model_worker"], scheduling.get("rollout_worker")
     follows = rollout is not None and rollout.count == ranks.count
-
-    def is_too_many(count: int) -> bool:
-        groups = {"model_worker": ranks} | ({"rollout_worker": rollout} if rollout is not None and follows else {})
-        fewer = {kind: group.model_copy(update={"count": count}) for kind, group in groups.items()}
-        return not _fits(scheduling.model_copy(update=fewer), shape, max_nodes=max_nodes)
-
-    count = bisect.bisect_left(range(1, ranks.count), True, key=is_too_many)
-    if count:
+    kinds: tuple[WorkerKind, ...] = ("model_worker", "rollout_worker") if follows else ("model_worker",)
+    if count := _most_that_fit(scheduling, kinds, shape, max_nodes=max_nodes):
         also = ", with as many rollout workers," if follows else ""
         yield f"{count} of {ranks.count} model workers{also} fit beside the others"
+    servers = scheduling.get("generation_server")
+    if servers and (count := _most_that_fit(scheduling, ("generation_server",), shape, max_nodes=max_nodes)):
+        yield f"{count} of {servers.count} generation servers fit beside the others"
+
+
+def _most_that_fit(
+    scheduling: ExperimentScheduling, kinds: Sequence[WorkerKind], shape: NodeShape, *, max_nodes: int | None
+) -> int:
+    """The most tasks that each group of these kinds, which are equally many, may have; 0 if not even one fits."""
+
+    def is_too_many(count: int) -> bool:
+        fewer: dict[str, TasksGroup] = {kind: scheduling[kind].model_copy(update={"count": count}) for kind in kinds}
+        return not _fits(scheduling.model_copy(update=fewer), shape, max_nodes=max_nodes)
+
+    return bisect.bisect_left(range(1, scheduling[kinds[0]].count), True, key=is_too_many)
 
 
 def _fits(scheduling: ExperimentScheduling, shape: NodeShape, *, max_nodes: int | None) -> bool:
@@ -371,48 +359,6 @@ def check_concurrency(rollout: RolloutConfig, *, train_batch_size: int) -> Itera
             hint=f"at most {most}, or leave it out; raise max_head_offpolicyness for more",
             path=("rollout", "max_concurrent_rollouts"),
             shown=str(rollout.max_concurrent_rollouts),
-        )
-
-
-def check_sglang(sglang: SglangConfig, *, is_used: bool, is_in_container: bool) -> Iterator[ConfigProblem]:
-    """Settings of SGLang that nobody reads, and an interpreter that does not have it.
-
-    Args:
-        is_used: whether the allocation asks for it.
-        is_in_container: whether its servers start in an image, which cannot be looked into from here.
-    """
-    if not is_used:
-        if sglang != SglangConfig():
-            yield ConfigProblem(
-                message="`sglang` has no effect: the allocation's servers are the embedded engine",
-                hint="remove it, or write sglang:d1 in place of hf:d1 in the allocation",
-                path=("sglang",),
-            )
-        return
-    if is_in_container:
-        if sglang.python is None:
-            yield ConfigProblem(
-                message="sglang.python is not set, and the servers start in a container",
-                hint="give the path of the Python with SGLang in that image",
-                path=("sglang",),
-            )
-        return
-    try:
-        sglang_version(sglang_python(sglang))
-    except ValueError as error:
-        message, hint = split_remedy(str(error))
-        key: KeyPath = ("allocation",) if sglang.python is None else ("sglang", "python")
-        yield ConfigProblem(message=message, hint=hint, path=key)
-
-
-def check_quantization(engine: EngineConfig, *, backend: str) -> Iterator[ConfigProblem]:
-    """Rounding that is the embedded engine's, asked of another."""
-    if engine.quantization is not None and backend != "hf":
-        yield ConfigProblem(
-            message=f"engine.quantization is of the embedded engine, and the allocation's servers are {backend}",
-            hint="remove it; SGLang has flags of its own, such as sglang.flags: {quantization: fp8}",
-            path=("engine", "quantization"),
-            shown=engine.quantization,
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from corral.experiments.config.cluster import DEFAULT_SCHEDULING
+from corral.experiments.config.cluster import default_scheduling
 from corral.experiments.errors import dotted, show_value
 from corral.experiments.experiment import Experiment
 from corral.experiments.loading.schema import alternatives, key_paths, purpose, submodel
@@ -82,8 +82,10 @@ def _default_scheduling() -> Iterator[str]:
     yield ""
     yield "| worker | cpu | gpu | mem |"
     yield "|---|---|---|---|"
-    for kind, scheduling in DEFAULT_SCHEDULING.items():
+    for kind, scheduling in default_scheduling().items():
         yield f"| {kind} | {scheduling.cpu} | {scheduling.gpu} | {scheduling.mem // 1024}G |"
+    yield ""
+    yield "A generation server of N GPUs (`sglang:d1tN`) has N in place of 1, and a CPU more for each further one."
 
 
 def _table(model: type[BaseModel], names: list[str]) -> Iterator[str]:

@@ -24,12 +24,12 @@ from corral.experiments.checks import (
 )
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.cluster import (
-    DEFAULT_SCHEDULING,
     ClusterConfig,
     GroupConfig,
     GroupsConfig,
     LaunchConfig,
     SupervisionConfig,
+    default_scheduling,
 )
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig, RowKind
@@ -192,7 +192,8 @@ class Experiment(FrozenConfig):
     def _tasks_group(self, kind: WorkerKind) -> TasksGroup:
         """As the user says, else as the allocation says, else one per training rank."""
         group = self.group_by_kind[kind]
-        scheduling = group.scheduling or DEFAULT_SCHEDULING[kind]
+        defaults = default_scheduling(gpus_per_server=self.parsed_allocation.gpus_per_server)
+        scheduling = group.scheduling or defaults[kind]
         elastic = group.elastic
         return TasksGroup(
             count=group.count or self.expected_counts[kind] or self.num_training_ranks,

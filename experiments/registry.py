@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.async_ppo import AsyncPPOExperiment
-from corral.experiments.config.cluster import DEFAULT_SCHEDULING
+from corral.experiments.config.cluster import default_scheduling
 from corral.experiments.dpo import DPOExperiment
 from corral.experiments.errors import (
     ConfigError,
@@ -35,6 +35,7 @@ from corral.experiments.loading.yaml_loader import read_yaml
 from corral.experiments.ppo import PPOExperiment
 from corral.experiments.reward_model import RewardModelExperiment
 from corral.experiments.sft import SFTExperiment
+from corral.scheduling.allocation import parse_allocation
 from corral.scheduling.worker_information import WorkerKind
 
 EXPERIMENTS: Mapping[str, type[Experiment]] = {
@@ -100,7 +101,7 @@ def load_with_source(
         profiles=tuple(profiles),
     )
     changes = [as_text_where_asked(change, experiment_class) for change in changes]
-    data = _with_group_defaults(apply_overrides(merged.data, changes))
+    data = _with_group_defaults(apply_overrides(merged.data, changes), experiment_class)
     data, source = _with_sbatch_arguments(data, sbatch_arguments, source)
     data = _with_absolute_paths(data, experiment_class, source)
     experiment = validate(experiment_class, data, source)
@@ -161,17 +162,26 @@ def _experiment_class(data: Mapping[str, Any], source: ConfigSource) -> type[Exp
     return experiment_class
 
 
-def _with_group_defaults(data: dict[str, Any]) -> dict[str, Any]:
+def _with_group_defaults(data: dict[str, Any], experiment_class: type[Experiment]) -> dict[str, Any]:
     """Resources that a group's `scheduling` leaves out are those of its kind, not an error."""
     groups = data.get("groups")
     if not isinstance(groups, dict):
         return data
     filled = dict(groups)
-    for kind, default in DEFAULT_SCHEDULING.items():
+    allocation = data.get("allocation", experiment_class.model_fields["allocation"].get_default())
+    for kind, default in default_scheduling(gpus_per_server=_gpus_per_server(allocation)).items():
         group = groups.get(kind)
         if isinstance(group, dict):
             filled[kind] = _with_defaults(group, default.model_dump(mode="json", exclude_defaults=True))
     return {**data, "groups": filled}
+
+
+def _gpus_per_server(allocation: Any) -> int:
+    """As the allocation says; what is wrong with one that says nothing is told later, beside all else."""
+    try:
+        return parse_allocation(allocation).gpus_per_server if isinstance(allocation, str) else 1
+    except ValueError:
+        return 1
 
 
 def _with_defaults(group: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:

@@ -225,6 +225,8 @@ class GenerationServerSpec(FrozenConfig):
     index: int = Field(ge=0)
     backend: Literal["hf", "sglang"] = "hf"
     """`hf` is the embedded engine, `sglang` a server of SGLang beside the worker."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs of its own that share each layer; where it has none, processes that do."""
     initial_weights: Path
     """Weights that it starts with, version 0."""
     engine: EngineConfig

@@ -76,6 +76,11 @@ class Allocation:
     def num_generation_servers(self) -> int:
         return self.generation.dims.dp if self.generation else 0
 
+    @property
+    def gpus_per_server(self) -> int:
+        """GPUs of one generation server, which share each layer of its model (tensor parallel)."""
+        return self.generation.dims.tp if self.generation else 1
+
     def training_of(self, role: str) -> EngineAllocation:
         """The backend and layout that hold `role`."""
         return self._share_of(role).engine

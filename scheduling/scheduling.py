@@ -103,8 +103,9 @@ class Scheduling(JobOptions):
         return cls(**({"cpu": 2, "gpu": 1, "mem": 60 * GIB_MB} | overrides))
 
     @classmethod
-    def generation_server_default(cls, **overrides: Any) -> "Scheduling":
-        return cls(**({"cpu": 4, "gpu": 1, "mem": 60 * GIB_MB} | overrides))
+    def generation_server_default(cls, *, gpu: int = 1, **overrides: Any) -> "Scheduling":
+        """A process of SGLang for each GPU, and beside them its HTTP server, its detokenizer and corral's worker."""
+        return cls(**({"cpu": gpu + 3, "gpu": gpu, "mem": 60 * GIB_MB} | overrides))
 
     @classmethod
     def gserver_manager_default(cls, **overrides: Any) -> "Scheduling":

@@ -131,11 +131,16 @@ class GroupsConfig(FrozenConfig):
     """Rollout workers."""
 
 
-DEFAULT_SCHEDULING: Mapping[WorkerKind, Scheduling] = {
-    "master_worker": Scheduling.master_worker_default(),
-    "model_worker": Scheduling.model_worker_default(),
-    "generation_server": Scheduling.generation_server_default(),
-    "gserver_manager": Scheduling.gserver_manager_default(),
-    "rollout_worker": Scheduling.rollout_worker_default(),
-}
-"""Resources of one worker where the experiment says nothing."""
+def default_scheduling(*, gpus_per_server: int = 1) -> Mapping[WorkerKind, Scheduling]:
+    """Resources of one worker where the experiment says nothing, by kind.
+
+    Args:
+        gpus_per_server: as the allocation says.
+    """
+    return {
+        "master_worker": Scheduling.master_worker_default(),
+        "model_worker": Scheduling.model_worker_default(),
+        "generation_server": Scheduling.generation_server_default(gpu=gpus_per_server),
+        "gserver_manager": Scheduling.gserver_manager_default(),
+        "rollout_worker": Scheduling.rollout_worker_default(),
+    }

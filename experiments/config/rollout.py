@@ -99,6 +99,21 @@ SGLANG_FLAGS_SET_HERE = frozenset(
 """Flags of SGLang that follow from the trial, or from another key of the configuration."""
 _SGLANG_FLAGS_THAT_ROUND = {"kv-cache-dtype": "auto", "quantization": "unquant"}
 """Flags of SGLang by which its answers are no longer those of the weights that it is given, and what leaves them so."""
+SGLANG_FLAGS_OF_PLACES = frozenset(
+    {
+        "base-gpu-id",
+        "dist-init-addr",
+        "gpu-id-step",
+        "nccl-init-addr",
+        "nnodes",
+        "node-rank",
+        "pipeline-parallel-size",
+        "pp-size",
+        "tensor-parallel-size",
+        "tp-size",
+    }
+)
+"""Flags of SGLang that say which GPUs of which nodes a server takes: the allocation does."""
 _FLAG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 FlagValue = bool | int | float | str | list[int | float | str]
@@ -128,8 +143,14 @@ class SglangConfig(FrozenConfig):
         for name in value:
             if not _FLAG.fullmatch(name):
                 raise ValueError(f"{name!r} is no flag of SGLang; write it as mem-fraction-static")
-            if name in SGLANG_FLAGS_SET_HERE:
+            # SGLang completes flags that are written in part.
+            if any(flag.startswith(name) for flag in SGLANG_FLAGS_SET_HERE):
                 raise ValueError(f"--{name} is set by the trial or by another key of `engine`; remove it from flags")
+            if any(flag.startswith(name) for flag in SGLANG_FLAGS_OF_PLACES):
+                raise ValueError(
+                    f"--{name} contradicts the allocation, which says where servers run and on how many GPUs; "
+                    "write sglang:d4t2 there for 4 servers of 2 GPUs on one node each"
+                )
         return value
 
 

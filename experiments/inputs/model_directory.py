@@ -76,6 +76,13 @@ def context_length(directory: Path) -> int | None:
     return _facts(config or {}).max_position_embeddings
 
 
+def attention_heads(directory: Path) -> tuple[int, int] | None:
+    """Heads of queries, and of keys and values; None if config.json does not say."""
+    config, _ = _read_config(directory)
+    heads = _positive(config or {}, "num_attention_heads")
+    return None if heads is None else (heads, _positive(config or {}, "num_key_value_heads") or heads)
+
+
 def transformer_shape(directory: Path) -> TransformerShape | None:
     """The sizes that decide how much work a sequence is; None if config.json does not say all of them."""
     config, _ = _read_config(directory)

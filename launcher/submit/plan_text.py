@@ -51,7 +51,10 @@ def _steps(plan: RunPlan) -> str:
 
 
 def _generation(plan: RunPlan) -> Iterator[str]:
-    """'generate   2 servers of SGLang, /site/sglang/bin/python'; nothing where the graph generates, or no call does."""
+    """'generate   4 servers of SGLang, 2 GPUs each, float32; /site/sglang/bin/python'
+
+    Nothing where the graph generates, or no call does.
+    """
     servers = [worker for worker in plan.workers if isinstance(worker, GenerationServerSpec)]
     if not servers:
         return
@@ -62,7 +65,17 @@ def _generation(plan: RunPlan) -> Iterator[str]:
         yield f"generate   {count} of the embedded engine, {first.engine.dtype}{rounding}"
     else:
         assert first.sglang.python is not None
-        yield f"generate   {count} of SGLang, {first.engine.dtype}; {display_path(first.sglang.python)}"
+        size = _size(plan, first)
+        yield f"generate   {count} of SGLang{size}, {first.engine.dtype}; {display_path(first.sglang.python)}"
+
+
+def _size(plan: RunPlan, server: GenerationServerSpec) -> str:
+    """What a server is that is more than one process."""
+    ranks = server.tensor_parallel_size
+    if ranks == 1:
+        return ""
+    on = "GPUs" if plan.scheduling["generation_server"].scheduling.gpu else "processes without a GPU"
+    return f", {ranks} {on} each"
 
 
 def _commits(control: TrainControl) -> str:

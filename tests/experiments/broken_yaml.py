@@ -373,10 +373,87 @@ CONTRADICTION_CASES = (
         line=4,
     ),
     BrokenCase(
-        name="sglang-on-two-gpus-is-not-built",
-        edit=("hf:d1+fsdp:d1", "sglang:d1t2+fsdp:d1"),
-        words=("tensor parallel generation (t2)", "not built yet", "sglang:d1"),
+        name="the-embedded-engine-on-two-gpus",
+        edit=("hf:d1+fsdp:d1", "hf:d2t2+fsdp:d1"),
+        words=("the embedded engine (hf) takes one GPU", "t2", "hf:d4 for as many GPUs", "sglang:d2t2"),
         line=4,
+    ),
+    BrokenCase(
+        name="a-server-of-stages",
+        edit=("hf:d1+fsdp:d1", "sglang:d1p2+fsdp:d1"),
+        words=("a generation server has no pipeline stages", "use t"),
+        line=4,
+    ),
+    BrokenCase(
+        name="other-gpus-than-the-allocation-says",
+        edit=("hf:d1+fsdp:d1", "sglang:d1t2+fsdp:d1"),
+        overrides=("groups.generation_server.scheduling.gpu=1",),
+        words=("asks for 1 GPUs, and the allocation gives it 2", "remove gpu", "gpu: 0"),
+    ),
+    BrokenCase(
+        name="elastic-servers-of-another-size",
+        edit=("hf:d1+fsdp:d1", "sglang:d1t2+fsdp:d1"),
+        overrides=("groups.generation_server.elastic={count: 1, scheduling: {gpu: 4}}",),
+        words=("groups.generation_server.elastic", "asks for 4 GPUs", "t4 in the allocation"),
+    ),
+    BrokenCase(
+        name="a-server-wider-than-a-node",
+        edit=("hf:d1+fsdp:d1", "sglang:d1t4+fsdp:d1"),
+        overrides=("cluster.gpus_per_node=2", "groups.generation_server.scheduling.gpu=4"),
+        words=("wants 4 GPUs in one task; a node has 2", "GPUs are of one node", "t in the allocation to at most 2"),
+    ),
+    BrokenCase(
+        name="more-servers-than-the-nodes-hold",
+        edit=("hf:d1+fsdp:d1", "sglang:d3t2+fsdp:d1"),
+        overrides=(
+            "cluster.gpus_per_node=4",
+            "cluster.max_nodes=1",
+            "groups.generation_server.scheduling.gpu=2",
+            "groups.model_worker.scheduling.gpu=1",
+        ),
+        words=("no room left", "2 such nodes are enough", "1 of 3 generation servers fit"),
+    ),
+    BrokenCase(
+        name="heads-that-do-not-go-round",
+        edit=("hf:d1+fsdp:d1", "sglang:d1t3+fsdp:d1"),
+        files={
+            "model/config.json": '{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, '
+            '"max_position_embeddings": 64, "eos_token_id": 1}',
+        },
+        words=("3 GPUs cannot share the 4 attention heads (2 of keys and values)", "t1 or t2 or t4 works"),
+    ),
+    BrokenCase(
+        name="tp-size-beside-the-allocation",
+        edit=("allocation: hf:d1+fsdp:d1", "allocation: sglang:d1+fsdp:d1\nsglang: {flags: {tp-size: 2}}"),
+        words=("--tp-size contradicts the allocation", "sglang:d4t2"),
+        line=5,
+    ),
+    BrokenCase(
+        name="replicas-inside-a-server",
+        edit=("allocation: hf:d1+fsdp:d1", "allocation: sglang:d1t2+fsdp:d1\nsglang: {flags: {dp-size: 2}}"),
+        words=("--dp-size takes its multiple of the GPUs", "raise d in the allocation", "attn-dp-size"),
+        line=5,
+    ),
+    BrokenCase(
+        name="attention-ranks-that-do-not-divide",
+        edit=(
+            "allocation: hf:d1+fsdp:d1",
+            "allocation: sglang:d1t4+fsdp:d1\nsglang: {flags: {attn-dp-size: 2, attn-cp-size: 4}}",
+        ),
+        words=("--attn-dp-size 2 x --attn-cp-size 4 does not divide the 4 GPUs", "1 or 2 or 4 divide them"),
+        line=5,
+    ),
+    BrokenCase(
+        name="data-parallel-attention-on-cpus",
+        edit=("allocation: hf:d1+fsdp:d1", "allocation: sglang:d1t2+fsdp:d1\nsglang: {flags: {attn-dp-size: 2}}"),
+        words=("--attn-dp-size 2 needs GPUs", "remove it", "gpu: 0"),
+        line=5,
+    ),
+    BrokenCase(
+        name="expert-ranks-that-do-not-divide",
+        edit=("allocation: hf:d1+fsdp:d1", "allocation: sglang:d1t2+fsdp:d1\nsglang: {flags: {ep: 4}}"),
+        words=("--ep 4 does not divide the 2 GPUs", "or change t"),
+        line=5,
     ),
     BrokenCase(
         name="sglang-settings-without-sglang",

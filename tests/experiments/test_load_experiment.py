@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments import checks
+from corral.experiments import generation_checks
 from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.errors import ConfigError
 from corral.experiments.registry import EXPERIMENTS, load_experiment
@@ -183,12 +183,13 @@ def test_the_master_has_deltas_written_where_servers_take_them(folder: Path, tra
 def test_a_maker_that_rounds_is_warned_of_where_the_loss_does_not_weigh_for_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, rounds: str
 ) -> None:
-    monkeypatch.setattr(checks, "sglang_version", lambda python: "0.0")
+    monkeypatch.setattr(generation_checks, "sglang_version", lambda python: "0.0")
     backend = "hf" if rounds.startswith("engine") else "sglang"
-    overrides = (f"allocation={backend}:d1+fsdp:d1", rounds)
+    memory = "groups.generation_server.scheduling.mem=2G"
+    overrides = (f"allocation={backend}:d1+fsdp:d1", memory, rounds)
     assert list(_ppo(folder, *overrides).find_warnings()) == []
     [warning] = _ppo(folder, *overrides, "ppo.use_decoupled_loss=false").find_warnings()
-    as_is = ("allocation=sglang:d1+fsdp:d1", "sglang.flags={quantization: unquant, kv-cache-dtype: auto}")
+    as_is = ("allocation=sglang:d1+fsdp:d1", memory, "sglang.flags={quantization: unquant, kv-cache-dtype: auto}")
     assert list(_ppo(folder, *as_is, "ppo.use_decoupled_loss=false").find_warnings()) == []
     assert rounds.split("=")[0] in warning and "ppo.behav_imp_weight_mode to truncate" in warning
 
@@ -198,6 +199,16 @@ def test_rounding_that_is_the_embedded_engines_is_not_asked_of_another(folder: P
         _ppo(folder, "allocation=sglang:d1+fsdp:d1", "engine.quantization=int8")
     with pytest.raises(ConfigError, match="engine.quantization"):
         _ppo(folder, "engine.quantization=int4")
+
+
+def test_servers_of_sglang_that_ask_for_less_memory_than_its_processes_take_are_warned_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_checks, "sglang_version", lambda python: "0.0")
+    on_cpus = ("allocation=sglang:d1t2+fsdp:d1", "groups.generation_server.scheduling.gpu=0")
+    warned = _ppo(folder, *on_cpus, "groups.generation_server.scheduling.mem=1800").find_warnings()
+    assert [warning for warning in warned if "is 1800 MB, and SGLang's own processes take about 1900 MB" in warning]
+    assert not list(_ppo(folder, *on_cpus, "groups.generation_server.scheduling.mem=1900").find_warnings())
 
 
 def test_loaded_experiment_cannot_be_changed(folder: Path) -> None:

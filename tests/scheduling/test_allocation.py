@@ -80,6 +80,11 @@ def test_generation_servers_follow_from_the_layout() -> None:
     assert [allocation.num_generation_servers, parse_allocation("fsdp:d8").num_generation_servers] == [4, 0]
 
 
+def test_a_server_has_as_many_gpus_as_share_its_layers() -> None:
+    assert parse_allocation("sglang:d4t2+fsdp:d8").gpus_per_server == 2
+    assert parse_allocation("hf:d4+fsdp:d8t2").gpus_per_server == parse_allocation("fsdp:d8t2").gpus_per_server == 1
+
+
 def test_the_star_stands_for_roles_that_are_not_named() -> None:
     allocation = parse_allocation("actor=fsdp:d4,*=megatron:d2")
     assert allocation.training_of("actor") == engine("fsdp", dp=4)

@@ -26,7 +26,13 @@ from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.engine.progress import Progress
 from corral.workers.generation.backend import BackendLostError
 from corral.workers.generation.http_calls import ServerError, get_json, get_text
-from corral.workers.generation.sglang_command import has_gpu, secret_settings, sglang_command, sglang_environment
+from corral.workers.generation.sglang_command import (
+    check_gpus,
+    has_gpu,
+    secret_settings,
+    sglang_command,
+    sglang_environment,
+)
 from corral.workers.generation.sglang_process import SglangProcess
 from corral.workers.lifecycle.worker import BadConfigurationError
 
@@ -133,7 +139,11 @@ class SglangBackend:
 
     def _launch(self, port: int, secrets_file: Path) -> SglangProcess:
         settings = self._settings
-        gpu = has_gpu(os.environ)
+        gpu, num_ranks = has_gpu(os.environ), settings.spec.tensor_parallel_size
+        try:
+            check_gpus(os.environ, num_ranks=num_ranks)
+        except ValueError as error:
+            raise BadConfigurationError(str(error)) from error
         command = sglang_command(
             settings.spec,
             host=settings.address,
@@ -147,7 +157,9 @@ class SglangBackend:
         try:
             return SglangProcess(
                 command,
-                environment=sglang_environment(os.environ, has_gpu=gpu),
+                environment=sglang_environment(
+                    os.environ, has_gpu=gpu, num_ranks=num_ranks, cpus=sorted(os.sched_getaffinity(0))
+                ),
                 log_path=settings.log_path,
                 scrub=SecretFilter([settings.api_key, settings.admin_key]).scrub,
             )

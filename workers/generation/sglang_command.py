@@ -3,10 +3,11 @@
 GenerationServerSpec ──► sglang_command ──► argv            anybody on the machine can read it
 keys of the server ────► secret_settings ──► a file of mode 0600, which `--config` names
 environment ───────────► sglang_environment ──► + the stand-ins for what a GPU would bring, where there is none
+CUDA_VISIBLE_DEVICES ──► has_gpu, check_gpus    as the launcher has set it: the server takes these GPUs and no others
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from corral.experiments.config.rollout import FlagValue
@@ -43,6 +44,7 @@ def sglang_command(
         "max-running-requests": engine.max_running_requests,
         "max-total-tokens": engine.max_total_tokens,
         "random-seed": seed,
+        "tp-size": spec.tensor_parallel_size,
         "skip-tokenizer-init": True,  # token ids in, token ids out
         "skip-server-warmup": True,  # it would ask without a key; the first request warms up as well
         "enable-metrics": True,
@@ -72,13 +74,41 @@ def secret_settings(*, api_key: str, admin_key: str) -> str:
     return json.dumps({"api-key": api_key, "admin-api-key": admin_key})
 
 
-def sglang_environment(inherited: Mapping[str, str], *, has_gpu: bool) -> dict[str, str]:
-    """Without a network, and on a CPU with what SGLang imports of a GPU's packages and then does not use."""
+def sglang_environment(
+    inherited: Mapping[str, str], *, has_gpu: bool, num_ranks: int, cpus: Sequence[int]
+) -> dict[str, str]:
+    """Without a network, and on a CPU with what SGLang imports of a GPU's packages and then does not use.
+
+    Args:
+        num_ranks: its tensor-parallel processes.
+        cpus: those that this process may use.
+    """
     environment = {**inherited, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     if not has_gpu:
         path = [str(STAND_INS), *filter(None, [inherited.get("PYTHONPATH")])]
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": ":".join(path)}
+        if num_ranks > 1:  # else SGLang gives each rank a NUMA node, and ends where there are fewer
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = cpus_by_rank(cpus, num_ranks)
     return environment
+
+
+def cpus_by_rank(cpus: Sequence[int], num_ranks: int) -> str:
+    """The CPUs of each rank, as SGLang reads them: "0,1|2,3". Equally many and none twice, but where there are fewer
+    CPUs than ranks."""
+    each = max(1, len(cpus) // num_ranks)
+    shares = [[cpus[(rank * each + number) % len(cpus)] for number in range(each)] for rank in range(num_ranks)]
+    return "|".join(",".join(map(str, share)) for share in shares)
+
+
+def check_gpus(environment: Mapping[str, str], *, num_ranks: int) -> None:
+    """ValueError if fewer GPUs are visible than ranks that each take one; where none is, they run on CPUs."""
+    visible = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
+    if visible and len(visible) < num_ranks:
+        raise ValueError(
+            f"the allocation gives this server {num_ranks} GPUs (t{num_ranks}), and its task has {len(visible)}: "
+            f"CUDA_VISIBLE_DEVICES={','.join(visible)}; set groups.generation_server.scheduling.gpu to {num_ranks}, or "
+            "leave it out"
+        )
 
 
 def has_gpu(environment: Mapping[str, str], *, driver: Path = Path("/proc/driver/nvidia/gpus")) -> bool:

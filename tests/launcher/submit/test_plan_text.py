@@ -87,6 +87,18 @@ def test_the_python_of_sglang_is_shown_and_kept_in_the_plan(folder: Path) -> Non
     assert isinstance(server, GenerationServerSpec) and (server.backend, server.sglang.python) == ("sglang", python)
 
 
+@pytest.mark.parametrize(("gpu", "size"), [(2, "2 GPUs each"), (0, "2 processes without a GPU each")])
+def test_servers_of_several_gpus_say_of_how_many(folder: Path, gpu: int, size: str) -> None:
+    servers = f"groups.generation_server.scheduling={{gpu: {gpu}}}"
+    plan = _plan(folder / "ppo.yaml", "allocation=sglang:d4t2+fsdp:d8", servers, "train_batch_size=8")
+    assert f"generate   4 servers of SGLang, {size}, float32; " in render_plan(plan)
+    group = plan.scheduling["generation_server"]
+    # A process per GPU, and three beside them.
+    assert (group.count, group.scheduling.gpu, group.scheduling.cpu) == (4, gpu, 5)
+    server = plan.worker("generation_server", 3)
+    assert isinstance(server, GenerationServerSpec) and server.tensor_parallel_size == 2
+
+
 def test_asynchronous_ppo_with_a_reference_fits_one_screen(folder: Path) -> None:
     plan = _with_ref(folder, "allocation=hf:d2+fsdp:d2", "train_batch_size=7", "ppo.n_minibatches=3")
     heading, groups, _, models, calls, keys = _sections(plan, folder)

@@ -141,6 +141,7 @@ def serving(
     probe_timeout_s: float = 60.0,
     transport_config: WeightsConfig = WeightsConfig(),  # noqa: B008 - it is frozen
     flags: Mapping[str, FlagValue] | None = None,
+    tensor_parallel_size: int = 1,
 ) -> Iterator[Served]:
     """A backend with version 0.0; what it prints is in `folder`, `flags` are SGLang's."""
     loop = asyncio.new_event_loop()
@@ -160,7 +161,14 @@ def serving(
     if kind == "hf":
         backend: GenerationBackend = embedded(weights)
     else:
-        backend = sglang(weights, folder, updates, flags=flags or {}, probe_timeout_s=probe_timeout_s)
+        backend = sglang(
+            weights,
+            folder,
+            updates,
+            flags=flags or {},
+            probe_timeout_s=probe_timeout_s,
+            tensor_parallel_size=tensor_parallel_size,
+        )
     client = None
     try:
         url = run(backend.start())
@@ -188,12 +196,21 @@ def embedded(weights: Path) -> EmbeddedBackend:
     )
 
 
-def server_spec(backend: Literal["hf", "sglang"], weights: Path, **sglang: Any) -> GenerationServerSpec:
+def server_spec(
+    backend: Literal["hf", "sglang"], weights: Path, *, tensor_parallel_size: int = 1, **sglang: Any
+) -> GenerationServerSpec:
     """A small server; the settings of SGLang are of a server of SGLang."""
     python = sglang_python(SglangConfig()) if backend == "sglang" else None
     config = SglangConfig.model_validate({"python": python, **sglang})
     engine = EngineConfig(max_running_requests=16, max_total_tokens=16384)
-    return GenerationServerSpec(index=0, backend=backend, initial_weights=weights, engine=engine, sglang=config)
+    return GenerationServerSpec(
+        index=0,
+        backend=backend,
+        tensor_parallel_size=tensor_parallel_size,
+        initial_weights=weights,
+        engine=engine,
+        sglang=config,
+    )
 
 
 def sglang(

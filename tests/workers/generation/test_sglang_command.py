@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from corral.experiments.config.rollout import SGLANG_FLAGS_SET_HERE, SglangConfig
+from corral.experiments.config.rollout import SGLANG_FLAGS_OF_PLACES, SGLANG_FLAGS_SET_HERE, SglangConfig
 from corral.workers.generation.sglang import read_progress
 from corral.workers.generation.sglang_command import (
     STAND_INS,
+    check_gpus,
+    cpus_by_rank,
     has_gpu,
     secret_settings,
     sglang_command,
@@ -19,9 +23,15 @@ from corral.workers.generation.sglang_command import (
 from tests.workers.generation.servers import server_spec
 
 
-def command(flags: dict[str, Any] | None = None, *, with_gpu: bool = True) -> list[str]:
+def command(flags: dict[str, Any] | None = None, *, with_gpu: bool = True, num_ranks: int = 1) -> list[str]:
     return sglang_command(
-        server_spec("sglang", Path("/models/a"), python="/opt/sglang/bin/python", flags=flags or {}),
+        server_spec(
+            "sglang",
+            Path("/models/a"),
+            tensor_parallel_size=num_ranks,
+            python="/opt/sglang/bin/python",
+            flags=flags or {},
+        ),
         host="10.0.0.7",
         port=4711,
         seed=5,
@@ -53,14 +63,39 @@ def test_the_command_line_says_what_the_trial_says() -> None:
 
 def test_a_machine_without_a_gpu_gets_what_it_lacks_and_one_with_a_gpu_gets_nothing() -> None:
     assert value_of(command(with_gpu=False), "--device") == "cpu" and "--device" not in command()
-    bare = sglang_environment({"PATH": "/bin", "PYTHONPATH": "/mine"}, has_gpu=False)
+    inherited = {"PATH": "/bin", "PYTHONPATH": "/mine"}
+    bare = sglang_environment(inherited, has_gpu=False, num_ranks=1, cpus=[0, 1])
     assert bare["PYTHONPATH"] == f"{STAND_INS}:/mine" and bare["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert sglang_environment({"PATH": "/bin", "PYTHONPATH": "/mine"}, has_gpu=True) == {
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in bare
+    assert sglang_environment(inherited, has_gpu=True, num_ranks=2, cpus=[0, 1]) == {
         "PATH": "/bin",
         "PYTHONPATH": "/mine",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def test_the_gpus_of_a_server_are_those_of_the_allocation() -> None:
+    assert value_of(command(), "--tp-size") == "1" and value_of(command(num_ranks=2), "--tp-size") == "2"
+    for visible in ("0,1", "GPU-1, GPU-2", "0,1,2", "", " "):
+        check_gpus({"CUDA_VISIBLE_DEVICES": visible}, num_ranks=2)
+    check_gpus({}, num_ranks=2)
+    with pytest.raises(
+        ValueError, match=r"gives this server 2 GPUs \(t2\), and its task has 1: CUDA_VISIBLE_DEVICES=5"
+    ):
+        check_gpus({"CUDA_VISIBLE_DEVICES": "5,"}, num_ranks=2)
+
+
+@given(st.sets(st.integers(0, 300), min_size=1, max_size=64), st.integers(1, 16))
+def test_without_gpus_ranks_have_equally_many_cpus_and_share_none_that_they_need_not(
+    cpus: set[int], num_ranks: int
+) -> None:
+    shares = [[int(cpu) for cpu in share.split(",")] for share in cpus_by_rank(sorted(cpus), num_ranks).split("|")]
+    assert len(shares) == num_ranks and {len(share) for share in shares} == {max(1, len(cpus) // num_ranks)}
+    bound = [cpu for share in shares for cpu in share]
+    assert cpus >= set(bound) and len(set(bound)) == min(len(bound), len(cpus))
+    environment = sglang_environment({}, has_gpu=False, num_ranks=num_ranks, cpus=sorted(cpus))
+    assert environment.get("SGLANG_CPU_OMP_THREADS_BIND", "").count("|") == num_ranks - 1
 
 
 @pytest.mark.parametrize(("visible", "expected"), [("", False), (" ", False), ("0", True), ("GPU-1,GPU-2", True)])
@@ -94,6 +129,12 @@ def test_users_flags_come_as_sglang_takes_them_and_replace_our_own_choices() -> 
 def test_flags_that_follow_from_the_trial_are_refused(flag: str) -> None:
     with pytest.raises(ValidationError, match=f"--{flag} is set by the trial"):
         SglangConfig(flags={flag: "x"})
+
+
+@pytest.mark.parametrize("flag", sorted(SGLANG_FLAGS_OF_PLACES) + ["tensor-parallel", "base-gpu"])
+def test_flags_that_say_where_a_server_runs_are_refused_also_in_part(flag: str) -> None:
+    with pytest.raises(ValidationError, match=f"--{flag} contradicts the allocation"):
+        SglangConfig(flags={flag: 2})
 
 
 @pytest.mark.parametrize("flag", ["--tp-size", "tp_size", "", "a b"])

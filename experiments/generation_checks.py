@@ -1,0 +1,213 @@
+"""Checks of the generation side: allocation, groups, SGLang's flags -> ConfigProblems, each with the key to change.
+
+allocation "sglang:d4t2" ──► which backend, how many GPUs per server ──┬── groups.generation_server: as many GPUs
+                                                                       ├── sglang.flags: they divide these GPUs
+                                                                       └── the model: heads that can be divided so
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from corral.experiments.config.cluster import GroupConfig
+from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangConfig
+from corral.experiments.errors import ConfigProblem, KeyPath, display_path, show_value, split_remedy
+from corral.experiments.inputs.model_directory import attention_heads
+from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
+from corral.scheduling.allocation import Allocation
+
+BUILT_GENERATION_BACKENDS = ("hf", "sglang")
+SGLANG_PROCESSES_MB = 1400
+"""What a server of SGLang takes on a CPU before it holds any weights: three processes that have imported it."""
+SGLANG_RANK_MB = 500
+"""What each further process of a tensor-parallel server takes."""
+
+_ALIASES = {
+    "attention-data-parallel-size": "attn-dp-size",
+    "attention-context-parallel-size": "attn-cp-size",
+    "moe-data-parallel-size": "moe-dp-size",
+    "expert-parallel-size": "ep-size",
+    "ep": "ep-size",
+    "decode-context-parallel-size": "dcp-size",
+    "data-parallel-size": "dp-size",
+}
+_ATTENTION_SIZES = ("attn-dp-size", "attn-cp-size")
+_EXPERT_SIZES = ("moe-dp-size", "ep-size")
+_DIVISORS = (_ATTENTION_SIZES, _EXPERT_SIZES, ("dcp-size",))
+"""Flags of SGLang whose product divides the GPUs of a server: they say how these share the work."""
+
+
+def check_generation_side(allocation: Allocation, *, generates: bool) -> Iterator[ConfigProblem]:
+    """What the experiment does not need, or this version cannot do, of who generates."""
+    engine = allocation.generation
+    if engine is None:
+        if generates:
+            hint = "add it before the training side: hf:d1+fsdp:d1"
+            yield ConfigProblem(
+                message="the allocation has no generation side, but this experiment generates", hint=hint
+            )
+        return
+    if not generates:
+        message = "the allocation has a generation side, but this experiment generates nothing"
+        yield ConfigProblem(message=message, hint="leave the training side only: fsdp:d1")
+    if engine.backend not in BUILT_GENERATION_BACKENDS:
+        message = f"generation backend {engine.backend!r} is not built yet in this version"
+        yield ConfigProblem(message=message, hint=f"use the embedded engine: hf:d{engine.dims.dp}")
+    if engine.backend == "hf" and engine.dims.tp > 1:
+        yield ConfigProblem(
+            message=f"a server of the embedded engine (hf) takes one GPU, got t{engine.dims.tp}",
+            hint=f"use hf:d{engine.dims.world_size} for as many GPUs, or sglang:d{engine.dims.dp}t{engine.dims.tp}",
+        )
+
+
+def check_server_gpus(group: GroupConfig, *, gpus_per_server: int) -> Iterator[ConfigProblem]:
+    """Servers that ask for another number of GPUs than the allocation says; with 0 their processes run on CPUs."""
+    path: KeyPath = ("groups", "generation_server")
+    elastic = group.elastic.scheduling if group.elastic else None
+    for scheduling, where in ((group.scheduling, path), (elastic, (*path, "elastic"))):
+        if scheduling is not None and scheduling.gpu not in (0, gpus_per_server):
+            yield ConfigProblem(
+                message=f"a generation server asks for {scheduling.gpu} GPUs, and the allocation gives it "
+                f"{gpus_per_server}",
+                hint=f"remove gpu; or write t{scheduling.gpu} in the allocation, or gpu: 0 to run on CPUs",
+                path=(*where, "scheduling", "gpu"),
+                shown=str(scheduling.gpu),
+            )
+
+
+def check_sglang(sglang: SglangConfig, *, is_used: bool, is_in_container: bool) -> Iterator[ConfigProblem]:
+    """Settings of SGLang that nobody reads, and an interpreter that does not have it.
+
+    Args:
+        is_used: whether the allocation asks for it.
+        is_in_container: whether its servers start in an image, which cannot be looked into from here.
+    """
+    if not is_used:
+        if sglang != SglangConfig():
+            yield ConfigProblem(
+                message="`sglang` has no effect: the allocation's servers are the embedded engine",
+                hint="remove it, or write sglang:d1 in place of hf:d1 in the allocation",
+                path=("sglang",),
+            )
+        return
+    if is_in_container:
+        if sglang.python is None:
+            yield ConfigProblem(
+                message="sglang.python is not set, and the servers start in a container",
+                hint="give the path of the Python with SGLang in that image",
+                path=("sglang",),
+            )
+        return
+    try:
+        sglang_version(sglang_python(sglang))
+    except ValueError as error:
+        message, hint = split_remedy(str(error))
+        key: KeyPath = ("allocation",) if sglang.python is None else ("sglang", "python")
+        yield ConfigProblem(message=message, hint=hint, path=key)
+
+
+def check_quantization(engine: EngineConfig, *, backend: str) -> Iterator[ConfigProblem]:
+    """Rounding that is the embedded engine's, asked of another."""
+    if engine.quantization is not None and backend != "hf":
+        yield ConfigProblem(
+            message=f"engine.quantization is of the embedded engine, and the allocation's servers are {backend}",
+            hint="remove it; SGLang has flags of its own, such as sglang.flags: {quantization: fp8}",
+            path=("engine", "quantization"),
+            shown=engine.quantization,
+        )
+
+
+def check_parallel_flags(
+    flags: Mapping[str, FlagValue], *, gpus_per_server: int, has_gpus: bool
+) -> Iterator[ConfigProblem]:
+    """Flags that would take other GPUs than those of the allocation, or that cannot divide these.
+
+    Args:
+        has_gpus: whether servers ask for any; else their processes run on CPUs.
+    """
+    sizes = _sizes(flags)
+    if (replicas := sizes.get("dp-size")) is not None:
+        yield replicas.problem(
+            f"--{replicas.typed} takes its multiple of the GPUs that the allocation gives a server",
+            hint="raise d in the allocation for more servers; attn-dp-size is data-parallel attention within a server",
+        )
+    attention = sizes.get("attn-dp-size")
+    if attention is not None and attention.value != 1 and not has_gpus:
+        yield attention.problem(
+            f"{attention} needs GPUs: what SGLang computes attention with where there are none has no such mode",
+            hint="remove it, or remove gpu: 0 from groups.generation_server.scheduling",
+        )
+    for group in _DIVISORS:
+        given = [sizes[name] for name in group if name in sizes]
+        if not given or _divide(gpus_per_server, [size.value for size in given]):
+            continue
+        fitting = [str(size) for size in range(1, gpus_per_server + 1) if gpus_per_server % size == 0]
+        yield given[-1].problem(
+            f"{' x '.join(map(str, given))} does not divide the {gpus_per_server} GPUs of a server "
+            f"(t{gpus_per_server})",
+            hint=f"{' or '.join(fitting)} {'divide' if len(fitting) > 1 else 'divides'} them; "
+            "or change t in the allocation",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Size:
+    """A flag of SGLang that says among how many ranks something is divided."""
+
+    typed: str
+    """Its name as the user writes it."""
+    value: FlagValue
+
+    def problem(self, message: str, *, hint: str) -> ConfigProblem:
+        path = ("sglang", "flags", self.typed)
+        return ConfigProblem(message=message, hint=hint, path=path, shown=show_value(self.value))
+
+    def __str__(self) -> str:
+        return f"--{self.typed} {show_value(self.value)}"
+
+
+def _sizes(flags: Mapping[str, FlagValue]) -> dict[str, _Size]:
+    """The sizes among the flags by their first names."""
+    given = {name: value for name, value in flags.items() if value is not False}
+    sizes = {_ALIASES.get(name, name): _Size(typed=name, value=value) for name, value in given.items()}
+    if flags.get("enable-dp-attention") is True and "dp-size" in sizes:  # an older spelling of data-parallel attention
+        sizes["attn-dp-size"] = sizes.pop("dp-size")
+    return sizes
+
+
+def _divide(gpus: int, values: Sequence[FlagValue]) -> bool:
+    counts = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
+    return len(counts) == len(values) and min(counts) >= 1 and gpus % prod(counts) == 0
+
+
+def check_heads(model: Path, flags: Mapping[str, FlagValue], *, gpus_per_server: int) -> Iterator[ConfigProblem]:
+    """Attention heads that the GPUs of a server cannot share equally, as SGLang wants it."""
+    heads = attention_heads(model)
+    if heads is None or any(name in _sizes(flags) for name in _ATTENTION_SIZES):
+        return  # data-parallel attention gives each rank whole requests, and more heads than one in t
+    if not _can_share(*heads, gpus_per_server):
+        queries, keys = heads
+        fitting = [size for size in range(1, queries + 1) if _can_share(queries, keys, size)]
+        yield ConfigProblem(
+            message=f"{gpus_per_server} GPUs cannot share the {queries} attention heads ({keys} of keys and values) of "
+            f"{display_path(model)} equally",
+            hint=f"{' or '.join(f't{size}' for size in fitting)} works",
+            path=("allocation",),
+        )
+
+
+def _can_share(queries: int, keys: int, ranks: int) -> bool:
+    """Each rank has as many heads of queries, and as many of keys; where there are more ranks, copies of one."""
+    return queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
+
+
+def memory_warning(sglang_mem_mb: int, *, gpus_per_server: int) -> str | None:
+    """What a server of SGLang needs before it holds any weights, if it asks for less."""
+    needed_mb = SGLANG_PROCESSES_MB + SGLANG_RANK_MB * (gpus_per_server - 1)
+    if sglang_mem_mb >= needed_mb:
+        return None
+    return (
+        f"groups.generation_server.scheduling.mem is {sglang_mem_mb} MB, and SGLang's own processes take about "
+        f"{needed_mb} MB before the weights; a cluster that keeps jobs to their memory ends the server"
+    )
