@@ -20,26 +20,26 @@ from tests.slurm.trials import SITE, SMALL, SlurmTrial, job_of
 
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[Cluster]:
-    _require_programs(accounts=False)
+    require_programs(accounts=False)
     with running_cluster() as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def shared_accounting_cluster() -> Iterator[Cluster]:
-    _require_programs(accounts=True)
+    require_programs(accounts=True)
     with running_cluster(num_nodes=2, accounts=True) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def shared_threaded_cluster() -> Iterator[Cluster]:
-    _require_programs(accounts=False)
+    require_programs(accounts=False)
     with running_cluster(num_nodes=2, threads_per_core=2) as cluster:
         yield cluster
 
 
-def _require_programs(*, accounts: bool) -> None:
+def require_programs(*, accounts: bool) -> None:
     missing = missing_programs(accounts=accounts)
     if missing:
         reason = f"SLURM is not installed: no {', '.join(missing)} (Debian and Ubuntu: make setup-slurm)"

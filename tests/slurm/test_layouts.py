@@ -1,58 +1,93 @@
-"""All five groups on four nodes: every step is where the layout says, with the GPUs that it says."""
+"""All five groups on four nodes: every step is where the layout says, with the GPUs that it says.
+
+sglang:d4t2+fsdp:d8 on nodes of 4 GPUs ──► 2 nodes of 2 servers with 2 GPUs each, 2 nodes of 4 ranks
+sglang:d4t3+fsdp:d4                    ──► 4 nodes of 1 server with 3 GPUs, and a rank on the fourth
+"""
 
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corral.experiments.config.cluster import ClusterConfig, LaunchConfig
-from corral.experiments.plan import RunPlan
+from corral.experiments.async_ppo import AsyncPPOExperiment
+from corral.experiments.config.cluster import ClusterConfig, GroupConfig, GroupsConfig, LaunchConfig
+from corral.experiments.config.data import DatasetConfig
+from corral.experiments.config.model import ActorModelConfig
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.parse import QueuedJob, parse_key_values
 from corral.launcher.slurm.step import step_name
 from corral.launcher.stop import stop_trial
-from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
+from corral.scheduling.scheduling import ExperimentScheduling
 from corral.scheduling.slurm_formats import expand_host_list
 from tests.launcher.trials import wait_until
-from tests.slurm.cluster import Cluster
-from tests.slurm.trials import SlurmTrial
+from tests.slurm.cluster import Cluster, running_cluster
+from tests.slurm.conftest import require_programs
+from tests.slurm.trials import SMALL, SlurmTrial
 
 pytestmark = pytest.mark.slurm
 
-MODEL_WORKERS, SERVERS, ROLLOUT_WORKERS = 8, 4, 3
+ROLLOUT_WORKERS = 3
+SERVERS_OF_TWO_GPUS = "sglang:d4t2+fsdp:d8"
+SERVERS_OF_THREE_GPUS = "sglang:d4t3+fsdp:d4"
+# SLURM may give workers of one size that share a node each other's GPUs; `slice` gives each its own.
+BINDINGS = pytest.mark.parametrize("binding", ["per_task", pytest.param("slice", marks=pytest.mark.slow)])
 
 
-def five_groups(trial: SlurmTrial, *, launch: Mapping[str, Any] | None = None, **fields: Mapping[str, Any]) -> RunPlan:
-    """Fills four nodes with eight GPUs each: 8 ranks of 2, 4 servers of 4; `fields` are by group."""
-
-    def group(kind: str, count: int, **resources: Any) -> TasksGroup:
-        asked = {"cpu": 1, "mem": 200} | resources | dict(fields.get(kind, {}))
-        return TasksGroup(count=count, scheduling=Scheduling(**asked))
-
-    return trial.replan(
-        scheduling=ExperimentScheduling(
-            master_worker=group("master_worker", 1),
-            model_worker=group("model_worker", MODEL_WORKERS, gpu=2),
-            generation_server=group("generation_server", SERVERS, gpu=4),
-            gserver_manager=group("gserver_manager", 1),
-            rollout_worker=group("rollout_worker", ROLLOUT_WORKERS),
-        ),
-        launch=LaunchConfig(**(launch or {})),
-    )
+@pytest.fixture(scope="module")
+def shared_cluster() -> Iterator[Cluster]:
+    """A cluster of their own: these tests fill nodes of four GPUs."""
+    require_programs(accounts=False)
+    with running_cluster(gpus=4) as cluster:
+        yield cluster
 
 
 @pytest.fixture
-def trial(make_slurm_trial: Any) -> Iterator[SlurmTrial]:
-    counts = {"model_workers": MODEL_WORKERS, "servers": SERVERS, "rollout_workers": ROLLOUT_WORKERS}
-    made: SlurmTrial = make_slurm_trial({"master_worker/0": ["master"]}, **counts)
-    yield made
-    if made.job_id:
-        stop_trial(made.facts, now=True)
+def make_five_groups(make_slurm_trial: Any) -> Iterator[Callable[..., SlurmTrial]]:
+    """Makes trials of the groups that an allocation asks for, each small; `fields` are by group."""
+    made: list[SlurmTrial] = []
+
+    def make(allocation: str, *, launch: Mapping[str, Any] | None = None, **fields: Mapping[str, Any]) -> SlurmTrial:
+        groups = groups_of(allocation)
+        trial: SlurmTrial = make_slurm_trial(
+            {"master_worker/0": ["master"]},
+            model_workers=groups["model_worker"].count,
+            servers=groups["generation_server"].count,
+            rollout_workers=ROLLOUT_WORKERS,
+            cluster=SMALL["cluster"] | {"gpus_per_node": 4},
+        )
+        made.append(trial)
+        changed = {
+            kind: group.model_copy(
+                update={
+                    "scheduling": group.scheduling.model_copy(update={"cpu": 1, "mem": 200, **fields.get(kind, {})})
+                }
+            )
+            for kind, group in groups.items()
+        }
+        trial.replan(scheduling=ExperimentScheduling(**changed), launch=LaunchConfig(**(launch or {})))
+        return trial
+
+    yield make
+    for trial in made:
+        if trial.job_id:
+            stop_trial(trial.facts, now=True)
+
+
+def groups_of(allocation: str) -> ExperimentScheduling:
+    """What an experiment with this allocation asks for."""
+    experiment = AsyncPPOExperiment(
+        name="exp",
+        allocation=allocation,
+        actor=ActorModelConfig(path=Path("model")),
+        dataset=DatasetConfig(path=Path("rows.jsonl")),
+        groups=GroupsConfig(rollout_worker=GroupConfig(count=ROLLOUT_WORKERS)),
+    )
+    return experiment.scheduling_setup()
 
 
 def worker_environments(trial: SlurmTrial) -> dict[str, dict[str, str]]:
@@ -93,12 +128,13 @@ def gpus_of(environment: Mapping[str, str]) -> tuple[int, ...]:
     return tuple(int(index) for index in environment["CUDA_VISIBLE_DEVICES"].split(",") if index)
 
 
-def check_shares_of_every_node(trial: SlurmTrial, environments: Mapping[str, Mapping[str, str]]) -> None:
-    """Each worker has as many GPUs as planned, and on each node the shares are the planned ones."""
+def check_gpus(trial: SlurmTrial, environments: Mapping[str, Mapping[str, str]]) -> None:
+    """Each worker has as many GPUs as planned, and on each node the shares are the planned ones; sliced, its own."""
     planned, given = defaultdict(list), defaultdict(list)
     for worker, step in trial.layout.steps.items():
         gpus = gpus_of(environments[worker])
         assert len(gpus) == step.gpus, worker
+        assert step.gpu_binding != "slice" or gpus == step.gpu_indices, worker
         planned[step.allocation, step.node_index].append(step.gpu_indices)
         given[step.allocation, step.node_index].append(gpus)
     assert {node: sorted(shares) for node, shares in given.items()} == {
@@ -106,50 +142,74 @@ def check_shares_of_every_node(trial: SlurmTrial, environments: Mapping[str, Map
     }
 
 
-def test_packed_puts_every_step_on_its_node_with_its_share_of_gpus(trial: SlurmTrial, cluster: Cluster) -> None:
-    five_groups(trial)
+def servers_by_node(trial: SlurmTrial) -> list[list[tuple[int, ...]]]:
+    """The planned GPUs of the servers, by the nodes that they are on."""
+    by_node: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    for worker, step in trial.layout.steps.items():
+        if worker.startswith("generation_server/"):
+            by_node.setdefault((step.allocation, step.node_index), []).append(step.gpu_indices)
+    return list(by_node.values())
+
+
+@BINDINGS
+def test_packed_puts_every_step_on_its_node_with_its_share_of_gpus(
+    make_five_groups: Callable[..., SlurmTrial], cluster: Cluster, binding: str
+) -> None:
+    trial = make_five_groups(SERVERS_OF_TWO_GPUS, generation_server={"gpu_binding": binding})
     assert (trial.layout.kind, trial.layout.head.num_nodes) == ("packed", 4)
+    assert servers_by_node(trial) == [[(0, 1), (2, 3)]] * 2
     trial.submit()
     environments = worker_environments(trial)
     check_nodes_and_steps(trial, cluster, environments)
-    check_shares_of_every_node(trial, environments)
+    check_gpus(trial, environments)
 
 
-def test_sliced_workers_get_exactly_the_gpus_of_the_plan(trial: SlurmTrial, cluster: Cluster) -> None:
-    five_groups(trial, model_worker={"gpu_binding": "slice", "gpu": 1}, generation_server={"gpu": 3})
+def test_sliced_workers_get_exactly_the_gpus_of_the_plan(
+    make_five_groups: Callable[..., SlurmTrial], cluster: Cluster
+) -> None:
+    trial = make_five_groups(SERVERS_OF_THREE_GPUS, model_worker={"gpu_binding": "slice"})
+    assert servers_by_node(trial) == [[(0, 1, 2)]] * 4
+    assert {step.gpu_binding for step in trial.layout.steps.values() if step.gpus} == {"slice"}
     trial.submit()
     environments = worker_environments(trial)
     check_nodes_and_steps(trial, cluster, environments)
-    planned = {worker: step.gpu_indices for worker, step in trial.layout.steps.items()}
-    assert {worker: gpus_of(environment) for worker, environment in environments.items()} == planned
-    assert {len(gpus) for gpus in planned.values()} == {0, 1, 3}
-    assert any(step.gpu_binding == "slice" and step.gpus == 3 for step in trial.layout.steps.values())
+    check_gpus(trial, environments)
 
 
-def test_hetjob_puts_every_step_into_its_component(trial: SlurmTrial, cluster: Cluster) -> None:
-    five_groups(trial, model_worker={"partition": "spot"})
+@BINDINGS
+def test_hetjob_puts_every_step_into_its_component(
+    make_five_groups: Callable[..., SlurmTrial], cluster: Cluster, binding: str
+) -> None:
+    trial = make_five_groups(
+        SERVERS_OF_TWO_GPUS, model_worker={"partition": "spot"}, generation_server={"gpu_binding": binding}
+    )
     layout = trial.layout
     assert layout.kind == "hetjob"
     assert [(allocation.role, allocation.num_nodes) for allocation in layout.allocations] == [
         ("head", 2),
         ("component", 2),
     ]
+    assert servers_by_node(trial) == [[(0, 1), (2, 3)]] * 2
     trial.submit()
     environments = worker_environments(trial)
     check_nodes_and_steps(trial, cluster, environments)
-    check_shares_of_every_node(trial, environments)
+    check_gpus(trial, environments)
     assert {job.tag["allocation"] for job in jobs_of(trial)} >= {"head"}
     partitions = cluster.run("squeue", "-h", "-n", "exp.trial,exp.trial.model_worker", "-o", "%P").stdout.split()
     assert sorted(partitions) == ["debug", "spot"]
 
 
-def test_jobs_puts_every_step_into_the_job_of_its_group(trial: SlurmTrial, cluster: Cluster) -> None:
-    five_groups(trial, launch={"layout": "jobs"})
+@BINDINGS
+def test_jobs_puts_every_step_into_the_job_of_its_group(
+    make_five_groups: Callable[..., SlurmTrial], cluster: Cluster, binding: str
+) -> None:
+    trial = make_five_groups(SERVERS_OF_TWO_GPUS, launch={"layout": "jobs"}, generation_server={"gpu_binding": binding})
     assert [allocation.role for allocation in trial.layout.allocations] == ["head", "group", "group", "group"]
+    assert servers_by_node(trial) == [[(0, 1), (2, 3)]] * 2
     trial.submit()
     environments = worker_environments(trial)
     check_nodes_and_steps(trial, cluster, environments)
-    check_shares_of_every_node(trial, environments)
+    check_gpus(trial, environments)
     assert stop_trial(trial.facts, grace_s=20.0).state == "STOPPED"
     wait_until(lambda: not cluster.run("squeue", "-h", "-t", "PD,R,CG").stdout.strip(), "the end of all four jobs")
 
