@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 
 import psutil
+import pytest
 
 from corral.experiments.trial.secrets import TrialSecrets
 from tests.integration.evidence import (
@@ -50,3 +51,14 @@ def test_a_trial_goes_on_after_the_scheduler_of_sglang_was_killed(start_trial: C
     check_generator_and_trainer_agreed(trial)
     log = trial.directory.worker_log(0, "sglang", 0).read_text()
     assert log.count("The server is fired up and ready to roll!") == 2
+
+
+@pytest.mark.slow
+def test_a_server_of_two_processes_answers_for_a_whole_trial(start_trial: Callable[..., Trial]) -> None:
+    trial = start_trial(num_rows=32, overrides={"allocation": "sglang:d1t2+fsdp:d1", "evaluation.every_steps": 1000})
+    trial.wait_for_steps(1, timeout_s=_START_S)
+    assert len(schedulers(trial)) == 2
+    trial.wait_for_end()
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
+    check_no_token_was_too_old(trial, eta=1)
