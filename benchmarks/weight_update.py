@@ -5,10 +5,12 @@
     version in a folder on disk ──transport, worker's code──► a server that answers requests meanwhile
                 └──plain read, plain copy into the host directory──► what the ratios are of
 
-A random Qwen2 in float32, two versions of it in turns. The files of a version are dropped from the page cache before
-each reading, as they are on a host that sees a version for the first time; `--hot` leaves them there, which is faster
-than any network. Everything takes turns, and a ratio is the median of the ratios of the rounds.
+A random Qwen2 in float32, two versions of it in turns; for `delta` in bfloat16, half as large, and a share of the
+values goes one number up or down in each version. The files of a version are dropped from the page cache before each
+reading, as they are on a host that sees a version for the first time; `--hot` leaves them there, which is faster than
+any network. Everything takes turns, and a ratio is the median of the ratios of the rounds.
 
+    MB         of the whole files of a version
     read       what the host read of the version's folder: by its worker, and by the server where that reads there, too
     raw        a plain copy of the files into the host directory, without looking at them
     staged     copied and verified by the worker, or only verified; the server generates on
@@ -37,21 +39,25 @@ from typing import Any, get_args
 from urllib.parse import urlsplit
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.utils.logging import disable_progress_bar
 
 from corral.experiments.config.rollout import WeightsConfig
-from corral.workers.checkpoint.durable_file import PIECE_BYTES, write_durable
-from corral.workers.checkpoint.manifest import write_manifest
+from corral.workers.checkpoint.durable_file import PIECE_BYTES
+from corral.workers.checkpoint.file_delta import DELTA_SUFFIX
+from corral.workers.checkpoint.manifest import SealedDirectory
 from corral.workers.generation.embedded import EmbeddedBackend
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # servers as the tests start them
 
+from tests.workers.backends.trained_versions import publish, stepped  # noqa: E402
 from tests.workers.generation.servers import API_KEY, DEADLINE_S, Served, serving, wait_until  # noqa: E402
 
 SHAPES = {14: (256, 768, 4), 52: (512, 1536, 4), 252: (1024, 3072, 5)}  # hidden, intermediate, layers, by megabytes
 VOCAB_SIZE = 1024
+CHANGED_SHARES = (0.01, 0.03)  # of the values, from one version to the next
 NUM_REQUESTS = 4
 NUM_NEW_TOKENS = 2000
 SETTLE_S = 2.0
@@ -63,9 +69,20 @@ TRANSPORTS: tuple[str, ...] = get_args(WeightsConfig.model_fields["transport"].a
 class Version:
     """Weights as a trainer publishes them."""
 
-    directory: Path
-    digest: str
-    size_bytes: int
+    sealed: SealedDirectory
+
+    @property
+    def directory(self) -> Path:
+        return self.sealed.path
+
+    @property
+    def files(self) -> list[Path]:
+        """What servers read."""
+        return [self.directory / name for name in self.sealed.files if not name.endswith(DELTA_SUFFIX)]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files)
 
 
 @dataclass(frozen=True)
@@ -81,8 +98,8 @@ class Update:
     gap_s: float
 
 
-def make_version(directory: Path, *, megabytes: int, seed: int) -> Version:
-    """Random weights under a manifest."""
+def make_model(directory: Path, *, megabytes: int, seed: int) -> Path:
+    """Random weights in float32."""
     hidden_size, intermediate_size, num_layers = SHAPES[megabytes]
     config = Qwen2Config(
         hidden_size=hidden_size,
@@ -98,13 +115,28 @@ def make_version(directory: Path, *, megabytes: int, seed: int) -> Version:
     )
     torch.manual_seed(seed)
     auto_class: Any = AutoModelForCausalLM
-    written = directory.with_name(f"{directory.name}.written")
-    auto_class.from_config(config).save_pretrained(written)
-    directory.mkdir()
-    files = {path.name: write_durable(directory / path.name, [path.read_bytes()]) for path in sorted(written.iterdir())}
-    shutil.rmtree(written)
-    digest = write_manifest(directory, files, {}).sha256
-    return Version(directory, digest, sum(entry.size for entry in files.values()))
+    auto_class.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def make_versions(folder: Path, *, megabytes: int) -> list[Version]:
+    """Two that have nothing to do with each other."""
+    models = [make_model(folder / f"model{seed}", megabytes=megabytes, seed=seed) for seed in range(2)]
+    return [
+        Version(publish(folder / f"v{number}", load_file(model / "model.safetensors"), companions=model))
+        for number, model in enumerate(models)
+    ]
+
+
+def make_lineage(folder: Path, *, megabytes: int, share: float) -> list[Version]:
+    """Two in bfloat16 that follow each other in turns: the delta of each leads from the files of the other."""
+    model = make_model(folder / "model", megabytes=megabytes, seed=0)
+    first = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
+    second = stepped(first, share=share, seed=1)
+    sealed = publish(folder / "v0", first, companions=model)
+    after = publish(folder / "v1", second, base=sealed.path, companions=model)
+    before = publish(folder / "v2", first, base=after.path, companions=model)
+    return [Version(before), Version(after)]
 
 
 def drop_from_page_cache(directory: Path) -> None:
@@ -114,21 +146,21 @@ def drop_from_page_cache(directory: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def plain_read(directory: Path) -> float:
+def plain_read(files: list[Path]) -> float:
     """Seconds to read every file."""
     buffer, started = bytearray(PIECE_BYTES), time.perf_counter()
-    for path in directory.iterdir():
+    for path in files:
         with open(path, "rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
     return time.perf_counter() - started
 
 
-def plain_copy(directory: Path, into: Path) -> float:
+def plain_copy(files: list[Path], into: Path) -> float:
     """Seconds to copy every file."""
     started = time.perf_counter()
     into.mkdir()
-    for path in directory.iterdir():
+    for path in files:
         shutil.copyfile(path, into / path.name)
     seconds = time.perf_counter() - started
     shutil.rmtree(into)
@@ -183,8 +215,8 @@ def update(served: Served, version: Version, *, tag: str, is_hot: bool, host_dir
             drop_from_page_cache(version.directory)
         return run()
 
-    raw_read_s = cold(lambda: plain_read(version.directory))
-    raw_copy_s = cold(lambda: plain_copy(version.directory, host_directory / f"raw-copy-{os.getpid()}"))
+    raw_read_s = cold(lambda: plain_read(version.files))
+    raw_copy_s = cold(lambda: plain_copy(version.files, host_directory / f"raw-copy-{os.getpid()}"))
     running = [
         served.client.start([1, 2, 3, number], max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
         for number in range(NUM_REQUESTS)
@@ -198,7 +230,7 @@ def update(served: Served, version: Version, *, tag: str, is_hot: bool, host_dir
     tokens.longest_gap_s = 0.0
     if not is_hot:
         drop_from_page_cache(version.directory)
-    served.bring_to(tag, version.directory, digest=version.digest)
+    served.bring_to(tag, version.directory, digest=version.sealed.sha256)
     time.sleep(SETTLE_S)  # the prefixes of the requests are read again
     tokens.is_over.set()
     served.client.order("/abort_request", abort_all=True)
@@ -219,8 +251,8 @@ def update(served: Served, version: Version, *, tag: str, is_hot: bool, host_dir
     )
 
 
-def measure(kind: str, transport: str, versions: list[Version], arguments: argparse.Namespace) -> str:
-    """One line of the table; the first update warms up."""
+def measure(kind: str, transport: str, name: str, versions: list[Version], arguments: argparse.Namespace) -> str:
+    """One line of the table; the first update warms up, and brings the version that a delta leads from."""
     config = WeightsConfig.model_validate({"transport": transport, "host_directory": arguments.host_directory})
     updates = []
     with tempfile.TemporaryDirectory() as folder:
@@ -240,7 +272,8 @@ def measure(kind: str, transport: str, versions: list[Version], arguments: argpa
         return statistics.median(value(one) for one in updates[1:])
 
     return (
-        f"{versions[0].size_bytes / 1e6:6.0f} | {transport:13s} | {median(lambda u: u.read_bytes / 1e6):7.1f} | "
+        f"{versions[0].size_bytes / 1e6:6.0f} | {name:13s} | {median(lambda u: u.read_bytes / 1e6):7.2f} "
+        f"{median(lambda u: u.read_bytes / versions[0].size_bytes):7.2%} | "
         f"{median(lambda u: u.raw_copy_s):7.3f} {median(lambda u: u.staged_s):7.3f} "
         f"{median(lambda u: u.staged_s / u.raw_copy_s):6.2f} {median(lambda u: u.prepared_s):8.3f} | "
         f"{median(lambda u: u.raw_read_s):7.3f} "
@@ -261,13 +294,20 @@ def main() -> None:
     arguments = parser.parse_args()
     disable_progress_bar()
     kind = "sglang" if arguments.sglang else "hf"
-    print(f"{kind}, float32, {NUM_REQUESTS} requests under way, median of {arguments.rounds} updates; seconds")
-    print("    MB | transport     | read MB |     raw  staged  ratio prepared |    read    stop  share |     gap")
+    print(f"{kind}, {NUM_REQUESTS} requests under way, median of {arguments.rounds} updates; seconds")
+    print(
+        "    MB | transport     | read MB   of MB |     raw  staged  ratio prepared |    read    stop  share |     gap"
+    )
     for megabytes in arguments.megabytes:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            versions = [make_version(Path(folder) / f"v{seed}", megabytes=megabytes, seed=seed) for seed in range(2)]
+            versions = make_versions(Path(folder), megabytes=megabytes)
             for transport in arguments.transports:
-                print(measure(kind, transport, versions, arguments), flush=True)
+                if transport != "delta":
+                    print(measure(kind, transport, transport, versions, arguments), flush=True)
+        for share in CHANGED_SHARES if "delta" in arguments.transports else ():
+            with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+                lineage = make_lineage(Path(folder), megabytes=megabytes, share=share)
+                print(measure(kind, "delta", f"delta, {share:.0%}", lineage, arguments), flush=True)
 
 
 if __name__ == "__main__":
