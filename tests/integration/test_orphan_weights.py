@@ -3,10 +3,12 @@
     step k ──► weights/vK-e1 ──► published ──► servers answer with 1.k ──┬──► commit: never
                                                                          └──► master and ranks start again from step k-1
 
-What 1.k has made is thrown away, its samples are trained on by epoch 2, and its weights go.
+What 1.k has made is thrown away, its samples are trained on by epoch 2, and its weights go. Servers take over versions
+by deltas: none leads from 1.k, and from the commit on they lead again.
 """
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -26,7 +28,12 @@ def test_versions_that_no_commit_covers_are_never_trained_on(start_trial: Callab
         num_passes=2,
         pause_s=0.02,
         runs_on=True,
-        overrides={"control.commit_every_steps": 1, "evaluation.every_steps": 1000},
+        overrides={
+            "control.commit_every_steps": 1,
+            "evaluation.every_steps": 1000,
+            "actor.dtype": "bfloat16",
+            "weights.transport": "delta",
+        },
     )
     trial.wait_for_steps(2)
     model_worker = trial.pid("model_worker/0")
@@ -46,6 +53,9 @@ def test_versions_that_no_commit_covers_are_never_trained_on(start_trial: Callab
     check_no_token_was_too_old(trial, eta=1)
     assert trial.train_steps() == list(range(1, 25))
     assert f"v{step:08d}-e1" not in os.listdir(trial.directory.weights_path)
+    taken_over = trial.directory.worker_log(0, "generation_server", 0).read_text()
+    for epoch in (1, 2):
+        assert re.search(rf"v\d+-e{epoch}: (\d+) of \1 files from the version before, 0 read whole", taken_over), epoch
     assert "are from weights that a failure took back" in trial.directory.worker_log(0, "master_worker", 0).read_text()
 
 

@@ -43,7 +43,8 @@ def fill_with_deltas(weights: Path, manifest: Manifest, into: Path, held: Sequen
         read_by_name = dict(zip(served, pool.map(version.make, served), strict=True))
     missing = {name: served[name] for name, num_bytes in read_by_name.items() if num_bytes is None}
     logger.info(
-        "%s: %d of %d files from the version before, %d read whole",
+        "%s/%s: %d of %d files from the version before, %d read whole",
+        weights.parent.name,
         weights.name,
         len(served) - len(missing),
         len(served),
