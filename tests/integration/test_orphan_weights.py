@@ -32,6 +32,7 @@ def test_versions_that_no_commit_covers_are_never_trained_on(start_trial: Callab
             "control.commit_every_steps": 1,
             "evaluation.every_steps": 1000,
             "actor.dtype": "bfloat16",
+            "actor.optimizer.lr": 1e-6,
             "weights.transport": "delta",
         },
     )

@@ -79,15 +79,16 @@ class _Version:
         """A file out of what is held; the bytes that were read for it, or None if it has to be read whole."""
         if Path(name).name != name:
             return None
-        if (base := self._held(name, self.files[name])) is not None:
-            os.link(base, self.into / name)
-            return 0
-        if (delta := self.files.get(f"{name}{DELTA_SUFFIX}")) is None:
-            return None
+        delta = self.files.get(f"{name}{DELTA_SUFFIX}")
         try:
-            return delta.size if self._apply_delta(name) else None
+            if (same := self._held(name, self.files[name])) is not None:
+                os.link(same, self.into / name)
+                return 0
+            return delta.size if delta is not None and self._apply_delta(name) else None
         except (DeltaError, OSError) as error:
-            logger.warning("%s is read whole, since its delta could not be applied: %s", self.weights / name, error)
+            logger.warning(
+                "%s is read whole, since it could not be made from what is held: %s", self.weights / name, error
+            )
             (self.into / name).unlink(missing_ok=True)
             return None
 

@@ -195,6 +195,19 @@ def _without_manifest(directory: Path) -> dict[str, FileEntry]:
     return {name: entry for name, entry in describe(directory).items() if name != MANIFEST_NAME}
 
 
+def test_a_host_directory_without_hard_links_is_no_hindrance(
+    transport: WeightTransport, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    stage(transport, trainer.write("v1-e1"))
+    second = trainer.write("v2-e1")
+    monkeypatch.setattr(os, "link", refuse)
+    assert stage(transport, second).bytes_read == small(second) + bytes_of(second, "config.json", "index.json")
+    assert "config.json is read whole, since it could not be made from what is held: " in caplog.text
+
+
 def test_what_memory_has_lost_is_found_by_the_digest_of_the_result(
     transport: WeightTransport, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
