@@ -109,4 +109,7 @@ def _whereabouts(gap: LogprobGap) -> Iterator[str]:
 
 def _remedy(sides: TwoSides) -> Iterator[str]:
     if not sides.ppo.use_decoupled_loss:
-        yield "nothing corrects for it: ppo.use_decoupled_loss weighs each token by trainer / generator"
+        yield (
+            "it counts as learning in ppo.eps_clip: with ppo.use_decoupled_loss the clip is around the trainer's own "
+            "numbers, and each token is weighed by trainer / generator"
+        )
