@@ -36,7 +36,7 @@ demo: setup  ## train a tiny language model to add: SFT, then asynchronous GRPO,
 recipes: setup  ## train every recipe on this machine, and say in one table whether each moves what it should
 	@$(BIN)/python -m corral.experiments.recipes.run_all
 
-quantized: setup  ## train with makers that round their weights beside makers that do not: some 25 minutes
+quantized: setup  ## train with makers that round their weights beside makers that do not: half an hour
 	$(BIN)/python benchmarks/quantized_makers.py
 
 test: setup sglang setup-slurm lint typecheck  ## what must hold; what CI runs

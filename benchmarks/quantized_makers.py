@@ -16,7 +16,6 @@ repository's root; a trial takes some two and a half minutes of two cores. Error
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -50,7 +49,6 @@ MAKERS: Mapping[str, Sequence[str]] = {
 }
 """What is set in place of the recipe's settings, by the maker's name in the table."""
 
-_REWARD = "eval/reward/mean"
 _LAST_STEPS = 10
 
 
@@ -70,24 +68,24 @@ class Run:
     """Mean held-out rewards: before the first step, every ten steps, and after the last."""
     trained: float
     """Mean reward of the answers that the last ten steps were trained on."""
-    gap_mean: float
-    """Nats between maker and trainer with the same weights: mean over tokens, mean over steps."""
-    gap_max: float
-    """The same of the token that differs most in the whole trial."""
+    gap_means: Sequence[float]
+    """Nats between maker and trainer with the same weights, mean over tokens, at each step that had such tokens."""
+    gap_maxima: Sequence[float]
+    """The same of the token that differs most."""
 
 
-def read_run(metrics: Path, *, maker: str, seed: int) -> Run | None:
-    """None where the trial has not come to its end: its last step has no evaluation then."""
-    held_out = read_values(metrics, _REWARD)
-    if not held_out or _REWARD not in json.loads(metrics.read_text().splitlines()[-1]):
+def read_run(trial: Path, *, maker: str, seed: int) -> Run | None:
+    """What the trial in this directory came to; None if it has not come to its end, where it exports its weights."""
+    if not (trial / "exports" / "final").exists():
         return None
+    metrics = trial / "metrics.jsonl"
     return Run(
         maker=maker,
         seed=seed,
-        held_out=held_out,
+        held_out=read_values(metrics, "eval/reward/mean"),
         trained=statistics.fmean(read_values(metrics, "rewards/mean")[-_LAST_STEPS:]),
-        gap_mean=statistics.fmean(read_values(metrics, "gap/mean") or [0.0]),
-        gap_max=max(read_values(metrics, "gap/max"), default=0.0),
+        gap_means=read_values(metrics, "gap/mean"),
+        gap_maxima=read_values(metrics, "gap/max"),
     )
 
 
@@ -105,8 +103,8 @@ def render(runs: Iterable[Run]) -> str:
                 _with_error([run.held_out[-1] for run in of_maker]),
                 _with_error([statistics.fmean(run.held_out) for run in of_maker]),
                 _with_error([run.trained for run in of_maker]),
-                f"{statistics.fmean(run.gap_mean for run in of_maker):.1e}",
-                f"{max(run.gap_max for run in of_maker):.1e}",
+                f"{statistics.fmean(gap for run in of_maker for gap in run.gap_means):.1e}",
+                f"{max(gap for run in of_maker for gap in run.gap_maxima):.1e}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -111,14 +111,13 @@ def test_makers_of_the_comparison_differ_in_what_they_round_and_what_the_loss_we
 
 
 def test_the_table_of_makers_is_of_trials_that_came_to_their_end(tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
     steps = [{"rewards/mean": 0.5, "gap/mean": 0.01, "gap/max": 0.25}, {"rewards/mean": 0.7}]
     evaluations = [{"eval/reward/mean": 0.5}, {"eval/reward/mean": 0.9}]
-    lines = [json.dumps(line) for line in (evaluations[0], *steps, evaluations[1])]
-    metrics.write_text("\n".join(lines[:3]))
-    assert quantized_makers.read_run(metrics, maker="int8", seed=2) is None
-    metrics.write_text("\n".join(lines))
-    run = quantized_makers.read_run(metrics, maker="int8", seed=2)
+    lines = (evaluations[0], *steps, evaluations[1])
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert quantized_makers.read_run(tmp_path, maker="int8", seed=2) is None
+    (tmp_path / "exports" / "final").mkdir(parents=True)
+    run = quantized_makers.read_run(tmp_path, maker="int8", seed=2)
     assert run is not None
     assert quantized_makers.render([run, replace(run, seed=1, held_out=[0.5, 0.7])]).splitlines() == [
         "MAKER  HELD-OUT REWARD BY SEED  MEAN          CURVE         LAST STEPS    GAP MEAN  GAP MAX",
