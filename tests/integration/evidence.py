@@ -4,10 +4,13 @@ log/ (claims, commits, fallbacks) --> which epoch made which version --> traject
 ledger/ of the last commit and its ancestors --> every sample consumed once
 """
 
+import contextlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from corral.experiments.trial.directory import TrialDirectory
@@ -114,8 +117,12 @@ def check_nothing_is_left(trial: Trial) -> None:
 
 
 def find_secrets(directory: TrialDirectory, values: Iterable[str]) -> set[str]:
-    """Files of a trial directory that hold one of the secret values."""
+    """Files of a trial directory that hold one of the secret values; a running trial removes some while this looks."""
     needles = [value.encode() for value in values]
-    paths = [path for path in directory.path.rglob("*") if path.is_file() and not path.is_symlink()]
-    holds = {path: path.read_bytes() for path in paths}
-    return {directory.relative(path) for path, data in holds.items() if any(needle in data for needle in needles)}
+    paths = [Path(folder, name) for folder, _, names in os.walk(directory.path) for name in names]
+    found = set()
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file() and not path.is_symlink() and any(needle in path.read_bytes() for needle in needles):
+                found.add(directory.relative(path))
+    return found
