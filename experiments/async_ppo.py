@@ -139,6 +139,13 @@ class AsyncPPOExperiment(PolicyExperiment):
         yield from check_concurrency(self.rollout, train_batch_size=self.train_batch_size)
         yield from check_imports(self.rollout)
         yield from check_first_version(self.actor)
+        if self.weights.transport == "lora" and self.actor.lora is None:
+            yield ConfigProblem(
+                message="weights.transport: lora sends adapters, and the actor has none",
+                hint="give actor.lora, such as {rank: 16, alpha: 32}, or set weights.transport: shared_memory",
+                path=("weights", "transport"),
+                shown="lora",
+            )
         allocation, _ = check_allocation(self.allocation, roles=self.roles, generates=self.generates)
         if allocation is not None and allocation.generation is not None:
             yield from self._server_problems(allocation.generation)

@@ -157,10 +157,10 @@ class SglangConfig(FrozenConfig):
 class WeightsConfig(FrozenConfig):
     """How new weights get from the trainer to the generation servers."""
 
-    transport: Literal["shared_memory", "delta", "disk"] = "shared_memory"
-    """`shared_memory`: one worker of each host copies a version into the host's memory while the servers generate, and they read it there; `delta`: the same, but it reads only what changed since the version before, which pays where `actor.dtype` is bfloat16; `disk`: each server reads it from the trial directory, twice, once standing still."""  # noqa: E501
+    transport: Literal["shared_memory", "delta", "lora", "disk"] = "shared_memory"
+    """`shared_memory`: one worker of each host copies a version into the host's memory while the servers generate, and they read it there; `delta`: the same, but it reads only what changed since the version before, which pays where `actor.dtype` is bfloat16; `lora`: the same, but it reads only the adapter, with `actor.lora`; `disk`: each server reads it from the trial directory, twice, once standing still."""  # noqa: E501
     host_directory: Path = Field(default=Path("/dev/shm"), validate_default=False)  # as JSON it would be text
-    """Where on each host `shared_memory` and `delta` keep at most two versions at a time, the present one and the next, in a folder of the trial's own; a version that does not fit is read as with `disk`."""  # noqa: E501
+    """Where on each host all but `disk` keep at most two versions at a time, the present one and the next, in a folder of the trial's own; a version that does not fit is read as with `disk`."""  # noqa: E501
 
     @field_validator("host_directory")
     @classmethod

@@ -24,11 +24,8 @@ from corral.experiments.trial.directory import fsync_directory
 from corral.workers.backends.lora import AdaptedLinear
 from corral.workers.backends.tensor_file import write_tensors
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
+from corral.workers.checkpoint.low_rank import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_PREFIX, ADAPTER_TENSORS
 
-FOLDER: Final = "adapter"
-_CONFIG: Final = "adapter_config.json"
-_TENSORS: Final = "adapter_model.safetensors"
-_PREFIX: Final = "base_model.model."
 _TASKS: Final = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS", "scalar": "SEQ_CLS"}
 
 
@@ -75,12 +72,12 @@ def write_adapter(
     Returns:
         The files by their path relative to `directory`; they are on disk.
     """
-    folder = directory / FOLDER
+    folder = directory / ADAPTER_FOLDER
     folder.mkdir(mode=0o700)
-    named = {f"{_PREFIX}{name}": tensor for name, tensor in parameters.items()}
+    named = {f"{ADAPTER_PREFIX}{name}": tensor for name, tensor in parameters.items()}
     files = {
-        f"{FOLDER}/{_TENSORS}": write_tensors(folder / _TENSORS, named, on_progress=on_progress),
-        f"{FOLDER}/{_CONFIG}": write_durable(folder / _CONFIG, [config]),
+        f"{ADAPTER_FOLDER}/{ADAPTER_TENSORS}": write_tensors(folder / ADAPTER_TENSORS, named, on_progress=on_progress),
+        f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}": write_durable(folder / ADAPTER_CONFIG, [config]),
     }
     fsync_directory(folder)
     return files
@@ -96,7 +93,7 @@ def read_adapter(directory: Path, parameters: Mapping[str, nn.Parameter]) -> Non
     Raises:
         ValueError: if its tensors are not exactly these, naming one that differs.
     """
-    path = directory / _TENSORS
+    path = directory / ADAPTER_TENSORS
     try:
         with safe_open(path, framework="pt") as file:
             _take_over(file, path, parameters)
@@ -106,7 +103,7 @@ def read_adapter(directory: Path, parameters: Mapping[str, nn.Parameter]) -> Non
 
 def _take_over(file: Any, path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
     stored = set(file.keys())
-    wanted = {f"{_PREFIX}{name}": parameter for name, parameter in parameters.items()}
+    wanted = {f"{ADAPTER_PREFIX}{name}": parameter for name, parameter in parameters.items()}
     if missing := sorted(wanted.keys() - stored):
         raise ValueError(f"adapter {path} has no {missing[0]!r}; let lora.targets name the layers that it adapts")
     if unknown := sorted(stored - wanted.keys()):

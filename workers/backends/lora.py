@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.low_precision import CastingLinear
 from corral.workers.backends.sharding import layers_of, local, whole
+from corral.workers.checkpoint.low_rank import LowRank
 
 _ADAPTER_PARTS: Final = (".lora_A.weight", ".lora_B.weight")
 _SUM_MODULUS: Final = 2**32  # sums of as many as 2**20 ranks are whole numbers of a float64
@@ -55,8 +56,8 @@ class AdaptedLinear(CastingLinear):
 
     def merged_weight(self) -> Tensor:
         """[out, in] float32: W0 and adapter in one, a new tensor; a collective where the model is cut."""
-        update = whole(self.lora_B.weight) @ whole(self.lora_A.weight)
-        return whole(self.weight).float() + update * self._scale
+        adapter = LowRank(whole(self.lora_A.weight), whole(self.lora_B.weight), self._scale)
+        return adapter.added_to(whole(self.weight))
 
 
 def add_adapters(

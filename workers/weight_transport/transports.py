@@ -1,15 +1,17 @@
 """Which transport a plan asks for.
 
-weights.transport ──► "shared_memory", "delta": SharedMemoryTransport      "disk": DiskTransport
+weights.transport ──► "shared_memory", "delta", "lora": SharedMemoryTransport, which differ in what is read
+                 └──► "disk": DiskTransport
 """
 
 import logging
 
 from corral.experiments.config.rollout import WeightsConfig
+from corral.workers.weight_transport.adapters import fill_with_adapter
 from corral.workers.weight_transport.deltas import fill_with_deltas
 from corral.workers.weight_transport.disk import DiskTransport
 from corral.workers.weight_transport.host_weights import HostWeights
-from corral.workers.weight_transport.shared_memory import SharedMemoryTransport, fill_with_copies
+from corral.workers.weight_transport.shared_memory import FillVersion, SharedMemoryTransport, fill_with_copies
 from corral.workers.weight_transport.transport import WeightTransport
 
 logger = logging.getLogger(__name__)
@@ -23,9 +25,15 @@ def make_transport(config: WeightsConfig, *, trial_uuid: str, worker: str) -> We
     """
     if config.transport == "disk":
         return DiskTransport()
-    fill = fill_with_deltas if config.transport == "delta" else fill_with_copies
+    fills: dict[str, FillVersion] = {
+        "shared_memory": fill_with_copies,
+        "delta": fill_with_deltas,
+        "lora": fill_with_adapter,
+    }
     try:
-        return SharedMemoryTransport(HostWeights(config.host_directory, trial_uuid, owner=worker), fill=fill)
+        return SharedMemoryTransport(
+            HostWeights(config.host_directory, trial_uuid, owner=worker), fill=fills[config.transport]
+        )
     except OSError as error:
         logger.warning(
             "each server of this host reads weights from the shared file system, since %s cannot be used (%s); "

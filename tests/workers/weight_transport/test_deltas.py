@@ -19,6 +19,7 @@ from corral.workers.checkpoint.manifest import (
     write_manifest,
 )
 from corral.workers.weight_transport import deltas as deltas_module
+from corral.workers.weight_transport import from_held
 from corral.workers.weight_transport.deltas import fill_with_deltas
 from corral.workers.weight_transport.transport import StagedVersion, StagingError, WeightTransport
 from corral.workers.weight_transport.transports import make_transport
@@ -216,7 +217,8 @@ def test_what_memory_has_lost_is_found_by_the_digest_of_the_result(
     second = trainer.write("v2-e1")
     stage(transport, second)
     [record] = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "model-00001-of-00003.safetensors.delta: expected SHA-256" in record.message
+    assert "model-00001-of-00003.safetensors is read whole" in record.message
+    assert "expected SHA-256" in record.message
 
 
 def test_whole_files_that_are_torn_are_refused_even_where_deltas_are_not(
@@ -243,7 +245,7 @@ def test_memory_that_is_full_in_the_middle_of_a_delta_sends_servers_to_the_share
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(deltas_module, "apply_delta", full)
-    monkeypatch.setattr(deltas_module, "copy_verified", full)
+    monkeypatch.setattr(from_held, "copy_verified", full)
     staged = transport.stage("v2-e1", second.path, second.sha256, timeout_s=LONG_S)
     assert staged.path == second.path
 

@@ -1,0 +1,141 @@
+"""Files of a version from those of the version before it, the base model's weights, and the version's adapter.
+
+    adapter (A, B) ──► W0 + (B A) alpha / r of each adapted weight ─┬─► the new file
+    the same file of a version that is held ──► all other weights ──┘
+
+W0 of the adapted weights is read from the base model once per host, and goes along with the versions that are held, as
+a file that no server reads. The trainer made its files in the same way (`low_rank.py`), bit for bit; a base that is
+another one, or an adapter that was torn, shows in the digest.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Generator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from corral.workers.checkpoint.durable_file import PIECE_BYTES, FileEntry
+from corral.workers.checkpoint.low_rank import ADAPTER_FOLDER, AdapterError, LowRank, read_adapter
+from corral.workers.checkpoint.manifest import Manifest
+from corral.workers.weight_transport.from_held import Held, NoWayError, Way, fill_from_held
+from corral.workers.weight_transport.patience import Patience
+
+logger = logging.getLogger(__name__)
+
+BASE_FILE: Final = "base-of-adapter"  # no name of a weight file, or servers would read it
+_SUFFIX: Final = ".safetensors"
+_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def fill_with_adapter(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> int:
+    """Read the adapter and make the rest where a version is held, or else read all; see `FillVersion`.
+
+    The adapter's own files are not among those that are written: no server reads them.
+    """
+    served = {name: entry for name, entry in manifest.files.items() if not _is_of_adapter(name)}
+    adapter_bytes = sum(entry.size for name, entry in manifest.files.items() if _is_of_adapter(name))
+    present = Held.of(held)
+    adapted = _prepare(weights, into, present) if adapter_bytes and present.versions else None
+    find_way = adapted.find_way if adapted is not None else _no_way
+    shown = msgspec.structs.replace(manifest, files=served)
+    filled = fill_from_held(weights, shown, into, present, patience, find_way)
+    if adapted is None:
+        return filled.bytes_read
+    if any(name.endswith(_SUFFIX) for name in filled.read_whole):
+        adapted.base.unlink()  # it may be what was wrong; the next version reads it anew
+    return filled.bytes_read + adapter_bytes + adapted.base_bytes
+
+
+def _is_of_adapter(name: str) -> bool:
+    return name.startswith(f"{ADAPTER_FOLDER}/")
+
+
+def _no_way(name: str, expected: FileEntry) -> Way | None:
+    return None
+
+
+def _prepare(weights: Path, into: Path, held: Held) -> "_Adapted | None":
+    """What the files of a version are made of besides those that are held; None where that cannot be read."""
+    try:
+        model, added = read_adapter(weights / ADAPTER_FOLDER)
+        return _Adapted(added, into / BASE_FILE, _take_base(model, added.keys(), into, held), held)
+    except (AdapterError, OSError, SafetensorError) as error:
+        logger.warning("%s is read whole, since nothing can be made from its adapter: %s", weights, error)
+        return None
+
+
+def _take_base(model: Path, names: Set[str], into: Path, held: Held) -> int:
+    """Let `into` have the base model's weights of these names; returns the bytes that were read for it."""
+    for path, _ in held.versions:
+        if (path / BASE_FILE).exists():
+            os.link(path / BASE_FILE, into / BASE_FILE)
+            return 0
+    found: dict[str, Tensor] = {}
+    for path in sorted(model.glob(f"*{_SUFFIX}")):
+        with safe_open(path, framework="pt") as file:
+            found.update({name: file.get_tensor(name) for name in names & set(file.keys())})
+    if missing := sorted(names - found.keys()):
+        raise AdapterError(f"{model} has no weight {missing[0]}, which the adapter is beside")
+    save_file(found, into / BASE_FILE)
+    return sum(tensor.nbytes for tensor in found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapted:
+    """A version that is to be made."""
+
+    added: Mapping[str, LowRank]
+    """By weight."""
+    base: Path
+    """W0 of these weights."""
+    base_bytes: int
+    """That were read for it now."""
+    held: Held
+
+    def find_way(self, name: str, expected: FileEntry) -> Way | None:
+        """By the newest file of this name, whose weights have the same places if it has the same size."""
+        for path, files in self.held.versions:
+            if name.endswith(_SUFFIX) and (entry := files.get(name)) is not None and entry.size == expected.size:
+                return Way(self._pieces(path / name), bytes_read=0)
+        return None
+
+    def _pieces(self, path: Path) -> Generator[memoryview, None, None]:
+        with open(path, "rb", buffering=0) as old, safe_open(self.base, framework="pt") as base:
+            length = old.read(8)
+            header = old.read(int.from_bytes(length, "little"))
+            yield memoryview(length + header)
+            tensors: dict[str, Any] = json.loads(header)
+            tensors.pop("__metadata__", None)
+            for name, entry in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
+                first, end = entry["data_offsets"]
+                if name not in self.added:
+                    yield from _piece_by_piece(old, end - first)
+                    continue
+                old.seek(end - first, os.SEEK_CUR)
+                yield self._merged(name, base.get_tensor(name), _DTYPES[entry["dtype"]])
+
+    def _merged(self, name: str, weight: Tensor, dtype: torch.dtype) -> memoryview:
+        """As the trainer holds the frozen weight, in the type of its products, and writes the sum."""
+        added = self.added[name]
+        if weight.shape != (added.B.shape[0], added.A.shape[1]):
+            raise NoWayError(f"{name} of the base model has shape {list(weight.shape)}, which is not its adapter's")
+        merged = added.added_to(weight.to(dtype)).to(dtype)
+        return merged.view(-1).view(torch.uint8).numpy().data
+
+
+def _piece_by_piece(file: FileIO, num_bytes: int) -> Generator[memoryview, None, None]:
+    while num_bytes > 0:
+        piece = file.read(min(num_bytes, PIECE_BYTES))
+        if not piece:
+            raise NoWayError(f"{file.name} ends within a weight")
+        num_bytes -= len(piece)
+        yield memoryview(piece)
