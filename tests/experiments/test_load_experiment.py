@@ -169,6 +169,12 @@ def test_settings_without_effect_are_named(folder: Path) -> None:
     assert list(_ppo(folder, "weights.transport=delta", "actor.dtype=bfloat16").find_warnings()) == []
 
 
+def test_adapters_do_not_travel_where_none_are_trained(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="actor has none") as caught:
+        _ppo(folder, "weights.transport=lora").check()
+    assert "actor.lora" in str(caught.value) and "shared_memory" in str(caught.value)
+
+
 @pytest.mark.parametrize("transport", ["shared_memory", "delta", "disk"])
 def test_the_master_has_deltas_written_where_servers_take_them(folder: Path, transport: str) -> None:
     setup = _ppo(folder, f"weights.transport={transport}").initial_setup()

@@ -60,4 +60,4 @@ def _applied(base: Path, delta_path: Path) -> Generator[memoryview, None, None]:
         try:
             yield from apply_delta(old, delta, read_header(delta))
         except DeltaError as error:
-            raise NoWayError(f"its delta could not be applied to {base}: {error}") from error
+            raise NoWayError(str(error)) from error

@@ -137,7 +137,9 @@ class _Maker:
             self._write(name, way)
             return way.bytes_read
         except (NoWayError, OSError) as error:
-            logger.warning("%s is read whole, since it could not be made from what is held: %s", self.weights / name, error)
+            logger.warning(
+                "%s is read whole, since it could not be made from what is held: %s", self.weights / name, error
+            )
             (self.into / name).unlink(missing_ok=True)
             return None
 
