@@ -1,6 +1,7 @@
 """What a train step costs the master itself: real requests over real sockets to ranks that do not compute.
 
-    python benchmarks/control_plane.py [--ranks 64 256 1024] [--samples 8192] [--answers 8] [--steps 4] [--profile]
+    python benchmarks/control_plane.py [--ranks 64 256 1024] [--samples 8192] [--answers 8] [--steps 4] [--idle-s 10]
+                                       [--profile]
 
 The master's own code runs here: request stream with CURVE, trainer gang, sequence buffer, trajectory source, with the
 graph actor_inf, ref_inf -> actor_train of a real plan. The ranks of `stub_ranks.py` live in other processes, a
@@ -11,7 +12,7 @@ of a step of 30 s, and the bytes that went to the ranks and came from them:
     a batch that grows with the ranks            what a sample costs besides
     the same, where each sample arrives alone    the most that arrivals can cost
 
-Apart from that: the CPU seconds of the start, with a CURVE handshake per rank.
+Apart from that: the CPU seconds of the start, with a CURVE handshake per rank, and of 30 s in which nobody speaks.
 """
 
 import argparse
@@ -76,6 +77,8 @@ class Cost:
     """Per step, of the event loop's thread."""
     sent_bytes: float = 0.0
     received_bytes: float = 0.0
+    idle_s: float = 0.0
+    """Per second in which nobody says anything, over all threads."""
 
 
 def main() -> None:
@@ -85,12 +88,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8192, help="of one step on the largest number of ranks")
     parser.add_argument("--answers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--idle-s", type=float, default=10.0, help="how long to look on while nobody says anything")
     parser.add_argument("--profile", action="store_true", help="print where the largest load spends the loop's time")
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     most = max(options.ranks)
     print(
         f"{'RANKS':>6}{'SAMPLES':>9}{'CPU/STEP':>11}{'LOOP':>9}{'OF 30 s':>9}{'SENT':>11}{'RECEIVED':>11}{'START':>9}"
+        f"{'IDLE 30 s':>11}"
     )
     with tempfile.TemporaryDirectory(prefix="corral-control-") as folder:
         write_inputs(Path(folder))
@@ -104,7 +109,8 @@ def main() -> None:
                 load = Load(
                     ranks, options.samples * ranks // most if growing else options.samples, options.answers, is_alone
                 )
-                _print(load, measure(load, Path(folder), num_steps=options.steps))
+                idle_s = options.idle_s if growing and not is_alone else 0.0
+                _print(load, measure(load, Path(folder), num_steps=options.steps, idle_s=idle_s))
         if options.profile:
             profile = cProfile.Profile()
             measure(
@@ -113,8 +119,10 @@ def main() -> None:
             pstats.Stats(profile).sort_stats("tottime").print_stats(40)
 
 
-def measure(load: Load, folder: Path, *, num_steps: int, profile: cProfile.Profile | None = None) -> Cost:
-    """Some steps of one load, after one that warms up."""
+def measure(
+    load: Load, folder: Path, *, num_steps: int, idle_s: float = 0.0, profile: cProfile.Profile | None = None
+) -> Cost:
+    """Some steps of one load, after one that warms up; then so many seconds without any."""
     plan = _plan(load, folder, num_steps=num_steps)
     with ExitStack() as stack:
         secrets = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder))) / "secrets"
@@ -125,7 +133,9 @@ def measure(load: Load, folder: Path, *, num_steps: int, profile: cProfile.Profi
         ranks: list[subprocess.Popen[str]] = []
         try:
             with rare_collections():
-                cost = asyncio.run(_drive(load, context, secrets, ranks, num_steps=num_steps, profile=profile))
+                cost = asyncio.run(
+                    _drive(load, context, secrets, ranks, num_steps=num_steps, idle_s=idle_s, profile=profile)
+                )
         finally:
             answers = [rank.communicate()[0] for rank in ranks]
     for answer in answers:
@@ -159,6 +169,7 @@ async def _drive(
     ranks: "list[subprocess.Popen[str]]",
     *,
     num_steps: int,
+    idle_s: float,
     profile: cProfile.Profile | None,
 ) -> Cost:
     """The master's part: what `TrainerEpoch` does in a step, without files."""
@@ -196,6 +207,10 @@ async def _drive(
             if step > 0:  # the first one warms up
                 cost.process_s.append(time.process_time() - process_s)
                 cost.loop_s.append(time.thread_time() - loop_s)
+        if idle_s > 0:
+            begin_s = time.process_time()
+            await asyncio.sleep(idle_s)
+            cost.idle_s = (time.process_time() - begin_s) / idle_s
     return cost
 
 
@@ -227,7 +242,8 @@ def _print(load: Load, cost: Cost) -> None:
     process_s, loop_s = min(cost.process_s), min(cost.loop_s)
     print(
         f"{load.num_ranks:>6}{load.samples:>9}{process_s:>9.3f} s{loop_s:>7.3f} s{process_s / STEP_S:>9.2%}"
-        f"{cost.sent_bytes / 1e6:>8.2f} MB{cost.received_bytes / 1e6:>8.2f} MB{cost.startup_s:>7.2f} s",
+        f"{cost.sent_bytes / 1e6:>8.2f} MB{cost.received_bytes / 1e6:>8.2f} MB{cost.startup_s:>7.2f} s"
+        + (f"{cost.idle_s * STEP_S:>9.2f} s" if cost.idle_s else ""),
         flush=True,
     )
 

@@ -18,9 +18,9 @@ TRIAL = "0123456789abcdef0123456789abcdef"
 ROOT = Path(__file__).parents[2]
 
 
-def security_of(directory: Path, role: str) -> StreamSecurity:
+def security_of(directory: Path, role: str, *, heartbeat_s: float = 10.0) -> StreamSecurity:
     """Sockets of one role of the trial whose secrets are in `directory`."""
-    return StreamSecurity(TrialSecrets.load(directory), role, trial_uuid=TRIAL)
+    return StreamSecurity(TrialSecrets.load(directory), role, trial_uuid=TRIAL, heartbeat_s=heartbeat_s)
 
 
 def wait_until(condition: Callable[[], bool], *, waiting_for: str, timeout_s: float = 120.0) -> None:

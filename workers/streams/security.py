@@ -30,8 +30,8 @@ BULK_MESSAGE_BYTES = 2**30
 """Largest frame of a socket that carries tensors."""
 
 _HANDSHAKE_TIMEOUT_MS = 5000
-_HEARTBEAT_INTERVAL_MS = 1000
-_HEARTBEAT_TIMEOUT_MS = 3000  # a stopped process or a vanished host is a disconnect after this
+_HEARTBEAT_INTERVAL_S = 10.0
+_HEARTBEAT_TIMEOUT_MS = 3000
 _LINGER_MS = 500  # a last reply still leaves; a dead peer does not hold us up
 
 _SERVER_EVENTS = (
@@ -70,16 +70,26 @@ class StreamSecurity(Closing):
             client = AsyncRequestClient(security, lambda: names.get(keys.manager()), ...)
 
     Make it after any fork: threads and ZeroMQ contexts do not survive one. Close every stream before it.
+
+    A process that ends is a disconnect at once, and here it holds that one that is stopped, or whose host has vanished,
+    is a disconnect too: each server asks each of its peers every `heartbeat_s`, and hangs up on one that has not
+    answered three seconds later. Peers do not ask in turn. They look for a server that is silent (`DealerLink`), and a
+    server of a thousand peers shall not spend more on being asked whether it is there than on its work.
     """
 
-    def __init__(self, secrets: TrialSecrets, role: str, *, trial_uuid: str) -> None:
+    def __init__(
+        self, secrets: TrialSecrets, role: str, *, trial_uuid: str, heartbeat_s: float = _HEARTBEAT_INTERVAL_S
+    ) -> None:
         """
         Args:
             role: whose client key this process shows.
             trial_uuid: goes into every message, so that one of another trial is never taken for ours.
+            heartbeat_s: how often servers of this process ask whether a peer is still there. For a thousand peers every
+                second would cost a server 3 % of a core, and libzmq's search among their timers grows with the square.
         """
         self.role = role
         self.trial_uuid = trial_uuid
+        self._heartbeat_ms = round(1000 * heartbeat_s)
         self._secrets = secrets
         self._pair = secrets.client(role)
         self._context = zmq.Context()
@@ -115,6 +125,8 @@ class StreamSecurity(Closing):
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._secrets.server.secret.reveal().encode())
         socket.setsockopt(zmq.ZAP_DOMAIN, domain)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, self._heartbeat_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
         monitor = self._monitor(socket, _SERVER_EVENTS)
         try:
             socket.bind(f"tcp://[{address}]:*" if is_ipv6 else f"tcp://{address}:*")
@@ -179,8 +191,6 @@ class StreamSecurity(Closing):
         self._sockets.add(socket)
         socket.setsockopt(zmq.MAXMSGSIZE, BULK_MESSAGE_BYTES if bulk else CONTROL_MESSAGE_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_TIMEOUT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
         socket.setsockopt(zmq.IPV6, ipv6)
         # What can queue up is bounded by requests and credits; a full queue to one slow peer would stop the others.

@@ -45,7 +45,7 @@ from corral.workers.streams.errors import (
 )
 from corral.workers.streams.loop_thread import LoopThread
 from tests.workers.requests.rig import INITIALIZE, AsRole, initialize, take, train, with_master, worker
-from tests.workers.stream_helpers import LOOPBACK, TRIAL, Cable, ask, start_stub, until
+from tests.workers.stream_helpers import LOOPBACK, TRIAL, Cable, ask, security_of, start_stub, until
 
 
 def test_non_blocking_requests_are_answered_while_a_blocking_one_runs(as_role: AsRole) -> None:
@@ -307,13 +307,16 @@ def worker_process(secrets_directory: Path) -> Iterator[Callable[[str], "subproc
 
 @pytest.mark.parametrize("fatal_signal", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_killed_or_stopped_worker_is_an_error_for_whoever_waits_for_it(
-    as_role: AsRole, worker_process: Callable[[str], "subprocess.Popen[str]"], fatal_signal: signal.Signals
+    secrets_directory: Path, worker_process: Callable[[str], "subprocess.Popen[str]"], fatal_signal: signal.Signals
 ) -> None:
     async def run() -> None:
         dead: list[str] = []
-        with RequestClient(
-            as_role("master_worker"), address=LOOPBACK, epoch=1, reconnect_grace_s=0.5, on_worker_dead=dead.append
-        ) as client:
+        with (
+            security_of(secrets_directory, "master_worker", heartbeat_s=0.5) as security,
+            RequestClient(
+                security, address=LOOPBACK, epoch=1, reconnect_grace_s=0.5, on_worker_dead=dead.append
+            ) as client,
+        ):
             process = worker_process(client.endpoint)
             await client.wait_for_workers(["model_worker/0"], timeout_s=120)
             client.post({"model_worker/0": INITIALIZE}, deadline_s=100)
