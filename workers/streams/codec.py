@@ -57,7 +57,10 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frame: Annotated[int, msgspec.Meta(ge=1, le=_MAX_TENSORS)]
 
 
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="corral"):
+BodyT = TypeVar("BodyT")
+
+
+class Header(msgspec.Struct, Generic[BodyT], frozen=True, forbid_unknown_fields=True, tag="corral"):
     """Frame 0 of every message."""
 
     schema_version: int
@@ -68,15 +71,13 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="corra
     """The same in a request, in everything re-sent for it, and in its reply; "" in messages that have no reply."""
     deadline_s: Annotated[float, msgspec.Meta(ge=0)]
     """How long the sender of a request waits, from now; 0 if it does not."""
-    body: msgspec.Raw
+    body: BodyT
+    """Read apart from the rest, once its origin is known."""
     tensors: Annotated[list[TensorEntry], msgspec.Meta(max_length=_MAX_TENSORS)]
 
 
 class MessageBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all bodies: a field that the receiver does not know is an error, not a surprise."""
-
-
-BodyT = TypeVar("BodyT")
 
 
 class Message(msgspec.Struct, Generic[BodyT], frozen=True):
@@ -102,7 +103,7 @@ class MessageCodec(Generic[BodyT]):
     def __init__(self, body_type: Any, *, trial_uuid: str) -> None:
         self._trial_uuid = trial_uuid
         self._encoder = msgspec.msgpack.Encoder()
-        self._header_decoder = msgspec.msgpack.Decoder(Header)
+        self._header_decoder = msgspec.msgpack.Decoder(Header[msgspec.Raw])
         self._body_decoder: msgspec.msgpack.Decoder[BodyT] = msgspec.msgpack.Decoder(body_type)
 
     def encode(
@@ -131,7 +132,7 @@ class MessageCodec(Generic[BodyT]):
             epoch=epoch,
             request_id=request_id,
             deadline_s=deadline_s,
-            body=msgspec.Raw(self._encoder.encode(body)),
+            body=body,
             tensors=table,
         )
         return [self._encoder.encode(header), *frames]
@@ -158,7 +159,7 @@ class MessageCodec(Generic[BodyT]):
         except _DECODE_ERRORS as error:
             raise MalformedMessageError(f"{type(error).__name__}: {error}") from error
 
-    def _check_origin(self, header: Header) -> None:
+    def _check_origin(self, header: Header[msgspec.Raw]) -> None:
         if header.schema_version != SCHEMA_VERSION:
             raise MalformedMessageError(
                 f"the message has schema version {header.schema_version}, this process speaks {SCHEMA_VERSION}: "
