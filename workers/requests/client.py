@@ -18,9 +18,9 @@ A worker is known from its Hello on:
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 
 from corral.workers.requests.messages import (
@@ -36,8 +36,8 @@ from corral.workers.requests.messages import (
     StaleReply,
     WorkerRequest,
 )
-from corral.workers.requests.pending_replies import PendingReplies, Share
-from corral.workers.streams.calls import ErrorReply, PendingCalls, RequestId, remote_error
+from corral.workers.requests.pending_replies import PendingReplies
+from corral.workers.streams.calls import ErrorReply, RequestId, remote_error
 from corral.workers.streams.closing import Closing
 from corral.workers.streams.codec import Buffer, Message, MessageCodec
 from corral.workers.streams.errors import (
@@ -61,27 +61,16 @@ class _Worker:
     hello: Hello
     identity: bytes | None
     """None while it is not connected."""
-    pending: PendingCalls[str, ReplyPayload]
-    """By request id as it is written: what a reply names is looked up, and not read."""
     is_dead: bool = False
     grace_timer: asyncio.TimerHandle | None = None
     unflushed: list[str] = field(default_factory=list)
     riders: list[Rider] = field(default_factory=list)
 
-    def take_unflushed(self, *more: str) -> tuple[str, ...]:
-        """What a flush of now names for this worker: what was posted since the last one, and these."""
-        if not self.unflushed:
-            return more
-        # What nobody waits for any more, because of an error or a deadline, need not start.
-        unflushed = [request_id for request_id in self.unflushed if request_id in self.pending]
-        self.unflushed = []
-        return (*unflushed, *more)
-
-    def take_riders(self) -> tuple[Rider, ...]:
+    def take_riders(self) -> Sequence[Rider]:
         """What goes with the next message to this worker."""
         if not self.riders:
             return ()
-        riders, self.riders = tuple(self.riders), []
+        riders, self.riders = self.riders, []
         return riders
 
     def end_grace(self) -> None:
@@ -130,6 +119,8 @@ class RequestClient(Closing):
         self._level = itertools.count(1)
         self._worker_by_id: dict[str, _Worker] = {}
         self._worker_by_identity: dict[bytes, _Worker] = {}
+        self._pending: dict[str, PendingReplies] = {}
+        """In the order of posting, by request id as it is written: what a reply names is looked up, and not read."""
         self._arrival = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
@@ -195,8 +186,8 @@ class RequestClient(Closing):
         Blocking requests start only after `flush`.
 
         Args:
-            requests: by worker id; they may differ, such as in what each rank gets. One object that several workers get
-                is encoded once.
+            requests: by worker id, and all of one type; they may differ in what each rank gets. One object that several
+                workers get, one after the other, is encoded once.
             deadline_s: from now; then the replies that are missing are a `StreamTimeoutError`.
             pre_hooks, post_hooks: by worker id; a worker that is not named has none.
             flush: these workers start this request at once, after whatever was posted to them before: a flush that
@@ -205,35 +196,38 @@ class RequestClient(Closing):
         """
         request_id = str(RequestId(self._epoch, next(self._sequence)))
         level = next(self._level) if flush else None
+        asked = f"{'/'.join(sorted({kind.__name__ for kind in set(map(type, requests.values()))}))} {request_id}"
+        replies = PendingReplies(requests, request_id=request_id, asked=asked)
+        if requests:
+            self._pending[request_id] = replies
+        own = (request_id,)
         # A step posts to a thousand workers some times: what they have in common is made once.
-        asked_by_type = {kind: f"{kind.__name__} {request_id}" for kind in set(map(type, requests.values()))}
-        frames_by_content: dict[Hashable, list[Buffer]] = {}
-        replies = PendingReplies(requests)
+        content: tuple[object, ...] = ()
+        frames: list[Buffer] = []
         for worker_id, request in requests.items():
-            worker, asked = self._worker_by_id.get(worker_id), asked_by_type[type(request)]
+            worker = self._worker_by_id.get(worker_id)
             if worker is None or worker.is_dead:
-                replies.end(worker_id, None, _not_here(worker_id, asked) if worker is None else _dead(worker, asked))
+                self._end(replies, worker_id, None, _dead(worker, asked) if worker else _not_here(worker_id, asked))
                 continue
             before, after = pre_hooks.get(worker_id, ()), post_hooks.get(worker_id, ())
-            starts, riders = () if level is None else worker.take_unflushed(request_id), worker.take_riders()
-            content = (id(request), id(before), id(after), starts, *map(id, riders))
-            if content not in frames_by_content:
-                started = None if level is None else Flush(level=level, request_ids=list(starts))
+            starts = () if level is None else self._take_unflushed(worker) + own if worker.unflushed else own
+            riders = worker.take_riders()
+            previous, content = content, (request, before, after, starts, riders)
+            if not (previous and all(map(operator.is_, content, previous))):
+                started = None if level is None else Flush(level=level, request_ids=starts)
                 body = WorkerRequest(
                     request=request,
-                    pre_hooks=list(before),
-                    post_hooks=list(after),
-                    riders=list(riders),
+                    pre_hooks=tuple(before),
+                    post_hooks=tuple(after),
+                    riders=tuple(riders),
                     flush=started,
                 )
-                frames_by_content[content] = self._codec.encode(
-                    body, epoch=self._epoch, request_id=request_id, deadline_s=deadline_s
-                )
-            worker.pending.start(request_id, frames_by_content[content], asked=asked, waiter=Share(replies, worker_id))
+                frames = self._codec.encode(body, epoch=self._epoch, request_id=request_id, deadline_s=deadline_s)
+            replies.await_reply(worker_id, frames)
             if not flush and isinstance(request, BlockingRequest):
                 worker.unflushed.append(request_id)
-            self._send(worker, frames_by_content[content])
-        replies.expire_by(self._loop.call_later(deadline_s, self._expire, request_id, replies, deadline_s))
+            self._send(worker, frames)
+        replies.expire_by(self._loop.call_later(deadline_s, self._expire, replies, deadline_s))
         return replies
 
     def attach(self, requests: Mapping[str, Rider]) -> None:
@@ -254,8 +248,8 @@ class RequestClient(Closing):
         level = next(self._level)
         requests: dict[str, Request] = {}
         for worker_id, worker in self._worker_by_id.items():
-            if waiting := worker.take_unflushed():
-                requests[worker_id] = Flush(level=level, request_ids=list(waiting))
+            if waiting := self._take_unflushed(worker):
+                requests[worker_id] = Flush(level=level, request_ids=waiting)
         await self.post(requests, deadline_s=deadline_s).results()
 
     def close(self) -> None:
@@ -264,14 +258,23 @@ class RequestClient(Closing):
         self._is_closed = True
         for worker in self._worker_by_id.values():
             worker.end_grace()
-            worker.pending.fail_all(lambda _: StreamClosedError("the master's request stream was closed"))
+        for replies in list(self._pending.values()):
+            for worker_id in replies.missing:
+                self._end(replies, worker_id, None, StreamClosedError("the master's request stream was closed"))
         self._router.close()
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def _expire(self, request_id: str, replies: PendingReplies, deadline_s: float) -> None:
+    def _take_unflushed(self, worker: _Worker) -> tuple[str, ...]:
+        """What a flush of now names for this worker: what was posted since the last one."""
+        unflushed, worker.unflushed = worker.unflushed, []
+        # What nobody waits for any more, because of an error or a deadline, need not start.
+        return tuple(request_id for request_id in unflushed if self._is_missing(request_id, worker.hello.worker))
+
+    def _expire(self, replies: PendingReplies, deadline_s: float) -> None:
         for worker_id in replies.missing:
-            self._worker_by_id[worker_id].pending.expire(request_id, deadline_s)
+            error = StreamTimeoutError(f"{worker_id} did not answer {replies.asked} within {deadline_s:.1f} s")
+            self._end(replies, worker_id, None, error)
 
     def _send(self, worker: _Worker, frames: list[Buffer]) -> None:
         if worker.identity is None:
@@ -298,7 +301,7 @@ class RequestClient(Closing):
             self._bury(worker)
             worker = None
         if worker is None:
-            worker = self._worker_by_id[hello.worker] = _Worker(hello, identity, PendingCalls(lambda: hello.worker))
+            worker = self._worker_by_id[hello.worker] = _Worker(hello, identity)
             logger.info("%s (pid %d) is connected", hello.worker, hello.pid)
         if worker.identity is not None:
             self._worker_by_identity.pop(worker.identity, None)
@@ -307,20 +310,36 @@ class RequestClient(Closing):
         worker.hello = hello
         worker.identity = identity
         self._worker_by_identity[identity] = worker
-        for frames in worker.pending.frames():
-            self._send(worker, frames)
+        for replies in self._pending.values():
+            if frames := replies.frames_for(hello.worker):
+                self._send(worker, frames)
         self._arrival.set()
 
     def _settle(self, identity: bytes, request_id: str, reply: ReplyPayload) -> None:
         worker = self._worker_by_identity.get(identity)
         if worker is None:
             raise MalformedMessageError("a reply came before a hello")
-        if isinstance(reply, (ErrorReply, StaleReply)):
-            is_awaited = worker.pending.fail(request_id, partial(self._refusal, worker.hello.worker, reply))
+        replies, worker_id = self._pending.get(request_id), worker.hello.worker
+        if replies is None:
+            is_awaited = False
+        elif isinstance(reply, (ErrorReply, StaleReply)):
+            is_awaited = self._end(replies, worker_id, None, self._refusal(worker_id, reply, replies.asked))
         else:
-            is_awaited = worker.pending.settle(request_id, reply)
+            is_awaited = self._end(replies, worker_id, reply)
         if not is_awaited:
             self.num_late += 1
+
+    def _end(
+        self, replies: PendingReplies, worker_id: str, payload: ReplyPayload | None, error: StreamError | None = None
+    ) -> bool:
+        """A request to a worker ends once, whatever comes first; False if nobody waits for this (any more)."""
+        is_awaited = replies.end(worker_id, payload, error)
+        if replies.is_complete:
+            self._pending.pop(replies.request_id, None)
+        return is_awaited
+
+    def _is_missing(self, request_id: str, worker_id: str) -> bool:
+        return request_id in self._pending and self._pending[request_id].is_missing(worker_id)
 
     def _refusal(self, worker_id: str, reply: ErrorReply | StaleReply, asked: str) -> StreamError:
         if isinstance(reply, StaleReply):
@@ -344,7 +363,9 @@ class RequestClient(Closing):
             return
         worker.is_dead = True
         worker.unflushed, worker.riders = [], []
-        worker.pending.fail_all(lambda asked: _dead(worker, asked))
+        for replies in list(self._pending.values()):
+            if replies.is_missing(worker.hello.worker):
+                self._end(replies, worker.hello.worker, None, _dead(worker, replies.asked))
         logger.warning("%s (pid %d) is dead", worker.hello.worker, worker.hello.pid)
         if self._on_worker_dead is not None:
             self._on_worker_dead(worker.hello.worker)

@@ -78,8 +78,8 @@ class Envelope:
 
     request_id: RequestId
     request: BlockingRequest
-    pre_hooks: list[PreHook]
-    post_hooks: list[PostHook]
+    pre_hooks: tuple[PreHook, ...]
+    post_hooks: tuple[PostHook, ...]
 
     @property
     def epoch(self) -> int:

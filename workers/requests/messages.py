@@ -184,13 +184,13 @@ class Flush(MessageBody, frozen=True, tag="flush"):
     """
 
     level: int
-    request_ids: list[str]
+    request_ids: tuple[str, ...]
     """What the worker must have before it starts any of them; the network may have lost one."""
 
 
 NonBlockingRequest = Spec | ModelConfig | Fetch | LoadRows | Reject | Give | ClearDataCache
 BlockingRequest = Initialize | Generate | Inference | TrainStep | Evaluate | Reallocate | SaveWeights | SaveCheckpoint
-Rider = ClearDataCache
+Rider = ClearDataCache | Give
 """What may wait for the next message to the same worker, since nobody waits for it."""
 Request = NonBlockingRequest | BlockingRequest | Flush
 
@@ -199,9 +199,9 @@ class WorkerRequest(MessageBody, frozen=True, tag="request"):
     """A request with what runs before and after it."""
 
     request: Request
-    pre_hooks: list[PreHook] = []
-    post_hooks: list[PostHook] = []
-    riders: list[Rider] = []
+    pre_hooks: tuple[PreHook, ...] = ()
+    post_hooks: tuple[PostHook, ...] = ()
+    riders: tuple[Rider, ...] = ()
     """Done by the I/O thread when this arrives, before it. What answers this answers them; an error of theirs is it."""
     flush: Flush | None = None
     """Starts this request and those that it names besides; None: a later flush will."""

@@ -1,26 +1,32 @@
 """PendingReplies: what has come, and what is still to come, of one request to some workers.
 
-RequestClient --Share of each worker--> PendingCalls of that worker --payload or error, once--> end()
-                                                                                                 │
-results(): all payloads, or the first error <── one future ──────────────────────────────────────┤
-on_each(): as they come <────────────────────────────────────────────────────────────────────────┘
+RequestClient.post() ──what each worker was told──► await_reply() ──► frames_for(): to tell it again
+RequestClient, on a reply, a death, a deadline ──payload or error, once for each worker──► end()
+                                                                                             │
+results(): all payloads, or the first error ◄── one future ──────────────────────────────────┤
+on_each(): as they come ◄────────────────────────────────────────────────────────────────────┘
 """
 
 import asyncio
 from collections.abc import Callable, Iterable
 
-import msgspec
-
 from corral.workers.requests.messages import ReplyPayload
 from corral.workers.streams.calls import mark_seen
+from corral.workers.streams.codec import Buffer
 from corral.workers.streams.errors import StreamError
 
 
 class PendingReplies:
     """Replies that are on their way, of one request to some workers. Belongs to the client's loop."""
 
-    def __init__(self, workers: Iterable[str]) -> None:
-        self._missing = dict.fromkeys(workers)
+    def __init__(self, workers: Iterable[str], *, request_id: str, asked: str) -> None:
+        """
+        Args:
+            asked: the request, for messages: "TrainStep 3:17".
+        """
+        self.request_id = request_id
+        self.asked = asked
+        self._missing: dict[str, list[Buffer]] = {worker: [] for worker in workers}
         self._workers = tuple(self._missing)
         self._ended: dict[str, ReplyPayload | None] = {}
         self._deadline: asyncio.TimerHandle | None = None
@@ -32,9 +38,26 @@ class PendingReplies:
             self._done.set_result(None)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether a payload or an error has come of every worker."""
+        return not self._missing
+
+    @property
     def missing(self) -> tuple[str, ...]:
         """The workers of which neither a payload nor an error has come."""
         return tuple(self._missing)
+
+    def is_missing(self, worker: str) -> bool:
+        """Whether neither a payload nor an error of this worker has come."""
+        return worker in self._missing
+
+    def await_reply(self, worker: str, frames: list[Buffer]) -> None:
+        """This is what the worker is told."""
+        self._missing[worker] = frames
+
+    def frames_for(self, worker: str) -> list[Buffer]:
+        """What a worker that is connected anew must be told again; nothing if it has answered, or was not asked."""
+        return self._missing.get(worker, [])
 
     async def results(self) -> dict[str, ReplyPayload]:
         """Every worker's payload, or the first error.
@@ -63,9 +86,8 @@ class PendingReplies:
 
     def end(self, worker: str, payload: ReplyPayload | None, error: StreamError | None = None) -> bool:
         """What has come of a worker, once; False if nobody waits for it any more."""
-        if worker not in self._missing:
+        if self._missing.pop(worker, None) is None:
             return False
-        del self._missing[worker]
         self._ended[worker] = payload
         is_awaited = not self._done.cancelled()
         if not self._done.done():
@@ -80,16 +102,3 @@ class PendingReplies:
         if not self._missing:
             self._watchers.clear()  # who watches may know this: the two would keep each other, and all payloads
         return is_awaited
-
-
-class Share(msgspec.Struct, frozen=True):
-    """One worker's part of what is on its way."""
-
-    replies: PendingReplies
-    worker: str
-
-    def settle(self, reply: ReplyPayload) -> bool:
-        return self.replies.end(self.worker, reply)
-
-    def fail(self, error: StreamError) -> bool:
-        return self.replies.end(self.worker, None, error)

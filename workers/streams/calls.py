@@ -5,18 +5,17 @@ responder  ReplyCache    request id -> reply frames    who asks again gets the s
 
 A call ends once; what comes for it afterwards is late.
 
-    start() --reply---------------------------> settle() -+
-            --error reply, dead peer, closed--> fail()   -+-> its Waiter, or the future of ask()
-            --its caller was cancelled--------> forget()
-    ask()   --after deadline_s----------------> StreamTimeoutError
+    ask() --reply---------------------------> settle() -+
+          --error reply, link is closed-----> fail()   -+-> its future
+          --after deadline_s----------------> expire() -+
+          --its caller was cancelled--------> forget()
 """
 
 import asyncio
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -25,7 +24,6 @@ from corral.workers.streams.errors import MalformedMessageError, RemoteError, St
 
 RequestIdT = TypeVar("RequestIdT", bound=Hashable)
 ReplyT = TypeVar("ReplyT")
-ReplyT_contra = TypeVar("ReplyT_contra", contravariant=True)
 
 
 class RequestId(NamedTuple):
@@ -54,39 +52,12 @@ class RequestId(NamedTuple):
         return cls(int(epoch), int(sequence))
 
 
-class Waiter(Protocol[ReplyT_contra]):
-    """Whoever hears how one call ends; False if nobody wants to know any more."""
-
-    def settle(self, reply: ReplyT_contra) -> bool: ...
-
-    def fail(self, error: StreamError) -> bool: ...
-
-
 class _Call(msgspec.Struct, Generic[ReplyT], frozen=True):
-    """A request that was not answered yet. One is made for every message, for which a frozen dataclass is slow."""
+    """A request that was not answered yet."""
 
     asked: str
     frames: list[Buffer]
-    waiter: Waiter[ReplyT]
-
-
-@dataclass(frozen=True, slots=True)
-class _FutureWaiter(Generic[ReplyT]):
-    """A future that is awaited, or not."""
-
-    future: asyncio.Future[ReplyT]
-
-    def settle(self, reply: ReplyT) -> bool:
-        if self.future.done():
-            return False
-        self.future.set_result(reply)
-        return True
-
-    def fail(self, error: StreamError) -> bool:
-        if self.future.done():
-            return False
-        self.future.set_exception(error)
-        return True
+    reply: asyncio.Future[ReplyT]
 
 
 class PendingCalls(Generic[RequestIdT, ReplyT]):
@@ -107,19 +78,14 @@ class PendingCalls(Generic[RequestIdT, ReplyT]):
     def __contains__(self, request_id: RequestIdT) -> bool:
         return request_id in self._call_by_id
 
-    def start(self, request_id: RequestIdT, frames: list[Buffer], *, asked: str, waiter: Waiter[ReplyT]) -> None:
-        """Remember a request, which the caller sends and sets a deadline for.
-
-        Args:
-            asked: what is asked, for messages.
-            waiter: hears of the reply, or why there is none.
-        """
-        self._call_by_id[request_id] = _Call(asked, frames, waiter)
-
     def ask(
         self, request_id: RequestIdT, frames: list[Buffer], *, asked: str, deadline_s: float
     ) -> asyncio.Future[ReplyT]:
-        """As `start`, for one who waits for this reply alone; after `deadline_s` it is a `StreamTimeoutError`."""
+        """Remember a request, which the caller sends; after `deadline_s` its answer is a `StreamTimeoutError`.
+
+        Args:
+            asked: what is asked, for messages.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ReplyT] = loop.create_future()
         timer = loop.call_later(deadline_s, self.expire, request_id, deadline_s)
@@ -129,7 +95,7 @@ class PendingCalls(Generic[RequestIdT, ReplyT]):
             mark_seen(future)
 
         future.add_done_callback(done)
-        self.start(request_id, frames, asked=asked, waiter=_FutureWaiter(future))
+        self._call_by_id[request_id] = _Call(asked, frames, future)
         return future
 
     def expire(self, request_id: RequestIdT, deadline_s: float) -> None:
@@ -144,12 +110,18 @@ class PendingCalls(Generic[RequestIdT, ReplyT]):
     def settle(self, request_id: RequestIdT, reply: ReplyT) -> bool:
         """The peer has answered; False if nobody waits for it (any more)."""
         call = self._call_by_id.pop(request_id, None)
-        return call is not None and call.waiter.settle(reply)
+        if call is None or call.reply.done():
+            return False
+        call.reply.set_result(reply)
+        return True
 
     def fail(self, request_id: RequestIdT, error_of: Callable[[str], StreamError]) -> bool:
         """There will be no reply, but an error made of what was asked; False if nobody waits for it (any more)."""
         call = self._call_by_id.pop(request_id, None)
-        return call is not None and call.waiter.fail(error_of(call.asked))
+        if call is None or call.reply.done():
+            return False
+        call.reply.set_exception(error_of(call.asked))
+        return True
 
     def fail_all(self, error_of: Callable[[str], StreamError]) -> None:
         """As `fail`, for every request."""

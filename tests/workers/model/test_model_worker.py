@@ -250,6 +250,6 @@ def blocking(
     return Envelope(
         request_id=RequestId(1, 1),
         request=cast(Any, request),
-        pre_hooks=list(pre_hooks),
-        post_hooks=list(post_hooks),
+        pre_hooks=tuple(pre_hooks),
+        post_hooks=tuple(post_hooks),
     )

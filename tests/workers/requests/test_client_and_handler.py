@@ -171,7 +171,7 @@ def test_each_worker_gets_its_own_share_and_hooks_and_nothing_of_the_others(as_r
             shares = {stream.worker_id: Inference(mfc="ref_inf", uids=[stream.worker_id]) for stream in (first, second)}
             hook = DataTransfer(parcels=[], num_tokens={"0:a": [1]})
             client.post(shares, deadline_s=10, pre_hooks={second.worker_id: [hook]}, flush=True)
-            for stream, hooks in ((first, []), (second, [hook])):
+            for stream, hooks in ((first, ()), (second, (hook,))):
                 envelope = await take(stream)
                 assert (envelope.request, envelope.pre_hooks) == (shares[stream.worker_id], hooks)
 
@@ -212,7 +212,7 @@ def test_hooks_arrive_with_the_request(as_role: AsRole) -> None:
             client.post({stream.worker_id: train()}, deadline_s=10, pre_hooks={stream.worker_id: [hook]})
             await client.flush(deadline_s=10)
             envelope = await take(stream)
-            assert (envelope.epoch, envelope.pre_hooks, envelope.post_hooks) == (1, [hook], [])
+            assert (envelope.epoch, envelope.pre_hooks, envelope.post_hooks) == (1, (hook,), ())
 
     with_master(run, as_role("master_worker"))
 

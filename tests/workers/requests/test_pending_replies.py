@@ -25,7 +25,7 @@ def test_who_watches_replies_and_knows_them_does_not_keep_them(is_late: bool) ->
     told: list[tuple[str, tuple[str, ...]]] = []
 
     def ask() -> weakref.ref[PendingReplies]:
-        pending = PendingReplies(["a", "b"])
+        pending = PendingReplies(["a", "b"], request_id="1:1", asked="Spec 1:1")
         if not is_late:
             pending.on_each(lambda worker, _: told.append((worker, pending.missing)))
         for worker in ("a", "b"):

@@ -32,12 +32,12 @@ DTYPES = ["int8", "int16", "int32", "int64", "uint8", "bool", "float16", "float3
 
 REQUEST = WorkerRequest(
     request=TrainStep(mfc="actor_train", uids=["0:a", "0:b"], version=7),
-    pre_hooks=[
+    pre_hooks=(
         DataTransfer(
             parcels=[Parcel(tag=5, source=0, destinations=(1, 2), uids=("0:a",), keys=("input_ids",))],
             num_tokens={"0:a": [3, 4]},
-        )
-    ],
+        ),
+    ),
 )
 METADATA = MetadataReply(
     samples=[
