@@ -2,7 +2,7 @@
 
     ask() ──one Fetch that waits──► every rank that has none ──something arrived, or nothing for a while──► reply
                                                                                                               │
-    take() ◄── metadata, in order of arrival ◄──────────────────────────────────────────── wake() ◄───────────┘
+    take() ◄── what to keep, in order of arrival ◄──────────────────────────────────────────── wake() ◄───────────┘
 
 Nobody polls: a rank holds its Fetch until it has something to say. What it then says is repeated by the request stream
 until it is here, and if it cannot be, the rank counts as dead and the epoch ends: so nothing that a rank has taken in
@@ -10,7 +10,10 @@ is forgotten while the epoch lasts, and the next one's session asks for it again
 """
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
+from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.master.sequence_buffer import BufferedSample
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.messages import Fetch, MetadataReply, ReplyPayload, SampleMetadata
 from corral.workers.requests.pending_replies import PendingReplies
@@ -27,7 +30,7 @@ class Arrivals:
         arrivals = Arrivals(client, {0: "model_worker/0", 1: "model_worker/1"}, wake=event.set)
         arrivals.ask()
         await event.wait()
-        arrivals.take()     # [(1, SampleMetadata(...)), ...]
+        arrivals.take()     # [BufferedSample(owner=1, ...), ...]
     """
 
     def __init__(self, client: RequestClient, worker_by_rank: Mapping[int, str], *, wake: Callable[[], None]) -> None:
@@ -40,7 +43,7 @@ class Arrivals:
         self._worker_by_rank = worker_by_rank
         self._wake = wake
         self._idle = set(worker_by_rank)  # ranks without a Fetch
-        self._arrived: list[tuple[int, SampleMetadata]] = []
+        self._arrived: list[BufferedSample] = []
         self.failed: PendingReplies | None = None
         """Replies of which one is an error, for whoever awaits them; None while all is well."""
 
@@ -55,8 +58,8 @@ class Arrivals:
         rank_by_worker = {self._worker_by_rank[rank]: rank for rank in ranks}
         pending.on_each(lambda worker, reply: self._absorb(rank_by_worker[worker], reply, pending))
 
-    def take(self) -> list[tuple[int, SampleMetadata]]:
-        """(rank that holds it, sample) of what has arrived since the last call."""
+    def take(self) -> list[BufferedSample]:
+        """What has arrived since the last call, each with the rank that holds it."""
         arrived, self._arrived = self._arrived, []
         return arrived
 
@@ -65,5 +68,29 @@ class Arrivals:
             self.failed = pending
         elif isinstance(reply, MetadataReply):
             self._idle.add(rank)
-            self._arrived += [(rank, sample) for sample in reply.samples]
+            # Now, while it is at hand: most of what was said is the same for all of a step's samples, and shared.
+            self._arrived += [buffered(sample, owner=rank) for sample in reply.samples]
         self._wake()
+
+
+def buffered(metadata: SampleMetadata, *, owner: int) -> BufferedSample:
+    """What the master keeps of a sample that a rank has described."""
+    return BufferedSample(
+        uid=metadata.uid,
+        order=metadata.order,
+        owner=owner,
+        num_tokens=metadata.num_tokens,
+        versions=_versions(metadata.versions),
+        keys=_keys(metadata.keys),
+        dropped_because=metadata.dropped_because,
+    )
+
+
+@lru_cache(maxsize=1024)  # the samples of a step share a few combinations
+def _versions(tags: tuple[str, ...]) -> frozenset[PolicyVersion]:
+    return frozenset(PolicyVersion.parse(tag) for tag in tags)
+
+
+@lru_cache(maxsize=64)
+def _keys(keys: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(keys)

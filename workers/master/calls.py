@@ -30,10 +30,11 @@ from corral.scheduling.policy_version import Lineage
 from corral.scheduling.redistribution import Demand
 from corral.workers.data.sequence_sample import key_specs
 from corral.workers.master.all_or_first import all_or_first_error
+from corral.workers.master.arrivals import buffered
 from corral.workers.master.dealing import Dealer
 from corral.workers.master.sequence_buffer import SequenceBuffer
 from corral.workers.master.step_runner import CallResult
-from corral.workers.master.trainer_gang import TrainerGang, buffered
+from corral.workers.master.trainer_gang import TrainerGang
 from corral.workers.master.transfers import TransferPlanner
 from corral.workers.requests.messages import (
     Evaluate,

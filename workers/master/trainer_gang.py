@@ -12,17 +12,15 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.model_function_call import ModelName
-from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.lifecycle.worker import WorkerContext
-from corral.workers.master.arrivals import Arrivals
+from corral.workers.master.arrivals import Arrivals, buffered
 from corral.workers.master.sequence_buffer import BufferedSample
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.messages import (
@@ -39,7 +37,6 @@ from corral.workers.requests.messages import (
     Rejection,
     ReplyPayload,
     Request,
-    SampleMetadata,
     SaveCheckpoint,
     SaveWeights,
     Spec,
@@ -137,7 +134,7 @@ class TrainerGang:
         self._arrivals.ask()
         if self._arrivals.failed is not None:
             await self._guard(self._arrivals.failed)
-        return [buffered(metadata, owner=rank) for rank, metadata in self._arrivals.take()]
+        return self._arrivals.take()
 
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         """Deal rows of the dataset over the ranks that read them."""
@@ -238,29 +235,6 @@ class TrainerGang:
     def _note_dead(self, worker: str) -> None:
         self._lost_because = f"{worker} died"
         self.news.set()
-
-
-def buffered(metadata: SampleMetadata, *, owner: int) -> BufferedSample:
-    """What the master keeps of a sample that a rank has described."""
-    return BufferedSample(
-        uid=metadata.uid,
-        order=metadata.order,
-        owner=owner,
-        num_tokens=metadata.num_tokens,
-        versions=_versions(metadata.versions),
-        keys=_keys(metadata.keys),
-        dropped_because=metadata.dropped_because,
-    )
-
-
-@lru_cache(maxsize=1024)  # the samples of a step share a few combinations
-def _versions(tags: tuple[str, ...]) -> frozenset[PolicyVersion]:
-    return frozenset(PolicyVersion.parse(tag) for tag in tags)
-
-
-@lru_cache(maxsize=64)
-def _keys(keys: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(keys)
 
 
 def _files(replies: Mapping[int, ReplyPayload]) -> dict[str, FileEntry]:

@@ -42,7 +42,7 @@ class Rank:
 
 
 def names(arrivals: Arrivals) -> list[tuple[int, str]]:
-    return [(rank, sample.uid) for rank, sample in arrivals.take()]
+    return [(sample.owner, sample.uid) for sample in arrivals.take()]
 
 
 def test_each_arrival_wakes_the_master_and_only_who_answered_is_asked_again(as_role: AsRole) -> None:
