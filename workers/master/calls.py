@@ -148,7 +148,11 @@ class MeshCalls:
         ]
         transfers = self._transfers.plan(demands, self._buffer)
         self._moved_bytes += transfers.size_bytes
-        given = asyncio.ensure_future(self._gang.tell(transfers.gives))
+        asked_anyway = transfers.gives.keys() & set(mesh.ranks)
+        self._gang.attach({rank: transfers.gives[rank] for rank in asked_anyway})
+        given = asyncio.ensure_future(
+            self._gang.tell({rank: give for rank, give in transfers.gives.items() if rank not in asked_anyway})
+        )
         after: list[PostHook] = [Offload() for hook in call.post_hooks if isinstance(hook, OffloadHook) and is_last_go]
         asked = asyncio.ensure_future(
             self._gang.start(

@@ -37,6 +37,7 @@ from corral.workers.requests.messages import (
     Rejection,
     ReplyPayload,
     Request,
+    Rider,
     SaveCheckpoint,
     SaveWeights,
     Spec,
@@ -148,7 +149,7 @@ class TrainerGang:
 
     def clear(self, uids_by_rank: Mapping[int, list[str]]) -> None:
         """Free the tensors of samples that were trained on, where they are, with the next message to each rank."""
-        self._client.attach({self._workers[rank]: ClearDataCache(uids=uids) for rank, uids in uids_by_rank.items()})
+        self.attach({rank: ClearDataCache(uids=uids) for rank, uids in uids_by_rank.items()})
 
     async def save_weights(self, role: str, directory: Path, *, base: Path | None = None) -> dict[str, FileEntry]:
         """Write a role's weights in Hugging Face format, with deltas from `base`; the files, which are on disk then."""
@@ -166,6 +167,10 @@ class TrainerGang:
         return {rank: hello.host if hello is not None else "" for rank, hello in hellos.items()}
 
     # Any request
+
+    def attach(self, requests: Mapping[int, Rider]) -> None:
+        """Requests that ride with the next message to their ranks, whose answer is theirs, too."""
+        self._client.attach({self._workers[rank]: request for rank, request in requests.items()})
 
     async def tell(self, requests: Mapping[int, Request]) -> dict[int, ReplyPayload]:
         """Non-blocking requests to some ranks."""

@@ -31,6 +31,7 @@ from corral.workers.requests.messages import (
     Reallocate,
     ReplyPayload,
     Request,
+    Rider,
     TrainReply,
     TrainStep,
 )
@@ -54,11 +55,15 @@ class Ranks:
     reply: TrainReply = FINE
     happened: list[Any] = field(default_factory=list)
     gives: dict[int, Give] = field(default_factory=dict)
+    riders: dict[int, Rider] = field(default_factory=dict)
     pre_hooks: dict[int, Sequence[PreHook]] = field(default_factory=dict)
     post_hooks: dict[int, Sequence[PostHook]] = field(default_factory=dict)
 
     def host_by_rank(self) -> dict[int, str]:
         return dict.fromkeys(range(4), "here")
+
+    def attach(self, requests: Mapping[int, Rider]) -> None:
+        self.riders.update(requests)
 
     async def tell(self, requests: Mapping[int, Request]) -> dict[int, ReplyPayload]:
         self.gives.update(cast(dict[int, Give], requests))
@@ -98,16 +103,18 @@ def update(**changes: Any) -> ModelFunctionCall:
 
 
 def run(
-    called: ModelFunctionCall, ranks: Ranks | None = None, *, is_last_go: bool = True
+    called: ModelFunctionCall,
+    ranks: Ranks | None = None,
+    *,
+    is_last_go: bool = True,
+    owners: Sequence[int] = (0, 1, 0, 1),
 ) -> tuple[Ranks, SequenceBuffer]:
-    """Let the master run one call on samples that lie on ranks 0 and 1."""
+    """Let the master run one call on samples that lie on ranks 0 and 1, or on these."""
     ranks = ranks or Ranks()
     buffer = SequenceBuffer(is_consumed=lambda uid: False)
-    for number, uid in enumerate(UIDS):
+    for number, (uid, owner) in enumerate(zip(UIDS, owners, strict=True)):
         keys = frozenset({"input_ids", "prompt_mask"})
-        sample = BufferedSample(
-            uid=uid, order=number, owner=number % 2, num_tokens=[10], versions=frozenset(), keys=keys
-        )
+        sample = BufferedSample(uid=uid, order=number, owner=owner, num_tokens=[10], versions=frozenset(), keys=keys)
         buffer.put(sample)
     spec = specification(called)
     graph = build_dataflow(spec.calls, called.input_keys)
@@ -191,6 +198,11 @@ def test_what_a_call_reads_goes_to_its_ranks_and_nothing_else(keys: tuple[str, .
     assert {parcel.keys for give in ranks.gives.values() for parcel in give.parcels} == {keys}
     assert (set(ranks.gives), set(ranks.pre_hooks)) == ({0, 1}, {2, 3})
     assert not run(call(input_keys=keys))[0].pre_hooks  # all is where it is needed
+
+
+def test_a_rank_that_gives_and_is_asked_anyway_hears_of_both_in_one_message() -> None:
+    asked_anyway, _ = run(call(model_name="critic"), owners=(3, 3, 0, 3))
+    assert asked_anyway.riders.keys() == {3} and asked_anyway.gives.keys() == {0}
 
 
 @pytest.mark.parametrize("keys", [("ref_logprobs",), ("ref_logprobs", "values")])

@@ -34,6 +34,7 @@ from corral.workers.requests.messages import (
     Rejection,
     ReplyPayload,
     Request,
+    Rider,
     StatsReply,
     TrainReply,
     TrainStep,
@@ -127,6 +128,9 @@ class Gang:
 
     def clear(self, uids_by_rank: Mapping[int, list[str]]) -> None:
         self.at_call("clear")
+
+    def attach(self, requests: Mapping[int, Rider]) -> None:
+        pass
 
     async def tell(self, requests: Mapping[int, Request]) -> dict[int, ReplyPayload]:
         return dict.fromkeys(requests, OkReply())
