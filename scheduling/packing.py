@@ -10,6 +10,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from pydantic import Field
 
@@ -143,7 +144,7 @@ def forward_flops(groups: Iterable[Sequence[int]], shapes: Sequence[TransformerS
         mlp = 6 * shape.hidden_size * shape.intermediate_size
         per_token += shape.num_layers * (projections + mlp) + 2 * shape.hidden_size * shape.vocab_size
         per_square += shape.num_layers * 2 * shape.attention_size
-    return [float(per_token * sum(group) + per_square * sum(length * length for length in group)) for group in groups]
+    return [float(per_token * sum(group) + per_square * sum(map(mul, group, group))) for group in groups]
 
 
 def balanced_partition(costs: Sequence[float], *, num_parts: int) -> list[list[int]]:

@@ -105,9 +105,8 @@ class MeshCalls:
             return self._take_in_answers(replies)
         reply = next((reply for reply in replies.values() if isinstance(reply, TrainReply)), None)
         if reply is None:
-            heads = mesh.dp_heads
-            ranks = {uid: heads[dp_rank] for dp_rank, share in enumerate(shares) for uid in share}
-            self._buffer.amend(call.output_keys, ranks)
+            for head, share in zip(mesh.dp_heads, shares, strict=True):
+                self._buffer.note_held(share, call.output_keys, (head,))
         elif is_last_go and not reply.is_skipped and not reply.is_damaged:
             await self._after_training(call)
         return CallResult(trained=reply)
@@ -157,8 +156,9 @@ class MeshCalls:
         asked = asyncio.ensure_future(
             self._gang.start(
                 {
-                    rank: self._request(call, shares[mesh.dims.coords(place).dp_rank], rank, version)
-                    for place, rank in enumerate(mesh.ranks)
+                    rank: self._request(call, share, version, reports=rank == mesh.ranks[0])
+                    for demand, share in zip(demands, shares, strict=True)
+                    for rank in demand.ranks
                 },
                 pre_hooks={rank: [hook] for rank, hook in transfers.takes.items()},
                 post_hooks=dict.fromkeys(mesh.ranks, after),
@@ -169,8 +169,7 @@ class MeshCalls:
         transfers.note_arrival(self._buffer)
         return asked.result()
 
-    def _request(self, call: ModelFunctionCall, uids: list[str], rank: int, version: int) -> Request:
-        reports = rank == self._spec.mesh(call.model_name).ranks[0]
+    def _request(self, call: ModelFunctionCall, uids: list[str], version: int, *, reports: bool) -> Request:
         if call.call_type is CallType.EVALUATE:
             return Evaluate(mfc=call.name, uids=uids, reports=reports)
         if call.call_type is CallType.TRAIN_STEP:

@@ -188,9 +188,10 @@ class TrajectorySource:
         return len(dropped)
 
     def _note_ready(self, sample: BufferedSample) -> None:
-        if lacking := self.input_keys - sample.keys:
+        if not self.input_keys <= sample.keys:
+            lacking = ", ".join(sorted(self.input_keys - sample.keys))
             raise ValueError(
-                f"sample {sample.uid} came without {', '.join(sorted(lacking))}, which the calls of the dataflow graph "
+                f"sample {sample.uid} came without {lacking}, which the calls of the dataflow graph "
                 f"read and none of them makes; it has {', '.join(sorted(sample.keys))}"
             )
         self._ready.add(sample.uid, order=sample.order, head_version=sample.head_version)

@@ -1,6 +1,6 @@
 """SequenceBuffer: where every sample of the trainer stands; metadata only, tensors stay on the model workers.
 
-    put (fetched) ──► READY ──select──► IN BATCH ──amend (outputs of calls)──► consumed (trained) ──┐
+    put (fetched) ──► READY ──select──► IN BATCH ──note_held (of calls)──► consumed (trained) ──┐
                         │                                                                           ▼
                         └──► stale, orphaned: its prompt is issued again ────────────────────► released: which ranks
                                                                                                have to forget it
@@ -83,38 +83,30 @@ class SequenceBuffer:
             places = self._places_of_new[kind] = dict.fromkeys(sample.keys, frozenset((sample.owner,)))
         self.located[sample.uid] = places
 
-    def amend(self, keys: Iterable[str], ranks_by_uid: Mapping[str, int]) -> None:
-        """Record that `keys` now exist for each uid on the rank that computed them."""
-        uids_by_rank: defaultdict[int, list[str]] = defaultdict(list)
-        for uid, rank in ranks_by_uid.items():
-            uids_by_rank[rank].append(uid)
-        names = tuple(keys)
-        for rank, uids in uids_by_rank.items():
-            self.moved(uids, names, (rank,))
-
-    def moved(self, uids: Iterable[str], keys: Sequence[str], ranks: Iterable[int]) -> None:
-        """Record that some keys of these samples are on further ranks, too."""
-        further = frozenset(ranks)
+    def note_held(self, uids: Iterable[str], keys: Iterable[str], ranks: Iterable[int]) -> None:
+        """Record that some keys of these samples are on further ranks, too: computed there, or moved."""
+        names, further = tuple(keys), frozenset(ranks)
         before_and_after: dict[int, tuple[Places, Places]] = {}  # by id, which is one's own as long as one is held
         for uid in uids:
             before = self.located[uid]
             if id(before) not in before_and_after:
-                added = {key: before.get(key, further) | further for key in keys}
+                added = {key: before.get(key, further) | further for key in names}
                 before_and_after[id(before)] = (before, {**before, **added})
             self.located[uid] = before_and_after[id(before)][1]
 
     def release(self, uids: Iterable[str]) -> dict[int, list[str]]:
         """Forget samples: trained, stale, or given up. Returns what each rank has to forget, by rank."""
         uids_by_rank: defaultdict[int, list[str]] = defaultdict(list)
-        places_and_ranks: dict[int, tuple[Places, frozenset[int]]] = {}
+        kinds: dict[tuple[int, int], tuple[Places, frozenset[int]]] = {}  # by owner, and id of the places as above
         for uid in uids:
             sample = self.samples.pop(uid, None)
             if sample is None:
                 continue
             places = self.located.pop(uid)
-            if id(places) not in places_and_ranks:
-                places_and_ranks[id(places)] = (places, frozenset[int]().union(*places.values()))
-            # The owner may hold no key of it, but remembers who sent it.
-            for rank in {sample.owner, *places_and_ranks[id(places)][1], *self._copies.pop(uid, ())}:
+            kind = (sample.owner, id(places))
+            if kind not in kinds:
+                # The owner may hold no key of it, but remembers who sent it.
+                kinds[kind] = (places, frozenset((sample.owner,)).union(*places.values()))
+            for rank in kinds[kind][1].union(self._copies.pop(uid)) if uid in self._copies else kinds[kind][1]:
                 uids_by_rank[rank].append(uid)
         return dict(uids_by_rank)

@@ -26,6 +26,7 @@ class StepState:
 
     def __init__(self, graph: DataflowGraph, batch: Sequence[str]) -> None:
         self._graph = graph
+        self._batch = batch
         self._remaining = {call.name: dict.fromkeys(batch) for call in graph.step_calls}
         self._made: dict[str, set[str]] = {key: set() for call in graph.step_calls for key in call.output_keys}
 
@@ -46,17 +47,22 @@ class StepState:
         if self.is_over(name) or self._must_wait_for(name):
             return None
         call = self._graph.call(name)
-        made = [self._made[key] for key in call.input_keys if key in self._made]
         remaining = self._remaining[name]
-        available = set.intersection(*made) if made else remaining
-        ready = [uid for uid in remaining if uid in available]
+        ready = list(remaining)
+        for key in call.input_keys:
+            made = self._made.get(key)
+            if made is not None and len(made) < len(self._batch):
+                ready = [uid for uid in ready if uid in made]
         wanted = min(call.n_seqs, len(remaining))
         return ready[:wanted] if len(ready) >= wanted else None
 
     def finish_go(self, name: str, uids: Sequence[str]) -> None:
         """A call has taken these samples, and made its output keys of them."""
-        for uid in uids:
-            del self._remaining[name][uid]
+        if self.is_last_go(name, uids):
+            self._remaining[name].clear()
+        else:
+            for uid in uids:
+                del self._remaining[name][uid]
         for key in self._graph.call(name).output_keys:
             self._made[key].update(uids)
 

@@ -30,7 +30,7 @@ class Transfers:
         """All is where it was wanted, and can be given away from there; a call beside this one must not plan on it
         before."""
         for parcel in self.parcels:
-            buffer.moved(parcel.uids, parcel.keys, parcel.destinations)
+            buffer.note_held(parcel.uids, parcel.keys, parcel.destinations)
 
 
 @dataclass(slots=True)

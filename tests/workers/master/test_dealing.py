@@ -69,7 +69,7 @@ def test_another_mesh_is_dealt_by_itself_and_then_stays_as_it_is() -> None:
     assert [len(share) for share in first] == [2, 2]
     for rank, share in zip((2, 3), first, strict=True):
         for uid in share:
-            buffer.moved([uid], ["ids"], [rank])
+            buffer.note_held([uid], ["ids"], [rank])
     assert dealer.deal(CRITIC, list("dcba"), buffer) == [sorted(share, reverse=True) for share in first]
 
 

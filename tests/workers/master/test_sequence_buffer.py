@@ -17,8 +17,8 @@ def row(uid: str, *, order: int, owner: int = 0) -> BufferedSample:
 def test_outputs_and_transfers_add_places_and_a_release_forgets_them_all() -> None:
     buffer = SequenceBuffer(is_consumed=lambda uid: False)
     buffer.put(row("0:a", order=0, owner=1))
-    buffer.amend(["proximal_logprobs"], {"0:a": 0})
-    buffer.moved(["0:a"], ["input_ids"], [0, 2])
+    buffer.note_held(["0:a"], ["proximal_logprobs"], [0])
+    buffer.note_held(["0:a"], ["input_ids"], [0, 2])
     assert buffer.located == {"0:a": {"input_ids": {0, 1, 2}, "proximal_logprobs": {0}}}
     assert buffer.release(["0:a", "0:unknown"]) == {0: ["0:a"], 1: ["0:a"], 2: ["0:a"]}
     assert not buffer.samples and not buffer.located
@@ -75,10 +75,10 @@ def test_whatever_happens_every_rank_that_holds_something_is_told_to_forget_it(
             lies.append((rank, subject, "a copy" if subject in arrived else "input_ids"))
             arrived.add(subject)
         elif subject in arrived and event == "amend":
-            buffer.amend(["values"], {subject: rank})
+            buffer.note_held([subject], ["values"], [rank])
             lies.append((rank, subject, "values"))
         elif subject in arrived:
-            buffer.moved([subject], ["input_ids"], [rank])
+            buffer.note_held([subject], ["input_ids"], [rank])
             lies.append((rank, subject, "input_ids"))
         found = {(where, uid, key) for uid, keys in buffer.located.items() for key in keys for where in keys[key]}
         assert found == {place for place in lies if place[2] != "a copy"}
