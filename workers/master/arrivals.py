@@ -9,6 +9,7 @@ until it is here, and if it cannot be, the rank counts as dead and the epoch end
 is forgotten while the epoch lasts, and the next one's session asks for it again.
 """
 
+from array import array
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
@@ -79,7 +80,7 @@ def buffered(metadata: SampleMetadata, *, owner: int) -> BufferedSample:
         uid=metadata.uid,
         order=metadata.order,
         owner=owner,
-        num_tokens=metadata.num_tokens,
+        num_tokens=array("I", metadata.num_tokens),
         versions=_versions(metadata.versions),
         keys=_keys(metadata.keys),
         dropped_because=metadata.dropped_because,

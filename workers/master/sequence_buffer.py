@@ -22,8 +22,12 @@ Places = Mapping[str, frozenset[int]]
 samples in few places, and what is found out about one of these mappings holds for all of them."""
 
 
-class BufferedSample(msgspec.Struct, frozen=True, kw_only=True):
-    """What the master knows about one sample (one prompt with its group of answers)."""
+class BufferedSample(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What the master knows about one sample (one prompt with its group of answers).
+
+    It is small, and the garbage collector does not know it: a step looks at thousands of them, and more of them than
+    fit into a processor's cache would cost more each.
+    """
 
     uid: str
     order: int

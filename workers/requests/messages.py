@@ -210,7 +210,7 @@ class WorkerRequest(MessageBody, frozen=True, tag="request"):
 # --- replies --------------------------------------------------------------------------------------------------------
 
 
-class SampleMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class SampleMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
     """What the master knows of a sample; the tensors stay where they are.
 
     A step has thousands of these, so that fields travel without their names, and lengths once: those of each key follow
