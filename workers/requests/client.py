@@ -196,7 +196,7 @@ class RequestClient(Closing):
         """
         request_id = str(RequestId(self._epoch, next(self._sequence)))
         level = next(self._level) if flush else None
-        asked = f"{'/'.join(sorted({kind.__name__ for kind in set(map(type, requests.values()))}))} {request_id}"
+        asked = f"{'/'.join(sorted({type(request).__name__ for request in requests.values()}))} {request_id}"
         replies = PendingReplies(requests, request_id=request_id, asked=asked)
         if requests:
             self._pending[request_id] = replies
@@ -231,7 +231,7 @@ class RequestClient(Closing):
         return replies
 
     def attach(self, requests: Mapping[str, Rider]) -> None:
-        """Let each of these ride with the next message to its worker: it costs no message, and nobody waits for it.
+        """Let each of these ride with the next message to its worker: it costs no message, and has no own answer.
 
         They are done in the order in which they were attached, and none of them twice; those of a worker that dies, or
         that gets no further message, are not done.

@@ -191,7 +191,7 @@ class Flush(MessageBody, frozen=True, tag="flush"):
 NonBlockingRequest = Spec | ModelConfig | Fetch | LoadRows | Reject | Give | ClearDataCache
 BlockingRequest = Initialize | Generate | Inference | TrainStep | Evaluate | Reallocate | SaveWeights | SaveCheckpoint
 Rider = ClearDataCache | Give
-"""What may wait for the next message to the same worker, since nobody waits for it."""
+"""What may go with the next message to the same worker, whose answer says of both whether they could be done."""
 Request = NonBlockingRequest | BlockingRequest | Flush
 
 

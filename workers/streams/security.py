@@ -84,8 +84,9 @@ class StreamSecurity(Closing):
         Args:
             role: whose client key this process shows.
             trial_uuid: goes into every message, so that one of another trial is never taken for ours.
-            heartbeat_s: how often servers of this process ask whether a peer is still there. For a thousand peers every
-                second would cost a server 3 % of a core, and libzmq's search among their timers grows with the square.
+            heartbeat_s: how often servers of this process ask whether a peer is still there. A second, and asking in
+                turn, cost a server of a thousand peers 4 % of a core (`benchmarks/control_plane.py`): each answer has
+                libzmq search the timers of all of them.
         """
         self.role = role
         self.trial_uuid = trial_uuid
