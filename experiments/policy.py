@@ -246,5 +246,10 @@ class PolicyExperiment(Experiment):
             yield "ref has no effect on training while ppo.kl.coef is 0; leave it out to save its memory"
         if self.critic is not None and not self.ppo.needs_critic:
             yield f"critic has no effect on the policy with ppo.advantage: {self.ppo.advantage}; set it to gae"
+        if self.actor.lora is not None and self.actor.lora.dropout > 0.0:
+            yield (
+                "actor.lora.dropout acts in train steps alone, so the ratios of the policy loss are not 1 even where "
+                "nothing has changed; leave it at 0 for PPO"
+            )
         if not self.ppo.use_decoupled_loss and "behav_imp_weight_cap" in self.ppo.model_fields_set:
             yield "ppo.behav_imp_weight_cap has no effect without ppo.use_decoupled_loss"

@@ -15,6 +15,7 @@ from corral.experiments.checks import check_imports
 from corral.experiments.config.rollout import EngineConfig, GenerationConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig
+from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.policy import TRAJECTORY_KEYS, PolicyExperiment
 from corral.experiments.worker_specs import BehaviourSpec, GenerationSpec, ModelRoleSpec
 from corral.scheduling.dataflow import build_dataflow
@@ -81,7 +82,10 @@ class PPOExperiment(PolicyExperiment):
         specs = super().role_specs()
         if not self.has_replica:
             return specs
-        return [*specs, specs[0].model_copy(update={"replica_id": 1, "optimizer": None})]
+        # It takes over what the policy and its adapters amount to, and trains nothing.
+        counts = count_parameters(specs[0].model, head=specs[0].head)
+        untrained = {"replica_id": 1, "optimizer": None, "lora": None, "num_parameters": counts}
+        return [*specs, specs[0].model_copy(update=untrained)]
 
     def initial_setup(self) -> ExperimentConfig:
         dataset = self.read_dataset()

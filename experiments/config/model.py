@@ -91,7 +91,7 @@ class LoraConfig(FrozenConfig):
     """Linear layers that are adapted, by the end of their names (`[q_proj, v_proj]`, as peft's target_modules); None
     adapts all of them but the output."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of an adapted layer's input that its adapter does not see in a train step."""
+    """Share of an adapted layer's input that its adapter does not see in a train step; PPO wants 0."""
     adapter: Path | None = None
     """Directory of an adapter in peft's format to start from (adapter_config.json, adapter_model.safetensors); None
     starts from `path` alone, with A at random and B zero."""

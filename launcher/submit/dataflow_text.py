@@ -54,7 +54,7 @@ def _parameters(role: ModelRoleSpec) -> str:
         return "?"
     if role.lora is not None:
         return f"{counts.trained:,} trained (lora, rank {role.lora.rank}), {counts.frozen:,} frozen"
-    return f"{counts.trained:,} trained" if role.optimizer is not None else f"{counts.frozen:,} frozen"
+    return f"{counts.trained:,} trained" if role.optimizer is not None else f"{counts.frozen:,} not trained"
 
 
 def _calls(plan: RunPlan, step: StepPlan, roles: Mapping[ModelName, ModelRoleSpec]) -> Iterator[Sequence[str]]:

@@ -136,3 +136,26 @@ def test_what_submission_counts_is_what_the_engine_holds(
 
 def test_files_that_say_nothing_are_not_guessed(tmp_path: Path) -> None:
     assert count_parameters(ModelConfig(path=tmp_path / "nowhere"), head="lm") is None
+
+
+def test_a_replica_that_generates_takes_over_weights_and_has_no_adapters(folder: Path) -> None:
+    asynchronous = ("  max_head_offpolicyness: 1\n", "  generation_server: {scheduling: {cpu: 1, gpu: 0, mem: 1G}}\n")
+    text = VALID_PPO.replace("experiment: async_ppo", "experiment: ppo")
+    for line in asynchronous:
+        text = text.replace(line, "")
+    (folder / "sync.yaml").write_text(text)
+    overrides = ["allocation=actor=fsdp:d1,generation=fsdp:d1", f"actor.lora={LORA}"]
+    actor, replica = load_experiment(folder / "sync.yaml", overrides).role_specs()
+    assert (actor.replica_id, actor.lora) == (0, LoraConfig(rank=4, alpha=8.0))
+    assert (replica.replica_id, replica.lora, replica.optimizer) == (1, None, None)
+    assert actor.num_parameters is not None and replica.num_parameters is not None
+    assert replica.num_parameters.frozen == actor.num_parameters.frozen > 0 == replica.num_parameters.trained
+
+
+def test_dropout_is_warned_of_where_ratios_are_computed(folder: Path) -> None:
+    def warnings(dropout: float) -> list[str]:
+        settings = f"actor.lora={{rank: 4, alpha: 8, dropout: {dropout}}}"
+        return list(load_experiment(folder / "ppo.yaml", [settings]).find_warnings())
+
+    assert warnings(0.0) == []
+    assert len(warnings(0.1)) == 1 and "actor.lora.dropout" in warnings(0.1)[0]

@@ -86,6 +86,7 @@ class FSDPEngine:
             seed: with the step number, decides every random number of a step.
             compute_dtype: float32 or bfloat16.
         """
+        assert lora is None or optimizer is not None, "adapters that nothing trains"
         self._directory = model_directory
         self.context = context
         self._config = optimizer

@@ -50,7 +50,7 @@ def test_what_is_trained_and_what_stays_is_counted(folder: Path) -> None:
     save_file(tensors, folder / "model" / "model.safetensors")
     with_lora = _sections(_with_ref(folder, "actor.lora={rank: 5, alpha: 5}"), folder)[3]
     assert with_lora[1].split("  ")[3:5] == ["1,040 trained (lora, rank 5), 1,712 frozen", "d0 on 0"]
-    assert with_lora[2].split("float32")[1].startswith("  1,712 frozen  ")
+    assert with_lora[2].split("float32")[1].startswith("  1,712 not trained  ")
     assert "float32  1,712 trained  " in _sections(_with_ref(folder), folder)[3][1]
 
 
