@@ -23,6 +23,7 @@ from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.functional.losses import sft_loss
 from corral.workers.backends.base import LossOutput
 from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.lora import AdaptedLinear
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.token_scores import TokenScores
@@ -289,6 +290,8 @@ def test_two_ranks_export_base_and_adapter_bit_for_bit(model_directory: Path, tw
 def test_only_adapters_and_their_moments_are_resumed_from(model_directory: Path, tmp_path: Path) -> None:
     engine = make_engine(model_directory, SOME)
     train(engine, 0)
+    optimizer, _ = engine._require_optimizer()
+    assert len([parameter for group in optimizer.param_groups for parameter in group["params"]]) == 8
     engine.save_state(tmp_path)
     names = {f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("self_attn.q_proj", "mlp.down_proj")}
     adapters = {f"{name}.lora_{part}.weight" for name in names for part in "AB"}
@@ -356,6 +359,21 @@ def test_a_reference_follows_what_model_and_adapters_amount_to(model_directory: 
     np.testing.assert_allclose(reference.forward(batch(1))["logprobs"], engine.forward(batch(1))["logprobs"], atol=1e-5)
 
 
+def test_dropout_is_seen_by_the_adapter_alone_and_in_training_alone() -> None:
+    base = nn.Linear(8, 4)
+    weight, bias = base.weight.detach().clone(), base.bias.detach().clone()
+    layer = AdaptedLinear(base, LoraConfig(rank=2, alpha=6.0, dropout=0.5), torch.Generator().manual_seed(1))
+    nn.init.normal_(layer.lora_B.weight)
+    x, update = torch.randn(3, 8), layer.lora_B.weight @ layer.lora_A.weight * 3.0
+    torch.testing.assert_close(layer.eval()(x), x @ weight.T + bias + x @ update.T)
+    torch.manual_seed(5)
+    actual = layer.train()(x)
+    torch.manual_seed(5)
+    seen = nn.functional.dropout(x, 0.5)
+    assert (seen == 0.0).any()
+    torch.testing.assert_close(actual, x @ weight.T + bias + seen @ update.T)
+
+
 def test_a_layer_that_is_not_there_is_named(model_directory: Path) -> None:
     with pytest.raises(ValueError, match="no linear layer of a Qwen2ForCausalLM has a name that ends in 'w_q'"):
         make_engine(model_directory, LoraConfig(rank=2, alpha=2.0, targets=("w_q",)))
@@ -398,8 +416,10 @@ def test_two_ranks_with_a_base_in_low_precision_train_as_one(
 
 def test_ranks_that_generate_use_what_model_and_adapters_amount_to(model_directory: Path, tmp_path: Path) -> None:
     engine = make_engine(model_directory, LORA, compute_dtype=torch.bfloat16)
-    for step in range(8):
-        train(engine, step)
+    with torch.no_grad():
+        for name, parameter in engine.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(len(name)))
     engine.save_weights(tmp_path)
     with torch.no_grad():
         answers = generate_greedily(
@@ -411,13 +431,18 @@ def test_ranks_that_generate_use_what_model_and_adapters_amount_to(model_directo
         for name, tensor in read_weights(model_directory).items()
     }
     model = load_reference(model_directory)
+    unadapted = [greedy(model, prompt) for prompt in ([3, 5, 7], [9])]
     model.load_state_dict(merged(base, adapter, LORA))
-    for prompt, answer in zip([[3, 5, 7], [9]], answers, strict=True):
-        ids = list(prompt)
-        with torch.no_grad():
-            for _ in range(12):
-                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        assert answer == ids[len(prompt) :]
+    assert answers == [greedy(model, prompt) for prompt in ([3, 5, 7], [9])]
+    assert all(answer != without for answer, without in zip(answers, unadapted, strict=True))
+
+
+def greedy(model: Any, prompt: list[int]) -> list[int]:
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(12):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
 def test_peft_loads_the_adapter_with_the_same_logprobs(model_directory: Path, tmp_path: Path) -> None:
