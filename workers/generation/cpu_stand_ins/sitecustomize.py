@@ -2,6 +2,7 @@
 
     import torchvision ──► its two compiled operators are declared: the wheel's are built for CUDA and do not load
     import triton      ──► the package if it is installed, else the empty one that SGLang carries for Apple's machines
+    import sglang.srt.lora ──► tensors that it wants in pinned memory are in any: torch refuses to pin without a GPU
 
 Nothing is imported before it is asked for, no file of SGLang is changed, and where there is a GPU this file is not on
 the path; see `corral.workers.generation.sglang_command`.
@@ -9,7 +10,7 @@ the path; see `corral.workers.generation.sglang_command`.
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -23,6 +24,21 @@ def declare_torchvision_operators() -> None:
 
     for name in ("nms", "qnms"):
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def leave_memory_unpinned() -> None:
+    """Pinned memory is for copies to a GPU; SGLang's adapters ask for it on every machine."""
+    import torch
+
+    def without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
+        def unpinned(*arguments: Any, pin_memory: bool = False, **options: Any) -> Any:
+            return make(*arguments, **options)
+
+        return unpinned
+
+    for name in ("arange", "empty", "tensor", "zeros"):
+        setattr(torch, name, without_pinning(getattr(torch, name)))
+    setattr(torch.Tensor, "pin_memory", lambda tensor, *arguments: tensor)  # noqa: B010 - it is a method to mypy
 
 
 class _Constant:
@@ -81,11 +97,12 @@ def _load_stubs() -> Any:
 
 
 class StandInFinder(MetaPathFinder):
-    """Acts on the first import of torchvision and of triton; everything else is found as ever."""
+    """Acts on the first import of torchvision, of triton and of SGLang's adapters; all else is found as ever."""
 
     def __init__(self) -> None:
         self._triton: EmptyTriton | None = None
         self._has_seen_torchvision = False
+        self._has_seen_adapters = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -94,6 +111,9 @@ class StandInFinder(MetaPathFinder):
             self._has_seen_torchvision = True
             if PathFinder.find_spec(fullname) is not None:
                 declare_torchvision_operators()
+        if fullname == "sglang.srt.lora" and not self._has_seen_adapters:
+            self._has_seen_adapters = True
+            leave_memory_unpinned()
         if fullname == "triton" and self._triton is None and PathFinder.find_spec(fullname) is None:
             self._triton = EmptyTriton()
         if self._triton is not None and fullname.partition(".")[0] == "triton":
