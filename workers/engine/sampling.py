@@ -117,8 +117,8 @@ class SamplingParams:
 class SamplingBatch:
     """The sampling parameters of one batch as tensors: built once per change of membership, used at every step."""
 
-    temperature: Tensor
-    """[B, 1] float32; 1 in greedy rows."""
+    temperature: Tensor | None
+    """[B, 1] float32; 1 in greedy rows. None where all are 1."""
     greedy_rows: Tensor
     """[B] bool."""
     is_any_greedy: bool
@@ -147,8 +147,10 @@ class SamplingBatch:
         truncated = [row for row, params in enumerate(rows) if params.is_truncated]
         top_k = [vocab_size if rows[row].top_k < 1 else min(rows[row].top_k, vocab_size) for row in truncated]
         greedy = [params.is_greedy for params in rows]
+        temperature = [1.0 if params.is_greedy else params.temperature for params in rows]
+        is_tempered = any(value != 1 for value in temperature)
         return cls(
-            temperature=torch.tensor([[1.0 if p.is_greedy else p.temperature] for p in rows], device=device),
+            temperature=torch.tensor(temperature, device=device).unsqueeze(-1) if is_tempered else None,
             greedy_rows=torch.tensor(greedy, device=device),
             is_any_greedy=any(greedy),
             is_all_greedy=all(greedy),
@@ -165,7 +167,7 @@ def sample_tokens(logits: Tensor, batch: SamplingBatch, uniforms: Tensor) -> tup
     """Draw one token per row, and let the penalties of `batch` count it.
 
     Args:
-        logits: [B, V] float32; rows with penalties are overwritten by what these make of them.
+        logits: [B, V] float32; overwritten.
         batch: parameters of these B rows.
         uniforms: [B] float32 in [0, 1], one independent draw per row (greedy rows ignore theirs).
 
@@ -181,15 +183,21 @@ def sample_tokens(logits: Tensor, batch: SamplingBatch, uniforms: Tensor) -> tup
 
 
 def _draw(logits: Tensor, batch: SamplingBatch, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """(token ids [B], log-probabilities of the whole vocabulary [B, V])"""
+    """(token ids [B], log-probabilities of the whole vocabulary [B, V])
+
+    In place wherever it can be: [64, 151936] is 39 MB, and for each further such tensor the system clears new pages.
+    """
     if batch.is_all_greedy:
         return logits.argmax(dim=-1), torch.log_softmax(logits, dim=-1)
-    logprobs = torch.log_softmax(logits / batch.temperature, dim=-1)
+    if batch.temperature is not None:
+        logits.div_(batch.temperature)
+    logprobs = torch.log_softmax(logits, dim=-1)
     probabilities = logprobs.exp()
+    rows = batch.truncated_rows
+    truncated = None if rows is None else _sample_truncated(probabilities[rows], batch, uniforms[rows])
     token_ids = _inverse_cdf(probabilities, uniforms)
-    if batch.truncated_rows is not None:
-        rows = batch.truncated_rows
-        token_ids[rows] = _sample_truncated(probabilities[rows], batch, uniforms[rows])
+    if rows is not None and truncated is not None:
+        token_ids[rows] = truncated
     if batch.is_any_greedy:
         token_ids = torch.where(batch.greedy_rows, logits.argmax(dim=-1), token_ids)
     return token_ids, logprobs
@@ -200,8 +208,12 @@ def _pick(logprobs: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """[B] index of the first entry whose running sum exceeds uniform * total; weights [B, W] need not sum to 1."""
-    cumulative = weights.cumsum(dim=-1)
+    """[B] index of the first entry whose running sum exceeds uniform * total.
+
+    Args:
+        weights: [B, W], which need not sum to 1; overwritten.
+    """
+    cumulative = weights.cumsum_(dim=-1)
     total = cumulative[:, -1:]
     # One step below the total keeps a uniform that rounds to 1.0 on an entry with weight, never past the end.
     threshold = torch.minimum(uniforms.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))

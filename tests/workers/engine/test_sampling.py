@@ -17,7 +17,7 @@ NUM_DRAWS = 40_000
 
 def draw(rows: list[SamplingParams], logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     batch = SamplingBatch.of(rows, vocab_size=logits.shape[-1], device=torch.device("cpu"))
-    return sample_tokens(logits, batch, uniforms)
+    return sample_tokens(logits.clone(), batch, uniforms)
 
 
 def exact_distribution(temperature: float, top_p: float, top_k: int, min_p: float) -> list[float]:
