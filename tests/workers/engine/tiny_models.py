@@ -63,19 +63,18 @@ def save_tiny_model(
 
 
 def add_tokenizer(directory: Path) -> Path:
-    """A tokenizer.json in which token 10 * n + m is the letter n followed by the digit m."""
-    vocabulary = {text_of(token_id): token_id for token_id in range(VOCAB_SIZE)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=text_of(0)))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(".."), behavior="isolated")
+    """A tokenizer.json of one character per token, which transformers' class for Qwen2 understands as well."""
+    vocabulary = {text_of([token_id]): token_id for token_id in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=text_of([0])))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return directory
 
 
-def text_of(token_id: int) -> str:
-    """What `add_tokenizer` makes of one token."""
-    return f"{chr(ord('a') + token_id // 10)}{token_id % 10}"
+def text_of(token_ids: Sequence[int]) -> str:
+    """What `add_tokenizer` makes of tokens: the printable characters from 0 to o."""
+    return "".join(chr(ord("0") + token_id) for token_id in token_ids)
 
 
 def load_reference(directory: Path) -> Any:
