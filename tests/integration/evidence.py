@@ -107,9 +107,10 @@ def check_generator_and_trainer_agreed(trial: Trial, *, nats: float = 1e-3) -> i
 
 
 def check_nothing_is_left(trial: Trial) -> None:
-    """No process, no secret; and the status that a user asks for right after the end."""
+    """No process, no secret, no weights in memory; and the status that a user asks for right after the end."""
     assert trial.processes() == []
     assert not trial.directory.secrets_path.exists()
+    assert not Path("/dev/shm", f"corral-weights-{trial.uuid}").exists()
     status = trial.status()
     assert status["state"] == "COMPLETE"
     pictures = {path.name for path in trial.directory.report_path.iterdir() if path.stat().st_size > 1000}

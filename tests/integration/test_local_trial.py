@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,10 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
     holders = set(WORKERS) - {"rollout_worker/0"}  # it holds no weights
     assert {worker for worker in WORKERS if rows[worker]["version"].rpartition(".")[2].isdigit()} == holders
     assert [worker for worker in WORKERS if not _maps_torch(trial.pid(worker))] == sorted(TORCH_FREE, key=WORKERS.index)
+    trial.wait_for(
+        lambda: _last_update(trial).get("bytes_read", 0) > 0, "a server to say what its new weights have cost"
+    )
+    assert _last_update(trial)["staged_s"] > 0.0 and _last_update(trial)["stopped_s"] > 0.0
     trial.full_speed()
     trial.wait_for_end()
 
@@ -73,6 +78,10 @@ def test_an_agent_that_always_fails_ends_the_trial_and_its_line_is_named(start_t
     assert "first failure: rollout_worker/0" in shown
     line = reads_a_field_that_no_row_has.__code__.co_firstlineno + 2
     assert f"KeyError: 'solution' (broken_agents.py:{line})" in shown
+
+
+def _last_update(trial: Trial) -> dict[str, Any]:
+    return trial.workers()["generation_server/0"]["weight_update"] or {}
 
 
 def _maps_torch(pid: int) -> bool:

@@ -9,13 +9,15 @@ Each token carries the version tag of the weights that made it.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from corral.workers.engine.batch import ContinuousBatch, PauseMode, generate_greedily
 from corral.workers.engine.decoder import Decoder, Quantization, UnsupportedModelError, check_supported
@@ -129,6 +131,18 @@ class GenerationEngine(ContinuousBatch):
         self.model_directory = staged.directory
         self.version = version
 
+    def checksums(self, skipped: Sequence[str]) -> dict[str, str]:
+        """SHA-256 of the bytes of each live parameter, its first 8 bytes, as SGLang's /weights_checker has them.
+
+        Args:
+            skipped: parameters whose names contain one of these are left out.
+        """
+        return {
+            name: _checksum(parameter)
+            for name, parameter in self._model.named_parameters()
+            if not any(part in name for part in skipped)
+        }
+
     def update_weights(self, directory: Path, *, version: str) -> None:
         """Stage and apply in one go.
 
@@ -136,6 +150,11 @@ class GenerationEngine(ContinuousBatch):
             WeightsRejectedError: the old weights and version are still in place.
         """
         self.apply_weights(self.stage_weights(directory), version=version)
+
+
+def _checksum(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(data.data).digest()[:8].hex()
 
 
 def load_model(directory: Path, *, dtype: torch.dtype, device: str) -> tuple[nn.Module, frozenset[int]]:

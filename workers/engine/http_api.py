@@ -3,7 +3,7 @@
     client --HTTP--> [ key | size | schema | limits ] --> EngineLoop (its own thread) --> future --> JSON
                         401   413    400      400         /generate: generate_endpoint.py
 
-    POST /generate /abort_request /pause_generation /continue_generation /update_weights_from_disk
+    POST /generate /abort_request /pause_generation /continue_generation /update_weights_from_disk /weights_checker
     GET|POST /flush_cache      GET /health /ready /get_model_info /get_server_info /metrics
 
 Every endpoint wants `Authorization: Bearer <api key>`; where there is an administrator's key, as SGLang has one, what
@@ -30,6 +30,7 @@ from corral.workers.engine.generate_endpoint import GenerateEndpoint
 from corral.workers.engine.http_messages import (
     AbortBody,
     BadRequestError,
+    CheckWeightsBody,
     PauseBody,
     UpdateWeightsBody,
     error_body,
@@ -46,7 +47,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _COMMAND_TIMEOUT_S = 60.0  # the engine answers a command after its present decode step, which takes far less
 _OF_THE_ADMINISTRATOR = frozenset(
-    {"/abort_request", "/continue_generation", "/flush_cache", "/pause_generation", "/update_weights_from_disk"}
+    {
+        "/abort_request",
+        "/continue_generation",
+        "/flush_cache",
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/weights_checker",
+    }
 )
 _SHUTDOWN_TIMEOUT_S = 5.0  # for replies under way when the server stops
 
@@ -152,6 +160,7 @@ class EngineServer:
             web.post("/pause_generation", self._pause_generation),
             web.post("/continue_generation", self._continue_generation),
             web.post("/update_weights_from_disk", self._update_weights_from_disk),
+            web.post("/weights_checker", self._check_weights),
             web.get("/flush_cache", self._flush_cache),
             web.post("/flush_cache", self._flush_cache),
             web.get("/health", self._health),
@@ -225,6 +234,11 @@ class EngineServer:
             return web.json_response({"success": False, "message": message}, status=400)
         message = f"Succeeded to update model weights. Weight version updated to {body.weight_version}."
         return web.json_response({"success": True, "message": message, "num_paused_requests": result.num_in_flight})
+
+    async def _check_weights(self, request: web.Request) -> web.Response:
+        body = parse(CheckWeightsBody, await request.read())
+        checksums = await self._ask(self._loop.checksums(body.skip_tensor_list or ()))
+        return web.json_response({"success": True, "message": "Success", "ranks": [{"checksums": checksums}]})
 
     async def _update(self, body: UpdateWeightsBody) -> UpdateResult:
         directory = Path(body.model_path)

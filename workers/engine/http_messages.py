@@ -200,6 +200,14 @@ class PauseBody(_Body):
     mode: Literal["abort", "in_place", "retract"] = "abort"
 
 
+class CheckWeightsBody(_Body):
+    """POST /weights_checker."""
+
+    action: Literal["checksum"] = "checksum"
+    skip_tensor_list: list[str] | None = None
+    """Parts of names of tensors that are left out."""
+
+
 class UpdateWeightsBody(_Body):
     """POST /update_weights_from_disk."""
 

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -162,6 +162,10 @@ class EngineLoop:
 
     def flush_cache(self) -> Future[bool]:
         return self._call(self.engine.flush_cache)
+
+    def checksums(self, skipped: Sequence[str]) -> Future[dict[str, str]]:
+        """Of the live weights, see `GenerationEngine.checksums`."""
+        return self._call(lambda: self.engine.checksums(skipped))
 
     def update(
         self, staged: StagedModel, *, version: str, flush_cache: bool, abort_all_requests: bool

@@ -1,6 +1,7 @@
 """The worker's side of its server's HTTP API: how the server takes over weights, and which it holds.
 
-    paused: pause_generation (retract) ──► load: update_weights_from_disk ──► continue_generation ──► version
+    paused: pause_generation (retract) ──► load: update_weights_from_disk ──► fingerprints: weights_checker
+                                                       version ◄── continue_generation ◄──┘
 
 `retract` drops the KV cache of running requests, so that their next tokens come wholly from the new weights; a cache
 that is kept (`in_place`) could not be flushed, which SGLang reports as an error after the weights have changed.
@@ -8,16 +9,29 @@ The embedded engine and SGLang are spoken to alike. The version is what `/get_mo
 keeps the one that it was started with.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+import msgspec
 
+from corral.workers.generation.held_weights import Fingerprints
 from corral.workers.generation.http_calls import ServerError, get_json, post
 
 _ANSWER_TIMEOUT_S = 5.0
 _PAUSE_TIMEOUT_S = 60.0  # a pause waits for the decode step under way
+_CHECK_TIMEOUT_S = 60.0  # a few tensors are hashed
+
+
+class _Rank(msgspec.Struct):
+    checksums: dict[str, str]
+
+
+class _Checked(msgspec.Struct):
+    """What /weights_checker answers, as far as it is read."""
+
+    ranks: list[_Rank]
 
 
 class GenerationServerClient:
@@ -51,12 +65,36 @@ class GenerationServerClient:
         body = {"model_path": str(weights), "weight_version": version, "flush_cache": True}
         await self._post(url, "/update_weights_from_disk", body, timeout_s)
 
-    async def version(self, url: str) -> str:
-        """The tag of the weights that the server holds."""
-        info = await get_json(self._session, f"{url}/get_model_info", key=self._api_key, timeout_s=_ANSWER_TIMEOUT_S)
-        if "weight_version" not in info:
-            raise ServerError(f"{url}/get_model_info names no weight_version")
-        return str(info["weight_version"])
+    async def give_up_requests(self, url: str) -> None:
+        """End all requests with the tokens that they have, once the server goes on."""
+        await self._post(url, "/abort_request", {"abort_all": True}, _ANSWER_TIMEOUT_S)
 
-    async def _post(self, url: str, path: str, body: dict[str, object], timeout_s: float) -> None:
-        await post(self._session, url + path, body, key=self._admin_key, timeout_s=timeout_s)
+    async def version(self, url: str) -> str:
+        """The tag of the weights that the server says it holds."""
+        return await self._model_info(url, "weight_version")
+
+    async def model_path(self, url: str) -> Path:
+        """The directory that they were read from."""
+        return Path(await self._model_info(url, "model_path"))
+
+    async def fingerprints(self, url: str, *, skipped: Sequence[str]) -> list[Fingerprints]:
+        """What each rank of the server computes from its tensors, but for those whose names contain one of `skipped`.
+
+        Raises:
+            ServerError: it cannot be asked, or does not answer in this form.
+        """
+        body: dict[str, object] = {"action": "checksum", "skip_tensor_list": list(skipped)}
+        text = await self._post(url, "/weights_checker", body, _CHECK_TIMEOUT_S)
+        try:
+            return [rank.checksums for rank in msgspec.json.decode(text, type=_Checked).ranks]
+        except msgspec.MsgspecError as error:
+            raise ServerError(f"{url}/weights_checker answered {text[:100]!r}: {error}") from error
+
+    async def _model_info(self, url: str, name: str) -> str:
+        info = await get_json(self._session, f"{url}/get_model_info", key=self._api_key, timeout_s=_ANSWER_TIMEOUT_S)
+        if name not in info:
+            raise ServerError(f"{url}/get_model_info names no {name}")
+        return str(info[name])
+
+    async def _post(self, url: str, path: str, body: dict[str, object], timeout_s: float) -> str:
+        return await post(self._session, url + path, body, key=self._admin_key, timeout_s=timeout_s)

@@ -1,8 +1,9 @@
 """WeightUpdates: one server takes over new weights, staged and verified while it generates.
 
-    bring_to(version, weights, digest) ──► holds it already? ──► stage ──► prepare ──► pause ──► swap ──► continue
-                                                          │         the server generates on │ and stands still
-                                                          `──► WeightsTornError: nothing was changed
+    bring_to(version, weights, digest) ──► stage ──► prepare ──► pause ──► swap ──► proof ──► continue
+                                             │   it generates on │ and stands still   │
+                                             │                                        `──► StaleServerError
+                                             `──► WeightsTornError: nothing was changed
 
 One update at a time, so that an older version never overtakes a newer one. The trainer waits for none of this.
 """
@@ -17,6 +18,7 @@ from corral.workers.checkpoint.manifest import CorruptCheckpointError
 from corral.workers.generation.backend import GenerationBackend
 from corral.workers.generation.http_calls import ServerError
 from corral.workers.generation.server_client import GenerationServerClient
+from corral.workers.generation.weight_proof import StaleServerError, WeightProof
 from corral.workers.weight_transport.transport import StagedVersion, StagingError, WeightTransport
 
 logger = logging.getLogger(__name__)
@@ -34,13 +36,16 @@ class WeightUpdates:
         self._transport = transport
         self._lock = asyncio.Lock()
         self._is_reading = False
-        self._serving: tuple[GenerationBackend, str] | None = None
+        self._serving: tuple[GenerationBackend, str, WeightProof] | None = None
+        self._is_doubted = False
+        """Whether the server does not hold what it says it holds."""
         self.last: WeightUpdate | None = None
         """What the last update has cost."""
 
     def serves(self, backend: GenerationBackend, url: str) -> None:
         """From now on updates go to this server."""
-        self._serving = (backend, url)
+        self._serving = (backend, url, WeightProof(self._client, url))
+        self._is_doubted = False
 
     def ended(self) -> None:
         """There is no server to update, until `serves` names one."""
@@ -62,19 +67,21 @@ class WeightUpdates:
 
         Raises:
             WeightsTornError: naming the file that differs.
+            StaleServerError: the server says that it has taken them over, and has not.
             ServerError: naming the call that failed, or what staging waited for.
         """
         async with self._lock:
             if self._serving is None:
                 raise ServerError("the generation server is being started; ask again")
-            backend, url = self._serving
-            if await self._client.version(url) == version:
+            backend, url, proof = self._serving
+            if not self._is_doubted and await self._client.version(url) == version:
                 return
             staged = await self._stage(version, weights, digest, timeout_s)
             was_staged = time.monotonic()
             await backend.prepare(staged.path)
+            await proof.expect(staged.path)
             was_prepared = time.monotonic()
-            await self._swap(url, version, staged.path, timeout_s)
+            await self._swap(url, version, staged.path, timeout_s, proof)
             went_on = time.monotonic()
             if (held := await self._client.version(url)) != version:
                 raise ServerError(f"{url} holds version {held!r} after an update to {version!r}")
@@ -102,10 +109,18 @@ class WeightUpdates:
         except StagingError as error:
             raise ServerError(str(error)) from error
 
-    async def _swap(self, url: str, version: str, weights: Path, timeout_s: float) -> None:
+    async def _swap(self, url: str, version: str, weights: Path, timeout_s: float, proof: WeightProof) -> None:
+        """Guarantee: no token carries `version` that a server made which was found not to hold it."""
         async with self._client.paused(url):
             self._is_reading = True
             try:
                 await self._client.load(url, version=version, weights=weights, timeout_s=timeout_s)
             finally:
                 self._is_reading = False
+            try:
+                await proof.check()
+            except StaleServerError:
+                self._is_doubted = True
+                await self._client.give_up_requests(url)
+                raise
+            self._is_doubted = False

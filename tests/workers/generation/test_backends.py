@@ -18,9 +18,12 @@ import torch
 
 from corral.experiments.config.rollout import SamplingConfig, WeightsConfig
 from corral.workers.checkpoint.manifest import write_manifest
+from corral.workers.engine.engine import GenerationEngine, StagedModel
 from corral.workers.generation.backend import BackendLostError
 from corral.workers.generation.http_calls import ServerError
+from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.sglang import SglangBackend
+from corral.workers.generation.weight_proof import StaleServerError
 from corral.workers.generation.weight_updates import WeightsTornError
 from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.partial_rollout import PartialAnswer
@@ -363,6 +366,41 @@ def bytes_of_last_update(served: Served) -> int:
 
 def tear(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_a_server_that_acknowledges_an_update_and_does_not_load_it_is_found_and_updated_again(
+    served: Served, models: list[Path], references: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.bring_to("0.1", models[1])
+    served.bring_to("0.0", models[0])
+    [running] = served.start_running([SHORT], **IN_FLIGHT | {"max_new_tokens": 3000})
+    with monkeypatch.context() as patch:
+        only_say_so(patch, served)
+        with pytest.raises(StaleServerError, match=r"holds others in model\.layers\.0\.self_attn\.o_proj\.weight"):
+            served.bring_to("0.1", models[1])
+    assert served.client.get("/get_model_info")["weight_version"] == "0.1"  # as it says itself
+    ended = running.result(DEADLINE_S)
+    assert ended["meta_info"]["finish_reason"]["type"] == "abort"
+    assert [version for version, _, _ in spans_of(ended)] == ["0.0"]
+    served.bring_to("0.1", models[1])
+    answer = served.client.generate(SHORT, max_new_tokens=12, temperature=0, ignore_eos=True)
+    assert answer["output_ids"] == reference_greedy(references[1], SHORT, max_new_tokens=12)
+
+
+def only_say_so(patch: pytest.MonkeyPatch, served: Served) -> None:
+    """Let the server take over the version of an update, and not its weights."""
+    if not isinstance(served.backend, SglangBackend):
+
+        def apply(self: GenerationEngine, staged: StagedModel, *, version: str) -> None:
+            self.version = version
+
+        patch.setattr(GenerationEngine, "apply_weights", apply)
+        return
+
+    async def load(self: GenerationServerClient, url: str, *, version: str, weights: Path, timeout_s: float) -> None:
+        await asyncio.to_thread(served.client.order, "/update_weight_version", new_version=version)
+
+    patch.setattr(GenerationServerClient, "load", load)
 
 
 def test_rollout_workers_get_whole_groups_chunk_by_chunk_over_an_update(

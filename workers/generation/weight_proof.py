@@ -1,0 +1,78 @@
+"""WeightProof: whether one server holds the weights that it was brought to, asked of the server itself.
+
+    expect(directory), it generates on ──► update ──► check, it stands still ──► holds them
+                                                        └──► StaleServerError: it said so, and does not
+
+A server that cannot be asked (a model with other names, an engine that answers no /weights_checker) is believed, and
+the log says so once.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from corral.workers.generation.held_weights import Fingerprints, Probe, stale_tensors
+from corral.workers.generation.http_calls import ServerError
+from corral.workers.generation.server_client import GenerationServerClient
+
+logger = logging.getLogger(__name__)
+
+
+class StaleServerError(ServerError):
+    """A server acknowledged an update and still holds weights from before; its answers would carry a wrong version."""
+
+
+class WeightProof:
+    """Of one server, from its start on."""
+
+    def __init__(self, client: GenerationServerClient, url: str) -> None:
+        self._client = client
+        self._url = url
+        self._probe: Probe | None = None
+        """Of what it holds."""
+        self._held: Sequence[Fingerprints] = ()
+        """What it said of that."""
+        self._next: Probe | None = None
+        self._is_believed = False
+
+    async def expect(self, weights: Path) -> None:
+        """Look at the files that it is about to be brought to, and, the first time, at what it holds."""
+        if self._is_believed:
+            return
+        try:
+            self._next = await asyncio.to_thread(Probe.of, weights)
+            if not self._next.fingerprints:
+                self._believe(f"{weights} has none of the tensors that would be looked at")
+            elif self._probe is None:
+                directory = await self._client.model_path(self._url)
+                self._probe = await asyncio.to_thread(Probe.of, directory)
+                self._held = await self._client.fingerprints(self._url, skipped=self._next.skipped)
+        except (OSError, ValueError, KeyError, ServerError) as error:
+            self._believe(str(error))
+
+    async def check(self) -> None:
+        """StaleServerError unless it holds them."""
+        if self._is_believed or self._next is None or self._probe is None:
+            return
+        try:
+            held = await self._client.fingerprints(self._url, skipped=self._next.skipped)
+        except ServerError as error:
+            self._believe(str(error))
+            return
+        stale = stale_tensors(
+            files_before=self._probe.fingerprints,
+            files=self._next.fingerprints,
+            held_before=self._held,
+            held=held,
+        )
+        if stale:
+            raise StaleServerError(
+                f"{self._url} says that it has taken over new weights, and holds others in {', '.join(stale)}; its "
+                "requests are given up, and it is brought to them once more"
+            )
+        self._probe, self._held = self._next, held
+
+    def _believe(self, reason: str) -> None:
+        self._is_believed = True
+        logger.warning("what %s holds after an update is not looked at, but believed: %s", self._url, reason)
