@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -192,6 +193,24 @@ def test_a_full_disk_in_the_middle_is_no_room_either(root: Path, versions: Versi
     host = HostWeights(root, TRIAL, owner="generation_server/0")
     transport = leaving.enter_context(closing(SharedMemoryTransport(host, fill=fill)))
     assert versions.stage(transport, 1).path == versions.path(1) and held_in(root) == set()
+
+
+def test_a_worker_that_leaves_gives_up_what_it_stages_and_leaves_nothing(root: Path, versions: Versions) -> None:
+    writing = threading.Event()
+
+    def endlessly(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> int:
+        writing.set()
+        while True:
+            patience.wait_for("nobody", seconds=0.01)
+
+    transport = SharedMemoryTransport(HostWeights(root, TRIAL, owner="generation_server/0"), fill=endlessly)
+    with ThreadPoolExecutor(1) as pool:
+        staging = pool.submit(versions.stage, transport, 1)
+        assert writing.wait(LONG_S)
+        transport.close()
+        with pytest.raises(StagingError, match="version 0.1 was given up: the worker leaves"):
+            staging.result(LONG_S)
+    assert list(root.iterdir()) == []
 
 
 def test_a_model_from_elsewhere_is_read_where_it_is(root: Path, tmp_path: Path, leaving: ExitStack) -> None:
