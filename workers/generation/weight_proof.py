@@ -34,45 +34,50 @@ class WeightProof:
         self._held: Sequence[Fingerprints] = ()
         """What it said of that."""
         self._next: Probe | None = None
-        self._is_believed = False
+        """Of what it is being brought to; None where it is believed."""
+        self._was_told = False
 
     async def expect(self, weights: Path) -> None:
         """Look at the files that it is about to be brought to, and, the first time, at what it holds."""
-        if self._is_believed:
-            return
+        self._next = None
         try:
-            self._next = await asyncio.to_thread(Probe.of, weights)
-            if not self._next.fingerprints:
-                self._believe(f"{weights} has none of the tensors that would be looked at")
-            elif self._probe is None:
+            expected = await asyncio.to_thread(Probe.of, weights)
+            if not expected.fingerprints:
+                raise ValueError(f"{weights} has none of the tensors that would be looked at")
+            if self._probe is None:
                 directory = await self._client.model_path(self._url)
+                self._held = await self._client.fingerprints(self._url, skipped=expected.skipped)
                 self._probe = await asyncio.to_thread(Probe.of, directory)
-                self._held = await self._client.fingerprints(self._url, skipped=self._next.skipped)
         except (OSError, ValueError, KeyError, ServerError) as error:
-            self._believe(str(error))
+            self._tell(error)
+            return
+        self._next = expected
 
     async def check(self) -> None:
         """StaleServerError unless it holds them."""
-        if self._is_believed or self._next is None or self._probe is None:
+        before, self._probe = self._probe, None
+        if self._next is None or before is None:
             return
         try:
             held = await self._client.fingerprints(self._url, skipped=self._next.skipped)
         except ServerError as error:
-            self._believe(str(error))
+            self._tell(error)
             return
         stale = stale_tensors(
-            files_before=self._probe.fingerprints,
+            files_before=before.fingerprints,
             files=self._next.fingerprints,
             held_before=self._held,
             held=held,
         )
         if stale:
+            self._probe = before
             raise StaleServerError(
                 f"{self._url} says that it has taken over new weights, and holds others in {', '.join(stale)}; its "
                 "requests are given up, and it is brought to them once more"
             )
         self._probe, self._held = self._next, held
 
-    def _believe(self, reason: str) -> None:
-        self._is_believed = True
-        logger.warning("what %s holds after an update is not looked at, but believed: %s", self._url, reason)
+    def _tell(self, reason: Exception) -> None:
+        if not self._was_told:
+            self._was_told = True
+            logger.warning("what %s holds after an update is not looked at, but believed: %s", self._url, reason)
