@@ -5,7 +5,7 @@
 
     it said of the version before what the files say?
         yes: it must say so of the new one, too
-        no (another dtype, a GPU's own hash, a part of a tensor, rounded): what has changed in the files must have in it
+        no (another dtype, a GPU's own hash, a part of a tensor, rounded): it is believed; told of if nothing changed
 
 The tensors are whole and under their own names in every engine: none that SGLang fuses (q, k, v; gate, up), and none
 that is large. That every other tensor was loaded is not shown by this; see docs/rollout.md for what shows it.
@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +36,8 @@ class _Place:
     path: Path
     begin: int
     end: int
+    dtype: str
+    """As safetensors names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,14 @@ class Probe:
     """Fingerprints of some tensors of a directory of weights, and how to ask a server for the same."""
 
     fingerprints: Fingerprints
+    dtypes: Mapping[str, str]
+    """Of the same tensors, in the files."""
     skipped: tuple[str, ...]
     """Parts of the names of all other tensors, as `skip_tensor_list` of /weights_checker."""
+
+    def comparable_with(self, other: "Probe") -> Fingerprints:
+        """Those of the tensors that have one dtype in both: the same values in another are other bytes."""
+        return {name: value for name, value in self.fingerprints.items() if self.dtypes[name] == other.dtypes.get(name)}
 
     @classmethod
     def of(cls, directory: Path) -> "Probe":
@@ -58,18 +67,32 @@ class Probe:
         probed = {name for _, name in (*layers[:1], *layers[-1:])} | ({_FINAL_NORM} & places.keys())
         return cls(
             {name: _fingerprint(places[name]) for name in sorted(probed)},
+            {name: places[name].dtype for name in sorted(probed)},
             (*_FUSED, *sorted(places.keys() - probed)),
         )
 
 
-def stale_tensors(
+class Held(StrEnum):
+    """What fingerprints say of a server after an update."""
+
+    NEW = "new"
+    """In every tensor that can be compared with the files."""
+    STALE = "stale"
+    """It holds other values than the files in at least one of those."""
+    UNMOVED = "unmoved"
+    """None can be compared with the files, and none has changed, though the files have: rounding may do that, too."""
+    UNKNOWN = "unknown"
+    """None can be compared with the files."""
+
+
+def compare(
     *,
     files_before: Fingerprints,
     files: Fingerprints,
     held_before: Sequence[Fingerprints],
     held: Sequence[Fingerprints],
-) -> list[str]:
-    """The tensors that a server has not taken over.
+) -> tuple[Held, list[str]]:
+    """What a server holds after an update, and the tensors that show it where it is stale.
 
     Args:
         files_before: of the version that it held until now.
@@ -78,21 +101,23 @@ def stale_tensors(
         held: the same after it.
 
     Example:
-        stale_tensors(files_before={"a": "1"}, files={"a": "2"}, held_before=[{"a": "1"}], held=[{"a": "1"}]) == ["a"]
+        compare(files_before={"a": "1"}, files={"a": "2"}, held_before=[{"a": "1"}], held=[{"a": "1"}])
+        # (Held.STALE, ["a"])
     """
-    stale = {
-        name
-        for before, after in zip(held_before, held, strict=False)
-        for name in files.keys() & files_before.keys() & before.keys() & after.keys()
-        if _is_stale(files_before[name], files[name], before[name], after[name])
-    }
-    return sorted(stale)
-
-
-def _is_stale(file_before: str, file: str, before: str, after: str) -> bool:
-    if before == file_before:
-        return after != file
-    return file != file_before and after == before
+    stale: set[str] = set()
+    is_comparable, moved = False, []
+    for before, after in zip(held_before, held, strict=False):
+        for name in files.keys() & files_before.keys() & before.keys() & after.keys():
+            if before[name] == files_before[name]:
+                is_comparable = True
+                stale |= {name} if after[name] != files[name] else set()
+            elif files[name] != files_before[name]:
+                moved.append(after[name] != before[name])
+    if stale:
+        return Held.STALE, sorted(stale)
+    if is_comparable:
+        return Held.NEW, []
+    return (Held.UNMOVED if moved and not any(moved) else Held.UNKNOWN), []
 
 
 def _places(directory: Path) -> Iterator[tuple[str, _Place]]:
@@ -103,7 +128,7 @@ def _places(directory: Path) -> Iterator[tuple[str, _Place]]:
         for name, entry in header.items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
-                yield name, _Place(path, 8 + header_size + begin, 8 + header_size + end)
+                yield name, _Place(path, 8 + header_size + begin, 8 + header_size + end, entry["dtype"])
 
 
 def _fingerprint(place: _Place) -> str:

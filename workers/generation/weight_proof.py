@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from corral.workers.generation.held_weights import Fingerprints, Probe, stale_tensors
+from corral.workers.generation.held_weights import Fingerprints, Held, Probe, compare
 from corral.workers.generation.http_calls import ServerError
 from corral.workers.generation.server_client import GenerationServerClient
 
@@ -63,17 +63,23 @@ class WeightProof:
         except ServerError as error:
             self._tell(error)
             return
-        stale = stale_tensors(
-            files_before=before.fingerprints,
+        state, stale = compare(
+            files_before=before.comparable_with(self._next),
             files=self._next.fingerprints,
             held_before=self._held,
             held=held,
         )
-        if stale:
+        if state is Held.STALE:
             self._probe = before
             raise StaleServerError(
                 f"{self._url} says that it has taken over new weights, and holds others in {', '.join(stale)}; its "
                 "requests are given up, and it is brought to them once more"
+            )
+        if state is Held.UNMOVED:
+            logger.warning(
+                "%s shows no change after an update, in fingerprints of a way of its own: its weights are rounded so "
+                "that this step does not show, or it has not loaded them",
+                self._url,
             )
         self._probe, self._held = self._next, held
 

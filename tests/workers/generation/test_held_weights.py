@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from corral.workers.engine.engine import GenerationEngine
-from corral.workers.generation.held_weights import Fingerprints, Probe, stale_tensors
+from corral.workers.generation.held_weights import Held, Probe, compare
 from tests.workers.engine.tiny_models import save_tiny_model
 
 OLD, NEW, OTHER = "0" * 16, "1" * 16, "2" * 16
@@ -38,39 +38,59 @@ def test_the_embedded_engine_says_of_its_tensors_what_their_files_say(tmp_path: 
     assert other_dtype == digests(rounded)
 
 
+def test_files_of_another_dtype_are_not_compared(tmp_path: Path) -> None:
+    probes = []
+    for number, (weight, norm) in enumerate([(torch.float32, torch.float32), (torch.bfloat16, torch.float32)]):
+        tensors = {
+            "model.layers.0.self_attn.o_proj.weight": torch.ones(2, 2, dtype=weight),
+            "model.norm.weight": torch.ones(2, dtype=norm),
+        }
+        (tmp_path / f"{number}").mkdir()
+        save_file(tensors, tmp_path / f"{number}" / "model.safetensors")
+        probes.append(Probe.of(tmp_path / f"{number}"))
+    assert probes[0].comparable_with(probes[1]).keys() == {"model.norm.weight"}
+    assert probes[0].comparable_with(probes[0]) == probes[0].fingerprints
+
+
 def test_a_model_without_such_tensors_has_no_fingerprints(tmp_path: Path) -> None:
     save_file({"transformer.h.0.attn.c_proj.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     assert Probe.of(tmp_path).fingerprints == {}
 
 
 @pytest.mark.parametrize(
-    ("file", "before", "after", "is_stale"),
+    ("file", "before", "after", "state"),
     [
-        pytest.param(NEW, OLD, NEW, False, id="it holds the new one"),
-        pytest.param(NEW, OLD, OLD, True, id="it holds the old one"),
-        pytest.param(NEW, OLD, OTHER, True, id="it holds what is in no file"),
-        pytest.param(OLD, OLD, OLD, False, id="this tensor did not change"),
-        pytest.param(OLD, OLD, OTHER, True, id="this tensor did not change, and it holds another"),
-        pytest.param(NEW, "a", "b", False, id="it hashes in a way of its own, and its own has changed"),
-        pytest.param(NEW, "a", "a", True, id="it hashes in a way of its own, and its own has not changed"),
-        pytest.param(OLD, "a", "a", False, id="it hashes in a way of its own, and nothing changed"),
+        pytest.param(NEW, OLD, NEW, Held.NEW, id="it holds the new one"),
+        pytest.param(NEW, OLD, OLD, Held.STALE, id="it holds the old one"),
+        pytest.param(NEW, OLD, OTHER, Held.STALE, id="it holds what is in no file"),
+        pytest.param(OLD, OLD, OLD, Held.NEW, id="this tensor did not change"),
+        pytest.param(OLD, OLD, OTHER, Held.STALE, id="this tensor did not change, and it holds another"),
+        pytest.param(NEW, "a", "b", Held.UNKNOWN, id="it hashes in a way of its own, and its own has changed"),
+        pytest.param(NEW, "a", "a", Held.UNMOVED, id="it hashes in a way of its own, and its own has not changed"),
+        pytest.param(OLD, "a", "a", Held.UNKNOWN, id="it hashes in a way of its own, and nothing changed"),
     ],
 )
-def test_a_tensor_is_stale_if_the_server_shows_anything_but_the_change(
-    file: str, before: str, after: str, is_stale: bool
-) -> None:
-    def of(value: str) -> Fingerprints:
-        return {"fine": value, "probed": value}
-
-    found = stale_tensors(
-        files_before=of(OLD),
-        files={"fine": NEW, "probed": file},
-        held_before=[of(OLD), {"fine": OLD, "probed": before}],
-        held=[{"fine": NEW, "probed": NEW if file == NEW else OLD}, {"fine": NEW, "probed": after}],
+def test_a_server_is_stale_if_it_shows_anything_but_the_change(file: str, before: str, after: str, state: Held) -> None:
+    files_before, files = {"probed": OLD}, {"probed": file}
+    alone = compare(files_before=files_before, files=files, held_before=[{"probed": before}], held=[{"probed": after}])
+    assert alone == (state, ["probed"] if state is Held.STALE else [])
+    fine = {rank: {"fine": rank} for rank in (OLD, NEW)}
+    beside_one_that_is_fine = compare(
+        files_before=files_before | fine[OLD],
+        files=files | fine[NEW],
+        held_before=[{"probed": before}, fine[OLD]],
+        held=[{"probed": after}, fine[NEW]],
     )
-    assert found == (["probed"] if is_stale else [])
+    assert beside_one_that_is_fine == ((Held.STALE, ["probed"]) if state is Held.STALE else (Held.NEW, []))
+
+
+def test_one_of_several_tensors_that_moved_is_enough_for_a_server_that_rounds() -> None:
+    files_before, files = {"a": OLD, "b": OLD}, {"a": NEW, "b": NEW}
+    before, after = {"a": "x", "b": "y"}, {"a": "x", "b": "z"}
+    assert compare(files_before=files_before, files=files, held_before=[before], held=[after]) == (Held.UNKNOWN, [])
 
 
 def test_tensors_that_a_rank_does_not_have_say_nothing() -> None:
-    assert stale_tensors(files_before={"a": OLD}, files={"a": NEW}, held_before=[{"a": OLD}], held=[{}]) == []
-    assert stale_tensors(files_before={}, files={"a": NEW}, held_before=[{"a": OLD}], held=[{"a": OLD}]) == []
+    held = [{"a": OLD}]
+    assert compare(files_before={"a": OLD}, files={"a": NEW}, held_before=held, held=[{}]) == (Held.UNKNOWN, [])
+    assert compare(files_before={}, files={"a": NEW}, held_before=held, held=held) == (Held.UNKNOWN, [])
