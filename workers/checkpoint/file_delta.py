@@ -32,6 +32,8 @@ _MAGIC: Final = b"corral delta 1\n"
 _HEADER_LENGTH: Final = struct.Struct("<I")
 _FRAME: Final = struct.Struct("<II")  # bytes of the file that it covers, bytes of it
 _COUNTS: Final = struct.Struct("<II")  # elements that change, bytes of their gaps
+_CHECKSUM: Final = struct.Struct("<I")  # at the beginning of each frame
+_RAW: Final = -15  # zlib's word for: without its own header and checksum
 _MAX_HEADER_BYTES: Final = 2**16
 _UNSIGNED: Final[dict[int, np.dtype[Any]]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _LARGE: Final = 255  # as a byte of a gap: there is more of it; of a difference: it stands behind all the small ones
@@ -55,7 +57,7 @@ class DeltaHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def encode_piece(base: memoryview, new: memoryview, *, itemsize: int) -> bytes:
-    """What leads from `base` to `new`, pieces of the same number of bytes; nothing if they are equal.
+    """What leads from `base` to `new`, pieces of the same number of bytes.
 
     Args:
         itemsize: bytes of an element: 1, 2 or 4. Any is right for any content; that of the content gives the least.
@@ -70,16 +72,17 @@ def encode_piece(base: memoryview, new: memoryview, *, itemsize: int) -> bytes:
     old, present = _elements(base, itemsize), _elements(new, itemsize)
     places = np.flatnonzero(old != present)
     if not places.size:
-        return b""
+        return _CHECKSUM.pack(_checksum(b"", new.nbytes))
     gaps = _gap_bytes(np.diff(places, prepend=-1) - 1)
     differences = _small_if_near_zero(present[places] - old[places])
     small = np.minimum(differences, _LARGE).astype(np.uint8).tobytes()
     large = differences[differences >= _LARGE].astype(_LARGE_DTYPE).tobytes()
     # Places and values look random, only some are more frequent than others: matches are not worth searching for.
-    compressor = zlib.compressobj(1, strategy=zlib.Z_HUFFMAN_ONLY)
+    compressor = zlib.compressobj(1, wbits=_RAW, strategy=zlib.Z_HUFFMAN_ONLY)
     parts = [compressor.compress(_COUNTS.pack(places.size, len(gaps)) + gaps)]
     parts += [compressor.flush(zlib.Z_SYNC_FLUSH), compressor.compress(small + large)]  # with a code of its own
-    return b"".join([*parts, compressor.flush()])
+    compressed = b"".join([*parts, compressor.flush()])
+    return _CHECKSUM.pack(_checksum(compressed, new.nbytes)) + compressed
 
 
 def apply_piece(base: memoryview, frame: bytes | memoryview, *, itemsize: int) -> memoryview:
@@ -89,10 +92,13 @@ def apply_piece(base: memoryview, frame: bytes | memoryview, *, itemsize: int) -
         DeltaError: saying what is wrong with the frame.
     """
     new = _elements(base, itemsize).copy()
-    if not frame:
+    compressed = memoryview(frame)[_CHECKSUM.size :]
+    if bytes(frame[: _CHECKSUM.size]) != _CHECKSUM.pack(_checksum(compressed, base.nbytes)):
+        raise DeltaError(f"a frame of {len(frame)} bytes is damaged: its checksum is another one")
+    if not compressed:
         return _as_bytes(new)
     max_bytes = _COUNTS.size + new.size * (3 + _LARGE_DTYPE.itemsize)
-    payload = _decompress(frame, max_bytes=max_bytes)
+    payload = _decompress(compressed, max_bytes=max_bytes)
     if len(payload) < _COUNTS.size:
         raise DeltaError(f"a frame of {len(payload)} bytes says nothing")
     count, num_gap_bytes = _COUNTS.unpack_from(payload)
@@ -148,8 +154,14 @@ def _places(gap_bytes: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     return places
 
 
-def _decompress(frame: bytes | memoryview, *, max_bytes: int) -> bytes:
-    decompressor = zlib.decompressobj()
+def _checksum(compressed: bytes | memoryview, num_bytes: int) -> int:
+    """CRC-32, which finds any few bytes that are wrong; of how much the frame covers, too. Deflate's own is Adler-32,
+    which steps up and down that cancel out go past."""
+    return zlib.crc32(compressed, num_bytes)
+
+
+def _decompress(frame: memoryview, *, max_bytes: int) -> bytes:
+    decompressor = zlib.decompressobj(wbits=_RAW)
     try:
         payload = decompressor.decompress(frame, max_bytes + 1)  # one more, so that it sees the end, too
     except zlib.error as error:

@@ -52,26 +52,21 @@ def test_a_piece_is_what_it_was_bit_for_bit(of: tuple[int, bytes, bytes]) -> Non
     itemsize, base, new = of
     frame = encode_piece(memoryview(base), memoryview(new), itemsize=itemsize)
     assert bytes(apply_piece(memoryview(base), frame, itemsize=itemsize)) == new
-    assert (frame == b"") == (base == new)
+    assert (len(frame) == 4) == (base == new)
 
 
 @settings(max_examples=150, deadline=None)
 @given(pieces(), st.data())
-def test_a_garbled_frame_is_refused_and_gives_no_wrong_piece(of: tuple[int, bytes, bytes], data: st.DataObject) -> None:
+def test_a_frame_that_is_torn_or_has_another_byte_is_refused(of: tuple[int, bytes, bytes], data: st.DataObject) -> None:
     itemsize, base, new = of
     frame = bytearray(encode_piece(memoryview(base), memoryview(new), itemsize=itemsize))
-    if not frame:
-        return
     where = data.draw(st.integers(0, len(frame) - 1))
     if data.draw(st.booleans()):
-        frame = frame[:where] or bytearray(b"x")
+        frame = frame[:where]
     else:
         frame[where] ^= data.draw(st.integers(1, 255))
-    try:
-        given = bytes(apply_piece(memoryview(base), frame, itemsize=itemsize))
-    except DeltaError:
-        return
-    assert given == new  # the bits of a compressed piece after its last block mean nothing
+    with pytest.raises(DeltaError, match="checksum"):
+        apply_piece(memoryview(base), frame, itemsize=itemsize)
 
 
 def test_pieces_that_are_not_alike_are_refused() -> None:

@@ -157,7 +157,7 @@ def tear(path: Path) -> None:
     ("damage", "says"),
     [
         (tear, "the delta ends"),
-        (flip_a_byte, "a frame is damaged"),
+        (flip_a_byte, "its checksum is another one"),
         (os.unlink, "No such file"),
         (lambda path: path.write_bytes(b""), "expected b'corral delta"),
     ],
