@@ -6,7 +6,8 @@
                 └──plain read, plain copy into the host directory──► what the ratios are of
 
 A random Qwen2 in float32, two versions of it in turns; for `delta` in bfloat16, half as large, and a share of the
-values goes one number up or down in each version. The files of a version are dropped from the page cache before each
+values goes one number up or down in each version; for `lora` with an adapter beside every linear layer. The files of a
+version are dropped from the page cache before each
 reading, as they are on a host that sees a version for the first time; `--hot` leaves them there, which is faster than
 any network. Everything takes turns, and a ratio is the median of the ratios of the rounds.
 
@@ -54,10 +55,16 @@ sys.path.insert(0, str(ROOT))  # servers as the tests start them
 
 from tests.workers.backends.trained_versions import publish, stepped  # noqa: E402
 from tests.workers.generation.servers import API_KEY, DEADLINE_S, Served, serving, wait_until  # noqa: E402
+from tests.workers.weight_transport.adapted_versions import (  # noqa: E402
+    merged,
+    publish_adapted,
+    random_adapter,
+)
 
 SHAPES = {14: (256, 768, 4), 52: (512, 1536, 4), 252: (1024, 3072, 5)}  # hidden, intermediate, layers, by megabytes
 VOCAB_SIZE = 1024
 CHANGED_SHARES = (0.01, 0.03)  # of the values, from one version to the next
+ADAPTER_RANK = 8
 NUM_REQUESTS = 4
 NUM_NEW_TOKENS = 2000
 SETTLE_S = 2.0
@@ -78,7 +85,9 @@ class Version:
     @property
     def files(self) -> list[Path]:
         """What servers read."""
-        return [self.directory / name for name in self.sealed.files if not name.endswith(DELTA_SUFFIX)]
+        return [
+            self.directory / name for name in self.sealed.files if not name.endswith(DELTA_SUFFIX) and "/" not in name
+        ]
 
     @property
     def size_bytes(self) -> int:
@@ -140,7 +149,7 @@ def make_lineage(folder: Path, *, megabytes: int, share: float) -> list[Version]
 
 
 def drop_from_page_cache(directory: Path) -> None:
-    for path in directory.iterdir():
+    for path in (path for path in directory.rglob("*") if path.is_file()):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -165,6 +174,19 @@ def plain_copy(files: list[Path], into: Path) -> float:
     seconds = time.perf_counter() - started
     shutil.rmtree(into)
     return seconds
+
+
+def make_adapted(folder: Path, *, megabytes: int) -> list[Version]:
+    """Two of one base model, with adapters beside all linear layers."""
+    model = make_model(folder / "model", megabytes=megabytes, seed=0)
+    weights = load_file(model / "model.safetensors")
+    shapes = {name: tensor.shape for name, tensor in weights.items() if name.endswith("_proj.weight")}
+    versions: list[Version] = []
+    for number in range(2):
+        adapter = random_adapter(shapes, rank=ADAPTER_RANK, generator=torch.Generator().manual_seed(number))
+        files = {"model.safetensors": merged(weights, adapter, dtype=torch.float32)}
+        versions.append(Version(publish_adapted(folder / f"v{number}", files, adapter, base=model)))
+    return versions
 
 
 @dataclass
@@ -302,12 +324,16 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             versions = make_versions(Path(folder), megabytes=megabytes)
             for transport in arguments.transports:
-                if transport != "delta":
+                if transport not in ("delta", "lora"):
                     print(measure(kind, transport, transport, versions, arguments), flush=True)
         for share in CHANGED_SHARES if "delta" in arguments.transports else ():
             with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
                 lineage = make_lineage(Path(folder), megabytes=megabytes, share=share)
                 print(measure(kind, "delta", f"delta, {share:.0%}", lineage, arguments), flush=True)
+        if "lora" in arguments.transports:
+            with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+                adapted = make_adapted(Path(folder), megabytes=megabytes)
+                print(measure(kind, "lora", f"lora, rank {ADAPTER_RANK}", adapted, arguments), flush=True)
 
 
 if __name__ == "__main__":

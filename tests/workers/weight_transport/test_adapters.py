@@ -1,6 +1,5 @@
 """A host reads the adapter alone where it holds a version, makes the rest bit for bit, and stages nothing wrong."""
 
-import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from corral.experiments.config.rollout import WeightsConfig
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, SealedDirectory, write_manifest
@@ -16,52 +14,39 @@ from corral.workers.weight_transport.adapters import BASE_FILE
 from corral.workers.weight_transport.transport import StagedVersion, WeightTransport
 from corral.workers.weight_transport.transports import make_transport
 from tests.workers.checkpoint.sealing import describe
-from tests.workers.checkpoint.test_low_rank import by_a_loop
+from tests.workers.weight_transport.adapted_versions import merged, publish_adapted, random_adapter
 from tests.workers.weight_transport.versions import LONG_S, content_of, flip_a_byte
 
 TRIAL = "cd" * 16
-RANK, SCALE = 2, 2.0
+RANK = 2
 ADAPTED = ("layer.0.q_proj.weight", "layer.1.q_proj.weight")
 SHAPES = {"embed.weight": (400, 150), ADAPTED[0]: (200, 150), "layer.0.norm.weight": (150,), ADAPTED[1]: (200, 150)}
 
 
-def draw(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator)
-
-
 class Trainer:
-    """Publishes a base model with random adapters: in two files, merged by a loop of its own, and in peft's format."""
+    """Publishes a base model with random adapters, in two files that divide it otherwise than its own."""
 
     def __init__(self, folder: Path, *, dtype: torch.dtype = torch.float32) -> None:
         self.folder, self.dtype = folder, dtype
         self.base = folder / "base"
         self.base.mkdir(parents=True)
         self._generator = torch.Generator().manual_seed(1)
-        self.weights = {name: draw(self._generator, *shape) for name, shape in SHAPES.items()}
+        self.weights = {name: torch.randn(shape, generator=self._generator) for name, shape in SHAPES.items()}
         save_file(
             {name: self.weights[name] for name in SHAPES if name != ADAPTED[1]}, self.base / "model-1.safetensors"
         )
         save_file({ADAPTED[1]: self.weights[ADAPTED[1]]}, self.base / "model-2.safetensors")
+        (self.base / "config.json").write_text("{}")
 
     def write(self, name: str) -> SealedDirectory:
-        directory = self.folder / name
-        (directory / "adapter").mkdir(parents=True)
-        merged = {name: tensor.to(self.dtype) for name, tensor in self.weights.items()}
-        adapter: dict[str, Tensor] = {}
-        for weight in ADAPTED:
-            rows, columns = SHAPES[weight]
-            A, B = draw(self._generator, RANK, columns), draw(self._generator, rows, RANK)
-            layer = f"base_model.model.{weight.removesuffix('.weight')}"
-            adapter |= {f"{layer}.lora_A.weight": A, f"{layer}.lora_B.weight": B}
-            exact = by_a_loop(merged[weight].float().numpy(), A.numpy(), B.numpy(), SCALE)
-            merged[weight] = torch.from_numpy(exact).to(self.dtype)
-        save_file({name: merged[name] for name in list(SHAPES)[:2]}, directory / "model-00001-of-00002.safetensors")
-        save_file({name: merged[name] for name in list(SHAPES)[2:]}, directory / "model-00002-of-00002.safetensors")
-        save_file(adapter, directory / "adapter" / "adapter_model.safetensors")
-        settings = {"base_model_name_or_path": str(self.base), "r": RANK, "lora_alpha": SCALE * RANK}
-        (directory / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
-        (directory / "config.json").write_text("{}")
-        return write_manifest(directory, describe(directory), {})
+        shapes = {name: SHAPES[name] for name in ADAPTED}
+        adapter = random_adapter(shapes, rank=RANK, generator=self._generator)
+        weights = merged(self.weights, adapter, dtype=self.dtype)
+        files = {
+            "model-00001-of-00002.safetensors": {name: weights[name] for name in list(SHAPES)[:2]},
+            "model-00002-of-00002.safetensors": {name: weights[name] for name in list(SHAPES)[2:]},
+        }
+        return publish_adapted(self.folder / name, files, adapter, base=self.base)
 
 
 @pytest.fixture
