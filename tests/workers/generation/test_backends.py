@@ -49,6 +49,7 @@ from tests.workers.generation.servers import (
     serving,
     wait_until,
 )
+from tests.workers.weight_transport.adapted_versions import merged, publish_adapted, random_adapter
 
 SHORT = [7, 31, 15, 8]
 LONG = [(3 * index) % 60 for index in range(37)]
@@ -357,6 +358,30 @@ def test_a_delta_is_taken_over_as_the_whole_weights_are_with_requests_in_flight(
     assert (
         "model.safetensors is read whole, since it could not be made from what is held: the delta ends" in caplog.text
     )
+
+
+def test_after_fifty_adapters_a_server_has_the_bits_of_the_last_merged_weights(
+    served: Served, models: list[Path], tmp_path: Path
+) -> None:
+    weights, generator = read_weights(models[0]), torch.Generator().manual_seed(0)
+    shapes = {name: tensor.shape for name, tensor in weights.items() if name.endswith("_proj.weight")}
+    transport = make_transport(WeightsConfig(transport="lora"), trial_uuid=uuid.uuid4().hex, worker="server")
+    with served.taking(transport) as taking:
+        for number in range(1, 51):
+            adapter = random_adapter(shapes, rank=1, generator=generator)
+            files = {"model.safetensors": merged(weights, adapter, dtype=torch.float32)}
+            version = publish_adapted(tmp_path / f"v{number}", files, adapter, base=models[0])
+            running = taking.start_running([SHORT], **IN_FLIGHT) if number == 50 else []
+            taking.bring_to(f"0.{number}", version.path, digest=version.sha256)
+            if number > 2:  # the first was read whole, and with the second the base
+                assert bytes_of_last_update(taking) < 0.15 * (version.path / "model.safetensors").stat().st_size
+    [(old, _, switch), (new, _, end)] = spans_of(running[0].result(DEADLINE_S))
+    assert (old, new, end) == ("0.49", "0.50", 400) and 0 < switch < 400
+    by_adapters = served.client.order("/weights_checker", action="checksum")["ranks"]
+    served.bring_to("1.0", version.path)
+    assert served.client.order("/weights_checker", action="checksum")["ranks"] == by_adapters
+    answer = served.client.generate(SHORT, max_new_tokens=12, temperature=0, ignore_eos=True)
+    assert answer["output_ids"] == reference_greedy(load_reference(version.path), SHORT, max_new_tokens=12)
 
 
 def bytes_of_last_update(served: Served) -> int:
