@@ -70,6 +70,13 @@ def curves_of(lines: Sequence[dict[str, Any]]) -> list[Curve]:
     return curves
 
 
+def span_of(curves: Sequence[Curve]) -> tuple[float, float]:
+    """The steps that all panels show, with some room beside: what stands above each other is of the same time."""
+    first, last = min(curve.steps[0] for curve in curves), max(curve.steps[-1] for curve in curves)
+    room = 0.04 * (last - first) or 1.0
+    return first - room, last + room
+
+
 def smooth(values: Sequence[float], *, window: int) -> list[float]:
     """Centred moving average; shorter at the ends, so that no value is invented."""
     half = window // 2
@@ -94,6 +101,7 @@ def draw_curves(lines: Sequence[dict[str, Any]], *, title: str, path: Path) -> l
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes, curve in zip(grid.flat, curves, strict=False):
         _draw_curve(axes, curve)
+        axes.set_xlim(span_of(curves))
         _add_time_axis(axes, lines)
     for axes in list(grid.flat)[len(curves) :]:
         axes.set_visible(False)
@@ -129,7 +137,6 @@ def _draw_curve(axes: "Axes", curve: Curve) -> None:
         axes.set_yscale("symlog", linthresh=finest)
     if curve.panel.floor_at_zero:
         axes.set_ylim(bottom=0.0, top=max(1e-6, max(curve.values)) * (1.08 if finest is None else 3.0))
-    axes.margins(x=0.04)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=8, colors=INK, length=0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.launcher.report.curves import curves_of, draw_curves, smooth
+from corral.launcher.report.curves import curves_of, draw_curves, smooth, span_of
 from corral.launcher.trial.metrics import headline, last_metrics, read_metrics
 
 
@@ -51,6 +51,14 @@ def test_the_picture_is_drawn_with_and_without_times(tmp_path: Path) -> None:
         data = path.read_bytes()
         width, height = struct.unpack(">II", data[16:24])
         assert data.startswith(b"\x89PNG") and width > 500 and height > 300
+
+
+def test_all_panels_show_the_same_steps_however_few_points_they_have() -> None:
+    lines = [{"step": step, "time": 10.0 * step, "ppo/loss": 0.1} for step in range(101)]
+    lines[1]["gap/max"] = 1e-6
+    assert [len(curve.steps) for curve in curves_of(lines)] == [101, 1]
+    assert span_of(curves_of(lines)) == (-4.0, 104.0)
+    assert span_of(curves_of(lines[1:2])) == (0.0, 2.0)
 
 
 def test_without_metrics_there_is_no_picture(tmp_path: Path) -> None:
