@@ -45,7 +45,7 @@ test: setup sglang setup-slurm lint typecheck  ## what must hold; what CI runs
 test-all: setup sglang setup-slurm lint typecheck  ## also what takes long and shows little more
 	CORRAL_REQUIRE_SLURM=1 $(PYTEST)
 
-test-slurm: setup $(if $(SLURM_ROOT),,setup-slurm)  ## the SLURM tests; SLURM_ROOT=DIR: by the SLURM of a Debian tree (see CONTRIBUTING)
+test-slurm: setup sglang $(if $(SLURM_ROOT),,setup-slurm)  ## the SLURM tests; SLURM_ROOT=DIR: by the SLURM of a Debian tree (see CONTRIBUTING)
 	@if [ -n "$(SLURM_ROOT)" ]; then \
 		tests/slurm/make_root.sh "$(SLURM_ROOT)" && set -- tests/slurm/in_root.sh "$(SLURM_ROOT)" || exit; \
 	fi; \

@@ -20,6 +20,7 @@ print(*sorted(path for path in found if os.path.exists(path)), sep="\n")
 ')
 mount --rbind /proc "$root/proc"
 mount --rbind /dev "$root/dev"
+mount --bind /sys "$root/sys"  # by which lscpu knows the cores; without what is mounted in it, such as control groups
 mount --bind /etc/hosts "$root/etc/hosts"
 echo "$folders" | while read -r path; do
     if [ -d "$path" ]; then mkdir -p "$root$path"; else mkdir -p "$root${path%/*}" && touch "$root$path"; fi
