@@ -109,19 +109,27 @@ class _Adapted:
         return None
 
     def _pieces(self, path: Path) -> Generator[memoryview, None, None]:
-        with open(path, "rb", buffering=0) as old, safe_open(self.base, framework="pt") as base:
-            length = old.read(8)
-            header = old.read(int.from_bytes(length, "little"))
-            yield memoryview(length + header)
-            tensors: dict[str, Any] = json.loads(header)
-            tensors.pop("__metadata__", None)
-            for name, entry in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
-                first, end = entry["data_offsets"]
-                if name not in self.added:
-                    yield from _piece_by_piece(old, end - first)
-                    continue
-                old.seek(end - first, os.SEEK_CUR)
-                yield self._merged(name, base.get_tensor(name), _DTYPES[entry["dtype"]])
+        try:
+            with open(path, "rb", buffering=0) as old, safe_open(self.base, framework="pt") as base:
+                yield from self._merged_file(old, base)
+        except SafetensorError as error:
+            raise NoWayError(f"the base model's weights that this host keeps cannot be used: {error}") from error
+
+    def _merged_file(self, old: FileIO, base: Any) -> Generator[memoryview, None, None]:
+        length = old.read(8)
+        header = old.read(int.from_bytes(length, "little"))
+        yield memoryview(length + header)
+        tensors: dict[str, Any] = json.loads(header)
+        tensors.pop("__metadata__", None)
+        for name, entry in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
+            first, end = entry["data_offsets"]
+            if name not in self.added:
+                yield from _piece_by_piece(old, end - first)
+                continue
+            if entry["dtype"] not in _DTYPES:
+                raise NoWayError(f"{name} is of {entry['dtype']}, which nothing is added to")
+            old.seek(end - first, os.SEEK_CUR)
+            yield self._merged(name, base.get_tensor(name), _DTYPES[entry["dtype"]])
 
     def _merged(self, name: str, weight: Tensor, dtype: torch.dtype) -> memoryview:
         """As the trainer holds the frozen weight, in the type of its products, and writes the sum."""

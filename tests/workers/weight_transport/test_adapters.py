@@ -6,18 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
-from corral.experiments.config.rollout import WeightsConfig
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, SealedDirectory, write_manifest
 from corral.workers.weight_transport.adapters import BASE_FILE
 from corral.workers.weight_transport.transport import StagedVersion, WeightTransport
-from corral.workers.weight_transport.transports import make_transport
 from tests.workers.checkpoint.sealing import describe
 from tests.workers.weight_transport.adapted_versions import merged, publish_adapted, random_adapter
-from tests.workers.weight_transport.versions import LONG_S, content_of, flip_a_byte
+from tests.workers.weight_transport.versions import LONG_S, content_of, flip_a_byte, joined
 
-TRIAL = "cd" * 16
 RANK = 2
 ADAPTED = ("layer.0.q_proj.weight", "layer.1.q_proj.weight")
 SHAPES = {"embed.weight": (400, 150), ADAPTED[0]: (200, 150), "layer.0.norm.weight": (150,), ADAPTED[1]: (200, 150)}
@@ -56,15 +53,8 @@ def trainer(tmp_path: Path) -> Trainer:
 
 @pytest.fixture
 def transport(tmp_path: Path) -> Iterator[WeightTransport]:
-    with closing(joined(tmp_path)) as transport:
+    with closing(joined(tmp_path, "lora")) as transport:
         yield transport
-
-
-def joined(tmp_path: Path, number: int = 0) -> WeightTransport:
-    """A worker of the host that asks for adapters."""
-    (tmp_path / "memory").mkdir(exist_ok=True)
-    config = WeightsConfig(transport="lora", host_directory=tmp_path / "memory")
-    return make_transport(config, trial_uuid=TRIAL, worker=f"generation_server/{number}")
 
 
 def stage(transport: WeightTransport, version: SealedDirectory) -> StagedVersion:
@@ -102,14 +92,14 @@ def test_after_fifty_versions_a_host_still_has_what_the_trainer_has_bit_for_bit(
     for number in range(2, 51):
         version = trainer.write(f"v{number}-e1")
         assert stage(transport, version).bytes_read == small(version) < 0.05 * bytes_of(version, adapter=False)
-    with closing(joined(tmp_path, 1)) as joiner:
+    with closing(joined(tmp_path, "lora", number=1)) as joiner:
         assert stage(joiner, version).bytes_read == 0
 
 
 def test_who_joins_late_on_another_host_reads_all_once_and_then_adapters(trainer: Trainer, tmp_path: Path) -> None:
     trainer.write("v0-e1")
     late = trainer.write("v50-e1")
-    with closing(joined(tmp_path)) as transport:
+    with closing(joined(tmp_path, "lora")) as transport:
         assert stage(transport, late).bytes_read == bytes_of(late, adapter=False)
         for number in (51, 52):
             version = trainer.write(f"v{number}-e1")
@@ -144,6 +134,23 @@ def test_another_base_model_is_found_out(
     stage(transport, version)
     assert "model-00002-of-00002.safetensors is read whole" in caplog.text
     assert "model-00001-of-00002.safetensors is read whole" not in caplog.text
+
+
+def test_kept_base_weights_that_cannot_be_used_are_read_anew_for_the_next_version(
+    transport: WeightTransport, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage(transport, trainer.write("v0-e1"))
+    kept = stage(transport, trainer.write("v1-e1")).path / BASE_FILE
+    for number, content in enumerate((b"torn", save({"another.weight": torch.ones(2)}))):
+        kept.write_bytes(content)
+        version = trainer.write(f"v{2 * number + 2}-e1")
+        assert stage(transport, version).bytes_read > bytes_of(version, adapter=False) - len("{}")
+        assert "weights that this host keeps cannot be used" in caplog.text
+        caplog.clear()
+        version = trainer.write(f"v{2 * number + 3}-e1")
+        staged = stage(transport, version)
+        assert staged.bytes_read == small(version) + base_bytes()
+        kept = staged.path / BASE_FILE
 
 
 def test_a_base_model_that_is_gone_is_said_and_all_is_read(

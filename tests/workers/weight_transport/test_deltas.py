@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from corral.experiments.config.rollout import WeightsConfig
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -22,12 +21,10 @@ from corral.workers.weight_transport import deltas as deltas_module
 from corral.workers.weight_transport import from_held
 from corral.workers.weight_transport.deltas import fill_with_deltas
 from corral.workers.weight_transport.transport import StagedVersion, StagingError, WeightTransport
-from corral.workers.weight_transport.transports import make_transport
 from tests.workers.backends.trained_versions import publish, random_weights, stepped
 from tests.workers.checkpoint.sealing import describe
-from tests.workers.weight_transport.versions import LONG_S, content_of, flip_a_byte, patience
+from tests.workers.weight_transport.versions import LONG_S, content_of, flip_a_byte, joined, patience
 
-TRIAL = "ab" * 16
 COMPANION = b'{"model_type": "qwen2"}' * 1000
 
 
@@ -57,15 +54,8 @@ def trainer(tmp_path: Path) -> Trainer:
 
 @pytest.fixture
 def transport(tmp_path: Path) -> Iterator[WeightTransport]:
-    with closing(joined(tmp_path)) as transport:
+    with closing(joined(tmp_path, "delta")) as transport:
         yield transport
-
-
-def joined(tmp_path: Path, number: int = 0) -> WeightTransport:
-    """A worker of the host that asks for deltas."""
-    (tmp_path / "memory").mkdir(exist_ok=True)
-    config = WeightsConfig(transport="delta", host_directory=tmp_path / "memory")
-    return make_transport(config, trial_uuid=TRIAL, worker=f"generation_server/{number}")
 
 
 def stage(transport: WeightTransport, version: SealedDirectory) -> StagedVersion:
@@ -105,7 +95,7 @@ def test_all_servers_of_a_host_share_what_one_has_built_and_a_late_joiner_goes_o
     stage(transport, trainer.write("v1-e1"))
     second = trainer.write("v2-e1")
     stage(transport, second)
-    with closing(joined(tmp_path, 1)) as joiner:
+    with closing(joined(tmp_path, "delta", number=1)) as joiner:
         assert stage(joiner, second).bytes_read == 0
         third = trainer.write("v3-e1")
         assert stage(joiner, third).bytes_read == small(third)

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
+from corral.experiments.config.rollout import WeightsConfig
 from corral.workers.checkpoint.manifest import write_manifest
 from corral.workers.weight_transport.patience import Patience
+from corral.workers.weight_transport.transport import WeightTransport
+from corral.workers.weight_transport.transports import make_transport
 from tests.workers.checkpoint.sealing import describe
 
 LONG_S = 60.0
@@ -19,6 +22,13 @@ def make_version(directory: Path, *, seed: int = 0, sizes: tuple[int, ...] = (5_
     for number, size in enumerate(sizes):
         (directory / f"model-{number:05d}.safetensors").write_bytes(random.bytes(size))
     return write_manifest(directory, describe(directory), {"version": f"0.{seed}"}).sha256
+
+
+def joined(tmp_path: Path, transport: str, *, number: int = 0) -> WeightTransport:
+    """One of the workers of a host, whose memory is a folder of `tmp_path`."""
+    (tmp_path / "memory").mkdir(exist_ok=True)
+    config = WeightsConfig.model_validate({"transport": transport, "host_directory": tmp_path / "memory"})
+    return make_transport(config, trial_uuid="ab" * 16, worker=f"generation_server/{number}")
 
 
 def flip_a_byte(path: Path) -> None:
