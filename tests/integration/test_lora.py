@@ -25,6 +25,7 @@ def test_adapters_are_trained_served_and_resumed_from_and_the_base_stays(
         overrides={
             "actor.lora": f"{{rank: {RANK}, alpha: {ALPHA}}}",
             "actor.optimizer.lr": 1e-2,
+            "weights.transport": "lora",
             "control.commit_every_steps": 2,
             "evaluation.every_steps": 1000,
         },
@@ -37,6 +38,10 @@ def test_adapters_are_trained_served_and_resumed_from_and_the_base_stays(
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
     assert trial.train_steps() == [1, 2, 3, 4, 5]
+    assert (
+        "files from the version before, 0 read whole"
+        in trial.directory.worker_log(0, "generation_server", 0).read_text()
+    )
     final = trial.directory.exports_path / "final"
     base, adapter = load_file(material.model / "model.safetensors"), read_adapter(final)
     assert_is_base_and_adapter(final, base, adapter)
