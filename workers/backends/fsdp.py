@@ -181,14 +181,7 @@ class FSDPEngine:
             enabled=self._compute_dtype != torch.float32,
             cache_enabled=False,  # it would hold what `cast_per_use` lets go
         ):
-            output = self.model(
-                input_ids=micro_batch.input_ids[None],
-                position_ids=micro_batch.position_ids[None],
-                segment_lengths=micro_batch.segment_lengths,
-                use_cache=False,
-                **self._head.arguments(micro_batch),
-            )
-        return self._head.scores(output.logits[0], micro_batch, temperature=temperature)
+            return self._head.scores(self.model, micro_batch, temperature=temperature)
 
     def _apply_gradients(
         self,
@@ -374,6 +367,7 @@ def _load_over_ranks(
             read_adapter(lora.adapter, trained(dict(model.named_parameters())))
     model.to(context.device)
     cast_per_use(model)
+    head.install(model)
     if context.dp_size > 1:
         shard(model, context)
     return model

@@ -1,6 +1,6 @@
 """Heads: what a model says of a micro-batch, and in which form.
 
-    lm      logits [T - n, V] ──► TokenScores, one entry per shifted token     {"logprobs", "entropy"}
+    lm      hidden [T - n, H] ──► TokenScores, one entry per shifted token     {"logprobs", "entropy"}
     value   logits [T, 1]     ──► [T] float32, one value per token             {"values"}
     scalar  logits [T, 1]     ──► [n] float32, one score per answer            {"scores"}
 
@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from corral.scheduling.keys import KeyLayout
+from corral.workers.backends.chunked_head import chunked_head, install_chunked_head
 from corral.workers.backends.micro_batches import MicroBatch
-from corral.workers.backends.token_scores import TokenScores, score_next_tokens
+from corral.workers.backends.token_scores import TokenScores
 
 ScoresT = TypeVar("ScoresT")
 
@@ -35,11 +36,15 @@ class Head(Protocol[ScoresT]):
     has_score_layer: bool
     """Whether a linear layer named `score` makes the logits, which a language model's directory lacks."""
 
-    def arguments(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """What the model's forward pass is told besides the row itself."""
+    def install(self, model: Any) -> None:
+        """Make the model one that `scores` can ask; before it is cut over ranks.
 
-    def scores(self, logits: Tensor, micro_batch: MicroBatch, *, temperature: float) -> ScoresT:
-        """What a loss gets, from the one row of logits that the forward pass gave."""
+        Raises:
+            ValueError: if the model is not of the kind that has this head.
+        """
+
+    def scores(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> ScoresT:
+        """What a loss gets: one forward pass over the row of a micro-batch."""
 
     def by_name(self, scores: ScoresT) -> dict[str, Tensor]:
         """What a forward pass without a loss gives."""
@@ -54,11 +59,13 @@ class LanguageModelHead:
     )
     has_score_layer = False
 
-    def arguments(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        return {"logits_to_keep": micro_batch.predicting}
+    def install(self, model: Any) -> None:
+        install_chunked_head(model)
 
-    def scores(self, logits: Tensor, micro_batch: MicroBatch, *, temperature: float) -> TokenScores:
-        return score_next_tokens(logits, micro_batch.labels, temperature=temperature)
+    def scores(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> TokenScores:
+        with chunked_head(model).asked(micro_batch.labels, temperature=temperature) as question:
+            output = forward_row(model, micro_batch, logits_to_keep=micro_batch.predicting)
+        return question.scores_in(output)
 
     def by_name(self, scores: TokenScores) -> dict[str, Tensor]:
         return {"logprobs": scores.logprobs, "entropy": scores.entropy}
@@ -71,11 +78,11 @@ class ValueHead:
     layouts: Mapping[str, KeyLayout] = MappingProxyType({"values": KeyLayout.PER_TOKEN})
     has_score_layer = True
 
-    def arguments(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        return {}
+    def install(self, model: Any) -> None:
+        """`load_model` gave it its score layer."""
 
-    def scores(self, logits: Tensor, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
-        return logits[:, 0].float()
+    def scores(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
+        return forward_row(model, micro_batch)[0, :, 0].float()
 
     def by_name(self, scores: Tensor) -> dict[str, Tensor]:
         return {"values": scores}
@@ -89,14 +96,30 @@ class ScalarHead:
     layouts: Mapping[str, KeyLayout] = MappingProxyType({"scores": KeyLayout.PER_ANSWER})
     has_score_layer = True
 
-    def arguments(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        return {}
+    def install(self, model: Any) -> None:
+        """`load_model` gave it its score layer."""
 
-    def scores(self, logits: Tensor, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
-        return logits[micro_batch.last_tokens, 0].float()
+    def scores(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
+        return forward_row(model, micro_batch)[0, micro_batch.last_tokens, 0].float()
 
     def by_name(self, scores: Tensor) -> dict[str, Tensor]:
         return {"scores": scores}
+
+
+def forward_row(model: Any, micro_batch: MicroBatch, **arguments: Any) -> Tensor:
+    """A forward pass over a micro-batch as one packed row: what transformers calls its logits, [1, ...].
+
+    Args:
+        arguments: what the model's forward pass is told besides the row itself.
+    """
+    output: Tensor = model(
+        input_ids=micro_batch.input_ids[None],
+        position_ids=micro_batch.position_ids[None],
+        segment_lengths=micro_batch.segment_lengths,
+        use_cache=False,
+        **arguments,
+    ).logits
+    return output
 
 
 HEADS: Mapping[str, Head[Any]] = MappingProxyType(

@@ -15,7 +15,6 @@ from corral.workers.algorithms.functional.losses import (
     sft_loss,
     value_loss,
 )
-from corral.workers.backends.token_scores import score_next_tokens
 
 NUM = 200
 
@@ -101,32 +100,6 @@ def test_dpo_loss_is_the_likelihood_of_the_preference_under_the_implicit_rewards
         beta=beta,
     )
     np.testing.assert_allclose(dpo_loss(margins, label_smoothing=label_smoothing), expected, atol=1e-9)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-@pytest.mark.parametrize("chunk_tokens", [3, 1024])
-def test_next_token_scores_equal_a_softmax_in_float64(temperature: float, chunk_tokens: int) -> None:
-    rng = np.random.default_rng(4)
-    raw, labels = 3 * rng.normal(size=(10, 7)), rng.integers(0, 7, size=10)
-    weights = rng.normal(size=10)
-    scale = 1.0 / temperature if temperature else 1.0
-    logits = torch.tensor(raw, dtype=torch.float32, requires_grad=True)
-    scores = score_next_tokens(logits, torch.tensor(labels), temperature=temperature, chunk_tokens=chunk_tokens)
-    logprobs, entropy = scores.logprobs, scores.entropy
-    (logprobs * torch.tensor(weights, dtype=torch.float32)).sum().backward()  # type: ignore[no-untyped-call]
-    assert logits.grad is not None
-    for t in range(10):
-        exponentials = [math.exp(scale * x) for x in raw[t]]
-        p = [e / math.fsum(exponentials) for e in exponentials]
-        assert float(logprobs[t].detach()) == pytest.approx(math.log(p[labels[t]]), abs=1e-5)
-        assert float(entropy[t]) == pytest.approx(-math.fsum(x * math.log(x) for x in p), abs=1e-5)
-        slope = [weights[t] * scale * ((v == labels[t]) - p[v]) for v in range(7)]
-        np.testing.assert_allclose(logits.grad[t], slope, atol=1e-5)
-
-
-def test_a_forbidden_token_does_not_poison_the_entropy() -> None:
-    scores = score_next_tokens(torch.tensor([[0.0, 0.0, -math.inf]]), torch.tensor([0]))
-    assert float(scores.entropy[0]) == pytest.approx(math.log(2.0), abs=1e-6)
 
 
 @pytest.mark.parametrize("margin", [math.inf, -math.inf, math.nan])

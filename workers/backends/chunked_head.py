@@ -1,0 +1,257 @@
+"""Hidden states ──► log-probabilities of the tokens that came next, without logits of more than one chunk of tokens.
+
+    hidden [T, H] ── chunk [n, H] ──► logits [n, V] ──► SoftmaxSums, four numbers a token ──► TokenScores [T]
+                                        │ let go                              (over ranks: vocabulary_parallel)
+    gradient of logprobs [T] ──► logits [n, V] anew ──► one_hot - softmax ──► gradients of hidden and weight
+
+A row of logits is as long as the vocabulary: 32k tokens of 152k logits are 20 GB, and a plain softmax holds several
+such tensors at its worst moment. Here nothing of that size exists, forward or backward; the price is one product more.
+`ChunkedHead` takes the place of a model's last layer, with the same parameters under the same names, so that FSDP2
+gathers them as any others and a weight that is also the embedding's stays one.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from corral.workers.backends.low_precision import CastingLinear
+from corral.workers.backends.token_scores import TokenScores
+from corral.workers.backends.vocabulary_parallel import WHOLE_VOCABULARY, SoftmaxSums, VocabularyShare
+
+# Of one chunk's logits, of which two copies exist at the worst moment: little beside a model with a large vocabulary.
+# At one of 152k a chunk has 441 rows, for which a product is bound by arithmetic and not by reading the weight.
+_CHUNK_BYTES: Final = 2**28
+
+# What transformers' models call what they do to logits after their last layer.
+_TREATMENTS: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+def score_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    share: VocabularyShare = WHOLE_VOCABULARY,
+    chunk_tokens: int | None = None,
+) -> TokenScores:
+    """Log-probability of each label, and the entropy of the distribution that it came from.
+
+    The logits are hidden weight^T + bias, divided by the temperature, of which a chunk of tokens exists at a time.
+
+    Args:
+        hidden: [T, H] in any float type; row t predicts `labels[t]`.
+        weight: [V, H] in any float type: the rows of the vocabulary that this rank has.
+        labels: [T] int64: tokens of the whole vocabulary.
+        bias: [V].
+        temperature: logits are divided by it, as the sampler did; 0 (greedy) is read as 1.
+        dtype: type that the operands of products are rounded to; results are float32 whatever it is.
+        share: of a vocabulary that is cut over ranks; a collective of its group, in the backward pass, too.
+        chunk_tokens: rows of logits that exist at once; None takes as many as a bounded number of bytes holds.
+    """
+    scale = 1.0 / temperature if temperature > 0.0 else 1.0
+    chunk_tokens = chunk_tokens or max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
+    apply: Any = _ChunkedScores.apply
+    logprobs, entropy = apply(hidden, weight, bias, labels, scale, dtype, share, chunk_tokens)
+    return TokenScores(logprobs, entropy)
+
+
+class _ChunkedScores(torch.autograd.Function):
+    """log_softmax(scale * logits)[label]; by logits: scale * (one_hot(label) - softmax(scale * logits))."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        scale: float,
+        dtype: torch.dtype,
+        share: VocabularyShare,
+        chunk_tokens: int,
+    ) -> tuple[Tensor, Tensor]:
+        labels = labels - share.first
+        sums = hidden.new_empty((4, hidden.shape[0]), dtype=torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            rows = _operand(weight, dtype)
+            for chunk in _chunks(hidden.shape[0], chunk_tokens):
+                logits = _logits(_operand(hidden[chunk], dtype), rows, bias, scale)
+                sums[:, chunk] = _softmax_sums(logits, labels[chunk])
+        known = share.combine(SoftmaxSums(*sums.unbind()))
+        entropy = known.entropy()
+        ctx.save_for_backward(hidden, weight, bias, labels, known.log_normalizer())
+        ctx.mark_non_differentiable(entropy)
+        ctx.scale, ctx.dtype, ctx.share, ctx.chunk_tokens = scale, dtype, share, chunk_tokens
+        return known.logprobs(), entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, log_normalizer = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        slopes = gradients[0] * ctx.scale
+        of_hidden = torch.empty_like(hidden, dtype=torch.float32) if needs_hidden else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        of_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            rows = _operand(weight, ctx.dtype)
+            for chunk in _chunks(hidden.shape[0], ctx.chunk_tokens):
+                inputs = _operand(hidden[chunk], ctx.dtype)
+                logits = _logits(inputs, rows, bias, ctx.scale)
+                of_logits = _logits_gradient(logits, labels[chunk], log_normalizer[chunk], slopes[chunk])
+                if of_bias is not None:
+                    of_bias += of_logits.sum(0)
+                of_products = _operand(of_logits, ctx.dtype)
+                if of_hidden is not None:
+                    of_hidden[chunk] = _product(of_products, rows)
+                if of_weight is not None:
+                    _add_product(of_weight, of_products.T, inputs)
+        if of_hidden is not None:
+            of_hidden = ctx.share.combine_hidden_gradient(of_hidden).to(hidden.dtype)
+        if of_weight is not None:
+            of_weight = of_weight.to(weight.dtype)
+        return of_hidden, of_weight, None if of_bias is None else of_bias.to(bias.dtype), *[None] * 5
+
+
+def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    return (slice(start, start + chunk_tokens) for start in range(0, num_tokens, chunk_tokens))
+
+
+def _logits(inputs: Tensor, rows: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """[n, H], [V, H] -> [n, V] float32."""
+    logits = _product(inputs, rows.T)
+    if bias is not None:
+        logits += bias
+    return logits if scale == 1.0 else logits.mul_(scale)
+
+
+def _softmax_sums(logits: Tensor, labels: Tensor) -> Tensor:
+    """The four of `SoftmaxSums` as [4, n], of logits [n, V] that are used up; a label may be none of the columns."""
+    is_own, columns = _own_columns(labels, logits.shape[1])
+    of_label = logits.gather(1, columns).squeeze(1) * is_own
+    largest = logits.amax(1)
+    exponentials = logits.sub_(largest[:, None]).exp()
+    total = exponentials.sum(1)
+    return torch.stack([largest, total, logits.mul_(exponentials).sum(1), of_label])
+
+
+def _logits_gradient(logits: Tensor, labels: Tensor, log_normalizer: Tensor, slopes: Tensor) -> Tensor:
+    """[n, V]: slope * (one_hot(label) - softmax(logits)), in the memory of the logits."""
+    gradient = logits.sub_(log_normalizer[:, None]).exp_().mul_(-slopes[:, None])
+    is_own, columns = _own_columns(labels, logits.shape[1])
+    return gradient.scatter_add_(1, columns, (slopes * is_own)[:, None])
+
+
+def _own_columns(labels: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+    """[n] whether each label is one of the columns, and [n, 1] its column, 0 where it is not."""
+    is_own = (labels >= 0) & (labels < num_columns)
+    return is_own, torch.where(is_own, labels, 0)[:, None]
+
+
+def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor rounded as products take it; widened again where the device knows no product of low types in float32."""
+    rounded = tensor.to(dtype)
+    return rounded if rounded.device.type == "cuda" else rounded.float()
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right in float32, added up and given, whatever the operands are."""
+    return left @ right if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in float32."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    else:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+
+
+class Question:
+    """The labels of one forward pass, and what the model's last layer said of them."""
+
+    def __init__(self, labels: Tensor, temperature: float) -> None:
+        self.labels, self.temperature = labels, temperature
+        self.answer: Tensor | None = None
+        """[1, T, 2] float32: log-probability and entropy of each label."""
+
+    def scores_in(self, output: Tensor) -> TokenScores:
+        """The scores, from what the model gave in the place of logits.
+
+        Raises:
+            ValueError: if the model did something to what its last layer gave: scores are no logits.
+        """
+        if self.answer is None or output is not self.answer:
+            raise ValueError(
+                "the model changes the logits that its last layer gives, by a scale, a cap or a type of its own, and "
+                "the log-probabilities are made in that layer; train a model that leaves its logits as they are"
+            )
+        logprobs, entropy = output[0].unbind(-1)
+        return TokenScores(logprobs, entropy.detach())
+
+
+class ChunkedHead(CastingLinear):
+    """The last layer of a language model: scores of the labels while it is asked for them, and logits otherwise."""
+
+    share: VocabularyShare = WHOLE_VOCABULARY
+    _question: Question | None = None
+
+    @contextmanager
+    def asked(self, labels: Tensor, *, temperature: float) -> Iterator[Question]:
+        """Have the forward pass within give [1, T, 2] scores of `labels` [T] in the place of [1, T, V] logits."""
+        self._question = Question(labels, temperature)
+        try:
+            yield self._question
+        finally:
+            self._question = None  # the graph of an answer must not live on in a module
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[1, T, H] -> [1, T, 2] while it is asked, else [..., H] -> [..., V]."""
+        question = self._question
+        if question is None:
+            return super().forward(input)
+        kind = input.device.type
+        is_low = torch.is_autocast_enabled(kind)
+        scores = score_tokens(
+            input[0],
+            self.weight,
+            question.labels,
+            bias=self.bias,
+            temperature=question.temperature,
+            dtype=torch.get_autocast_dtype(kind) if is_low else torch.float32,
+            share=self.share,
+        )
+        question.answer = torch.stack([scores.logprobs, scores.entropy], -1)[None]
+        return question.answer
+
+
+def install_chunked_head(model: Any) -> None:
+    """Let a language model's last layer be a `ChunkedHead`; the parameters stay what and where they are.
+
+    Raises:
+        ValueError: if the last layer is no linear layer, or its logits are not those that the model gives.
+    """
+    treated = [name for name in _TREATMENTS if getattr(model.config, name, None) not in (None, 1.0)]
+    if treated:
+        raise ValueError(
+            f"a {type(model).__name__} with {treated[0]} = {getattr(model.config, treated[0])} changes its logits "
+            "after its last layer, in which the log-probabilities are made; train a model that leaves them as they are"
+        )
+    layer = model.get_output_embeddings()
+    if type(layer) not in (nn.Linear, CastingLinear):
+        raise ValueError(
+            f"the last layer of a {type(model).__name__} is {type(layer).__name__}, and log-probabilities are made in "
+            "a plain linear layer; train a model that ends in one"
+        )
+    layer.__class__ = ChunkedHead
+
+
+def chunked_head(model: Any) -> ChunkedHead:
+    """The last layer of a model that `install_chunked_head` had."""
+    head: ChunkedHead = model.get_output_embeddings()
+    return head
