@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from corral.scheduling.keys import KeyLayout
@@ -35,23 +36,34 @@ TOPIC = "logprob_gap"
 
 
 class FirstPass:
-    """A loss function that keeps the scores that it is called with."""
+    """A loss function that keeps the scores that it is called with, where they were computed.
+
+    A copy to the host waits for all that the device has been given: one between a forward and its backward pass would
+    leave it idle in every micro-batch, so there is one for the whole mini-batch, after the last of them.
+    """
 
     def __init__(self, loss: LossFunction[TokenScores]) -> None:
         self._loss = loss
-        self._logprobs: list[tuple[MicroBatch, Tensor]] = []
-        self._entropy: list[tuple[MicroBatch, Tensor]] = []
+        self._kept: list[tuple[MicroBatch, Tensor]] = []
+        """With [2, T - n]: log-probabilities, entropies."""
 
     def __call__(self, scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
         if not micro_batch.is_padding:
-            self._logprobs.append((micro_batch, scores.logprobs.detach().cpu()))
-            self._entropy.append((micro_batch, scores.entropy.detach().cpu()))
+            self._kept.append((micro_batch, torch.stack([scores.logprobs.detach(), scores.entropy.detach()])))
         return self._loss(scores, micro_batch)
 
     def scores_of(self, sample: SequenceSample) -> tuple[Floats, Floats]:
         """Log-probabilities and entropies, packed as the sample that the engine was given."""
+        logprobs: list[tuple[MicroBatch, Tensor]] = []
+        entropy: list[tuple[MicroBatch, Tensor]] = []
+        if self._kept:
+            on_host = torch.cat([values for _, values in self._kept], dim=1).cpu()
+            pieces = torch.split(on_host, [values.shape[1] for _, values in self._kept], dim=1)
+            for (micro_batch, _), piece in zip(self._kept, pieces, strict=True):
+                logprobs.append((micro_batch, piece[0]))
+                entropy.append((micro_batch, piece[1]))
         layout = KeyLayout.PER_SHIFTED_TOKEN
-        return scatter_to_answers(sample, self._logprobs, layout), scatter_to_answers(sample, self._entropy, layout)
+        return scatter_to_answers(sample, logprobs, layout), scatter_to_answers(sample, entropy, layout)
 
 
 class GapWatch:

@@ -14,9 +14,13 @@ from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.worker_specs import BehaviourSpec
 from corral.scheduling.packing import MicroBatchSpec
+from corral.workers.algorithms.gap_watch import FirstPass
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
+from corral.workers.backends.base import LossOutput
 from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine.batch import ContinuousBatch
 from corral.workers.engine.decoder import Decoder
@@ -204,6 +208,53 @@ def test_only_what_the_first_mini_batch_computes_counts(weights: Path) -> None:
     assert training.engine.step == 8
     assert 0 < stats["gap/tokens"] < NUM_PROMPTS * (8 + 12 + 16 + 20)
     assert stats["gap/max"] < 1e-5 and not notice.is_alarm
+
+
+def micro_batches_of(sample: SequenceSample, *, device: str, max_tokens: int) -> list[MicroBatch]:
+    plan = plan_micro_batches(sample, MicroBatchSpec(max_tokens_per_micro_batch=max_tokens))
+    return list(make_micro_batches(sample, plan, count=len(plan) + 1, device=torch.device(device)))
+
+
+def sum_of_logprobs(scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
+    return LossOutput(scores.logprobs.sum(), {})
+
+
+def test_no_micro_batch_waits_for_the_numbers_of_the_one_before(weights: Path) -> None:
+    """Tensors of the device `meta` have no numbers: whoever asks for one gets an error."""
+    sample = Maker.of(weights).answers(version=0)
+    kept = FirstPass(sum_of_logprobs)
+    for micro_batch in micro_batches_of(sample, device="meta", max_tokens=60):
+        logprobs = torch.empty_like(micro_batch.labels, dtype=torch.float32).requires_grad_()
+        kept(TokenScores(logprobs, torch.empty_like(logprobs)), micro_batch).loss_sum.backward()
+    with pytest.raises(NotImplementedError, match="meta"):
+        kept.scores_of(sample)
+
+
+def test_the_scores_of_all_micro_batches_come_to_the_host_in_one_copy(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = Maker.of(weights).answers(version=0)
+    kept = FirstPass(sum_of_logprobs)
+    batches = micro_batches_of(sample, device="cpu", max_tokens=60)
+    assert len(batches) > 3 and batches[-1].is_padding
+    rng = torch.Generator().manual_seed(1)
+    expected: dict[int, tuple[Tensor, Tensor]] = {}
+    for micro_batch in batches:
+        scores = TokenScores(*(torch.rand(len(micro_batch.labels), generator=rng) for _ in range(2)))
+        kept(scores, micro_batch)
+        start = 0
+        for answer, length in zip(micro_batch.answers, micro_batch.segment_lengths, strict=False):
+            some = slice(start, start + length - 1)
+            expected[answer] = (scores.logprobs[some], scores.entropy[some])
+            start += length - 1
+    copies: list[torch.Size] = []
+    to_host = Tensor.cpu
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: (copies.append(tensor.shape), to_host(tensor))[1])
+    logprobs, entropy = kept.scores_of(sample)
+    assert copies == [(2, sum(sample.answer_lengths("old_logprobs")))]
+    in_order = [expected[answer] for answer in sorted(expected)]
+    np.testing.assert_array_equal(logprobs, torch.cat([one for one, _ in in_order]).numpy())
+    np.testing.assert_array_equal(entropy, torch.cat([one for _, one in in_order]).numpy())
 
 
 def queries_token_by_token(model: Any, ids: Tensor) -> Tensor:
