@@ -16,6 +16,7 @@ import os
 import re
 import secrets as random_tokens
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -273,21 +274,26 @@ def write_new_file(path: Path, data: bytes, *, mode: int = 0o600) -> None:
         os.close(descriptor)
 
 
-def link_files(source: Path, target: Path) -> None:
+def link_files(source: Path, target: Path, *, wants: Callable[[str], bool] = lambda name: True) -> None:
     """Makes the directory `target` with a second name for every file of `source` and below, and forces it to disk.
 
     No byte is written twice, unless the file system has no hard links, or `target` is on another one.
+
+    Args:
+        wants: whether a file of this name, without its folder's, gets one.
     """
     target.mkdir(mode=0o700, parents=True)
     for path in source.iterdir():
         if path.is_file():
+            if not wants(path.name):
+                continue
             try:
                 os.link(path, target / path.name)
             except OSError:
                 shutil.copy2(path, target / path.name)
                 _fsync_file(target / path.name)
         elif path.is_dir() and not path.is_symlink():
-            link_files(path, target / path.name)
+            link_files(path, target / path.name, wants=wants)
     fsync_directory(target)
 
 

@@ -32,9 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from corral.experiments.trial.directory import TrialDirectory, link_files
+from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log_state import Commit, LoggedCommit, LogState
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress
+from corral.workers.checkpoint.kept_weights import link_weights
 from corral.workers.checkpoint.ledger import (
     LEDGER_NAME,
     CorruptLedgerError,
@@ -144,10 +145,9 @@ class CheckpointWriter:
         """These files of a folder are on disk."""
         self._files |= {f"{folder}/{name}": entry for name, entry in files.items()}
 
-    def link(self, folder: str, sealed: SealedDirectory) -> None:
-        """Gives the files of another directory a second name here: they are neither written nor hashed again."""
-        link_files(sealed.path, self.path / folder)
-        self.add(folder, sealed.files)
+    def link(self, folder: str, version: SealedDirectory) -> None:
+        """Gives the files of published weights a second name here: they are neither written nor hashed again."""
+        self.add(folder, link_weights(version, self.path / folder).files)
 
     def add_ledger(self, ledger: LedgerDelta) -> None:
         """Writes the whole ledger."""

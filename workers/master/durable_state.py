@@ -26,6 +26,7 @@ from corral.workers.checkpoint.checkpoint import (
     weights_folder,
 )
 from corral.workers.checkpoint.durable_file import FileEntry
+from corral.workers.checkpoint.kept_weights import link_weights
 from corral.workers.checkpoint.ledger import write_delta
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, SealedDirectory, read_manifest, write_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
@@ -199,7 +200,10 @@ class DurableState:
         target = self._parts.trial.exports_path / name
         if target.exists():
             shutil.rmtree(target)
-        link_files(self.weights, target)
+        if self._written is not None:
+            link_weights(self._written, target)
+        else:
+            link_files(self.weights, target)
         self._parts.journal.append("weights_exported", version=str(version), directory=str(target))
 
     async def remove_old_checkpoints(self) -> None:

@@ -26,6 +26,7 @@ from corral.workers.checkpoint.checkpoint import (
 )
 from corral.workers.checkpoint.durable_file import write_durable
 from corral.workers.checkpoint.ledger import Ledger, LedgerViolationError, write_delta
+from corral.workers.checkpoint.low_rank import ADAPTER_CONFIG, ADAPTER_FOLDER
 from corral.workers.checkpoint.manifest import CorruptCheckpointError, SealedDirectory, verify_manifest, write_manifest
 from tests.workers.checkpoint.sealing import describe
 
@@ -115,6 +116,23 @@ def test_a_commit_gives_the_published_weights_a_second_name(trial: TrialDirector
     for name in ("model.safetensors", "manifest.json"):
         assert (new.path / WEIGHTS / name).samefile(published.path / name)
     verify_manifest(new.path, new.write_manifest({}))
+
+
+def test_deltas_stay_behind_when_a_version_is_kept_and_the_rest_is_whole(trial: TrialDirectory) -> None:
+    path = trial.weights_path / "v2-1"
+    (path / ADAPTER_FOLDER).mkdir(parents=True)
+    for name in ("model.safetensors", "model.safetensors.delta", "config.json", f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}"):
+        (path / name).write_bytes(name.encode() * 20)
+    published = write_manifest(path, describe(path), {"version": "1.2"})
+    new = CheckpointWriter(trial, epoch=1, step=2)
+    new.link(WEIGHTS, published)
+    new.write_manifest({})
+    shutil.rmtree(path)
+    kept = new.path / WEIGHTS
+    assert verify_manifest(kept, describe(new.path)[f"{WEIGHTS}/manifest.json"].sha256).extra == {"version": "1.2"}
+    names = {"model.safetensors", "config.json", f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}", "manifest.json"}
+    assert set(describe(kept)) == names
+    assert verify_manifest(new.path, None).files.keys() == {f"{WEIGHTS}/{name}" for name in names}
 
 
 Damage = Callable[[Path], None]

@@ -20,6 +20,7 @@ from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.trial.history import Finding, JournalView
 from corral.workers.checkpoint.ledger import Ledger, read_delta
+from corral.workers.checkpoint.manifest import verify_manifest
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.trainer_gang import GangLostError
 from corral.workers.requests.messages import TrainNotice, TrainReply
@@ -263,6 +264,11 @@ def test_deltas_lead_from_what_the_weights_were_trained_from_and_never_from_an_o
     assert names[:3] == [None, "weights/v00000001-e1", "weights/v00000002-e1"]  # the trial's own weights have none
     commit = next_one.loaded[0].relative_to(trial.path).as_posix()
     assert names[3:] == [commit, "weights/v00000003-e2", "weights/v00000004-e2"]
+    assert list(trial.weights_path.glob("*/*.delta"))
+    kept = [*trial.checkpoints_path.glob("step-*/weights"), *trial.exports_path.iterdir()]
+    assert len(kept) == 3 and not [path for folder in kept for path in folder.rglob("*.delta")]
+    for folder in kept:
+        verify_manifest(folder, None)
 
 
 def test_a_master_that_was_replaced_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

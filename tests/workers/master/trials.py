@@ -20,6 +20,7 @@ from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve import MemoryNameService, TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.workers.checkpoint.durable_file import FileEntry, write_durable
+from corral.workers.checkpoint.file_delta import DELTA_SUFFIX
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE
 from corral.workers.lifecycle.presence import Presence
@@ -152,8 +153,8 @@ class Gang:
     async def save_weights(self, role: str, directory: Path, *, base: Path | None = None) -> dict[str, FileEntry]:
         self.at_call("save_weights")
         self.bases.append(base)
-        file = await asyncio.to_thread(write_durable, directory / "model.safetensors", [b"weights"])
-        return {"model.safetensors": file}
+        names = ["model.safetensors"] if base is None else ["model.safetensors", f"model.safetensors{DELTA_SUFFIX}"]
+        return {name: await asyncio.to_thread(write_durable, directory / name, [b"weights"]) for name in names}
 
     async def save_state(self, role: str, directory: Path) -> dict[str, FileEntry]:
         self.at_call("save_state")
