@@ -28,7 +28,6 @@ from corral.experiments.generation_checks import (
     check_sglang,
     memory_warning,
 )
-from corral.experiments.inputs.parameters import check_first_version
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.policy import TRAJECTORY_KEYS, PolicyExperiment
 from corral.experiments.worker_specs import (
@@ -40,6 +39,9 @@ from corral.experiments.worker_specs import (
 )
 from corral.scheduling.allocation import EngineAllocation
 from corral.scheduling.dataflow import build_dataflow
+from corral.scheduling.policy_version import INITIAL_VERSION
+
+_BASE_OF_ADAPTER = "base"  # no version is written like this
 
 
 class AsyncPPOExperiment(PolicyExperiment):
@@ -108,6 +110,7 @@ class AsyncPPOExperiment(PolicyExperiment):
                 backend="sglang" if uses_sglang else "hf",
                 tensor_parallel_size=self.parsed_allocation.gpus_per_server,
                 initial_weights=self.actor.path,
+                initial_version=str(INITIAL_VERSION) if self.actor.starts_as_stored else _BASE_OF_ADAPTER,
                 engine=self.engine,
                 sglang=self.sglang.model_copy(update={"python": python}),
                 weights=self.weights,
@@ -138,7 +141,6 @@ class AsyncPPOExperiment(PolicyExperiment):
         yield from super().find_own_problems(num_rows=num_rows)
         yield from check_concurrency(self.rollout, train_batch_size=self.train_batch_size)
         yield from check_imports(self.rollout)
-        yield from check_first_version(self.actor)
         if self.weights.transport == "lora" and self.actor.lora is None:
             yield ConfigProblem(
                 message="weights.transport: lora sends adapters, and the actor has none",

@@ -388,6 +388,7 @@ class Experiment(FrozenConfig):
             initial_weights={role.role: role.model.path for role in roles if role.role in changed},
             published_role=self.roles[0],
             writes_deltas=self.writes_deltas,
+            writes_first_version=self.generates and not self.trained.starts_as_stored,
             shape_by_role={role: shape for role, shape in shapes.items() if shape is not None},
             declared_keys=declared_keys,
             meshes=meshes,

@@ -24,6 +24,7 @@ from corral.scheduling.keys import Key
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelFunctionCall, ModelName
 from corral.scheduling.packing import TransformerShape
+from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.scheduling.step_plan import StepPlan
 
 Head = Literal["lm", "value", "scalar"]
@@ -137,6 +138,9 @@ class MasterWorkerSpec(FrozenConfig):
     """The one of them whose weights are published: servers answer with them, and exports are copies of them."""
     writes_deltas: bool = False
     """Whether each published version says beside its files what has changed since the one before."""
+    writes_first_version: bool = False
+    """Whether version 0 is written and published as all others are, since no directory has it: the published role
+    starts from an adapter as well."""
     shape_by_role: dict[str, TransformerShape] = {}
     """Sizes of each role's model, by which work is balanced; a model whose config.json does not say them is missing."""
     declared_keys: tuple[Key, ...] = ()
@@ -228,7 +232,9 @@ class GenerationServerSpec(FrozenConfig):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs of its own that share each layer; where it has none, processes that do."""
     initial_weights: Path
-    """Weights that it starts with, version 0."""
+    """Weights that it starts with."""
+    initial_version: str = str(INITIAL_VERSION)
+    """Tag of these weights; one that no version has makes it take over the present version before it answers."""
     engine: EngineConfig
     """Sizes of the engine."""
     sglang: SglangConfig = SglangConfig()

@@ -128,6 +128,11 @@ class TrainedModelConfig(ModelConfig):
     lora: LoraConfig | None = None
     """Trains adapters beside the weights, which stay as they are; None trains the weights."""
 
+    @property
+    def starts_as_stored(self) -> bool:
+        """Whether training starts from the weights that `path` has; an adapter to start from makes others of them."""
+        return self.lora is None or self.lora.adapter is None
+
 
 class ActorModelConfig(TrainedModelConfig):
     """The policy."""

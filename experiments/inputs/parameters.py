@@ -65,18 +65,6 @@ def check_lora(model: ModelConfig) -> Iterator[ConfigProblem]:
             yield replace(problem, path=("lora", "adapter"), shown=display_path(lora.adapter))
 
 
-def check_first_version(model: TrainedModelConfig) -> Iterator[ConfigProblem]:
-    """Generation servers start from the model's directory, so the first version must be what that directory has."""
-    if model.lora is not None and model.lora.adapter is not None:
-        yield ConfigProblem(
-            message="generation servers start from actor.path, which is not what it is with lora.adapter",
-            hint="merge the adapter with peft's merge_and_unload, and give the merged model as actor.path; or use the "
-            "experiment ppo, whose ranks generate themselves",
-            path=("actor", "lora", "adapter"),
-            shown=display_path(model.lora.adapter),
-        )
-
-
 def _adapted(lora: LoraConfig, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
     return ((name, shape) for name, shape in _linear_layers(shapes) if lora.adapts(name))
 

@@ -13,7 +13,7 @@ from corral.experiments.config.model import LoraConfig, ModelConfig, TrainedMode
 from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.registry import load_experiment
-from corral.experiments.worker_specs import Head
+from corral.experiments.worker_specs import GenerationServerSpec, Head, MasterWorkerSpec
 from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from tests.experiments.broken_yaml import VALID_PPO, VALID_SFT, write_inputs
@@ -107,12 +107,23 @@ def test_an_adapter_that_does_not_fit_is_refused_before_submission(
     assert [word for word in words if word not in str(refusal.value)] == [], str(refusal.value)
 
 
-def test_an_adapter_that_fits_is_started_from_where_no_server_has_to_know_it(folder: Path) -> None:
+def test_what_training_starts_from_is_published_where_servers_cannot_make_it_from_the_models_directory(
+    folder: Path,
+) -> None:
     adapter = write_adapter(folder / "adapter")
     settings = f"lora={{rank: 4, alpha: 8, targets: [q_proj], adapter: {adapter}}}"
     assert load_experiment(folder / "sft.yaml", [f"model.{settings}"]).models["actor"].path == folder / "model"
-    with pytest.raises(ConfigError, match="generation servers start from actor.path"):
-        load_experiment(folder / "ppo.yaml", [f"actor.{settings}"])
+    plain = "lora={rank: 4, alpha: 8, targets: [q_proj]}"
+    for name, override, is_written, starts_as in (
+        ("sft", f"model.{settings}", False, []),  # nobody answers
+        ("ppo", f"actor.{settings}", True, ["base"]),
+        ("ppo", f"actor.{plain}", False, ["0.0"]),
+    ):
+        workers = load_experiment(folder / f"{name}.yaml", [override]).initial_setup().workers
+        (master,) = (worker for worker in workers if isinstance(worker, MasterWorkerSpec))
+        assert master.writes_first_version == is_written
+        servers = [worker for worker in workers if isinstance(worker, GenerationServerSpec)]
+        assert [server.initial_version for server in servers] == starts_as
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.integration.evidence import check_every_sample_was_consumed_once, check_nothing_is_left
 from tests.integration.trial_helpers import Material, Trial
@@ -16,14 +16,16 @@ RANK, ALPHA = 4, 10.0
 PREFIX = "base_model.model."
 
 
-def test_adapters_are_trained_served_and_resumed_from_and_the_base_stays(
-    start_trial: Callable[..., Trial], material: Material
+def test_adapters_are_started_from_trained_served_and_resumed_from_and_the_base_stays(
+    start_trial: Callable[..., Trial], material: Material, tmp_path: Path
 ) -> None:
+    base = load_file(material.model / "model.safetensors")
+    started_from = write_adapter(tmp_path / "adapter", base)
     trial = start_trial(
         num_rows=40,
         pause_s=0.1,
         overrides={
-            "actor.lora": f"{{rank: {RANK}, alpha: {ALPHA}}}",
+            "actor.lora": f"{{rank: {RANK}, alpha: {ALPHA}, adapter: {started_from}}}",
             "actor.optimizer.lr": 1e-2,
             "weights.transport": "lora",
             "control.commit_every_steps": 2,
@@ -35,6 +37,9 @@ def test_adapters_are_trained_served_and_resumed_from_and_the_base_stays(
     trial.full_speed()
     trial.wait_for_end()
 
+    first = next(line for line in trial.metrics() if line["step"] == 1 and "gap/tokens" in line)
+    # Servers answer with base and adapter from the first token on: the base alone is off by far more.
+    assert first["gap/tokens"] > 0 and first["gap/max"] < 1e-3
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
     assert trial.train_steps() == [1, 2, 3, 4, 5]
@@ -43,7 +48,7 @@ def test_adapters_are_trained_served_and_resumed_from_and_the_base_stays(
         in trial.directory.worker_log(0, "generation_server", 0).read_text()
     )
     final = trial.directory.exports_path / "final"
-    base, adapter = load_file(material.model / "model.safetensors"), read_adapter(final)
+    adapter = read_adapter(final)
     assert_is_base_and_adapter(final, base, adapter)
     last = max(trial.directory.checkpoints_path.glob("step-*"))
     assert read_adapter(last / "weights").keys() == adapter.keys()
@@ -51,6 +56,22 @@ def test_adapters_are_trained_served_and_resumed_from_and_the_base_stays(
     assert {name.partition(".")[2] for name in state} == adapter.keys()
     config = json.loads((final / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (RANK, ALPHA, str(material.model))
+
+
+def write_adapter(directory: Path, base: dict[str, torch.Tensor]) -> Path:
+    """As peft would, beside all linear layers; what it adds is as large as the weights are."""
+    generator = torch.Generator().manual_seed(1)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in base.items():
+        if ".layers." in name and weight.dim() == 2:
+            layer = f"{PREFIX}{name.removesuffix('.weight')}"
+            tensors[f"{layer}.lora_A.weight"] = torch.randn(RANK, weight.shape[1], generator=generator)
+            tensors[f"{layer}.lora_B.weight"] = 0.02 * torch.randn(weight.shape[0], RANK, generator=generator)
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
 
 
 def read_adapter(weights: Path) -> dict[str, torch.Tensor]:

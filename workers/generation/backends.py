@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.workers.generation.backend import GenerationBackend
 from corral.workers.lifecycle.worker import WorkerContext
 
@@ -49,7 +48,7 @@ def _sglang(
         secrets_directory=context.trial.secrets_path,
         log_path=context.trial.worker_log(context.attempt, "sglang", spec.index),
         seed=seed,
-        version=str(INITIAL_VERSION),
+        version=spec.initial_version,
         start_timeout_s=context.plan.supervision.setup_timeout_s,
     )
     return SglangBackend(settings, is_reading=is_reading)

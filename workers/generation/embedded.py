@@ -11,7 +11,6 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.http_api import EngineServer
 from corral.workers.engine.progress import Progress
@@ -29,7 +28,7 @@ def load_engine(spec: GenerationServerSpec, *, seed: int) -> GenerationEngine:
         max_running_requests=spec.engine.max_running_requests,
         max_total_tokens=spec.engine.max_total_tokens,
         seed=seed,
-        version=str(INITIAL_VERSION),
+        version=spec.initial_version,
     )
 
 

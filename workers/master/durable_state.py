@@ -94,10 +94,16 @@ class DurableState:
             return None
         return read_manifest(checkpoint, commit.manifest_sha256).files[f"{WEIGHTS}/{MANIFEST_NAME}"].sha256
 
+    async def write_first_version(self, version: PolicyVersion) -> None:
+        """Write what the trial starts from, where no directory has it and nothing is committed yet."""
+        if self._parts.spec.writes_first_version and self._checkpoint() is None:
+            await self.write_weights(version)
+
     async def write_weights(self, version: PolicyVersion) -> None:
         """Write the published role's weights; when they have their manifest they may be published."""
         parts = self._parts
-        directory = parts.trial.weights_path / weights_name(version)
+        # Version 0 is of no epoch, and may be written by several: each has a folder that only it writes into.
+        directory = parts.trial.weights_path / weights_name(version._replace(epoch=parts.writer.epoch))
         await self._disk.run(directory.mkdir, mode=0o700)
         with parts.presence.during("write weights", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
             files = await parts.gang.save_weights(self._published_role, directory, base=self._base())
@@ -106,8 +112,8 @@ class DurableState:
     def _base(self) -> Path | None:
         """What deltas lead from, where they are wanted: the version that the present weights were trained from.
 
-        Guarantee: it is of the lineage, since it is what this epoch wrote last, or what it began with. The weights that
-        a trial begins with have no manifest, and the first version no deltas.
+        Guarantee: it is of the lineage, since it is what this epoch wrote last, or what it began with. A model's own
+        directory has no manifest, and what is trained from it no deltas.
         """
         is_sealed = self._written is not None or self._checkpoint() is not None
         return self.weights if self._parts.spec.writes_deltas and is_sealed else None

@@ -93,6 +93,7 @@ class TrainerEpoch:
                 step=self._step, weights=self._durable.initial_weights, states=self._durable.initial_states
             )
         await self._look_at_what_was_loaded()
+        await self._durable.write_first_version(self.version)
         parts.publish(await self._durable.published(self.version))
         parts.presence.enter("train")
         parts.presence.beat(version=str(self.version))

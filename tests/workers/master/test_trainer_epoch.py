@@ -271,6 +271,37 @@ def test_deltas_lead_from_what_the_weights_were_trained_from_and_never_from_an_o
         verify_manifest(folder, None)
 
 
+def test_what_no_directory_has_is_written_as_version_0_by_each_epoch_until_something_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    workers = [
+        worker.model_copy(update={"writes_first_version": True}) if worker.kind == "master_worker" else worker
+        for worker in plan.workers
+    ]
+    plan = plan.model_copy(update={"workers": workers})
+    starts: list[tuple[str, str]] = []
+    for dies_after in (0, 0, 1, NUM_STEPS):
+        gang = Gang()
+
+        def look(name: str, gang: Gang = gang, dies_after: int = dies_after) -> None:
+            if name == "train_step" and not gang.trained:
+                now = gang.published_weights()
+                starts.append((now.version, now.directory.relative_to(trial.path).as_posix().partition("-e")[0]))
+                assert now.digest == hashlib.sha256((now.directory / "manifest.json").read_bytes()).hexdigest()
+            if name == "train_step" and len(gang.trained) == dies_after:
+                raise KilledError(name)
+
+        gang.at_call = look
+        if dies_after < NUM_STEPS:
+            with pytest.raises(KilledError):
+                run_master(plan, trial, gang, monkeypatch)
+        else:
+            assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    first = ("0.0", "weights/v00000000")
+    assert starts == [first, first, first, ("3.1", "checkpoints/step-00000001")]
+
+
 def test_a_master_that_was_replaced_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, trial = trial_of(tmp_path)
 
