@@ -4,7 +4,7 @@ RequestClient.post() ──what each worker was told──► await_reply() ─�
 RequestClient, on a reply, a death, a deadline ──payload or error, once for each worker──► end()
                                                                                              │
 results(): all payloads, or the first error ◄── one future ──────────────────────────────────┤
-on_each(): as they come ◄────────────────────────────────────────────────────────────────────┘
+on_each(): as they come, and none is kept ◄──────────────────────────────────────────────────┘
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class PendingReplies:
         return self._missing.get(worker, [])
 
     async def results(self) -> dict[str, ReplyPayload]:
-        """Every worker's payload, or the first error.
+        """Every worker's payload, or the first error; none of what somebody was told of as it came.
 
         Raises:
             RemoteError: if a worker's handler raised.
@@ -72,8 +72,12 @@ class PendingReplies:
         return {worker: payload for worker in self._workers if (payload := self._ended[worker]) is not None}
 
     def on_each(self, callback: Callable[[str, ReplyPayload | None], None]) -> None:
-        """Call this with each worker and its payload as it comes; None instead of an error, which `results` raises."""
-        for worker, payload in self._ended.items():
+        """Call this with each worker and its payload as it comes; None instead of an error, which `results` raises.
+
+        Payloads are not kept for `results` then: of a thousand workers they are megabytes, in use until the last came.
+        """
+        ended, self._ended = self._ended, dict.fromkeys(self._ended)
+        for worker, payload in ended.items():
             callback(worker, payload)
         if self._missing:
             self._watchers.append(callback)
@@ -88,7 +92,7 @@ class PendingReplies:
         """What has come of a worker, once; False if nobody waits for it any more."""
         if self._missing.pop(worker, None) is None:
             return False
-        self._ended[worker] = payload
+        self._ended[worker] = None if self._watchers else payload
         is_awaited = not self._done.cancelled()
         if not self._done.done():
             if error is not None:

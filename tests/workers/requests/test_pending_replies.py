@@ -19,6 +19,20 @@ def without_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_payload_that_somebody_was_told_of_is_not_kept(is_late: bool) -> None:
+    async def run() -> None:
+        pending = PendingReplies(["a"], request_id="1:1", asked="Spec 1:1")
+        told: list[tuple[str, object]] = []
+        if is_late:
+            pending.end("a", OkReply())
+        pending.on_each(lambda worker, payload: told.append((worker, payload)))
+        pending.end("a", OkReply())
+        assert told == [("a", OkReply())] and await pending.results() == {}
+
+    asyncio.run(run())
+
+
 @pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("is_late", [False, True])
 def test_who_watches_replies_and_knows_them_does_not_keep_them(is_late: bool) -> None:
