@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
-from corral.scheduling.policy_version import Lineage
+from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.scheduling.staleness import ReadySamples
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
 from corral.workers.requests.messages import Rejection
@@ -168,16 +168,20 @@ class TrajectorySource:
     async def _take_in(self, samples: Iterable[BufferedSample]) -> int:
         """Decide about what has arrived, each sample once; says how many were given up before they came here."""
         copies, dropped, orphans = list[BufferedSample](), list[str](), list[str]()
+        alike: defaultdict[tuple[frozenset[PolicyVersion], frozenset[str]], list[BufferedSample]] = defaultdict(list)
         for sample in samples:
             if not self.buffer.put(sample):
                 copies.append(sample)
             elif sample.dropped_because:
                 dropped.append(sample.uid)
                 self.on_drop(sample.uid, sample.dropped_because)
-            elif not all(map(self.lineage.contains, sample.versions)):
-                orphans.append(sample.uid)
             else:
-                self._note_ready(sample)
+                alike[sample.versions, sample.keys].append(sample)
+        for (versions, keys), group in alike.items():  # few: what they have in common is looked at once
+            if all(map(self.lineage.contains, versions)):
+                self._note_ready(group, keys)
+            else:
+                orphans += [sample.uid for sample in group]
         await self._turn_away([copy for copy in copies if self.buffer.is_consumed(copy.uid)], "consumed")
         await self._turn_away([copy for copy in copies if not self.buffer.is_consumed(copy.uid)], "duplicate")
         if dropped:
@@ -187,14 +191,17 @@ class TrajectorySource:
         await self._give_up(orphans)
         return len(dropped)
 
-    def _note_ready(self, sample: BufferedSample) -> None:
-        if not self.input_keys <= sample.keys:
-            lacking = ", ".join(sorted(self.input_keys - sample.keys))
+    def _note_ready(self, samples: Sequence[BufferedSample], keys: frozenset[str]) -> None:
+        """These have the same keys, and are from the same versions."""
+        if not self.input_keys <= keys:
+            lacking = ", ".join(sorted(self.input_keys - keys))
             raise ValueError(
-                f"sample {sample.uid} came without {lacking}, which the calls of the dataflow graph "
-                f"read and none of them makes; it has {', '.join(sorted(sample.keys))}"
+                f"sample {samples[0].uid} came without {lacking}, which the calls of the dataflow graph "
+                f"read and none of them makes; it has {', '.join(sorted(keys))}"
             )
-        self._ready.add(sample.uid, order=sample.order, head_version=sample.head_version)
+        head_version = samples[0].head_version
+        for sample in samples:
+            self._ready.add(sample.uid, order=sample.order, head_version=head_version)
 
     async def _turn_away(self, copies: Iterable[BufferedSample], rejection: Rejection) -> None:
         """Refuse what the buffer did not take, where it arrived; the copy that came first stays where it is."""
