@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 Locations = Mapping[str, Mapping[str, frozenset[int]]]
-"""uid -> key -> ranks that hold it. Samples in the same places may share one mapping, which then costs one look."""
+"""uid -> key -> ranks that hold it."""
 _MAX_SHOWN = 5
 
 
@@ -171,7 +171,7 @@ def _bundles_by_uid(locations: Locations, wanted: Sequence[Demand]) -> Iterator[
     """The keys of each sample that must move, by who has and who lacks them."""
     demands_by_uid: defaultdict[str, list[Demand]] = defaultdict(list)
     for demand in wanted:
-        for uid in _not_there(locations, demand):
+        for uid in demand.uids:
             demands_by_uid[uid].append(demand)
     if unknown := sorted(_unknown(locations, demands_by_uid)):
         raise ValueError(_not_held(unknown))
@@ -187,20 +187,6 @@ def _bundles_by_uid(locations: Locations, wanted: Sequence[Demand]) -> Iterator[
             if bundle.destinations:
                 bundles.setdefault(bundle, []).append(key)
         yield uid, bundles
-
-
-def _not_there(locations: Locations, demand: Demand) -> Iterator[str]:
-    """Samples of which one of the ranks lacks a key. Mostly there are few, and the others are to cost little."""
-    ranks, keys = frozenset(demand.ranks), demand.keys
-    nowhere: Mapping[str, frozenset[int]] = {}
-    nobody = frozenset[int]()
-    is_there: dict[int, bool] = {}  # by id of what samples in the same places may share
-    for uid in demand.uids:
-        of_sample = locations.get(uid, nowhere)
-        if id(of_sample) not in is_there:
-            is_there[id(of_sample)] = all(ranks <= of_sample.get(key, nobody) for key in keys)
-        if not is_there[id(of_sample)]:
-            yield uid
 
 
 def _ranks_by_key(demands: Sequence[Demand]) -> dict[str, tuple[int, ...]]:

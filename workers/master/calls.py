@@ -27,12 +27,11 @@ from corral.scheduling.model_function_call import (
     PushWeightsHook,
 )
 from corral.scheduling.policy_version import Lineage
-from corral.scheduling.redistribution import Demand
 from corral.workers.data.sequence_sample import key_specs
 from corral.workers.master.all_or_first import all_or_first_error
 from corral.workers.master.arrivals import buffered
-from corral.workers.master.dealing import Dealer
-from corral.workers.master.sequence_buffer import SequenceBuffer
+from corral.workers.master.dealing import Dealer, Shares
+from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer, note_held
 from corral.workers.master.step_runner import CallResult
 from corral.workers.master.trainer_gang import TrainerGang
 from corral.workers.master.transfers import TransferPlanner
@@ -84,6 +83,7 @@ class MeshCalls:
         self._publish = publish
         self._dealer = Dealer(spec, graph)
         self._transfers = TransferPlanner(gang.host_by_rank(), key_specs(spec.declared_keys))
+        self._ranks_of_shares = {call.model_name: _ranks_of_shares(spec.mesh(call.model_name)) for call in graph.calls}
         self._moved_bytes = 0
 
     def ranks_of(self, call: ModelFunctionCall) -> frozenset[int]:
@@ -106,7 +106,7 @@ class MeshCalls:
         reply = next((reply for reply in replies.values() if isinstance(reply, TrainReply)), None)
         if reply is None:
             for head, share in zip(mesh.dp_heads, shares, strict=True):
-                self._buffer.note_held(share, call.output_keys, (head,))
+                note_held(share, call.output_keys, (head,))
         elif is_last_go and not reply.is_skipped and not reply.is_damaged:
             await self._after_training(call)
         return CallResult(trained=reply)
@@ -129,23 +129,20 @@ class MeshCalls:
 
     async def _run(
         self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool
-    ) -> tuple[Mesh, list[list[str]], Mapping[int, ReplyPayload]]:
+    ) -> tuple[Mesh, Shares, Mapping[int, ReplyPayload]]:
         """The call's mesh, the share of each data-parallel rank, and the replies by rank."""
         for hook in call.pre_hooks:
             await self._reallocate(hook.source, call.model_name, eta=_COPY)
         mesh = self._spec.mesh(call.model_name)
-        shares = self._dealer.deal(call, uids, self._buffer)
+        shares = self._dealer.deal(call, self._buffer.find(uids))
         return mesh, shares, await self._ask(call, mesh, shares, version=version, is_last_go=is_last_go)
 
     async def _ask(
-        self, call: ModelFunctionCall, mesh: Mesh, shares: list[list[str]], *, version: int, is_last_go: bool
+        self, call: ModelFunctionCall, mesh: Mesh, shares: Shares, *, version: int, is_last_go: bool
     ) -> Mapping[int, ReplyPayload]:
         """Every rank's reply to its own share of the call; those that hold inputs of others give them meanwhile."""
-        demands = [
-            Demand(ranks=mesh.ranks_of_dp(dp_rank), uids=share, keys=call.input_keys)
-            for dp_rank, share in enumerate(shares)
-        ]
-        transfers = self._transfers.plan(demands, self._buffer)
+        share_by_ranks = dict(zip(self._ranks_of_shares[call.model_name], shares, strict=True))
+        transfers = self._transfers.plan(share_by_ranks.items(), call.input_keys)
         self._moved_bytes += transfers.size_bytes
         asked_anyway = transfers.gives.keys() & set(mesh.ranks)
         self._gang.attach({rank: transfers.gives[rank] for rank in asked_anyway})
@@ -157,8 +154,8 @@ class MeshCalls:
             self._gang.start(
                 {
                     rank: self._request(call, share, version, reports=rank == mesh.ranks[0])
-                    for demand, share in zip(demands, shares, strict=True)
-                    for rank in demand.ranks
+                    for ranks, share in share_by_ranks.items()
+                    for rank in ranks
                 },
                 pre_hooks={rank: [hook] for rank, hook in transfers.takes.items()},
                 post_hooks=dict.fromkeys(mesh.ranks, after),
@@ -166,16 +163,19 @@ class MeshCalls:
         )
         # A rank that lacks what it is to give says so, and nobody waits in vain for it.
         await all_or_first_error(asked, given)
-        transfers.note_arrival(self._buffer)
+        transfers.note_arrival()
         return asked.result()
 
-    def _request(self, call: ModelFunctionCall, uids: list[str], version: int, *, reports: bool) -> Request:
+    def _request(
+        self, call: ModelFunctionCall, samples: Sequence[BufferedSample], version: int, *, reports: bool
+    ) -> Request:
+        uids = [sample.uid for sample in samples]
         if call.call_type is CallType.EVALUATE:
             return Evaluate(mfc=call.name, uids=uids, reports=reports)
         if call.call_type is CallType.TRAIN_STEP:
             return TrainStep(mfc=call.name, uids=uids, version=version, reports=reports)
         if call.call_type is CallType.GENERATE:
-            orders = [self._buffer.samples[uid].order for uid in uids]
+            orders = [sample.order for sample in samples]
             return Generate(mfc=call.name, uids=uids, orders=orders, version=str(self._lineage.version(version)))
         return Inference(mfc=call.name, uids=uids)
 
@@ -190,3 +190,8 @@ class MeshCalls:
         ranks = {*self._spec.mesh(source).ranks, *self._spec.mesh(target).ranks}
         request = Reallocate(source=str(source), target=str(target), eta=eta)
         await self._gang.start(dict.fromkeys(sorted(ranks), request))
+
+
+def _ranks_of_shares(mesh: Mesh) -> list[tuple[int, ...]]:
+    """The ranks that work on each share of a call, by dp rank."""
+    return [mesh.ranks_of_dp(dp_rank) for dp_rank in range(mesh.dims.dp)]

@@ -15,8 +15,10 @@ from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 from corral.scheduling.packing import TYPICAL_SHAPE, TransformerShape, forward_flops, partition_near_owners
-from corral.workers.master.sequence_buffer import Places, SequenceBuffer
+from corral.workers.master.sequence_buffer import BufferedSample
 
+Shares = Sequence[Sequence[BufferedSample]]
+"""The samples of each data-parallel rank of a mesh, by dp rank."""
 _TRAINING_FORWARDS = 3  # a backward pass takes as much as two forward passes
 
 
@@ -27,7 +29,7 @@ class Dealer:
         self._spec = spec
         self._shapes: dict[tuple[int, ...], list[TransformerShape]] = {}
         self._dp_ranks: dict[tuple[int, ...], dict[int, int]] = {}
-        self._last: dict[tuple[int, ...], tuple[list[str], list[list[str]]]] = {}
+        self._last: dict[tuple[int, ...], tuple[Sequence[BufferedSample], Shares]] = {}
         """What was dealt last on a mesh, and how."""
         for call in graph.calls:
             shape = spec.shape_by_role.get(call.role, TYPICAL_SHAPE)
@@ -38,34 +40,34 @@ class Dealer:
             self._shapes.setdefault(mesh.ranks, []).extend([shape] * count)
             self._dp_ranks[mesh.ranks] = {rank: mesh.coords(rank).dp_rank for rank in mesh.ranks}
 
-    def deal(self, call: ModelFunctionCall, uids: Sequence[str], buffer: SequenceBuffer) -> list[list[str]]:
+    def deal(self, call: ModelFunctionCall, samples: Sequence[BufferedSample]) -> Shares:
         """The samples of each data-parallel rank of the call's mesh."""
         mesh = self._spec.mesh(call.model_name)
         if mesh.dims.dp == 1:
-            return [list(uids)]
-        nothing: tuple[list[str], list[list[str]]] = ([], [[] for _ in range(mesh.dims.dp)])
-        dealt, shares = self._last.get(mesh.ranks, nothing)
-        if dealt != uids:
-            shares = self._deal_anew(call, mesh, uids, buffer)
+            return [samples]
+        dealt, shares = self._last.get(mesh.ranks, ([], [[] for _ in range(mesh.dims.dp)]))
+        if dealt != samples:
+            shares = self._deal_anew(call, mesh, samples)
             if call.call_type is not CallType.GENERATE:  # its answers will have other lengths than its prompts
-                self._last[mesh.ranks] = list(uids), shares
+                self._last[mesh.ranks] = samples, shares
         return shares
 
-    def _deal_anew(
-        self, call: ModelFunctionCall, mesh: Mesh, uids: Sequence[str], buffer: SequenceBuffer
-    ) -> list[list[str]]:
-        flops = forward_flops((buffer.samples[uid].num_tokens for uid in uids), self._shapes[mesh.ranks])
+    def _deal_anew(self, call: ModelFunctionCall, mesh: Mesh, samples: Sequence[BufferedSample]) -> Shares:
+        flops = forward_flops((sample.num_tokens for sample in samples), self._shapes[mesh.ranks])
         costs = [cost or 1.0 for cost in flops]  # nobody knows how long the answers to a prompt will be
-        owners = _owners([buffer.located[uid] for uid in uids], call.input_keys, self._dp_ranks[mesh.ranks])
+        owners = _owners(samples, call.input_keys, self._dp_ranks[mesh.ranks])
         parts = partition_near_owners(costs, owners, num_parts=mesh.dims.dp)
-        return [[uids[index] for index in part] for part in parts]
+        return [[samples[index] for index in part] for part in parts]
 
 
-def _owners(located: Sequence[Places], keys: Sequence[str], dp_ranks: Mapping[int, int]) -> list[int | None]:
+def _owners(samples: Sequence[BufferedSample], keys: Sequence[str], dp_ranks: Mapping[int, int]) -> list[int | None]:
     """For each sample the data-parallel rank that holds most of its keys; None if none holds anything."""
     known: dict[int, int | None] = {}  # by id of what samples share
-    for places in located:
+    owners: list[int | None] = []
+    for sample in samples:
+        places = sample.places
         if id(places) not in known:
             held = Counter(dp_ranks[rank] for key in keys for rank in places.get(key, ()) if rank in dp_ranks)
             known[id(places)] = max(held, key=lambda dp_rank: (held[dp_rank], -dp_rank), default=None)
-    return [known[id(places)] for places in located]
+        owners.append(known[id(places)])
+    return owners

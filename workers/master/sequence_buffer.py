@@ -12,21 +12,24 @@ here saves a train step; what keeps it from counting twice is the ledger.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import msgspec
 
 from corral.scheduling.policy_version import PolicyVersion
 
 Places = Mapping[str, frozenset[int]]
-"""key -> ranks that hold it. Never changed, and shared by the samples of which it is true: a step has thousands of
-samples in few places, and what is found out about one of these mappings holds for all of them."""
+"""key -> ranks that hold it. Never changed, and shared by samples of one owner of which it is true: a step has
+thousands of samples in few places, and what is found out about one of these mappings holds for all of them."""
+_NOWHERE: Places = MappingProxyType({})
 
 
-class BufferedSample(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class BufferedSample(msgspec.Struct, kw_only=True, eq=False, gc=False):
     """What the master knows about one sample (one prompt with its group of answers).
 
-    It is small, and the garbage collector does not know it: a step looks at thousands of them, and more of them than
-    fit into a processor's cache would cost more each.
+    It is small, and the garbage collector does not know it: a step looks at thousands of them several times, and more
+    of them than fit into a processor's cache cost more each. For the same reason the parts of a step hand on samples
+    and not their uids, which would have to be looked up.
     """
 
     uid: str
@@ -42,6 +45,8 @@ class BufferedSample(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Data that exists for it at its owner."""
     dropped_because: str = ""
     """Reason of a sample that has no answers to train on, such as a failed reward."""
+    places: Places = _NOWHERE
+    """Where each key lies; the only thing that changes, and only the buffer and `note_held` change it."""
 
     @property
     def head_version(self) -> int:
@@ -56,7 +61,6 @@ class SequenceBuffer:
     is_consumed: Callable[[str], bool]
     """Whether a uid is in the ledger already (trained or dropped, committed or not)."""
     samples: dict[str, BufferedSample] = field(default_factory=dict)
-    located: dict[str, Places] = field(default_factory=dict)
     """By uid."""
     duplicates: int = 0
     """Samples that arrived a second time and were turned away."""
@@ -85,32 +89,38 @@ class SequenceBuffer:
         places = self._places_of_new.get(kind)
         if places is None:
             places = self._places_of_new[kind] = dict.fromkeys(sample.keys, frozenset((sample.owner,)))
-        self.located[sample.uid] = places
+        sample.places = places
 
-    def note_held(self, uids: Iterable[str], keys: Iterable[str], ranks: Iterable[int]) -> None:
-        """Record that some keys of these samples are on further ranks, too: computed there, or moved."""
-        names, further = tuple(keys), frozenset(ranks)
-        before_and_after: dict[int, tuple[Places, Places]] = {}  # by id, which is one's own as long as one is held
-        for uid in uids:
-            before = self.located[uid]
-            if id(before) not in before_and_after:
-                added = {key: before.get(key, further) | further for key in names}
-                before_and_after[id(before)] = (before, {**before, **added})
-            self.located[uid] = before_and_after[id(before)][1]
+    def find(self, uids: Iterable[str]) -> list[BufferedSample]:
+        """The samples of these uids, all of which are here."""
+        samples = self.samples
+        return [samples[uid] for uid in uids]
 
     def release(self, uids: Iterable[str]) -> dict[int, list[str]]:
         """Forget samples: trained, stale, or given up. Returns what each rank has to forget, by rank."""
         uids_by_rank: defaultdict[int, list[str]] = defaultdict(list)
-        kinds: dict[tuple[int, int], tuple[Places, frozenset[int]]] = {}  # by owner, and id of the places as above
+        known: dict[int, tuple[Places, frozenset[int]]] = {}  # by id, which is one's own as long as one is held
         for uid in uids:
             sample = self.samples.pop(uid, None)
             if sample is None:
                 continue
-            places = self.located.pop(uid)
-            kind = (sample.owner, id(places))
-            if kind not in kinds:
+            places = sample.places
+            if id(places) not in known:
                 # The owner may hold no key of it, but remembers who sent it.
-                kinds[kind] = (places, frozenset((sample.owner,)).union(*places.values()))
-            for rank in kinds[kind][1].union(self._copies.pop(uid)) if uid in self._copies else kinds[kind][1]:
+                known[id(places)] = places, frozenset((sample.owner,)).union(*places.values())
+            ranks = known[id(places)][1]
+            for rank in ranks.union(self._copies.pop(uid)) if uid in self._copies else ranks:
                 uids_by_rank[rank].append(uid)
         return dict(uids_by_rank)
+
+
+def note_held(samples: Iterable[BufferedSample], keys: Iterable[str], ranks: Iterable[int]) -> None:
+    """Record that some keys of these samples are on further ranks, too: computed there, or moved."""
+    names, further = tuple(keys), frozenset(ranks)
+    known: dict[int, tuple[Places, Places]] = {}  # before and after, by id as above
+    for sample in samples:
+        before = sample.places
+        if id(before) not in known:
+            added = {key: before.get(key, further) | further for key in names}
+            known[id(before)] = before, {**before, **added}
+        sample.places = known[id(before)][1]

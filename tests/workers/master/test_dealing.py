@@ -1,5 +1,6 @@
 """Who works on which samples: equal work, and nothing moves that need not."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelFunctionCall
 from corral.scheduling.parallel import ParallelDims
 from corral.workers.master.dealing import Dealer
-from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
+from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer, note_held
 
 
 def call(name: str, role: str, reads: tuple[str, ...], *makes: str) -> ModelFunctionCall:
@@ -51,34 +52,38 @@ def buffer_of(owner_by_uid: dict[str, int], tokens: dict[str, int]) -> SequenceB
     return buffer
 
 
+def deal(dealer: Dealer, what: ModelFunctionCall, uids: Sequence[str], buffer: SequenceBuffer) -> list[list[str]]:
+    return [[sample.uid for sample in share] for share in dealer.deal(what, buffer.find(uids))]
+
+
 def test_samples_stay_where_they_are_while_the_work_is_equal() -> None:
     buffer = buffer_of({"a": 1, "b": 0, "c": 1, "d": 0}, dict.fromkeys("abcd", 100))
-    assert Dealer(SPEC, GRAPH).deal(REF, list("abcd"), buffer) == [["b", "d"], ["a", "c"]]
+    assert deal(Dealer(SPEC, GRAPH), REF, list("abcd"), buffer) == [["b", "d"], ["a", "c"]]
 
 
 def test_work_is_equal_where_lengths_are_not() -> None:
     buffer = buffer_of({"a": 0, "b": 0, "c": 0, "d": 0}, {"a": 300, "b": 100, "c": 100, "d": 100})
-    shares = Dealer(SPEC, GRAPH).deal(REF, list("abcd"), buffer)
+    shares = deal(Dealer(SPEC, GRAPH), REF, list("abcd"), buffer)
     assert sorted(map(sorted, shares)) == [["a"], ["b", "c", "d"]]
 
 
 def test_another_mesh_is_dealt_by_itself_and_then_stays_as_it_is() -> None:
     buffer = buffer_of({"a": 0, "b": 0, "c": 1, "d": 1}, dict.fromkeys("abcd", 100))
     dealer = Dealer(SPEC, GRAPH)
-    first = dealer.deal(CRITIC, list("abcd"), buffer)
+    first = deal(dealer, CRITIC, list("abcd"), buffer)
     assert [len(share) for share in first] == [2, 2]
     for rank, share in zip((2, 3), first, strict=True):
         for uid in share:
-            buffer.note_held([uid], ["ids"], [rank])
-    assert dealer.deal(CRITIC, list("dcba"), buffer) == [sorted(share, reverse=True) for share in first]
+            note_held(buffer.find([uid]), ["ids"], [rank])
+    assert deal(dealer, CRITIC, list("dcba"), buffer) == [sorted(share, reverse=True) for share in first]
 
 
 def test_every_rank_has_a_share_of_no_samples_too() -> None:
     buffer = buffer_of({"a": 0}, {"a": 100})
     dealer = Dealer(SPEC, GRAPH)
-    assert dealer.deal(REF, [], buffer) == [[], []]
-    assert sorted(dealer.deal(REF, ["a"], buffer)) == [[], ["a"]]
-    assert dealer.deal(REF, [], buffer) == [[], []]
+    assert deal(dealer, REF, [], buffer) == [[], []]
+    assert sorted(deal(dealer, REF, ["a"], buffer)) == [[], ["a"]]
+    assert deal(dealer, REF, [], buffer) == [[], []]
 
 
 def test_answers_are_dealt_anew_once_their_lengths_are_known() -> None:
@@ -90,7 +95,7 @@ def test_answers_are_dealt_anew_once_their_lengths_are_known() -> None:
     for uid in "abcd":
         buffer.samples[uid] = msgspec.structs.replace(buffer.samples[uid], num_tokens=[])
     dealer = Dealer(SPEC, build_dataflow([generate, REF], []))
-    assert [len(share) for share in dealer.deal(generate, list("abcd"), buffer)] == [2, 2]
+    assert [len(share) for share in deal(dealer, generate, list("abcd"), buffer)] == [2, 2]
     for uid, length in {"a": 300, "b": 100, "c": 100, "d": 100}.items():
         buffer.samples[uid] = msgspec.structs.replace(buffer.samples[uid], num_tokens=[length])
-    assert sorted(map(len, dealer.deal(REF, list("abcd"), buffer))) == [1, 3]
+    assert sorted(map(len, deal(dealer, REF, list("abcd"), buffer))) == [1, 3]

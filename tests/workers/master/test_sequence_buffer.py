@@ -5,7 +5,7 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
+from corral.workers.master.sequence_buffer import BufferedSample, Places, SequenceBuffer, note_held
 
 
 def row(uid: str, *, order: int, owner: int = 0) -> BufferedSample:
@@ -14,14 +14,18 @@ def row(uid: str, *, order: int, owner: int = 0) -> BufferedSample:
     )
 
 
+def places(buffer: SequenceBuffer) -> dict[str, Places]:
+    return {uid: sample.places for uid, sample in buffer.samples.items()}
+
+
 def test_outputs_and_transfers_add_places_and_a_release_forgets_them_all() -> None:
     buffer = SequenceBuffer(is_consumed=lambda uid: False)
     buffer.put(row("0:a", order=0, owner=1))
-    buffer.note_held(["0:a"], ["proximal_logprobs"], [0])
-    buffer.note_held(["0:a"], ["input_ids"], [0, 2])
-    assert buffer.located == {"0:a": {"input_ids": {0, 1, 2}, "proximal_logprobs": {0}}}
+    note_held(buffer.find(["0:a"]), ["proximal_logprobs"], [0])
+    note_held(buffer.find(["0:a"]), ["input_ids"], [0, 2])
+    assert places(buffer) == {"0:a": {"input_ids": {0, 1, 2}, "proximal_logprobs": {0}}}
     assert buffer.release(["0:a", "0:unknown"]) == {0: ["0:a"], 1: ["0:a"], 2: ["0:a"]}
-    assert not buffer.samples and not buffer.located
+    assert not buffer.samples
 
 
 def test_a_release_names_each_rank_with_its_own_samples_second_copies_among_them() -> None:
@@ -29,7 +33,7 @@ def test_a_release_names_each_rank_with_its_own_samples_second_copies_among_them
     for uid, owner in (("0:a", 0), ("0:b", 1), ("0:c", 1)):
         buffer.put(row(uid, order=0, owner=owner))
     assert not buffer.put(row("0:a", order=0, owner=2))
-    assert buffer.located["0:a"] == {"input_ids": {0}}  # nothing is computed on a second copy
+    assert places(buffer)["0:a"] == {"input_ids": {0}}  # nothing is computed on a second copy
     assert buffer.release(["0:a", "0:b"]) == {0: ["0:a"], 1: ["0:b"], 2: ["0:a"]}
     assert buffer.release(["0:a", "0:c"]) == {1: ["0:c"]}
 
@@ -75,11 +79,11 @@ def test_whatever_happens_every_rank_that_holds_something_is_told_to_forget_it(
             lies.append((rank, subject, "a copy" if subject in arrived else "input_ids"))
             arrived.add(subject)
         elif subject in arrived and event == "amend":
-            buffer.note_held([subject], ["values"], [rank])
+            note_held(buffer.find([subject]), ["values"], [rank])
             lies.append((rank, subject, "values"))
         elif subject in arrived:
-            buffer.note_held([subject], ["input_ids"], [rank])
+            note_held(buffer.find([subject]), ["input_ids"], [rank])
             lies.append((rank, subject, "input_ids"))
-        found = {(where, uid, key) for uid, keys in buffer.located.items() for key in keys for where in keys[key]}
+        found = {(where, uid, key) for uid, keys in places(buffer).items() for key in keys for where in keys[key]}
         assert found == {place for place in lies if place[2] != "a copy"}
         assert set(buffer.samples) == arrived

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from corral.scheduling.redistribution import Demand, Parcel
+from corral.scheduling.redistribution import Parcel
 from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
 from corral.workers.master.transfers import TransferPlanner
@@ -26,7 +26,7 @@ def buffer_of(owner_by_uid: dict[str, int], keys: tuple[str, ...] = KEYS) -> Seq
 def test_each_rank_is_told_of_its_own_parcels_only() -> None:
     buffer = buffer_of({"0:a": 0, "0:b": 1, "0:c": 2})
     planner = TransferPlanner({0: "A", 1: "A", 2: "B", 3: "B"})
-    transfers = planner.plan([Demand(ranks=(2, 3), uids=["0:a", "0:c"], keys=KEYS)], buffer)
+    transfers = planner.plan([((2, 3), buffer.find(["0:a", "0:c"]))], KEYS)
     to_2 = Parcel(tag=0, source=0, destinations=(2,), uids=("0:a",), keys=KEYS)
     to_3 = Parcel(tag=1, source=2, destinations=(3,), uids=("0:c",), keys=KEYS)
     onward = Parcel(tag=2, source=2, destinations=(3,), uids=("0:a",), keys=KEYS, is_passed_on=True)
@@ -40,13 +40,13 @@ def test_each_rank_is_told_of_its_own_parcels_only() -> None:
 def test_nothing_moves_twice_and_no_two_parcels_have_one_number() -> None:
     buffer = buffer_of({"0:a": 0, "0:b": 0})
     planner = TransferPlanner({0: "A", 1: "A"})
-    first = planner.plan([Demand(ranks=(1,), uids=["0:a"], keys=("input_ids",))], buffer)
+    first = planner.plan([((1,), buffer.find(["0:a"]))], ("input_ids",))
     assert first.takes.keys() == {1}
-    first.note_arrival(buffer)
-    again = planner.plan([Demand(ranks=(1,), uids=["0:a"], keys=("input_ids",))], buffer)
+    first.note_arrival()
+    again = planner.plan([((1,), buffer.find(["0:a"]))], ("input_ids",))
     assert (again.gives, again.takes, again.size_bytes) == ({}, {}, 0)
-    more = planner.plan([Demand(ranks=(1,), uids=["0:a", "0:b"], keys=KEYS)], buffer)
-    more.note_arrival(buffer)
+    more = planner.plan([((1,), buffer.find(["0:a", "0:b"]))], KEYS)
+    more.note_arrival()
     tags = [parcel.tag for transfers in (first, more) for give in transfers.gives.values() for parcel in give.parcels]
     assert len(set(tags)) == len(tags) == 3
     assert buffer.release(["0:a", "0:b"]) == {0: ["0:a", "0:b"], 1: ["0:a", "0:b"]}
@@ -55,11 +55,11 @@ def test_nothing_moves_twice_and_no_two_parcels_have_one_number() -> None:
 def test_nobody_gives_away_what_is_still_on_its_way_to_it() -> None:
     buffer = buffer_of({"0:a": 0})
     planner = TransferPlanner({0: "A", 1: "B", 2: "B"})
-    under_way = planner.plan([Demand(ranks=(1,), uids=["0:a"], keys=KEYS)], buffer)
-    beside_it = planner.plan([Demand(ranks=(2,), uids=["0:a"], keys=KEYS)], buffer)
+    under_way = planner.plan([((1,), buffer.find(["0:a"]))], KEYS)
+    beside_it = planner.plan([((2,), buffer.find(["0:a"]))], KEYS)
     assert beside_it.gives.keys() == {0}
-    under_way.note_arrival(buffer)
-    assert planner.plan([Demand(ranks=(2,), uids=["0:a"], keys=KEYS)], buffer).gives.keys() == {1}
+    under_way.note_arrival()
+    assert planner.plan([((2,), buffer.find(["0:a"]))], KEYS).gives.keys() == {1}
 
 
 @pytest.mark.parametrize("key", sorted(KEY_LAYOUTS))
@@ -69,5 +69,5 @@ def test_sizes_are_those_of_the_arrays(key: str) -> None:
     layout, dtype = KEY_LAYOUTS[key].layout, KEY_LAYOUTS[key].dtype
     values = np.zeros(sum(layout.length(len(answer)) for answer in ids), dtype)
     buffer = buffer_of({"0:a": 0}, ("input_ids", key))
-    transfers = TransferPlanner({0: "A", 1: "A"}).plan([Demand(ranks=(1,), uids=["0:a"], keys=(key,))], buffer)
+    transfers = TransferPlanner({0: "A", 1: "A"}).plan([((1,), buffer.find(["0:a"]))], (key,))
     assert transfers.size_bytes == sample.with_key(key, values).select_keys([key]).size_bytes
