@@ -20,13 +20,13 @@ from corral.experiments.inputs.import_paths import check_import_path
 from corral.experiments.inputs.model_directory import ModelFacts, inspect_model
 from corral.experiments.inputs.parameters import check_lora
 from corral.experiments.inputs.tokens import LengthLimits
-from corral.scheduling.allocation import EVERY_ROLE, Allocation, parse_allocation
+from corral.experiments.training_checks import check_training_side
+from corral.scheduling.allocation import Allocation, parse_allocation
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.placement import NodeShape, place
 from corral.scheduling.scheduling import ExperimentScheduling, TasksGroup
 from corral.scheduling.worker_information import WorkerKind
 
-BUILT_TRAINING_BACKENDS = ("fsdp",)
 MODEL_CONTEXT = "the model's max_position_embeddings"
 
 _ALLOCATION = ("allocation",)
@@ -45,33 +45,11 @@ def check_allocation(
         message, hint = split_remedy(str(error))
         hint = hint or ("for example hf:d1+fsdp:d1" if generates else "for example fsdp:d1")
         return None, [ConfigProblem(message=message, hint=hint, path=_ALLOCATION, shown=text)]
-    problems = [*check_generation_side(allocation, generates=generates), *_training_problems(allocation, tuple(roles))]
+    problems = [
+        *check_generation_side(allocation, generates=generates),
+        *check_training_side(allocation, roles=tuple(roles)),
+    ]
     return allocation, [replace(problem, path=_ALLOCATION, shown=text) for problem in problems]
-
-
-def _training_problems(allocation: Allocation, roles: tuple[str, ...]) -> Iterator[ConfigProblem]:
-    if not allocation.training:
-        yield ConfigProblem(message="the allocation has no training side", hint="add one: fsdp:d1")
-        return
-    named = ", ".join(roles)
-    for share in allocation.training:
-        engine = share.engine
-        for role in share.roles:
-            if role != EVERY_ROLE and role not in roles:
-                yield ConfigProblem(
-                    message=f"the allocation names role {role!r}; this experiment has {named}", hint="remove it"
-                )
-        if engine.backend not in BUILT_TRAINING_BACKENDS:
-            message = f"training backend {engine.backend!r} is not built yet in this version"
-            yield ConfigProblem(message=message, hint=f"use the PyTorch-native backend: fsdp:d{engine.dims.world_size}")
-        if engine.dims.tp > 1 or engine.dims.pp > 1:
-            message = f"tensor and pipeline parallel training ({engine.dims}) are not built yet in this version"
-            yield ConfigProblem(message=message, hint=f"use pure data parallelism: fsdp:d{engine.dims.world_size}")
-    try:
-        allocation.meshes(roles)
-    except ValueError as error:
-        message, hint = split_remedy(str(error))
-        yield ConfigProblem(message=message, hint=hint)
 
 
 def check_groups(

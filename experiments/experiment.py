@@ -41,6 +41,7 @@ from corral.experiments.inputs.declared_keys import keys_of_graph
 from corral.experiments.inputs.model_directory import ModelFacts, transformer_shape
 from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.inputs.tokens import LengthLimits
+from corral.experiments.training_checks import check_layouts
 from corral.experiments.trial.directory import validate_name
 from corral.experiments.worker_specs import (
     BehaviourSpec,
@@ -206,6 +207,7 @@ class Experiment(FrozenConfig):
         allocation, problems = check_allocation(self.allocation, roles=self.roles, generates=self.generates)
         yield from problems
         if allocation is not None and not problems:
+            yield from check_layouts(self.meshes, self.models)
             group_problems = [
                 *check_groups(self.group_by_kind, self.expected_counts),
                 *check_containers(self.group_by_kind, self.cluster),

@@ -6,6 +6,7 @@ Example:
     "fsdp:d2"                          training only; all roles on the same 2 ranks
     "actor,ref=fsdp:d2,critic=fsdp:d2" actor and ref on ranks 0 and 1, critic on 2 and 3, all at the same time
     "actor=fsdp:d4t2,*=fsdp:d4"        "*" stands for the roles that are not named
+    "fsdp:d2c2"                        4 training ranks; each pair works on the same sequences, half the tokens each
     "actor=fsdp:d2,critic=fsdp:d2@1"   critic from rank 1 on: rank 1 works for both, in turns
     "sglang.d4m1p1+d2m2p1"             the reference system's spelling
 """
@@ -30,7 +31,7 @@ generation := {" | ".join(f'"{name}"' for name in GENERATION_BACKENDS)} ":" layo
 training   := engine | share {{"," share}}
 share      := role {{"," role}} "=" engine ["@" first rank]        role "*": every role that is not named
 engine     := [{" | ".join(f'"{name}"' for name in TRAINING_BACKENDS)} ":"] layout       "." may stand for ":"
-layout     := "d" size, "t" (or "m") size, "p" size, each at most once; one that is missing counts 1"""
+layout     := "d" size, "t" (or "m") size, "p" size, "c" size, each at most once; one that is missing counts 1"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,12 +170,13 @@ def _generation(text: str, side: list[_Part]) -> EngineAllocation:
         _fail(text, part.position, '"@" gives training ranks; generation servers have none')
     if len(side) > 1:
         _fail(text, side[1].position, 'the generation side is one engine; training goes after "+"')
-    if part.engine.dims.pp != 1:
-        _fail(
-            text,
-            part.position,
-            f"a generation server has no pipeline stages: p must be 1, got {part.engine.dims.pp}; use t",
-        )
+    for letter, size, what in (
+        ("p", part.engine.dims.pp, "pipeline stages"),
+        ("c", part.engine.dims.cp, "context-parallel ranks"),
+    ):
+        if size != 1:
+            reason = f"a generation server has no {what}: {letter} must be 1, got {size}; use t"
+            _fail(text, part.position, reason)
     return part.engine
 
 

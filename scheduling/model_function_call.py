@@ -63,9 +63,11 @@ class ModelShardID:
     dp_rank: int
     tp_rank: int
     pp_rank: int
+    cp_rank: int = 0
 
     def __str__(self) -> str:
-        return f"{self.model_name}@d{self.dp_rank}t{self.tp_rank}p{self.pp_rank}"
+        context = f"c{self.cp_rank}" if self.cp_rank else ""
+        return f"{self.model_name}@d{self.dp_rank}t{self.tp_rank}p{self.pp_rank}{context}"
 
 
 def shard_ids(model_name: ModelName, mesh: Mesh) -> dict[ModelShardID, int]:

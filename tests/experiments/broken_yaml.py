@@ -480,6 +480,15 @@ CONTRADICTION_CASES = (
         line=4,
     ),
     BrokenCase(
+        name="heads-that-context-parallel-ranks-cannot-share",
+        edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d2c3"),
+        files={
+            "model/config.json": '{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, '
+            '"max_position_embeddings": 64, "eos_token_id": 1}',
+        },
+        words=("3 context-parallel ranks cannot share the 4 attention heads", "(actor, d2c3)", "c1 or c2 or c4 divide"),
+    ),
+    BrokenCase(
         name="tensor-parallelism-is-not-built",
         edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d2t2"),
         words=("tensor", "not built yet", "fsdp:d4"),

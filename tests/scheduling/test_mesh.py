@@ -7,19 +7,21 @@ from hypothesis import strategies as st
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelDims
 
-layouts = st.builds(ParallelDims, dp=st.integers(1, 4), tp=st.integers(1, 3), pp=st.integers(1, 3))
+layouts = st.builds(
+    ParallelDims, dp=st.integers(1, 4), tp=st.integers(1, 3), pp=st.integers(1, 3), cp=st.integers(1, 3)
+)
 
 
 @given(layouts, st.randoms(use_true_random=False))
 def test_every_rank_works_for_one_data_parallel_rank_and_so_does_its_head(dims, random) -> None:  # type: ignore[no-untyped-def]
-    ranks = random.sample(range(100), dims.world_size)
+    ranks = random.sample(range(200), dims.world_size)
     mesh = Mesh(ranks=tuple(ranks), dims=dims)
     groups = [mesh.ranks_of_dp(dp_rank) for dp_rank in range(dims.dp)]
     assert sorted(rank for group in groups for rank in group) == sorted(ranks)
     for dp_rank, (group, head) in enumerate(zip(groups, mesh.dp_heads, strict=True)):
         assert head in group
         assert {mesh.coords(rank).dp_rank for rank in group} == {dp_rank}
-        assert mesh.coords(head)[1:] == (0, dims.pp - 1)
+        assert mesh.coords(head)[1:] == (0, dims.pp - 1, 0)
 
 
 def test_a_mesh_knows_who_is_in_it() -> None:

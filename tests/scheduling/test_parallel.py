@@ -6,13 +6,14 @@ from hypothesis import strategies as st
 
 from corral.scheduling.parallel import ParallelCoords, ParallelDims
 
-layouts = st.builds(ParallelDims, dp=st.integers(1, 5), tp=st.integers(1, 5), pp=st.integers(1, 5))
+sizes = st.integers(1, 4)
+layouts = st.builds(ParallelDims, dp=sizes, tp=sizes, pp=sizes, cp=sizes)
 
 
 @given(layouts)
 def test_ranks_and_coordinates_are_inverse_and_complete(dims: ParallelDims) -> None:
     coords = [dims.coords(rank) for rank in range(dims.world_size)]
-    assert len(set(coords)) == dims.dp * dims.tp * dims.pp
+    assert len(set(coords)) == dims.dp * dims.tp * dims.pp * dims.cp
     assert [dims.rank_of(**at._asdict()) for at in coords] == list(range(dims.world_size))
 
 
@@ -21,14 +22,20 @@ def test_every_rank_works_for_exactly_one_dp_rank(dims: ParallelDims) -> None:
     ranks = [rank for dp_rank in range(dims.dp) for rank in dims.ranks_of_dp(dp_rank)]
     assert sorted(ranks) == list(range(dims.world_size))
     for dp_rank, head in enumerate(dims.dp_heads):
+        assert list(dims.ranks_of_dp(dp_rank)) == [
+            r for r in range(dims.world_size) if dims.coords(r).dp_rank == dp_rank
+        ]
         assert dims.coords(head) == ParallelCoords(dp_rank=dp_rank, tp_rank=0, pp_rank=dims.pp - 1)
 
 
 @given(layouts)
-def test_tensor_parallel_ranks_are_neighbours(dims: ParallelDims) -> None:
-    first = dims.rank_of(dp_rank=dims.dp - 1, tp_rank=0, pp_rank=dims.pp - 1)
-    ranks = [dims.rank_of(dp_rank=dims.dp - 1, tp_rank=tp_rank, pp_rank=dims.pp - 1) for tp_rank in range(dims.tp)]
-    assert ranks == list(range(first, first + dims.tp))
+def test_ranks_that_talk_more_are_closer(dims: ParallelDims) -> None:
+    at = {"dp_rank": dims.dp - 1, "tp_rank": 0, "pp_rank": dims.pp - 1, "cp_rank": 0}
+    first = dims.rank_of(**at)
+    tensor = [dims.rank_of(**at | {"tp_rank": tp_rank}) for tp_rank in range(dims.tp)]
+    context = [dims.rank_of(**at | {"cp_rank": cp_rank}) for cp_rank in range(dims.cp)]
+    assert tensor == list(range(first, first + dims.tp))
+    assert context == list(range(first, first + dims.tp * dims.cp, dims.tp))
 
 
 def test_a_layout_of_eight_has_the_documented_ranks() -> None:
@@ -48,7 +55,15 @@ def test_letters_may_come_in_any_order_and_m_is_t(text: str) -> None:
     assert ParallelDims.parse(text) == ParallelDims(dp=4, tp=2, pp=1)
 
 
-@pytest.mark.parametrize("text", ["", "d0", "d", "4", "d4d2", "d4t2m2", "d4x2", "d4oops", "D4", "d-1", "d04", " d4"])
+def test_context_parallelism_is_spelled_where_there_is_any() -> None:
+    dims = ParallelDims.parse("c2d4")
+    assert (dims, str(dims), dims.short) == (ParallelDims(dp=4, cp=2), "d4t1p1c2", "d4c2")
+    assert (str(ParallelDims(dp=4)), dims.world_size, dims.dp_heads) == ("d4t1p1", 8, (0, 2, 4, 6))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "d0", "d", "4", "d4d2", "d4t2m2", "c2c2", "d4x2", "d4oops", "D4", "d-1", "d04", " d4"]
+)
 def test_other_layouts_are_refused_with_the_value(text: str) -> None:
     with pytest.raises(ValueError) as refusal:
         ParallelDims.parse(text)

@@ -1,8 +1,8 @@
-"""The PyTorch-native backend: a transformers model, packed forward passes, FSDP2 over the data-parallel ranks.
+"""The PyTorch-native backend: a transformers model, packed forward passes, FSDP2 over data and context-parallel ranks.
 
 sample ─► micro-batches ─► packed forward ─► loss_fn ─► backward (each: sum of losses / tokens of the global batch)
                                                             │ FSDP2 adds gradients up over the ranks
-                    one all-reduce: |gradient|², statistics ◄┘
+         one all-reduce of the mesh: |gradient|², statistics ◄┘
                               │ finite ─► clip ─► optimizer ─► weights finite? │ not finite ─► nothing changes, counted
 """
 
@@ -25,6 +25,7 @@ from corral.workers.backends import train_state
 from corral.workers.backends.adapter_files import adapter_config, read_adapter, write_adapter
 from corral.workers.backends.base import LOSS_MASK, LossFunction, StepCondition
 from corral.workers.backends.companion_files import companion_files
+from corral.workers.backends.context_parallel import cut_row
 from corral.workers.backends.heads import Head, head_named
 from corral.workers.backends.learning_rate import learning_rate
 from corral.workers.backends.loading import load_model
@@ -40,6 +41,7 @@ from corral.workers.backends.low_precision import cast_per_use
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
 from corral.workers.backends.offload import Offloaded, offload, own_parameters, own_state
 from corral.workers.backends.optimizers import make_optimizer, set_learning_rate
+from corral.workers.backends.packed_attention import share_attention
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local, reshard, shard, take_over, whole
 from corral.workers.backends.weight_deltas import WeightBase
@@ -103,7 +105,7 @@ class FSDPEngine:
         )
         self._offloaded: Offloaded | None = None
         self.num_parameters, self.num_trained = count_parameters(self._model)
-        of_all_ranks = context.sum_over_ranks({"sum_of_frozen": float(sum_of_frozen(self._model))})
+        of_all_ranks = context.sum_over_mesh({"sum_of_frozen": float(sum_of_frozen(self._model))})
         self._sum_of_frozen = fold_sums(of_all_ranks["sum_of_frozen"])
         self._has_told_of_deltas = False
         self._companions: dict[str, bytes] = {}
@@ -175,6 +177,15 @@ class FSDPEngine:
         return make_micro_batches(sample, plan, count=count, device=self.context.device)
 
     def _scores(self, micro_batch: MicroBatch, temperature: float) -> Any:
+        """The head's scores of a whole micro-batch, on every rank that has a part of it."""
+        context, group = self.context, self.context.cp_group
+        if group is None:
+            return self._own_scores(micro_batch, temperature)
+        part = cut_row(micro_batch, rank=context.coords.cp_rank, num_ranks=context.cp_size)
+        own = self._own_scores(part.micro_batch, temperature)
+        return self._head.joined(own, lambda scores, layout: part.join(scores, layout, group))
+
+    def _own_scores(self, micro_batch: MicroBatch, temperature: float) -> Any:
         with torch.autocast(
             self.context.device.type,
             dtype=self._compute_dtype,
@@ -194,7 +205,9 @@ class FSDPEngine:
         """Clip and step, or skip; all ranks decide alike because they decide on the same sums."""
         gradients = [local(p.grad) for p in self._trained().values() if p.grad is not None]
         local_norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
-        total = self.context.sum_over_ranks(sums | {"squared_norm": local_norm**2})
+        if not self.context.is_dp_head:  # the ranks of one data-parallel rank have made the same sums
+            sums = dict.fromkeys(sums, 0.0)
+        total = self.context.sum_over_mesh(sums | {"squared_norm": local_norm**2})
         norm = math.sqrt(total.pop("squared_norm"))
         means = {name: value / count for name, value in total.items()}
         if not (math.isfinite(norm) and math.isfinite(total["loss"])):
@@ -220,7 +233,7 @@ class FSDPEngine:
         """Whether every rank's weights are: a finite gradient and a large learning rate can still overflow them."""
         finite = [torch.isfinite(local(parameter)).all() for parameter in self._trained().values()]
         is_finite = bool(torch.stack(finite).all())  # one wait for the device, not one per parameter
-        return self.context.sum_over_ranks({"not_finite": float(not is_finite)})["not_finite"] == 0.0
+        return self.context.sum_over_mesh({"not_finite": float(not is_finite)})["not_finite"] == 0.0
 
     def _require_optimizer(self) -> tuple[torch.optim.Optimizer, OptimizerConfig]:
         if self._optimizer is None or self._config is None:
@@ -355,10 +368,10 @@ def _load_over_ranks(
     seed: int,
     compute_dtype: torch.dtype,
 ) -> Any:
-    if context.dp_size < context.world_size:
+    if context.shard_size < context.world_size:
         raise ValueError(
             f"layout {context.mesh.dims} of the model from {model_directory} has tensor or pipeline parallelism, but "
-            "the fsdp backend cuts a model over data-parallel ranks only; use d alone"
+            "the fsdp backend cuts a model over data-parallel and context-parallel ranks only; use d and c alone"
         )
     model = load_model(model_directory, head)
     if lora is not None:  # before the model is cut: see lora.py
@@ -368,7 +381,9 @@ def _load_over_ranks(
     model.to(context.device)
     cast_per_use(model)
     head.install(model)
-    if context.dp_size > 1:
+    if context.cp_group is not None:
+        share_attention(model, context.cp_group)
+    if context.shard_size > 1:
         shard(model, context)
     return model
 

@@ -9,9 +9,9 @@ label. They differ in what is read off and in how transformers is told to load w
 model that the field knows as a sequence classifier, whose weights have the same names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -22,6 +22,8 @@ from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.token_scores import TokenScores
 
 ScoresT = TypeVar("ScoresT")
+Join: TypeAlias = Callable[[Tensor, KeyLayout], Tensor]
+"""(scores of a part of a row, their layout) -> scores of the whole row."""
 
 
 class Head(Protocol[ScoresT]):
@@ -46,6 +48,9 @@ class Head(Protocol[ScoresT]):
     def scores(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> ScoresT:
         """What a loss gets: one forward pass over the row of a micro-batch."""
 
+    def joined(self, scores: ScoresT, join: Join) -> ScoresT:
+        """The scores of a whole row, from those of a part of it."""
+
     def by_name(self, scores: ScoresT) -> dict[str, Tensor]:
         """What a forward pass without a loss gives."""
 
@@ -67,6 +72,10 @@ class LanguageModelHead:
             output = forward_row(model, micro_batch, logits_to_keep=micro_batch.predicting)
         return question.scores_in(output)
 
+    def joined(self, scores: TokenScores, join: Join) -> TokenScores:
+        layout = KeyLayout.PER_SHIFTED_TOKEN
+        return TokenScores(join(scores.logprobs, layout), join(scores.entropy, layout).detach())
+
     def by_name(self, scores: TokenScores) -> dict[str, Tensor]:
         return {"logprobs": scores.logprobs, "entropy": scores.entropy}
 
@@ -83,6 +92,9 @@ class ValueHead:
 
     def scores(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
         return forward_row(model, micro_batch)[0, :, 0].float()
+
+    def joined(self, scores: Tensor, join: Join) -> Tensor:
+        return join(scores, KeyLayout.PER_TOKEN)
 
     def by_name(self, scores: Tensor) -> dict[str, Tensor]:
         return {"values": scores}
@@ -101,6 +113,9 @@ class ScalarHead:
 
     def scores(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
         return forward_row(model, micro_batch)[0, micro_batch.last_tokens, 0].float()
+
+    def joined(self, scores: Tensor, join: Join) -> Tensor:
+        return join(scores, KeyLayout.PER_ANSWER)
 
     def by_name(self, scores: Tensor) -> dict[str, Tensor]:
         return {"scores": scores}

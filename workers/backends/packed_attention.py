@@ -10,11 +10,16 @@ from itertools import groupby
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from corral.workers.backends.context_parallel import to_heads, to_tokens
+from corral.workers.backends.sharding import layers_of
+
 PACKED_ATTENTION = "corral_packed_sdpa"
+_GROUP = "context_parallel_group"  # of an attention layer
 
 
 def register_packed_attention() -> None:
@@ -43,9 +48,57 @@ def packed_attention(
         attention_mask: unused; the segments say it all.
         segment_lengths: tokens of each sequence; they add up to T.
 
+    Where `share_attention` gave the layer a group, T above is the tokens of this rank, and `segment_lengths` are those
+    of all its ranks: each computes some of the heads, over whole sequences.
+
     Returns:
         ([1, T, heads, head_dim], None).
     """
+    group: dist.ProcessGroup | None = getattr(module, _GROUP, None)
+    if group is not None:
+        query, key, value = to_heads(query, key, value, group)
+    output = _attend(
+        query,
+        key,
+        value,
+        segment_lengths=segment_lengths,
+        scaling=scaling,
+        dropout=dropout,
+        sliding_window=sliding_window,
+    )
+    return output if group is None else to_tokens(output, group), None
+
+
+def share_attention(model: Any, group: dist.ProcessGroup) -> None:
+    """Let the ranks of a group, which have some tokens of a row each, share the attention of every layer of a model.
+
+    Raises:
+        ValueError: if they cannot share its heads equally, or it has layers whose attention is not computed here.
+    """
+    size = dist.get_world_size(group)
+    if model.config.num_attention_heads % size:
+        raise ValueError(
+            f"{size} context-parallel ranks cannot share the {model.config.num_attention_heads} attention heads of a "
+            f"{type(model).__name__} equally; choose c so that it divides them"
+        )
+    for layer in layers_of(model):
+        attention = getattr(layer, "self_attn", None)
+        if not isinstance(attention, nn.Module):
+            raise ValueError(f"{type(layer).__name__} has no self_attn that ranks could share; use c1")
+        setattr(attention, _GROUP, group)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    segment_lengths: Sequence[int],
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """[1, heads, T, head_dim] -> [1, T, heads, head_dim]."""
     has_grouped_heads = query.shape[1] != key.shape[1]
     runs = [(length, len(list(equal))) for length, equal in groupby(segment_lengths)]
     widths = [length * count for length, count in runs]
@@ -65,7 +118,7 @@ def packed_attention(
         )
         for (length, count), q, k, v in pieces
     ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
 def _stacked(run: Tensor, count: int) -> Tensor:

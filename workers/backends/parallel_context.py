@@ -10,9 +10,11 @@ ranks: torch's object collectives pickle, so they are not used anywhere.
 """
 
 import socket
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,15 @@ from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelCoords, ParallelDims
 
 _MAX_TEXT_BYTES = 256  # of every rank alike, so that none has to be told the length first
+_AXES = MappingProxyType(
+    {
+        "dp_group": frozenset({"dp_rank"}),
+        "shard_group": frozenset({"dp_rank", "cp_rank"}),
+        "cp_group": frozenset({"cp_rank"}),
+        "tp_group": frozenset({"tp_rank"}),
+    }
+)
+"""The coordinates in which the ranks of each group of a context differ."""
 DEFAULT_TIMEOUT_S = 600.0  # longer than any forward pass; the gang's supervisor notices a hung rank much earlier
 
 
@@ -43,9 +54,15 @@ class ParallelContext:
     mesh: Mesh = data_parallel_mesh(1)
     device: torch.device = torch.device("cpu")
     group: dist.ProcessGroup | None = None
-    """All ranks of the mesh, by place; None where there is one."""
+    """All ranks of the mesh, by place; None where there is one, as in all groups."""
     dp_group: dist.ProcessGroup | None = None
-    """The ranks that hold the same part of the model as this one, by data-parallel rank; None where there is one."""
+    """The ranks that do this rank's work on other shares of a batch, by data-parallel rank."""
+    shard_group: dist.ProcessGroup | None = None
+    """The ranks that a parameter's rows are cut over: data times context parallel, by place."""
+    cp_group: dist.ProcessGroup | None = None
+    """The ranks that have the other tokens of this rank's rows, by context-parallel rank."""
+    tp_group: dist.ProcessGroup | None = None
+    """The ranks that have the other parts of this rank's layers, by tensor-parallel rank."""
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def __post_init__(self) -> None:
@@ -65,6 +82,21 @@ class ParallelContext:
     def dp_size(self) -> int:
         """How many shares a batch has."""
         return self.mesh.dims.dp
+
+    @property
+    def cp_size(self) -> int:
+        """How many parts a row of tokens has."""
+        return self.mesh.dims.cp
+
+    @property
+    def tp_size(self) -> int:
+        """How many parts a layer has."""
+        return self.mesh.dims.tp
+
+    @property
+    def shard_size(self) -> int:
+        """Over how many ranks a parameter's rows are cut."""
+        return self.dp_size * self.cp_size
 
     @property
     def world_size(self) -> int:
@@ -88,11 +120,15 @@ class ParallelContext:
 
     def sum_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
         """Each value added up over the data-parallel ranks, in one collective; all ranks must pass the same names."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        return _reduce(values, dist.ReduceOp.SUM, self.dp_group)
+
+    def sum_over_mesh(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Each value added up over all ranks of the mesh, those of one data-parallel rank included."""
+        return _reduce(values, dist.ReduceOp.SUM, self.group)
 
     def max_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
         """The largest of each value over the data-parallel ranks."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+        return _reduce(values, dist.ReduceOp.MAX, self.dp_group)
 
     def text_from(self, dp_rank: int, text: str) -> str:
         """The text of one data-parallel rank, cut to 256 bytes, on all of them; what the others pass is ignored."""
@@ -110,14 +146,17 @@ class ParallelContext:
         if self.group is not None:
             dist.destroy_process_group()
 
-    def _reduce(self, values: Mapping[str, float], operation: dist.ReduceOp.RedOpType) -> dict[str, float]:
-        names = sorted(values)
-        if self.dp_group is None or not names:
-            return {name: float(values[name]) for name in names}
-        # float64 holds every count up to 2^53 exactly; it stays on the CPU, where gloo adds it without a device sync.
-        packed = torch.tensor([float(values[name]) for name in names], dtype=torch.float64)
-        dist.all_reduce(packed, op=operation, group=self.dp_group)
-        return dict(zip(names, packed.tolist(), strict=True))
+
+def _reduce(
+    values: Mapping[str, float], operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> dict[str, float]:
+    names = sorted(values)
+    if group is None or not names:
+        return {name: float(values[name]) for name in names}
+    # float64 holds every count up to 2^53 exactly; it stays on the CPU, where gloo adds it without a device sync.
+    packed = torch.tensor([float(values[name]) for name in names], dtype=torch.float64)
+    dist.all_reduce(packed, op=operation, group=group)
+    return dict(zip(names, packed.tolist(), strict=True))
 
 
 def host_store(host: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[TCPStore, str]:
@@ -193,6 +232,7 @@ def init_parallel(
         device=device,
         group=dist.group.WORLD,
         dp_group=dist.group.WORLD,
+        shard_group=dist.group.WORLD,
         timeout_s=timeout_s,
     )
 
@@ -211,7 +251,7 @@ def mesh_contexts(world: ParallelContext, meshes: Mapping[str, Mesh]) -> dict[st
     for name, mesh in meshes.items():
         if unknown := sorted(set(mesh.ranks) - set(world.mesh.ranks)):
             raise ValueError(f"mesh {name!r} has rank {unknown[0]}, but the gang's ranks are {world.mesh}")
-        for ranks in (mesh.ranks, *_data_parallel_groups(mesh)):
+        for ranks in (mesh.ranks, *(ranks for axes in _AXES.values() for ranks in _ranks_along(mesh, axes))):
             if ranks not in groups:
                 groups[ranks] = _form_group(world, name, ranks)
     return {name: _context_in(mesh, world, groups) if world.rank in mesh else None for name, mesh in meshes.items()}
@@ -234,13 +274,22 @@ def _form_group(world: ParallelContext, name: str, ranks: tuple[int, ...]) -> di
     return group
 
 
-def _data_parallel_groups(mesh: Mesh) -> list[tuple[int, ...]]:
-    """The ranks that hold the same part of the model, by data-parallel rank, for each part."""
-    return list(zip(*(mesh.ranks_of_dp(dp_rank) for dp_rank in range(mesh.dims.dp)), strict=True))
+def _ranks_along(mesh: Mesh, axes: frozenset[str]) -> list[tuple[int, ...]]:
+    """The groups of ranks that differ in nothing but these coordinates, by place; each rank is in one of them."""
+    groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for place, rank in enumerate(mesh.ranks):
+        coords = mesh.dims.coords(place)._asdict()
+        groups[tuple(number for axis, number in coords.items() if axis not in axes)].append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
 
 
 def _context_in(
     mesh: Mesh, world: ParallelContext, groups: Mapping[tuple[int, ...], dist.ProcessGroup | None]
 ) -> ParallelContext:
-    dp_ranks = next(ranks for ranks in _data_parallel_groups(mesh) if world.rank in ranks)
-    return replace(world, mesh=mesh, group=groups[mesh.ranks], dp_group=groups[dp_ranks])
+    own = {
+        name: groups[next(ranks for ranks in _ranks_along(mesh, axes) if world.rank in ranks)]
+        for name, axes in _AXES.items()
+    }
+    return ParallelContext(
+        rank=world.rank, mesh=mesh, device=world.device, timeout_s=world.timeout_s, group=groups[mesh.ranks], **own
+    )

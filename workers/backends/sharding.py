@@ -1,4 +1,4 @@
-"""A module cut over the data-parallel ranks by FSDP2, and its parameters made whole and cut again.
+"""A module cut over ranks by FSDP2, and its parameters made whole and cut again.
 
     whole module ── shard ──► each rank holds rows of every parameter
     rows ── whole ──► whole tensors, one at a time ── take_over ──► rows of another module's parameters
@@ -20,10 +20,14 @@ from corral.workers.backends.parallel_context import ParallelContext
 
 
 def shard(model: Any, context: ParallelContext) -> None:
-    """Cut every layer over the ranks; gradients are added up, not averaged, because losses carry the global mean."""
-    if context.dp_group is None:
-        raise ValueError(f"{context.dp_size} data-parallel ranks need a process group; call init_parallel")
-    mesh = DeviceMesh.from_group(context.dp_group, context.device.type)
+    """Cut every layer over the data-parallel and context-parallel ranks, all in one.
+
+    Gradients are added up, not averaged: losses carry the global mean, and each context-parallel rank has the part of
+    the gradient that its tokens make.
+    """
+    if context.shard_group is None:
+        raise ValueError(f"{context.shard_size} ranks of layout {context.mesh.dims} need a process group")
+    mesh = DeviceMesh.from_group(context.shard_group, context.device.type)
     for module in [*layers_of(model), model]:
         fully_shard(module, mesh=mesh)
     for module in _cut_modules(model):

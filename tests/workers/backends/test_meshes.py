@@ -167,10 +167,10 @@ def test_a_place_in_another_mesh_is_refused() -> None:
 
 
 def test_a_layout_that_the_engine_cannot_hold_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="layout d2t2p1 .* use d alone"):
+    with pytest.raises(ValueError, match="layout d2t2p1 .* use d and c alone"):
         FSDPEngine(tmp_path, context=ParallelContext(rank=3, mesh=MESHES["grid"]), optimizer=None)
 
 
 def test_a_model_over_ranks_that_formed_no_group_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="2 data-parallel ranks need a process group"):
+    with pytest.raises(ValueError, match="2 ranks of layout d2t1p1 need a process group"):
         FSDPEngine(save_tiny_model(tmp_path), context=ParallelContext(rank=1, mesh=MESHES["apart"]), optimizer=None)

@@ -1,0 +1,220 @@
+"""One gang of four processes that trains tiny models in every layout, and the plain loop that they are compared with.
+
+play_layouts   rank by rank: train each model in each layout, save; then go on from what another layout has saved
+plain_loop     transformers, one sequence after the other, torch.optim.AdamW: nothing of corral's
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.utils import logging as transformers_logging
+
+from corral.experiments.config.model import LoraConfig
+from corral.scheduling.mesh import Mesh
+from corral.scheduling.packing import MicroBatchSpec
+from corral.scheduling.parallel import ParallelDims
+from corral.workers.algorithms.base import compute_logprobs
+from corral.workers.algorithms.sft import SFTInterface
+from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
+from corral.workers.data.sequence_sample import SequenceSample
+from tests.workers.backends.training_helpers import VOCAB_SIZE, make_sample, optimizer_config, score_loss, value_loss
+
+NUM_STEPS = 4
+SAVED_AFTER = 2
+"""Steps before the state that other layouts go on from."""
+OPTIMIZER = optimizer_config(lr=5e-3, weight_decay=0.1, gradient_clipping=0.5)
+LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12], [20, 8, 21, 6]]  # ragged, and odd in sum
+_RANKS = {"d2": (2, 3), "t2": (2, 3)}  # others take all four, or as many as they need
+
+Stats = list[dict[str, float]]
+
+
+def save_tiny(kind: str, directory: Path) -> Path:
+    """A random model of two layers; qwen3's embedding is its output, too, and its heads are wider than their share."""
+    config_class: Any = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[kind]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.manual_seed(1)
+    config = config_class(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16 if kind == "qwen3" else 8,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=64,
+        tie_word_embeddings=kind == "qwen3",
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms that differ from head to head
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    return directory
+
+
+def mesh_of(layout: str) -> Mesh:
+    """The ranks of a layout among the four."""
+    dims = ParallelDims.parse(layout)
+    return Mesh(ranks=_RANKS.get(layout, tuple(range(dims.world_size))), dims=dims)
+
+
+def batch(step: int) -> SequenceSample:
+    return make_sample(LENGTHS, seed=step)
+
+
+def share_of(sample: SequenceSample, context: ParallelContext) -> SequenceSample:
+    """What one data-parallel rank has of a batch: unequal shares."""
+    return sample.select([uid for number, uid in enumerate(sample.uids) if number % context.dp_size == context.dp_rank])
+
+
+def make_engine(model: Path, context: ParallelContext) -> FSDPEngine:
+    return FSDPEngine(
+        model,
+        context=context,
+        optimizer=OPTIMIZER,
+        total_steps=100,
+        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=48),
+    )
+
+
+def train(engine: FSDPEngine, steps: Iterable[int]) -> Stats:
+    actor = SFTInterface()
+    return [actor.train_step(engine, share_of(batch(step), engine.context), version=step) for step in steps]
+
+
+def play_layouts(
+    world: ParallelContext,
+    models: Sequence[Path],
+    layouts: Sequence[str],
+    resumes: Sequence[tuple[str, str]],
+    directory: Path,
+) -> None:
+    """What one rank does.
+
+    Args:
+        resumes: (layout that saved, layout that goes on) of each resumption.
+    """
+    contexts = mesh_contexts(world, {layout: mesh_of(layout) for layout in layouts})
+    seen: dict[str, Any] = {}
+    for model in models:
+        for layout in layouts:
+            context = contexts[layout]
+            if context is not None:
+                seen[f"{model.name} {layout}"] = _train_and_save(model, context, directory / model.name / layout)
+    dist.barrier(group=world.group)  # what one layout has saved, ranks of another one read
+    for model in models:
+        for before, after in resumes:
+            context = contexts[after]
+            if context is not None:
+                engine = make_engine(model, context)
+                engine.load_state(directory / model.name / before / "state")
+                seen[f"{model.name} {before}>{after}"] = {"stats": train(engine, range(SAVED_AFTER, NUM_STEPS))}
+    (directory / f"rank-{world.rank}.json").write_text(json.dumps(seen))
+
+
+def _train_and_save(model: Path, context: ParallelContext, directory: Path) -> dict[str, Any]:
+    engine = make_engine(model, context)
+    stats = train(engine, range(SAVED_AFTER))
+    engine.save_state(directory / "state")
+    stats += train(engine, range(SAVED_AFTER, NUM_STEPS))
+    engine.save_weights(directory / "weights")
+    own = share_of(batch(NUM_STEPS), context)
+    return {"stats": stats, "dp_rank": context.dp_rank, "logprobs": compute_logprobs(engine, own).tolist()}
+
+
+def plain_loop(directory: Path) -> tuple[Any, Stats]:
+    """The trained model, and of each step the mean loss and the norm of the gradient before it was clipped."""
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
+    decays = [[p for p in model.parameters() if (p.ndim > 1) is does] for does in (True, False)]
+    groups = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in zip(decays, (OPTIMIZER.weight_decay, 0.0), strict=True)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps)
+    stats = []
+    for step in range(NUM_STEPS):
+        losses = [_losses(model, *pair) for pair in answers_of(batch(step))]
+        loss = torch.cat(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.gradient_clipping)
+        optimizer.step()
+        stats.append({"sft/loss": loss.item(), "train/grad_norm": norm.item()})
+    return model, stats
+
+
+def answers_of(sample: SequenceSample) -> list[tuple[torch.Tensor, int]]:
+    """Tokens of each answer, and how many of them are its prompt."""
+    lengths = sample.answer_lengths()
+    tokens = torch.split(torch.as_tensor(sample.data["input_ids"]).long(), lengths)
+    prompts = torch.split(torch.as_tensor(sample.data["prompt_mask"]), lengths)
+    return [(ids, int(mask.sum())) for ids, mask in zip(tokens, prompts, strict=True)]
+
+
+def _losses(model: Any, tokens: torch.Tensor, prompt_length: int) -> torch.Tensor:
+    logprobs = torch.log_softmax(model(input_ids=tokens[None]).logits[0, :-1].float(), -1)
+    return -logprobs.gather(1, tokens[1:, None])[prompt_length - 1 :, 0]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Another way to train than a language model's whole weights by AdamW."""
+
+    head: str = "lm"
+    muon: bool = False
+    lora: LoraConfig | None = None
+
+
+VARIANTS = {
+    "value": Variant(head="value"),
+    "scalar": Variant(head="scalar"),
+    "muon": Variant(muon=True),
+    "lora": Variant(lora=LoraConfig(rank=2, alpha=8.0)),
+}
+
+
+def train_variant(variant: Variant, model: Path, context: ParallelContext, directory: Path) -> dict[str, Any]:
+    """Two steps, with the memory given back in between; what the model says afterwards, and its weights."""
+    engine = FSDPEngine(
+        model,
+        context=context,
+        head=variant.head,
+        optimizer=OPTIMIZER.model_copy(update={"type": "muon"}) if variant.muon else OPTIMIZER,
+        lora=variant.lora,
+        total_steps=100,
+        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=48),
+    )
+    stats = []
+    for step in range(2):
+        sample = share_of(batch(step), context)
+        if variant.head == "lm":
+            stats.append(SFTInterface().train_step(engine, sample, version=step))
+        else:
+            loss_fn, counted = {"value": (value_loss, "prompt_mask"), "scalar": (score_loss, "seq_no_eos_mask")}[
+                variant.head
+            ]
+            stats.append(engine.train_batch(sample, loss_fn=loss_fn, counted=counted))
+        engine.offload()
+    engine.save_weights(directory)
+    said = engine.forward(share_of(batch(2), context))
+    return {"stats": stats, "said": {name: values.tolist() for name, values in said.items()}}
+
+
+def play_variants(world: ParallelContext, model: Path, cases: Sequence[tuple[str, str]], directory: Path) -> None:
+    """What one rank does of each (variant, layout)."""
+    contexts = mesh_contexts(world, {layout: mesh_of(layout) for _, layout in cases})
+    seen: dict[str, Any] = {}
+    for name, layout in cases:
+        context = contexts[layout]
+        if context is not None:
+            case = f"{name} {layout}"
+            seen[case] = train_variant(VARIANTS[name], model, context, directory / case)
+    (directory / f"rank-{world.rank}.json").write_text(json.dumps(seen))

@@ -1,0 +1,173 @@
+"""One packed row of tokens cut over ranks that hold the same model: context parallelism by Ulysses.
+
+    whole row [T] ── cut_row ──► part r: tokens [r S, (r + 1) S)          embedding, projections, norms, MLPs, head
+                                   q, k, v  [H, S, D] of every layer
+                                        ── to_heads ──► [H / c, c S, D]   attention over whole sequences, some heads
+                                   [H, S, D] ◄── to_tokens ──┘
+    scores of the part ── RowPart.join ──► scores of the whole row, on every rank
+
+for c ranks, H heads, S = T / c tokens (T is padded by a segment of its own that predicts nothing), D head_dim. Labels
+are made on the whole row before it is cut: the last token of a part predicts the first one of the next.
+
+Every rank computes the same loss from the whole row's scores, whatever the loss compares, and each sends back the
+gradient of its own part only. So the ranks' gradients are parts of one sum, and are added up like those of other data.
+
+Jacobs et al. 2023, https://arxiv.org/abs/2309.14509.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from corral.scheduling.keys import KeyLayout
+from corral.workers.backends.micro_batches import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """This rank's tokens of a micro-batch, and how many scores each rank has of it."""
+
+    micro_batch: MicroBatch
+    """The S tokens of this rank, with what they predict; `segment_lengths` are those of the whole padded row."""
+    rank: int
+    counts: Mapping[KeyLayout, tuple[int, ...]]
+    """Scores of each rank, by their layout, without those of padding."""
+
+    def join(self, scores: Tensor, layout: KeyLayout, group: dist.ProcessGroup) -> Tensor:
+        """The scores of the whole row, from those of each rank's part; a collective, with gradient to the own part."""
+        counts = self.counts[layout]
+        joined: Tensor = _Join.apply(scores[: counts[self.rank]], counts, self.rank, group)  # type: ignore[no-untyped-call]
+        return joined
+
+
+def cut_row(micro_batch: MicroBatch, *, rank: int, num_ranks: int) -> RowPart:
+    """The part of one of the ranks; the counts are made on the host, so that no device is waited for."""
+    num_tokens = sum(micro_batch.segment_lengths)
+    padding = -num_tokens % num_ranks
+    width = (num_tokens + padding) // num_ranks
+    bounds = [min(part * width, num_tokens) for part in range(num_ranks + 1)]
+    before = {
+        KeyLayout.PER_TOKEN: bounds,
+        KeyLayout.PER_SHIFTED_TOKEN: [_predicting_before(micro_batch.segment_lengths, bound) for bound in bounds],
+        KeyLayout.PER_ANSWER: [_ends_before(micro_batch.segment_lengths, bound) for bound in bounds],
+    }
+    first = rank * width
+    own = slice(first, first + width)
+    shifted, answers = (
+        slice(before[layout][rank], before[layout][rank + 1])
+        for layout in (KeyLayout.PER_SHIFTED_TOKEN, KeyLayout.PER_ANSWER)
+    )
+    part = replace(
+        micro_batch,
+        segment_lengths=micro_batch.segment_lengths + ((padding,) if padding else ()),
+        input_ids=F.pad(micro_batch.input_ids, (0, padding))[own],
+        position_ids=F.pad(micro_batch.position_ids, (0, padding))[own],
+        predicting=micro_batch.predicting[shifted] - first,
+        labels=micro_batch.labels[shifted],
+        last_tokens=micro_batch.last_tokens[answers] - first,
+    )
+    counts = {
+        layout: tuple(end - start for start, end in zip(numbers, numbers[1:], strict=False))
+        for layout, numbers in before.items()
+    }
+    return RowPart(part, rank, counts)
+
+
+def _predicting_before(segment_lengths: tuple[int, ...], place: int) -> int:
+    """How many tokens before a place have a next one in their segment."""
+    starts = accumulate(segment_lengths, initial=0)
+    return sum(min(max(place - start, 0), length - 1) for start, length in zip(starts, segment_lengths, strict=False))
+
+
+def _ends_before(segment_lengths: tuple[int, ...], place: int) -> int:
+    """How many segments have their last token before a place."""
+    return sum(end <= place for end in accumulate(segment_lengths))
+
+
+def to_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Some heads of all tokens, from all heads of some tokens; a collective.
+
+    Args:
+        query: [1, H, S, D]; `key` and `value` may have K < H heads, which are repeated as far as the ranks need it.
+
+    Returns:
+        Tensors [1, heads / c, c S, D]; query head i still meets the same key head.
+    """
+    size = dist.get_world_size(group)
+    repeats = _repeats(query.shape[1], key.shape[1], size)
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    packed = torch.cat([_in_parts(tensor[0], size) for tensor in (query, key, value)], dim=1)
+    received = _exchange(packed, group)  # [c, heads / c, S, D]: by rank that had the tokens
+    of_all_tokens = received.transpose(0, 1).flatten(1, 2)[None]
+    heads = [tensor.shape[1] // size for tensor in (query, key, value)]
+    own_query, own_key, own_value = torch.split(of_all_tokens, heads, dim=1)
+    return own_query, own_key, own_value
+
+
+def _repeats(queries: int, keys: int, ranks: int) -> int:
+    """How often each key head must be there, so that every rank has the keys of its queries and no others."""
+    if queries % ranks:
+        raise ValueError(f"{queries} attention heads cannot be shared by {ranks} context-parallel ranks; lower c")
+    if keys % ranks == 0:
+        return 1
+    return ranks // keys if ranks % keys == 0 else queries // keys
+
+
+def to_tokens(output: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[1, c S, H / c, D] -> [1, S, H, D]: all heads of this rank's tokens, from some of all tokens; a collective."""
+    parts = _in_parts(output[0], dist.get_world_size(group))
+    received = _exchange(parts, group)  # [c, S, H / c, D]: by rank that had the heads
+    return received.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _in_parts(tensor: Tensor, count: int) -> Tensor:
+    """[count * n, ...] -> [count, n, ...]"""
+    return tensor.reshape(count, -1, *tensor.shape[1:])
+
+
+def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Part i goes to rank i, and comes from rank i at place i."""
+    exchanged: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of equal parts; the gradient goes back the same way, since it is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        sent_back = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(sent_back, gradient.contiguous(), group=ctx.group)
+        return sent_back, None
+
+
+class _Join(torch.autograd.Function):
+    """All-gather of parts of known, unequal lengths; of the gradient each rank keeps its part, which all ranks know."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, counts: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.start, ctx.count = sum(counts[:rank]), counts[rank]
+        longest = max(counts)
+        gathered = scores.new_empty(len(counts) * longest)
+        dist.all_gather_single(gathered, F.pad(scores, (0, longest - counts[rank])), group=group)
+        return torch.cat([row[:count] for row, count in zip(gathered.view(-1, longest), counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = gradients
+        return gradient[ctx.start : ctx.start + ctx.count].contiguous(), None, None, None
