@@ -26,6 +26,7 @@ from corral.experiments.generation_checks import (
     check_quantization,
     check_server_gpus,
     check_sglang,
+    check_update_mode,
     memory_warning,
 )
 from corral.experiments.inputs.sglang_environment import sglang_python
@@ -86,7 +87,10 @@ class AsyncPPOExperiment(PolicyExperiment):
             reward=self.reward_spec(),
             max_head_offpolicyness=self.rollout.max_head_offpolicyness,
             behaviour=BehaviourSpec(
-                sampling=self.rollout.sampling, dtype=self.engine.dtype, rounded_by=self.rounding_settings
+                sampling=self.rollout.sampling,
+                dtype=self.engine.dtype,
+                rounded_by=self.rounding_settings,
+                keeps_cache=self.weights.update_mode == "in_place",
             ),
         )
         workers += self._generation_servers()
@@ -161,6 +165,7 @@ class AsyncPPOExperiment(PolicyExperiment):
             is_in_container=group.scheduling is not None and group.scheduling.container_image is not None,
         )
         yield from check_quantization(self.engine, backend=engine.backend)
+        yield from check_update_mode(self.weights, backend=engine.backend)
         yield from check_server_gpus(group, gpus_per_server=gpus)
         if uses_sglang:
             has_gpus = group.scheduling is None or group.scheduling.gpu > 0
@@ -179,6 +184,12 @@ class AsyncPPOExperiment(PolicyExperiment):
                 f"{' and '.join(self.rounding_settings)}: answers are of rounded weights, and without "
                 "ppo.use_decoupled_loss their rounding counts as learning in ppo.eps_clip; set it to true, and "
                 "ppo.behav_imp_weight_mode to truncate"
+            )
+        if self.weights.update_mode == "in_place" and not self.ppo.use_decoupled_loss:
+            yield (
+                "weights.update_mode: in_place: tokens after an update are made over keys and values of older weights, "
+                "and without ppo.use_decoupled_loss that counts as learning in ppo.eps_clip; set it to true, or "
+                "weights.update_mode to retract"
             )
         engine = self.parsed_allocation.generation
         if engine is not None and engine.backend == "sglang":

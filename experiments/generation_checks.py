@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 
 from corral.experiments.config.cluster import GroupConfig
-from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangConfig
+from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangConfig, WeightsConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, show_value, split_remedy
 from corral.experiments.inputs.model_directory import attention_heads
 from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
@@ -115,6 +115,19 @@ def check_quantization(engine: EngineConfig, *, backend: str) -> Iterator[Config
             hint="remove it; SGLang has flags of its own, such as sglang.flags: {quantization: fp8}",
             path=("engine", "quantization"),
             shown=engine.quantization,
+        )
+
+
+def check_update_mode(weights: WeightsConfig, *, backend: str) -> Iterator[ConfigProblem]:
+    """A mode in which SGLang cannot say which weights have made a token."""
+    if weights.update_mode == "in_place" and backend == "sglang":
+        yield ConfigProblem(
+            message="weights.update_mode: in_place is of the embedded engine; SGLang has begun the next token of each "
+            "answer when it pauses, and says of it that the new weights have made it; and its cache of prompts, which "
+            "it cannot flush then, would serve keys and values of any older weights",
+            hint="set it to retract, which reads the answers under way again",
+            path=("weights", "update_mode"),
+            shown="in_place",
         )
 
 

@@ -102,6 +102,13 @@ class BehaviourSpec(FrozenConfig):
     """Type of the generator's matrix products."""
     rounded_by: tuple[str, ...] = ()
     """Settings by which it computes with rounded weights or caches."""
+    keeps_cache: bool = False
+    """Whether answers under way keep the keys and values of the weights before, when these change."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each token's log-probability is that of its version's weights, but for the last bits."""
+        return self.dtype == "float32" and not self.rounded_by and not self.keeps_cache
 
 
 class GenerationSpec(FrozenConfig):

@@ -91,8 +91,8 @@ class PPOConfig(FrozenConfig):
     """Whether tokens above the bound leave the loss, or stay with the bound as their weight."""
     gap_alarm: float | None = Field(default=None, gt=0.0)
     """A token whose log-probability differs by more than this many nats between generator and trainer, with the same
-    weights, is an alarm in rl-status; None is 0.001, or 0.5 where one of them computes in bfloat16 or the generator
-    rounds its weights."""
+    weights, is an alarm in rl-status; None is 0.001, or 0.5 where one of them computes in bfloat16, or the generator
+    rounds its weights or keeps older keys and values (`weights.update_mode: in_place`)."""
     advantage: Annotated[str, AfterValidator(_check_advantage)] = "group_relative"
     """group_relative and rloo compare the answers to one prompt, rewards_to_go compares nothing, gae asks a critic; or
     the import path of an estimator of your own."""

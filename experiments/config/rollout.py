@@ -154,6 +154,10 @@ class SglangConfig(FrozenConfig):
         return value
 
 
+UpdateMode = Literal["retract", "abort", "in_place"]
+"""What an update of the weights does to the answers under way, by SGLang's names."""
+
+
 class WeightsConfig(FrozenConfig):
     """How new weights get from the trainer to the generation servers."""
 
@@ -161,6 +165,8 @@ class WeightsConfig(FrozenConfig):
     """`shared_memory`: one worker of each host copies a version into the host's memory while the servers generate, and they read it there; `delta`: the same, but it reads only what changed since the version before, which pays where `actor.dtype` is bfloat16; `lora`: the same, but it reads only the adapter, with `actor.lora`; `disk`: each server reads it from the trial directory, twice, once standing still."""  # noqa: E501
     host_directory: Path = Field(default=Path("/dev/shm"), validate_default=False)  # as JSON it would be text
     """Where on each host all but `disk` keep at most two versions at a time, the present one and the next, in a folder of the trial's own; a version that does not fit is read as with `disk`."""  # noqa: E501
+    update_mode: UpdateMode = "retract"
+    """What happens to answers under way: `retract`: the new weights read them again and go on; `abort`: they come back as they are, and are asked for again, from any server; `in_place`: they go on with the keys and values of the old weights, with the embedded engine only."""  # noqa: E501
 
     @field_validator("host_directory")
     @classmethod

@@ -207,6 +207,21 @@ def test_rounding_that_is_the_embedded_engines_is_not_asked_of_another(folder: P
         _ppo(folder, "engine.quantization=int4")
 
 
+def test_answers_that_keep_old_keys_and_values_are_told_of_and_refused_of_sglang(folder: Path) -> None:
+    in_place = "weights.update_mode=in_place"
+    with pytest.raises(ConfigError, match="of the embedded engine; SGLang has begun the next token") as caught:
+        _ppo(folder, "allocation=sglang:d1+fsdp:d1", in_place).check()
+    assert "set it to retract" in str(caught.value)
+    assert list(_ppo(folder, in_place).find_warnings()) == []
+    [warning] = _ppo(folder, in_place, "ppo.use_decoupled_loss=false").find_warnings()
+    assert "counts as learning in ppo.eps_clip" in warning
+    for mode in ("retract", "abort", "in_place"):
+        setup = _ppo(folder, f"weights.update_mode={mode}").initial_setup()
+        [server] = [worker for worker in setup.workers if worker.kind == "generation_server"]
+        [trainer] = [worker for worker in setup.workers if worker.kind == "model_worker"]
+        assert (server.weights.update_mode, trainer.behaviour.keeps_cache) == (mode, mode == "in_place")
+
+
 def test_servers_of_sglang_that_ask_for_less_memory_than_its_processes_take_are_warned_of(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.integration.evidence import check_every_sample_was_consumed_once, check_nothing_is_left
+from tests.integration.evidence import (
+    check_every_sample_was_consumed_once,
+    check_no_token_was_too_old,
+    check_nothing_is_left,
+)
 from tests.integration.trial_helpers import Material, Trial
 from tests.workers.backends.test_lora import layers_of
 from tests.workers.checkpoint.test_low_rank import by_a_loop
@@ -30,6 +34,7 @@ def test_adapters_are_started_from_trained_served_and_resumed_from_and_the_base_
             "weights.transport": "lora",
             "control.commit_every_steps": 2,
             "evaluation.every_steps": 1000,
+            "weights.update_mode": "in_place",
         },
     )
     trial.wait_for_steps(3)
@@ -47,6 +52,7 @@ def test_adapters_are_started_from_trained_served_and_resumed_from_and_the_base_
         "files from the version before, 0 read whole"
         in trial.directory.worker_log(0, "generation_server", 0).read_text()
     )
+    check_no_token_was_too_old(trial, eta=1)
     final = trial.directory.exports_path / "final"
     adapter = read_adapter(final)
     assert_is_base_and_adapter(final, base, adapter)

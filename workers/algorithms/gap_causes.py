@@ -18,7 +18,7 @@ _EXACT_NATS = 1e-3
 and by some 1e-4 through tens of layers. A mistake moves it by more than that on some token of a batch."""
 _COARSE_NATS = 0.5
 """bfloat16 keeps 8 bits: logits between 16 and 32 lie 1/8 apart, and a rare token collects several such steps. Rounded
-weights are as coarse."""
+weights are as coarse, and so may keys and values be that are a version older than the token."""
 _TEMPERATURE_SHARE = 0.5  # of the squared differences: 0.5 to 1 for temperatures up to 2.5 times off, 0.0 for rounding
 _LASTING_SHARE = 0.5  # of the tokens from the first one on: one token of many that stands out says nothing of a place
 _MOST_ROUNDING_NATS = 0.05  # mean over tokens: 0.03 was measured in bfloat16, and wrong weights give more than 0.1
@@ -39,8 +39,7 @@ class TwoSides:
         """Nats above which a single token's difference is an alarm."""
         if self.ppo.gap_alarm is not None:
             return self.ppo.gap_alarm
-        is_exact = {self.behaviour.dtype, self.dtype} == {"float32"} and not self.behaviour.rounded_by
-        return _EXACT_NATS if is_exact else _COARSE_NATS
+        return _EXACT_NATS if self.behaviour.is_exact and self.dtype == "float32" else _COARSE_NATS
 
 
 def likely_causes(gap: LogprobGap, sides: TwoSides, *, version: int, agreed_until: int | None) -> list[str]:
@@ -80,9 +79,11 @@ def _standing_causes(gap: LogprobGap, sides: TwoSides, *, version: int) -> Itera
         return
     if behaviour.rounded_by:
         yield f"arithmetic: the generator's weights are rounded ({', '.join(behaviour.rounded_by)})"
+    if behaviour.keeps_cache:
+        yield "weights.update_mode: answers under way keep the keys and values of older weights (in_place)"
     if behaviour.dtype != sides.dtype:
         yield f"arithmetic: the generator computes in {behaviour.dtype}, the trainer in {sides.dtype} (actor.dtype)"
-    elif not behaviour.rounded_by and gap.mean <= _MOST_ROUNDING_NATS:
+    elif behaviour.is_exact and gap.mean <= _MOST_ROUNDING_NATS:
         yield (
             f"arithmetic: the differences are small and follow no pattern, as rounding does; both sides are set to "
             f"{sides.dtype}: does the generator compute in it (dtype, fused or quantised weights)?"

@@ -1,10 +1,10 @@
 """The worker's side of its server's HTTP API: how the server takes over weights, and which it holds.
 
-    paused: pause_generation (retract) ──► load: update_weights_from_disk ──► fingerprints: weights_checker
-                                                       version ◄── continue_generation ◄──┘
+    paused: pause_generation (mode) ──► load: update_weights_from_disk ──► fingerprints: weights_checker
+                                                    version ◄── continue_generation ◄──┘
 
-`retract` drops the KV cache of running requests, so that their next tokens come wholly from the new weights; a cache
-that is kept (`in_place`) could not be flushed, which SGLang reports as an error after the weights have changed.
+`retract` and `abort` leave no running request, and `load` has the cache flushed. `in_place` leaves them their keys and
+values, and the cache is not flushed: a server that was asked to would refuse, after the weights have changed.
 The embedded engine and SGLang are spoken to alike. The version is what `/get_model_info` says: SGLang's server info
 keeps the one that it was started with.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from corral.experiments.config.rollout import UpdateMode
 from corral.workers.generation.held_weights import Fingerprints
 from corral.workers.generation.http_calls import ServerError, get_json, post
 
@@ -48,21 +49,25 @@ class GenerationServerClient:
         self._admin_key = admin_key
 
     @asynccontextmanager
-    async def paused(self, url: str) -> AsyncIterator[None]:
-        """While the block runs the server makes no token; afterwards running requests go on, without a cache.
+    async def paused(self, url: str, mode: UpdateMode) -> AsyncIterator[None]:
+        """While the block runs the server makes no token; afterwards requests go on as the mode has it.
 
         Raises:
             ServerError: naming the call that failed.
         """
-        await self._post(url, "/pause_generation", {"mode": "retract"}, _PAUSE_TIMEOUT_S)
+        await self._post(url, "/pause_generation", {"mode": mode}, _PAUSE_TIMEOUT_S)
         try:
             yield
         finally:
             await self._post(url, "/continue_generation", {}, _PAUSE_TIMEOUT_S)
 
-    async def load(self, url: str, *, version: str, weights: Path, timeout_s: float) -> None:
-        """Read other weights; ServerError if they are refused, the server then still has its old ones."""
-        body = {"model_path": str(weights), "weight_version": version, "flush_cache": True}
+    async def load(self, url: str, *, version: str, weights: Path, flush_cache: bool, timeout_s: float) -> None:
+        """Read other weights; ServerError if they are refused, the server then still has its old ones.
+
+        Args:
+            flush_cache: whether what the old weights computed is dropped; no request may run then.
+        """
+        body = {"model_path": str(weights), "weight_version": version, "flush_cache": flush_cache}
         await self._post(url, "/update_weights_from_disk", body, timeout_s)
 
     async def give_up_requests(self, url: str) -> None:

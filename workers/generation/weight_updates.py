@@ -13,6 +13,7 @@ import logging
 import time
 from pathlib import Path
 
+from corral.experiments.config.rollout import UpdateMode
 from corral.experiments.trial.worker_record import WeightUpdate
 from corral.workers.checkpoint.manifest import CorruptCheckpointError
 from corral.workers.generation.backend import GenerationBackend
@@ -31,9 +32,11 @@ class WeightsTornError(ServerError):
 class WeightUpdates:
     """What the manager asks a generation worker for."""
 
-    def __init__(self, client: GenerationServerClient, transport: WeightTransport) -> None:
+    def __init__(self, client: GenerationServerClient, transport: WeightTransport, *, mode: UpdateMode) -> None:
+        """mode: what an update does to the requests under way."""
         self._client = client
         self._transport = transport
+        self._mode = mode
         self._lock = asyncio.Lock()
         self._is_reading = False
         self._serving: tuple[GenerationBackend, str, WeightProof] | None = None
@@ -59,7 +62,7 @@ class WeightUpdates:
         return self._is_reading
 
     async def bring_to(self, *, version: str, weights: Path, digest: str | None, timeout_s: float) -> None:
-        """Load `weights` unless the server holds `version` already; running requests continue on the new weights.
+        """Load `weights` unless the server holds `version` already; what becomes of running requests is the mode's.
 
         Args:
             digest: SHA-256 of their manifest; None where whoever published them knows none.
@@ -111,10 +114,13 @@ class WeightUpdates:
 
     async def _swap(self, url: str, version: str, weights: Path, timeout_s: float, proof: WeightProof) -> None:
         """Guarantee: no token carries `version` that a server made which was found not to hold it."""
-        async with self._client.paused(url):
+        is_flushed = self._mode != "in_place"
+        async with self._client.paused(url, self._mode):
             self._is_reading = True
             try:
-                await self._client.load(url, version=version, weights=weights, timeout_s=timeout_s)
+                await self._client.load(
+                    url, version=version, weights=weights, flush_cache=is_flushed, timeout_s=timeout_s
+                )
             finally:
                 self._is_reading = False
             try:

@@ -110,7 +110,6 @@ class GenerationClient:
     async def _one_chunk(self, url: str, prompt_ids: Sequence[int], answers: list[PartialAnswer]) -> Setback | None:
         """Ask one server for the next tokens of `answers`; None if they came."""
         shared: dict[str, Any] = {
-            "max_new_tokens": min(self.new_tokens_per_chunk, min(answer.remaining for answer in answers)),
             "temperature": self.sampling.temperature,
             "top_p": self.sampling.top_p,
             "top_k": self.sampling.top_k,
@@ -118,7 +117,14 @@ class GenerationClient:
         }
         body: dict[str, Any] = {
             "input_ids": [[*prompt_ids, *answer.output_ids] for answer in answers],
-            "sampling_params": [{**shared, "sampling_seed": answer.sampling_seed} for answer in answers],
+            "sampling_params": [
+                {
+                    **shared,
+                    "max_new_tokens": min(self.new_tokens_per_chunk, answer.remaining),  # lengths differ after an abort
+                    "sampling_seed": answer.sampling_seed,
+                }
+                for answer in answers
+            ],
             "return_logprob": True,
         }
         try:

@@ -34,7 +34,7 @@ class WeightTransport(Protocol):
 
     Example:
         staged = transport.stage("0.7", trial.weights_path / "v00000007-e0", digest, timeout_s=300.0)
-        await client.load(url, version="0.7", weights=staged.path, timeout_s=300.0)
+        await client.load(url, version="0.7", weights=staged.path, flush_cache=True, timeout_s=300.0)
     """
 
     def stage(self, version: str, weights: Path, digest: str | None, *, timeout_s: float) -> StagedVersion:

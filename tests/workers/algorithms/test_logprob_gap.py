@@ -102,9 +102,15 @@ def test_noise_and_other_weights_are_not_taken_for_a_temperature() -> None:
 
 
 def sides(
-    *, dtype: str = "float32", decoupled: bool = True, rounded_by: tuple[str, ...] = (), **sampling: Any
+    *,
+    dtype: str = "float32",
+    decoupled: bool = True,
+    rounded_by: tuple[str, ...] = (),
+    keeps_cache: bool = False,
+    **sampling: Any,
 ) -> TwoSides:
-    behaviour = BehaviourSpec(sampling=SamplingConfig(temperature=0.8, **sampling), rounded_by=rounded_by)
+    sampled_by = SamplingConfig(temperature=0.8, **sampling)
+    behaviour = BehaviourSpec(sampling=sampled_by, rounded_by=rounded_by, keeps_cache=keeps_cache)
     return TwoSides(behaviour=behaviour, dtype=dtype, ppo=PPOConfig(use_decoupled_loss=decoupled))
 
 
@@ -129,6 +135,8 @@ def test_each_cause_is_named_by_what_was_measured_and_configured() -> None:
     assert "trainer in bfloat16" in causes(shifted(fine, 0.02), sides(dtype="bfloat16"))
     rounded = causes(shifted(fine, 0.02), sides(rounded_by=("engine.quantization",)))
     assert rounded == "arithmetic: the generator's weights are rounded (engine.quantization)"
+    kept = causes(shifted(fine, 0.02), sides(keeps_cache=True))
+    assert kept == "weights.update_mode: answers under way keep the keys and values of older weights (in_place)"
     assert "about 0.75, the trainer computes with rollout.sampling.temperature 0.8" in causes(
         sampled(1000, temperature=0.75), sides()
     )
@@ -162,5 +170,6 @@ def test_an_alarm_says_whether_anything_corrects_for_the_difference() -> None:
 def test_the_threshold_is_that_of_the_coarser_side_unless_it_is_set() -> None:
     assert sides().threshold == 1e-3
     assert sides(dtype="bfloat16").threshold == sides(rounded_by=("engine.quantization",)).threshold == 0.5
+    assert sides(keeps_cache=True).threshold == 0.5
     set_to = TwoSides(behaviour=BehaviourSpec(), dtype="bfloat16", ppo=PPOConfig(gap_alarm=0.02))
     assert set_to.threshold == 0.02

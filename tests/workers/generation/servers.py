@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangConfig, WeightsConfig
+from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangConfig, UpdateMode, WeightsConfig
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.trial.secrets import Secret
 from corral.experiments.worker_specs import GenerationServerSpec
@@ -118,9 +118,9 @@ class Served:
         self.run(self.updates.bring_to(version=version, weights=weights, digest=digest, timeout_s=DEADLINE_S))
 
     @contextmanager
-    def taking(self, transport: WeightTransport) -> Iterator["Served"]:
-        """The same server, brought to new weights by another transport."""
-        updates = WeightUpdates(self.server_client, transport)
+    def taking(self, transport: WeightTransport, *, mode: UpdateMode = "retract") -> Iterator["Served"]:
+        """The same server, brought to new weights by another transport, or in another mode."""
+        updates = WeightUpdates(self.server_client, transport, mode=mode)
         updates.serves(self.backend, self.client.url)
         with closing(transport):
             yield replace(self, updates=updates)
@@ -157,7 +157,7 @@ def serving(
     session = run(connect())
     transport = make_transport(transport_config, trial_uuid=uuid.uuid4().hex, worker="generation_server/0")
     server_client = GenerationServerClient(session, api_key=API_KEY, admin_key=ADMIN_KEY)
-    updates = WeightUpdates(server_client, transport)
+    updates = WeightUpdates(server_client, transport, mode=transport_config.update_mode)
     if kind == "hf":
         backend: GenerationBackend = embedded(weights)
     else:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from corral.experiments.config.rollout import SamplingConfig, WeightsConfig
+from corral.experiments.config.rollout import SamplingConfig, UpdateMode, WeightsConfig
 from corral.workers.checkpoint.manifest import write_manifest
 from corral.workers.engine.engine import GenerationEngine, StagedModel
 from corral.workers.generation.backend import BackendLostError
@@ -25,7 +26,7 @@ from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.sglang import SglangBackend
 from corral.workers.generation.weight_proof import StaleServerError
 from corral.workers.generation.weight_updates import WeightsTornError
-from corral.workers.rollout.generation_client import GenerationClient, Setback
+from corral.workers.rollout.generation_client import GenerationClient, RouteFunction, Setback
 from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.weight_transport.transports import make_transport
 from tests.workers.backends.trained_versions import publish, stepped
@@ -422,7 +423,7 @@ def only_say_so(patch: pytest.MonkeyPatch, served: Served) -> None:
         patch.setattr(GenerationEngine, "apply_weights", apply)
         return
 
-    async def load(self: GenerationServerClient, url: str, *, version: str, weights: Path, timeout_s: float) -> None:
+    async def load(self: GenerationServerClient, url: str, *, version: str, **rest: Any) -> None:
         await asyncio.to_thread(served.client.order, "/update_weight_version", new_version=version)
 
     patch.setattr(GenerationServerClient, "load", load)
@@ -431,29 +432,17 @@ def only_say_so(patch: pytest.MonkeyPatch, served: Served) -> None:
 def test_rollout_workers_get_whole_groups_chunk_by_chunk_over_an_update(
     served: Served, models: list[Path], references: list[Any]
 ) -> None:
-    async def ask() -> list[PartialAnswer]:
-        num_chunks = 0
+    num_chunks = 0
 
-        async def route(uid: str, tokens: int, setback: Setback | None) -> str | None:
-            nonlocal num_chunks
-            assert setback is None
-            num_chunks += 1
-            if num_chunks == 2:
-                await served.updates.bring_to(version="0.1", weights=models[1], digest=None, timeout_s=DEADLINE_S)
-            return served.client.url
+    async def route(uid: str, tokens: int, setback: Setback | None) -> str | None:
+        nonlocal num_chunks
+        assert setback is None
+        num_chunks += 1
+        if num_chunks == 2:
+            await served.updates.bring_to(version="0.1", weights=models[1], digest=None, timeout_s=DEADLINE_S)
+        return served.client.url
 
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {API_KEY}"}) as session:
-            client = GenerationClient(
-                session,
-                route,
-                sampling=SamplingConfig(max_new_tokens=40),
-                stop_token_ids=[EOS_TOKEN_ID],
-                new_tokens_per_chunk=2,
-                request_timeout_s=DEADLINE_S,
-            )
-            return await client.sample_group("0:a", SHORT, seeds=range(16))
-
-    answers = served.run(ask())
+    answers = served.run(sample_group(route, num_answers=16, max_new_tokens=40, new_tokens_per_chunk=2))
     assert len({tuple(answer.output_ids) for answer in answers}) > 8
     for answer in answers:
         ids = answer.output_ids
@@ -462,6 +451,57 @@ def test_rollout_workers_get_whole_groups_chunk_by_chunk_over_an_update(
         expected = [both[version.step][index] for index, version in enumerate(answer.versions())]
         assert answer.logprobs == pytest.approx(expected, abs=TOLERANCE)
     assert {version.step for answer in answers for version in answer.versions()} == {0, 1}
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
+def test_rollout_workers_get_whole_groups_over_an_update_in_the_middle_of_a_chunk(
+    served: Served, models: list[Path], references: list[Any], mode: UpdateMode
+) -> None:
+    """More answers than the server decodes at a time, so that some of them wait in its queue."""
+    if mode == "in_place" and isinstance(served.backend, SglangBackend):
+        pytest.skip("refused at submission, see test_load_experiment.py")
+    tried = list[Setback | None]()
+
+    async def route(uid: str, tokens: int, setback: Setback | None) -> str | None:
+        tried.append(setback)
+        return served.client.url
+
+    transport = make_transport(WeightsConfig(), trial_uuid=uuid.uuid4().hex, worker="server")
+    with served.taking(transport, mode=mode) as taking, ThreadPoolExecutor(1) as pool:
+        sampling = sample_group(route, num_answers=64, max_new_tokens=200, new_tokens_per_chunk=200)
+        asking = pool.submit(served.run, sampling)
+        wait_until(lambda: served.client.metric("num_running_reqs") >= 8, "answers to be under way")
+        taking.bring_to("0.1", models[1])
+        answers = asking.result(DEADLINE_S)
+    assert tried == [None] * (2 if mode == "abort" else 1)  # no server was told of as lost or failed
+    steps = [[version.step for version in answer.versions()] for answer in answers]
+    assert any(set(versions) == {0, 1} for versions in steps)
+    for answer, versions in zip(answers, steps, strict=True):
+        ids = answer.output_ids
+        assert versions == sorted(versions) and (len(ids) == 200 or ids[-1] == EOS_TOKEN_ID)
+        both = [reference_logprobs(reference, SHORT, ids).tolist() for reference in references]
+        expected = [both[version][index] for index, version in enumerate(versions)]
+        is_mixed = mode == "in_place" and len(set(versions)) > 1
+        end = versions.index(1) if is_mixed else len(ids)
+        assert answer.logprobs[:end] == pytest.approx(expected[:end], abs=TOLERANCE)
+        if is_mixed and len(ids) - end > 8:
+            assert answer.logprobs[end:] != pytest.approx(expected[end:], abs=TOLERANCE)  # over the old cache
+
+
+async def sample_group(
+    route: RouteFunction, *, num_answers: int, max_new_tokens: int, new_tokens_per_chunk: int
+) -> list[PartialAnswer]:
+    """As a rollout worker asks for it."""
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {API_KEY}"}) as session:
+        client = GenerationClient(
+            session,
+            route,
+            sampling=SamplingConfig(max_new_tokens=max_new_tokens),
+            stop_token_ids=[EOS_TOKEN_ID],
+            new_tokens_per_chunk=new_tokens_per_chunk,
+            request_timeout_s=DEADLINE_S,
+        )
+        return await client.sample_group("0:a", SHORT, seeds=range(num_answers))
 
 
 def test_the_server_says_what_it_does(served: Served) -> None:
