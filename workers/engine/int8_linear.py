@@ -9,7 +9,7 @@ are there and leaves them as they are.
 
 The scales multiply the product and not the weights, so that every way to compute it is by exactly these integers, which
 a bfloat16 can hold. torch's kernel for int8 reads half of bfloat16's bytes and is the fastest for a row or two of it;
-for more rows oneDNN's product is, and for rows of float32 the kernel is not vectorised.
+for more rows the copies of linear.py are, and for rows of float32 the kernel is not vectorised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from corral.workers.engine.linear import packed_copy, packed_product
+from corral.workers.engine.linear import WeightCopy
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of weights that can be quantised: in float16 a product may be infinite before it is scaled."""
@@ -64,7 +64,7 @@ class Int8Linear:
     bias: Tensor | None
     _scales: Tensor | None = field(default=None, init=False)
     _int8: Tensor | None = field(default=None, init=False)
-    _packed: Tensor | None = field(default=None, init=False)
+    _copy: WeightCopy | None = field(default=None, init=False)
     _plain: Tensor | None = field(default=None, init=False)
 
     def pack(self) -> None:
@@ -73,15 +73,15 @@ class Int8Linear:
         integers = rounded.values.to(self.weight.dtype)
         self._scales = rounded.scales
         self._int8 = rounded.values if _has_kernel(self.weight) else None
-        self._packed = packed_copy(integers)
-        self._plain = integers if self._packed is None else None
+        self._copy = WeightCopy.of(integers)
+        self._plain = integers if self._copy is None else None
 
     def __call__(self, inputs: Tensor) -> Tensor:
         assert self._scales is not None, "pack() rounds the weight first"
         if self._int8 is not None and inputs.shape[0] <= _KERNEL_UP_TO_ROWS:
             scaled = torch._weight_int8pack_mm(inputs, self._int8, self._scales)
-        elif self._packed is not None:
-            scaled = packed_product(inputs, self._packed, None).mul_(self._scales)
+        elif self._copy is not None:
+            scaled = self._copy.product(inputs, None).mul_(self._scales)
         else:
             assert self._plain is not None
             scaled = F.linear(inputs, self._plain).mul_(self._scales)

@@ -51,7 +51,7 @@ def test_a_channel_of_small_weights_is_as_exact_as_one_of_large_weights() -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(96, 64), (1024, 512), (10, 7)], ids=["plain", "packed", "without a kernel"])
+@pytest.mark.parametrize("shape", [(96, 64), (1024, 512), (10, 7)], ids=["small", "large", "without a kernel"])
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 40])
 def test_every_way_to_multiply_is_by_the_same_integers(

@@ -49,8 +49,11 @@ def test_an_update_serves_what_transformers_would_load(old_directory: Path, new_
     assert engine.version == "1.1"
 
 
-def test_an_update_also_renews_the_packed_copies_of_large_weights(tmp_path: Path) -> None:
-    old, new = (save_tiny_model(tmp_path / f"{seed}", seed=seed, intermediate_size=2048) for seed in range(2))
+@pytest.mark.parametrize("intermediate_size", [96, 8192], ids=["transposed", "in blocks"])
+def test_an_update_also_renews_the_copies_of_the_weights(intermediate_size: int, tmp_path: Path) -> None:
+    old, new = (
+        save_tiny_model(tmp_path / f"{seed}", seed=seed, intermediate_size=intermediate_size) for seed in range(2)
+    )
     engine = GenerationEngine(old)
     for directory in (old, new):
         engine.update_weights(directory, version="1.1")
@@ -62,14 +65,17 @@ def test_an_update_also_renews_the_packed_copies_of_large_weights(tmp_path: Path
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 33])
-def test_a_packed_matrix_product_equals_the_plain_one(num_rows: int) -> None:
-    weight, bias, inputs = torch.randn(512, 256), torch.randn(512), torch.randn(num_rows, 256)
+@pytest.mark.parametrize("num_outputs", [512, 2048], ids=["transposed", "in blocks"])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_the_product_by_a_copy_equals_that_by_the_weight(num_rows: int, num_outputs: int, has_bias: bool) -> None:
+    weight, inputs = torch.randn(num_outputs, 256), torch.randn(num_rows, 256)
+    bias = torch.randn(num_outputs) if has_bias else None
     linear = Linear(weight, bias)
-    linear.pack()
-    torch.testing.assert_close(linear(inputs), torch.nn.functional.linear(inputs, weight, bias), atol=1e-4, rtol=1e-5)
-    weight.mul_(2)
-    linear.pack()
-    torch.testing.assert_close(linear(inputs), torch.nn.functional.linear(inputs, weight, bias), atol=1e-4, rtol=1e-5)
+    for factor in (1, 2):
+        weight.mul_(factor)
+        linear.pack()
+        expected = torch.nn.functional.linear(inputs, weight, bias)
+        torch.testing.assert_close(linear(inputs), expected, atol=1e-4, rtol=1e-5)
 
 
 def test_weights_in_several_files_are_read_through_their_index(old_directory: Path, tmp_path: Path) -> None:
