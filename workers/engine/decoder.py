@@ -22,6 +22,7 @@ from corral.workers.engine.cache import KVCache
 from corral.workers.engine.int8_linear import DTYPES as QUANTIZABLE_DTYPES
 from corral.workers.engine.int8_linear import Int8Linear
 from corral.workers.engine.linear import Linear, MatrixProduct
+from corral.workers.engine.norm import RMSNorm
 
 Quantization = Literal["int8"]
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -41,24 +42,15 @@ class Attend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _RMSNorm:
-    weight: Tensor
-    epsilon: float
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return F.rms_norm(inputs, self.weight.shape, self.weight, self.epsilon)
-
-
-@dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: _RMSNorm
+    input_norm: RMSNorm
     q_proj: MatrixProduct
     k_proj: MatrixProduct
     v_proj: MatrixProduct
-    q_norm: _RMSNorm | None
-    k_norm: _RMSNorm | None
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
     o_proj: MatrixProduct
-    mlp_norm: _RMSNorm
+    mlp_norm: RMSNorm
     gate_proj: MatrixProduct
     up_proj: MatrixProduct
     down_proj: MatrixProduct
@@ -85,8 +77,8 @@ def _tensors(module: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return weight.to(dtype), None if module.bias is None else _whole(module.bias)
 
 
-def _norm(module: Any) -> _RMSNorm:
-    return _RMSNorm(_whole(module.weight), float(module.variance_epsilon))
+def _norm(module: Any) -> RMSNorm:
+    return RMSNorm.of(_whole(module.weight), float(module.variance_epsilon))
 
 
 def _layer(module: Any, make_product: Callable[[Tensor, Tensor | None], MatrixProduct], dtype: torch.dtype) -> _Layer:
