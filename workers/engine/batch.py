@@ -274,7 +274,10 @@ class ContinuousBatch:
         ]
         vocab_size, device = self.limits.vocab_size, self._decoder.device
         penalties = PenaltyBatch(penalized, vocab_size=vocab_size, device=device) if penalized else None
-        return SamplingBatch.of(params, vocab_size=vocab_size, device=device, penalties=penalties)
+        originals = [row for row, active in enumerate(requests) if active.request.wants_original_logprobs]
+        return SamplingBatch.of(
+            params, vocab_size=vocab_size, device=device, penalties=penalties, original_rows=originals
+        )
 
     def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
         if not sampling.stop or self._load_text_decoder is None:
@@ -286,14 +289,19 @@ class ContinuousBatch:
     ) -> list[RequestOutput]:
         """Sample one token for each of `requests`, which hold the rows from `first_row` on; end those that are done."""
         uniforms = [0.0 if sampling.is_all_greedy else active.next_uniform for active in requests]
-        token_ids, logprobs = sample_tokens(logits, sampling, torch.tensor(uniforms, device=logits.device))
+        sampled = sample_tokens(logits, sampling, torch.tensor(uniforms, device=logits.device))
+        originals = iter(() if sampled.original_logprobs is None else sampled.original_logprobs.tolist())
+        tokens = zip(sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True)
         ended: list[tuple[int, FinishReason]] = []
-        for offset, (token_id, logprob) in enumerate(zip(token_ids.tolist(), logprobs.tolist(), strict=True)):
+        for offset, (token_id, logprob) in enumerate(tokens):
+            original = next(originals) if requests[offset].request.wants_original_logprobs else None
             if not math.isfinite(logprob):
                 self._cache.clear(first_row + offset)
                 ended.append((first_row + offset, AbortFinish("the model's logits are not finite")))
                 continue
             self.tokens_generated += 1
+            if original is not None:
+                requests[offset].original_logprobs.append(original)
             reason = requests[offset].append(token_id, logprob, version=self.version)
             if reason is not None:
                 ended.append((first_row + offset, reason))

@@ -106,7 +106,11 @@ class GenerateEndpoint:
                 raise BadRequestError(f"logprob_start_len must be below the prompt's {len(prompt)} tokens, got {start}")
             requests += [
                 GenerationRequest(
-                    request_id=uuid.uuid4().hex, prompt=tuple(prompt), sampling=params, input_logprobs_from=start
+                    request_id=uuid.uuid4().hex,
+                    prompt=tuple(prompt),
+                    sampling=params,
+                    input_logprobs_from=start,
+                    wants_original_logprobs=body.return_original_logprob,
                 )
                 for params in samplings
             ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -119,6 +120,9 @@ class GenerateBody(_Body):
     sampling_params: _SamplingParamsBodies = SamplingParamsBody()
     """For all prompts, or a list with those of each, as SGLang takes them; `n` is the same in all."""
     return_logprob: bool = False
+    return_original_logprob: bool = False
+    """Whether `output_token_original_logprobs` come as well: those of the same tokens at temperature 1. SGLang has no
+    such field; its servers that are started with SGLANG_RETURN_ORIGINAL_LOGPROB=1 give only these."""
     logprob_start_len: int = Field(default=-1, ge=-1)
     """First prompt position whose log-probability is returned; -1 returns none."""
     rid: str | list[str] | None = None
@@ -127,8 +131,10 @@ class GenerateBody(_Body):
     """Whether the reply is a stream of server-sent events, each with the whole answer so far."""
 
     @model_validator(mode="after")
-    def _check_lists(self) -> Self:
-        """A list has one entry per prompt."""
+    def _fields_fit(self) -> Self:
+        """A list has one entry per prompt, and nothing is asked for that would not come."""
+        if self.return_original_logprob and not self.return_logprob:
+            raise ValueError("return_original_logprob needs return_logprob: true")
         num_prompts = len(self.prompts)
         if isinstance(self.rid, list) and len(self.rid) != num_prompts:
             raise ValueError(f"rid lists {len(self.rid)} names for {num_prompts} prompts")
@@ -260,6 +266,10 @@ def _finish_reason(reason: FinishReason | None) -> dict[str, Any] | None:
             return {"type": "abort", "message": message, "status_code": None, "err_type": None}
 
 
+def _triples(logprobs: Sequence[float | None], token_ids: Sequence[int]) -> list[list[float | int | None]]:
+    return [[logprob, token_id, None] for logprob, token_id in zip(logprobs, token_ids, strict=True)]
+
+
 def generate_reply(output: RequestOutput, body: GenerateBody, *, rid: str, latency_s: float) -> dict[str, Any]:
     """One answer as SGLang without a tokenizer returns it; triples are [logprob, token id, null]."""
     meta_info: dict[str, Any] = {
@@ -278,12 +288,9 @@ def generate_reply(output: RequestOutput, body: GenerateBody, *, rid: str, laten
     }
     if body.return_logprob:
         scored_prompt = output.prompt[body.logprob_start_len :] if output.input_logprobs else ()
-        meta_info["input_token_logprobs"] = [
-            [logprob, token_id, None] for logprob, token_id in zip(output.input_logprobs, scored_prompt, strict=True)
-        ]
-        meta_info["output_token_logprobs"] = [
-            [logprob, token_id, None]
-            for logprob, token_id in zip(output.output_logprobs, output.output_ids, strict=True)
-        ]
+        meta_info["input_token_logprobs"] = _triples(output.input_logprobs, scored_prompt)
+        meta_info["output_token_logprobs"] = _triples(output.output_logprobs, output.output_ids)
+        if body.return_original_logprob:
+            meta_info["output_token_original_logprobs"] = _triples(output.original_logprobs, output.output_ids)
         meta_info["output_token_logprobs_length"] = len(output.output_ids)
     return {"output_ids": list(output.output_ids), "meta_info": meta_info}

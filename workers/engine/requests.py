@@ -49,6 +49,8 @@ class GenerationRequest:
     sampling: SamplingParams
     input_logprobs_from: int | None = None
     """First prompt position whose log-probability is wanted; None wants none."""
+    wants_original_logprobs: bool = False
+    """Whether those of the answer are wanted at temperature 1, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,8 @@ class RequestOutput:
     output_ids: tuple[int, ...]
     output_logprobs: tuple[float, ...]
     """One per output token, under softmax(logits / temperature) of the weights of its span, see sampling.py."""
+    original_logprobs: tuple[float, ...]
+    """The same at temperature 1, where they were asked for; else none."""
     input_logprobs: tuple[float | None, ...]
     """Of prompt[input_logprobs_from:] at temperature 1; the first is None: nothing was predicted there."""
     finish_reason: FinishReason | None
@@ -83,6 +87,7 @@ class ActiveRequest:
     uniforms: TokenUniforms
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
+    original_logprobs: list[float] = field(default_factory=list)
     input_logprobs: tuple[float | None, ...] | None = None
     version_starts: list[tuple[str, int]] = field(default_factory=list)
     """(version, first output token that it made), in order."""
@@ -142,6 +147,7 @@ class ActiveRequest:
             prompt=self.request.prompt,
             output_ids=tuple(self.output_ids),
             output_logprobs=tuple(self.output_logprobs),
+            original_logprobs=tuple(self.original_logprobs),
             input_logprobs=self.input_logprobs or (),
             finish_reason=reason,
             weight_version=version,

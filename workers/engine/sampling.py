@@ -11,6 +11,9 @@ min_p: this is what the trainer computes again from its own logits, so the ratio
 exactly one. A greedy row (temperature 0) reports log_softmax(logits). Penalties change the logits first, as SGLang has
 it: the log-probability of a penalized row is that of the penalized logits, which no trainer computes again.
 
+Beside it, for the rows that ask, log_softmax(logits): what SGLang calls the original log-probability, before the
+temperature.
+
 Each row brings its own uniform number, so a request draws the same tokens whoever shares the batch with it.
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,6 +138,8 @@ class SamplingBatch:
     longest_top_k: int
     penalties: PenaltyBatch | None
     """None when no row has any."""
+    original_rows: Tensor | None
+    """[O] int64 indices of rows whose log-probabilities at temperature 1 are wanted, too; None when there are none."""
 
     @classmethod
     def of(
@@ -143,6 +149,7 @@ class SamplingBatch:
         vocab_size: int,
         device: torch.device,
         penalties: PenaltyBatch | None = None,
+        original_rows: Sequence[int] = (),
     ) -> SamplingBatch:
         truncated = [row for row, params in enumerate(rows) if params.is_truncated]
         top_k = [vocab_size if rows[row].top_k < 1 else min(rows[row].top_k, vocab_size) for row in truncated]
@@ -160,26 +167,38 @@ class SamplingBatch:
             top_k=torch.tensor([[k] for k in top_k], dtype=torch.int64, device=device),
             longest_top_k=max(top_k, default=0),
             penalties=penalties,
+            original_rows=torch.tensor(original_rows, device=device) if original_rows else None,
         )
 
 
-def sample_tokens(logits: Tensor, batch: SamplingBatch, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+class SampledTokens(NamedTuple):
+    """One token for each row of a batch."""
+
+    token_ids: Tensor
+    """[B] int64."""
+    logprobs: Tensor
+    """[B] float32, under softmax(logits / temperature), untruncated."""
+    original_logprobs: Tensor | None
+    """[O] float32, under softmax(logits), of `original_rows`; None where there are none."""
+
+
+def sample_tokens(logits: Tensor, batch: SamplingBatch, uniforms: Tensor) -> SampledTokens:
     """Draw one token per row, and let the penalties of `batch` count it.
 
     Args:
         logits: [B, V] float32; overwritten.
         batch: parameters of these B rows.
         uniforms: [B] float32 in [0, 1], one independent draw per row (greedy rows ignore theirs).
-
-    Returns:
-        (token ids [B] int64, log-probabilities [B] float32 under softmax(logits / temperature), untruncated)
     """
     if batch.penalties is not None:
         batch.penalties.apply_(logits)
+    rows = batch.original_rows
+    originals = None if rows is None else torch.log_softmax(logits[rows], dim=-1)  # the temperature overwrites logits
     token_ids, logprobs = _draw(logits, batch, uniforms)
     if batch.penalties is not None:
         batch.penalties.count(token_ids)
-    return token_ids, _pick(logprobs, token_ids)
+    picked = None if originals is None else _pick(originals, token_ids[rows])
+    return SampledTokens(token_ids, _pick(logprobs, token_ids), picked)
 
 
 def _draw(logits: Tensor, batch: SamplingBatch, uniforms: Tensor) -> tuple[Tensor, Tensor]:

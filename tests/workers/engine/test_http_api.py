@@ -253,6 +253,7 @@ def test_a_stop_token_ends_the_answer_and_is_named(client: Client, references: l
         ({"input_ids": [1], "stream": "yes"}, "stream"),
         ({"text": "hello"}, "text"),
         ({"input_ids": [1], "logprob_start_len": 1, "return_logprob": True}, "logprob_start_len must be below"),
+        ({"input_ids": [1], "return_original_logprob": True}, "return_original_logprob needs return_logprob: true"),
         ({"input_ids": [[1], [2]], "rid": ["a"]}, "rid lists 1 names for 2 prompts"),
         ({"input_ids": [1], "sampling_params": [{}]}, "sampling_params is a list, and input_ids one prompt"),
         ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "sampling_params lists 1 objects for 2 prompts"),

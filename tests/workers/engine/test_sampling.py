@@ -17,7 +17,8 @@ NUM_DRAWS = 40_000
 
 def draw(rows: list[SamplingParams], logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     batch = SamplingBatch.of(rows, vocab_size=logits.shape[-1], device=torch.device("cpu"))
-    return sample_tokens(logits.clone(), batch, uniforms)
+    sampled = sample_tokens(logits.clone(), batch, uniforms)
+    return sampled.token_ids, sampled.logprobs
 
 
 def exact_distribution(temperature: float, top_p: float, top_k: int, min_p: float) -> list[float]:
@@ -87,6 +88,26 @@ def test_a_row_draws_the_same_token_whatever_its_neighbours_ask_for() -> None:
         alone, logprob_alone = draw([params], logits[index : index + 1], uniforms[index : index + 1])
         assert alone.tolist() == together[index : index + 1].tolist()
         torch.testing.assert_close(logprob_alone, logprobs_together[index : index + 1])
+
+
+@given(
+    temperatures=st.lists(st.sampled_from([0.0, 0.3, 1.0, 2.5]), min_size=1, max_size=8),
+    wanted=st.sets(st.integers(0, 7)),
+)
+def test_rows_that_ask_get_the_logprobs_before_the_temperature_too(temperatures: list[float], wanted: set[int]) -> None:
+    rows = [SamplingParams(temperature=temperature) for temperature in temperatures]
+    asking = sorted(row for row in wanted if row < len(rows))
+    logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(2))
+    uniforms = torch.rand(len(rows), generator=torch.Generator().manual_seed(3))
+    batch = SamplingBatch.of(rows, vocab_size=50, device=torch.device("cpu"), original_rows=asking)
+    token_ids, logprobs, originals = sample_tokens(logits.clone(), batch, uniforms)
+    without = draw(rows, logits, uniforms)
+    assert torch.equal(token_ids, without[0]) and torch.equal(logprobs, without[1])
+    expected = [math.log(torch.softmax(logits[row].double(), dim=-1)[token_ids[row]]) for row in asking]
+    assert ([] if originals is None else originals.tolist()) == pytest.approx(expected, abs=1e-5)
+    assert originals is None or [originals[index] for index, row in enumerate(asking) if temperatures[row] == 1] == [
+        logprobs[row] for row in asking if temperatures[row] == 1
+    ]
 
 
 @given(

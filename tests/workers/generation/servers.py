@@ -36,6 +36,7 @@ ADMIN_KEY = "the key of the administrator"
 LOOPBACK = "127.0.0.1"
 DEADLINE_S = 240.0  # SGLang's start is 20 s of computing, beside whatever else the machine does
 T = TypeVar("T")
+_OF_THE_REQUEST = ("rid", "logprob_start_len", "return_original_logprob")  # and not of its sampling_params
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Client:
         return answer
 
     def generate(self, input_ids: Any, **sampling: Any) -> Any:
-        options = {name: sampling.pop(name) for name in ("rid", "logprob_start_len") if name in sampling}
+        options = {name: sampling.pop(name) for name in _OF_THE_REQUEST if name in sampling}
         body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, **options}
         status, answer = self.call("POST", "/generate", body)
         assert status == 200, answer

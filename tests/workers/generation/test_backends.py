@@ -89,8 +89,8 @@ def served(shared: Served, models: list[Path]) -> Served:
     return shared
 
 
-def logprobs_of(answer: Any, kind: str = "output") -> list[float]:
-    return [logprob for logprob, _, _ in answer["meta_info"][f"{kind}_token_logprobs"]]
+def logprobs_of(answer: Any, kind: str = "output", name: str = "logprobs") -> list[float]:
+    return [logprob for logprob, _, _ in answer["meta_info"][f"{kind}_token_{name}"]]
 
 
 def spans_of(answer: Any) -> list[tuple[str, int, int]]:
@@ -122,6 +122,26 @@ def test_the_logprobs_of_sampled_tokens_are_those_of_the_tempered_distribution(
         answer = served.client.generate(prompt, max_new_tokens=48, temperature=temperature, ignore_eos=True)
         expected = reference_logprobs(references[0], prompt, answer["output_ids"], temperature=temperature)
         assert logprobs_of(answer) == pytest.approx(expected.tolist(), abs=TOLERANCE)
+
+
+def test_an_answers_logprobs_at_temperature_1_are_those_of_the_model(served: Served, references: list[Any]) -> None:
+    """In the answer itself, and by reading it once more, which is SGLang's only way beside the tempered ones."""
+    asked = {"max_new_tokens": 24, "temperature": 0.6, "top_p": 0.9, "ignore_eos": True}
+    for prompt in (SHORT, LONG):
+        answer = served.client.generate(prompt, return_original_logprob=True, **asked)
+        ids = answer["output_ids"]
+        tempered = reference_logprobs(references[0], prompt, ids, temperature=0.6).tolist()
+        at_1 = reference_logprobs(references[0], prompt, ids).tolist()
+        assert logprobs_of(answer) == pytest.approx(tempered, abs=TOLERANCE) != pytest.approx(at_1, abs=TOLERANCE)
+        read = served.client.generate(
+            [*prompt, *ids], logprob_start_len=len(prompt) - 1, **asked | {"max_new_tokens": 1}
+        )
+        assert logprobs_of(read, "input")[1:] == pytest.approx(at_1, abs=TOLERANCE)
+        if isinstance(served.backend, SglangBackend):
+            assert "output_token_original_logprobs" not in answer["meta_info"]
+        else:
+            assert [token for _, token, _ in answer["meta_info"]["output_token_original_logprobs"]] == ids
+            assert logprobs_of(answer, "output", "original_logprobs") == pytest.approx(at_1, abs=TOLERANCE)
 
 
 def test_penalties_are_those_of_a_slow_loop_over_the_output(served: Served, references: list[Any]) -> None:
