@@ -39,6 +39,7 @@ from corral.workers.streams.security import StreamSecurity
 
 TRIAL = "0123456789abcdef0123456789abcdef"
 _STATS = {f"ppo_actor/statistic_{number}": 0.125 * number for number in range(24)}
+_MOST_RANKS = 2**16  # no two samples of a trial have the same admission number
 _KEYS = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask")
 
 
@@ -122,13 +123,13 @@ class StubRank:
             keys=_KEYS,
             num_tokens=lengths,
             versions=(version,),
-            order=number,
+            order=number * _MOST_RANKS + self._rank,
         )
 
     def _announce(self) -> None:
         if self._waiting is not None and self._arrived:
             told = [self._arrived.popleft() for _ in range(min(self._at_once, len(self._arrived)))]
-            self._reply(self._waiting, MetadataReply(samples=told))
+            self._reply(self._waiting, MetadataReply.of(told))
             self._waiting = None
 
     def _reply(self, message: Message[ToWorker], payload: ReplyPayload) -> None:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.master.sequence_buffer import BufferedSample
 from corral.workers.requests.client import RequestClient
-from corral.workers.requests.messages import Fetch, MetadataReply, ReplyPayload, SampleMetadata
+from corral.workers.requests.messages import Fetch, MetadataReply, ReplyPayload
 from corral.workers.requests.pending_replies import PendingReplies
 
 _AT_MOST = 1024  # samples in one reply
@@ -69,22 +69,28 @@ class Arrivals:
             self.failed = pending
         elif isinstance(reply, MetadataReply):
             self._idle.add(rank)
-            # Now, while it is at hand: most of what was said is the same for all of a step's samples, and shared.
-            self._arrived += [buffered(sample, owner=rank) for sample in reply.samples]
+            self._arrived += buffered(reply, owner=rank)  # now, while it is at hand
         self._wake()
 
 
-def buffered(metadata: SampleMetadata, *, owner: int) -> BufferedSample:
-    """What the master keeps of a sample that a rank has described."""
-    return BufferedSample(
-        uid=metadata.uid,
-        order=metadata.order,
-        owner=owner,
-        num_tokens=array("I", metadata.num_tokens),
-        versions=_versions(metadata.versions),
-        keys=_keys(metadata.keys),
-        dropped_because=metadata.dropped_because,
-    )
+def buffered(reply: MetadataReply, *, owner: int) -> list[BufferedSample]:
+    """What the master keeps of the samples that a rank has described."""
+    samples: list[BufferedSample] = []
+    for group in reply.groups:
+        versions, keys = _versions(group.versions), _keys(group.keys)
+        samples += [
+            BufferedSample(
+                uid=uid,
+                order=order,
+                owner=owner,
+                num_tokens=array("I", num_tokens),
+                versions=versions,
+                keys=keys,
+                dropped_because=group.dropped_because,
+            )
+            for uid, order, num_tokens in zip(group.uids, group.orders, group.num_tokens, strict=True)
+        ]
+    return samples
 
 
 @lru_cache(maxsize=1024)  # the samples of a step share a few combinations

@@ -115,11 +115,11 @@ class MeshCalls:
         """Note what ranks have made of prompts; what they had to give up, the step goes on without."""
         dropped: dict[str, str] = {}
         for rank, reply in replies.items():
-            for metadata in reply.samples if isinstance(reply, MetadataReply) else ():
-                if metadata.dropped_because:
-                    dropped[metadata.uid] = metadata.dropped_because
+            for sample in buffered(reply, owner=rank) if isinstance(reply, MetadataReply) else ():
+                if sample.dropped_because:
+                    dropped[sample.uid] = sample.dropped_because
                 else:
-                    self._buffer.fill(buffered(metadata, owner=rank))
+                    self._buffer.fill(sample)
         return CallResult(dropped=dropped)
 
     async def evaluate(self, call: ModelFunctionCall, uids: Sequence[str], *, version: int) -> dict[str, float]:

@@ -213,7 +213,7 @@ class TrainerGang:
         samples: list[BufferedSample] = []
         for rank, reply in sorted(replies.items()):
             if isinstance(reply, MetadataReply):
-                samples.extend(buffered(metadata, owner=rank) for metadata in reply.samples)
+                samples += buffered(reply, owner=rank)
         return samples
 
     async def _guard(self, pending: PendingReplies) -> dict[str, ReplyPayload]:

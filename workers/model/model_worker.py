@@ -136,10 +136,10 @@ class ModelWorker(Worker):
     def _answer_now(self, request: NonBlockingRequest) -> ReplyPayload | Later:
         match request:
             case Fetch():
-                arrived = MetadataReply(samples=self._samples.fetch(request.max_samples or _FETCH_AT_MOST))
-                return arrived if arrived.samples or not request.wait_s else Later(request.wait_s, arrived)
+                arrived = MetadataReply.of(self._samples.fetch(request.max_samples or _FETCH_AT_MOST))
+                return arrived if arrived.groups or not request.wait_s else Later(request.wait_s, arrived)
             case LoadRows():
-                return MetadataReply(samples=self._samples.load_rows(request.uids))
+                return MetadataReply.of(self._samples.load_rows(request.uids))
             case Reject():
                 self._samples.reject(request.uids, request.rejection)
                 return OkReply()
@@ -191,7 +191,7 @@ class ModelWorker(Worker):
                 self._initialize(request, epoch=envelope.epoch)
                 return OkReply()
             case Generate():
-                return MetadataReply(samples=self._models.generate(request))
+                return MetadataReply.of(self._models.generate(request))
             case Inference():
                 self._models.inference(request)
                 return OkReply()

@@ -14,7 +14,8 @@ The reference system's `restore` and `reset` are Initialize: it loads what a com
 earlier epoch left. A worker is not shut down by a request, but through its control channel, as all workers are.
 """
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, Self
 
 import msgspec
 
@@ -210,12 +211,8 @@ class WorkerRequest(MessageBody, frozen=True, tag="request"):
 # --- replies --------------------------------------------------------------------------------------------------------
 
 
-class SampleMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """What the master knows of a sample; the tensors stay where they are.
-
-    A step has thousands of these, so that fields travel without their names, and lengths once: those of each key follow
-    from its layout.
-    """
+class SampleMetadata(msgspec.Struct, frozen=True, gc=False):
+    """What the master knows of a sample; the tensors stay where they are."""
 
     uid: str
     keys: tuple[str, ...]
@@ -228,6 +225,28 @@ class SampleMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ar
     """Birth order: samples are consumed oldest first."""
     dropped_because: str = ""
     """Why it has no answers to train on; empty for a sample that has."""
+
+
+class SampleGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
+    """Samples as they travel: by column, and once what all of them have in common.
+
+    A step has thousands of samples, most of them alike. Fields travel without their names, and lengths once: those of
+    each key follow from its layout.
+    """
+
+    keys: tuple[str, ...]
+    versions: tuple[str, ...]
+    dropped_because: str
+    uids: list[str]
+    orders: list[int]
+    num_tokens: list[list[int]]
+
+    def __post_init__(self) -> None:
+        if not len(self.uids) == len(self.orders) == len(self.num_tokens):
+            raise ValueError(
+                f"each sample has one uid, order and list of lengths, got {len(self.uids)} uids, "
+                f"{len(self.orders)} orders and {len(self.num_tokens)} lists"
+            )
 
 
 class OkReply(MessageBody, frozen=True, tag="ok"):
@@ -253,7 +272,27 @@ class ModelConfigReply(MessageBody, frozen=True, tag="model_config"):
 class MetadataReply(MessageBody, frozen=True, tag="metadata"):
     """Samples, or keys of samples, that this worker now holds."""
 
-    samples: list[SampleMetadata]
+    groups: list[SampleGroup]
+
+    @classmethod
+    def of(cls, samples: Iterable[SampleMetadata]) -> Self:
+        """The reply that says all of this."""
+        alike: dict[tuple[tuple[str, ...], tuple[str, ...], str], list[SampleMetadata]] = {}
+        for sample in samples:
+            alike.setdefault((sample.keys, sample.versions, sample.dropped_because), []).append(sample)
+        return cls(
+            groups=[
+                SampleGroup(
+                    keys=keys,
+                    versions=versions,
+                    dropped_because=dropped_because,
+                    uids=[sample.uid for sample in group],
+                    orders=[sample.order for sample in group],
+                    num_tokens=[sample.num_tokens for sample in group],
+                )
+                for (keys, versions, dropped_because), group in alike.items()
+            ]
+        )
 
 
 class StatsReply(MessageBody, frozen=True, tag="stats"):

@@ -3,8 +3,11 @@
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from corral.workers.master.arrivals import Arrivals
+from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.master.arrivals import Arrivals, buffered
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.handler import Later, WorkerRequestStream
 from corral.workers.requests.messages import (
@@ -33,7 +36,7 @@ class Rank:
         if not any(known is request for known in self.asked):  # else it is looked at again
             self.asked.append(request)
         taken, self.arrived = self.arrived, []
-        reply = MetadataReply(samples=[SampleMetadata(uid=uid, keys=(), num_tokens=[]) for uid in taken])
+        reply = MetadataReply.of([SampleMetadata(uid=uid, keys=(), num_tokens=[]) for uid in taken])
         return reply if taken else Later(request.wait_s, reply)
 
     def receive(self, stream: WorkerRequestStream, *uids: str) -> None:
@@ -71,6 +74,32 @@ def test_each_arrival_wakes_the_master_and_only_who_answered_is_asked_again(as_r
             assert len(ranks[0].asked) == 1
 
     with_master(run, as_role("master_worker"))
+
+
+KEYS = st.sampled_from([(), ("input_ids",), ("input_ids", "rewards")])
+VERSIONS = st.sampled_from([(), ("1.4",), ("1.4", "1.5")])
+SAMPLES = st.lists(
+    st.builds(
+        SampleMetadata,
+        uid=st.uuids().map(str),
+        keys=KEYS,
+        num_tokens=st.lists(st.integers(0, 2**31), max_size=3),
+        versions=VERSIONS,
+        order=st.integers(0, 9),
+        dropped_because=st.sampled_from(["", "reward_error"]),
+    )
+)
+
+
+@given(SAMPLES)
+def test_what_a_rank_says_of_each_sample_is_what_the_master_keeps(told: list[SampleMetadata]) -> None:
+    kept = {sample.uid: sample for sample in buffered(MetadataReply.of(told), owner=3)}
+    assert kept.keys() == {metadata.uid for metadata in told}
+    for metadata in told:
+        sample = kept[metadata.uid]
+        assert (sample.order, sample.owner, sample.dropped_because) == (metadata.order, 3, metadata.dropped_because)
+        assert (list(sample.num_tokens), sample.keys) == (metadata.num_tokens, set(metadata.keys))
+        assert sample.versions == {PolicyVersion.parse(tag) for tag in metadata.versions}
 
 
 def test_the_death_of_a_rank_wakes_the_master_too(as_role: AsRole) -> None:

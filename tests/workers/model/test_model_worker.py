@@ -200,8 +200,8 @@ def recording_worker(folder: Path) -> Iterator[tuple[ModelWorker, Recorder]]:
 @pytest.mark.parametrize(
     ("request_", "asked", "answer"),
     [
-        (Fetch(max_samples=3), ("fetch", 3), MetadataReply(samples=SAMPLES)),
-        (LoadRows(uids=["0:a"]), ("load_rows", ["0:a"]), MetadataReply(samples=SAMPLES)),
+        (Fetch(max_samples=3), ("fetch", 3), MetadataReply.of(SAMPLES)),
+        (LoadRows(uids=["0:a"]), ("load_rows", ["0:a"]), MetadataReply.of(SAMPLES)),
         (Reject(uids=["0:a"], rejection="duplicate"), ("reject", ["0:a"], "duplicate"), OkReply()),
         (Give(parcels=[PARCEL]), ("give", [PARCEL]), OkReply()),
         (ClearDataCache(uids=["0:a"]), ("clear", ["0:a"]), OkReply()),
@@ -219,7 +219,7 @@ def test_what_is_answered_at_once_is_done_by_its_part(
 @pytest.mark.parametrize(
     ("request_", "asked", "answer"),
     [
-        (GENERATE, ("generate", GENERATE), MetadataReply(samples=SAMPLES)),
+        (GENERATE, ("generate", GENERATE), MetadataReply.of(SAMPLES)),
         (INFERENCE, ("inference", INFERENCE), OkReply()),
         (REALLOCATE, ("reallocate", REALLOCATE), OkReply()),
         (SaveWeights(role="ref", directory="/w"), ("save_weights", "ref", Path("/w")), FilesReply(files=FILES)),

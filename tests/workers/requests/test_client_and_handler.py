@@ -226,7 +226,7 @@ def test_metadata_travels_typed(as_role: AsRole) -> None:
             await client.flush(deadline_s=10)
             envelope = await take(stream)
             assert envelope.request == request
-            reply = MetadataReply(samples=[SampleMetadata(uid="0:a", keys=("ref_logprobs",), num_tokens=[7], order=3)])
+            reply = MetadataReply.of([SampleMetadata(uid="0:a", keys=("ref_logprobs",), num_tokens=[7], order=3)])
             await asyncio.to_thread(stream.reply, envelope, reply)
             assert (await pending.results())[stream.worker_id] == reply
 

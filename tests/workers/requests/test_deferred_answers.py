@@ -21,7 +21,7 @@ from corral.workers.streams.errors import RemoteError
 from tests.workers.requests.rig import AsRole, initialize, take, train, with_master, worker
 from tests.workers.stream_helpers import LOOPBACK, Cable, ask, until
 
-NOTHING = MetadataReply(samples=[])
+NOTHING = MetadataReply.of([])
 
 
 class Inbox:
@@ -43,7 +43,7 @@ class Inbox:
 
 
 def announced(*uids: str) -> MetadataReply:
-    return MetadataReply(samples=[SampleMetadata(uid=uid, keys=("input_ids",), num_tokens=[3]) for uid in uids])
+    return MetadataReply.of([SampleMetadata(uid=uid, keys=("input_ids",), num_tokens=[3]) for uid in uids])
 
 
 WAITS = Fetch(wait_s=100.0)

@@ -39,8 +39,8 @@ REQUEST = WorkerRequest(
         ),
     ),
 )
-METADATA = MetadataReply(
-    samples=[
+METADATA = MetadataReply.of(
+    [
         SampleMetadata(
             uid="0:a",
             keys=("input_ids",),
@@ -63,6 +63,23 @@ def test_messages_come_back_equal() -> None:
     request = worker_codec().decode(worker_codec().encode(REQUEST, epoch=3, request_id="3:9", deadline_s=1.5))
     assert (request.body, request.epoch, request.request_id, request.deadline_s) == (REQUEST, 3, "3:9", 1.5)
     assert reply_codec().decode(reply_codec().encode(METADATA, epoch=3)).body == METADATA
+
+
+class Crooked(msgspec.Struct, tag="metadata"):
+    """Samples as no rank describes them."""
+
+    groups: list[tuple[Any, ...]]
+
+
+@pytest.mark.parametrize(
+    "columns", [(["0:a"], [1, 2], [[3]]), (["0:a", "0:b"], [1], [[3]]), (["0:a"], [1], [[3], [4]]), (["0:a"], [1], [])]
+)
+def test_samples_whose_columns_have_unequal_lengths_are_refused(columns: tuple[Any, ...]) -> None:
+    even = Crooked([(["input_ids"], ["1.4"], "", ["0:a"], [1], [[3]])])
+    assert isinstance(reply_codec().decode(reply_codec().encode(even, epoch=3)).body, MetadataReply)
+    crooked = reply_codec().encode(Crooked([(["input_ids"], ["1.4"], "", *columns)]), epoch=3)
+    with pytest.raises(MalformedMessageError, match="each sample has one uid, order and list of lengths"):
+        reply_codec().decode(crooked)
 
 
 @given(
