@@ -212,7 +212,7 @@ def _check(costs: Sequence[float], *, num_parts: int) -> None:
 
 
 def _load(part: Sequence[int], costs: Sequence[float]) -> float:
-    return sum(costs[index] for index in part)
+    return sum(map(costs.__getitem__, part))
 
 
 def _heaviest(parts: Sequence[Sequence[int]], costs: Sequence[float]) -> float:
@@ -230,11 +230,11 @@ def _fill(parts: list[list[int]], items: Sequence[int], costs: Sequence[float]) 
 
 
 def _take_excess(part: list[int], costs: Sequence[float], *, limit: float) -> list[int]:
-    """Take items out of a part until it is not above the limit; they cost little more than they have to."""
+    """Take items out of an ascending part until it is not above the limit; they cost little more than they have to."""
     excess = _load(part, costs) - limit
     kept: list[int] = []
     taken: list[int] = []
-    for index in sorted(part, key=lambda index: (-costs[index], index)):
+    for index in sorted(part, key=costs.__getitem__, reverse=True):  # of items that cost the same, the first one first
         if costs[index] <= min(excess, limit):  # what is above the limit alone would be so anywhere
             taken.append(index)
             excess -= costs[index]
