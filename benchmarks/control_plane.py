@@ -201,6 +201,7 @@ async def _drive(
                 profile.enable()
             batch = await _next_batch(gang, source, step)
             await runner.run(batch, version=step)
+            calls.end_step()
             gang.clear(buffer.release(batch))
             if profile is not None:
                 profile.disable()

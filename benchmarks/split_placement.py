@@ -189,7 +189,7 @@ async def _drive(context: WorkerContext, *, num_steps: int) -> list[Seen]:
             assert batch is not None, "rows are always there"
             started = time.monotonic()
             result = await runner.run(batch, version=step)
-            seen.append(Seen(time.monotonic() - started, result, calls.take_moved_bytes()))
+            seen.append(Seen(time.monotonic() - started, result, calls.end_step()))
             gang.clear(buffer.release(batch))
     return seen
 

@@ -91,8 +91,9 @@ class MeshCalls:
         names = {call.model_name, *(name for pair in self._graph.reallocations(call) for name in pair)}
         return frozenset(rank for name in names for rank in self._spec.mesh(name).ranks)
 
-    def take_moved_bytes(self) -> int:
-        """Bytes of samples that went from rank to rank since the last time that somebody asked."""
+    def end_step(self) -> int:
+        """Let go of the step's samples. Returns the bytes of samples that went from rank to rank since a step's end."""
+        self._dealer.forget()
         moved, self._moved_bytes = self._moved_bytes, 0
         return moved
 

@@ -52,6 +52,10 @@ class Dealer:
                 self._last[mesh.ranks] = samples, shares
         return shares
 
+    def forget(self) -> None:
+        """What was dealt will not be asked for again: the next step's samples can have the memory of these."""
+        self._last.clear()
+
     def _deal_anew(self, call: ModelFunctionCall, mesh: Mesh, samples: Sequence[BufferedSample]) -> Shares:
         flops = forward_flops((sample.num_tokens for sample in samples), self._shapes[mesh.ranks])
         costs = [cost or 1.0 for cost in flops]  # nobody knows how long the answers to a prompt will be

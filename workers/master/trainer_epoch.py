@@ -183,7 +183,7 @@ class TrainerEpoch:
             "time/train_s": time.monotonic() - started - publishing_s,
             "time/publish_s": publishing_s,
             "time/commit_s": self._committing_s,
-            "data/transfer_bytes": float(self._calls.take_moved_bytes()),
+            "data/transfer_bytes": float(self._calls.end_step()),
         }
         await self._durable.add_step(self._step, outcome.metrics() | timing | self._waited() | self._skipped(), batch)
         committing = time.monotonic()

@@ -78,6 +78,16 @@ def test_another_mesh_is_dealt_by_itself_and_then_stays_as_it_is() -> None:
     assert deal(dealer, CRITIC, list("dcba"), buffer) == [sorted(share, reverse=True) for share in first]
 
 
+def test_samples_are_dealt_once_a_step() -> None:
+    buffer = buffer_of({"a": 0, "b": 0, "c": 1, "d": 1}, dict.fromkeys("abcd", 100))
+    dealer = Dealer(SPEC, GRAPH)
+    assert deal(dealer, REF, list("abcd"), buffer) == [["a", "b"], ["c", "d"]]
+    buffer.samples["a"].num_tokens = [300]
+    assert deal(dealer, REF, list("abcd"), buffer) == [["a", "b"], ["c", "d"]]
+    dealer.forget()
+    assert sorted(deal(dealer, REF, list("abcd"), buffer), key=len) == [["a"], ["b", "c", "d"]]
+
+
 def test_every_rank_has_a_share_of_no_samples_too() -> None:
     buffer = buffer_of({"a": 0}, {"a": 100})
     dealer = Dealer(SPEC, GRAPH)
