@@ -32,6 +32,7 @@ class ConfigProblem:
     note: what follows from the value, in a few words beside it.
     place: where that stands: "math.yaml:31", "-s ppo.kl.coef=1".
     evidence: the command that shows what the value was compared with.
+    is_of_running: whether the trial could be planned nevertheless: what is missing is needed by its processes only.
     """
 
     message: str
@@ -41,6 +42,7 @@ class ConfigProblem:
     note: str = ""
     place: str = ""
     evidence: str = ""
+    is_of_running: bool = False
 
     def render(self) -> str:
         """The problem on two to four lines."""

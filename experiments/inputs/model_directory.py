@@ -7,7 +7,7 @@ The shape of the model goes into the plan: by it the master gives all ranks equa
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,27 +66,25 @@ def weight_shapes(directory: Path) -> Shapes:
 
 def has_tied_output(directory: Path) -> bool:
     """Whether the output's weight is the embedding's, so that a stored one counts for nothing."""
-    config, _ = _read_config(directory)
-    return (config or {}).get("tie_word_embeddings") is True
+    return (read_config(directory) or {}).get("tie_word_embeddings") is True
 
 
 def context_length(directory: Path) -> int | None:
     """The longest sequence that a model has positions for; None if config.json does not say."""
-    config, _ = _read_config(directory)
-    return _facts(config or {}).max_position_embeddings
+    return _facts(read_config(directory) or {}).max_position_embeddings
 
 
 def attention_heads(directory: Path) -> tuple[int, int] | None:
     """Heads of queries, and of keys and values; None if config.json does not say."""
-    config, _ = _read_config(directory)
-    heads = _positive(config or {}, "num_attention_heads")
-    return None if heads is None else (heads, _positive(config or {}, "num_key_value_heads") or heads)
+    config = read_config(directory) or {}
+    heads = _positive(config, "num_attention_heads")
+    return None if heads is None else (heads, _positive(config, "num_key_value_heads") or heads)
 
 
 def transformer_shape(directory: Path) -> TransformerShape | None:
     """The sizes that decide how much work a sequence is; None if config.json does not say all of them."""
-    config, _ = _read_config(directory)
-    counts = {key: count for key in _COUNTS if (count := _positive(config or {}, key)) is not None}
+    config = read_config(directory) or {}
+    counts = {key: count for key in _COUNTS if (count := _positive(config, key)) is not None}
     if not counts.keys() >= _SHAPE_KEYS:
         return None
     heads = counts["num_attention_heads"]
@@ -110,6 +108,11 @@ def _facts(config: Mapping[str, Any]) -> ModelFacts:
     return ModelFacts(
         max_position_embeddings=_positive(config, "max_position_embeddings"), vocab_size=_positive(config, "vocab_size")
     )
+
+
+def read_config(directory: Path) -> dict[str, Any] | None:
+    """config.json as it is; None if it cannot be read."""
+    return _read_config(directory)[0]
 
 
 def _read_config(directory: Path) -> tuple[dict[str, Any] | None, list[ConfigProblem]]:
@@ -181,7 +184,7 @@ def _inspect_weights(directory: Path) -> tuple[Shapes, list[ConfigProblem]]:
             hint = "its weights are pickled; convert them with save_pretrained(..., safe_serialization=True)"
         else:
             hint = "download the weights as safetensors"
-        return {}, [_problem(f"model {name} has no *.safetensors", hint)]
+        return {}, [replace(_problem(f"model {name} has no *.safetensors", hint), is_of_running=True)]
     shapes: dict[str, tuple[int, ...]] = {}
     problems = []
     for shard in shards:

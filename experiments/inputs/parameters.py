@@ -8,12 +8,15 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from corral.experiments.config.model import LoraConfig, ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem, closest, display_path, show_value
 from corral.experiments.inputs.adapter_directory import check_adapter
+from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.model_directory import Shapes, has_tied_output, weight_shapes
 from corral.experiments.worker_specs import Head, ParameterCounts
+from corral.scheduling.decoder_sizes import tensor_shapes
 
 _WEIGHT = ".weight"
 _OUTPUT = "lm_head.weight"
@@ -25,7 +28,7 @@ _NOT_LINEAR = (".experts.", ".gate.weight")  # of mixtures of experts: computed 
 
 def count_parameters(model: ModelConfig, *, head: Head) -> ParameterCounts | None:
     """What a role trains of a model, and what it leaves; None if the files do not say."""
-    stored = dict(weight_shapes(model.path))
+    stored = dict(weight_shapes(model.path)) or _promised_shapes(model.path)
     if not stored:
         return None
     if head != "lm":
@@ -39,7 +42,7 @@ def count_parameters(model: ModelConfig, *, head: Head) -> ParameterCounts | Non
     if model.lora is None:
         return ParameterCounts(trained=in_all, frozen=0)
     score = math.prod(stored[_SCORE]) if head != "lm" else 0
-    adapters = sum(model.lora.rank * sum(shape) for _, shape in _adapted(model.lora, stored))
+    adapters = sum(model.lora.rank * sum(shape) for _, shape in adapted_layers(model.lora, stored))
     return ParameterCounts(trained=adapters + score, frozen=in_all - score)
 
 
@@ -60,13 +63,20 @@ def check_lora(model: ModelConfig) -> Iterator[ConfigProblem]:
                 shown=show_value(list(lora.targets or ())),
             )
     if lora.adapter is not None:
-        adapted = dict(_adapted(lora, shapes))
+        adapted = dict(adapted_layers(lora, shapes))
         for problem in check_adapter(lora.adapter, lora, adapted):
             yield replace(problem, path=("lora", "adapter"), shown=display_path(lora.adapter))
 
 
-def _adapted(lora: LoraConfig, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
+def adapted_layers(lora: LoraConfig, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and [out, in] of each linear layer that has an adapter."""
     return ((name, shape) for name, shape in _linear_layers(shapes) if lora.adapts(name))
+
+
+def _promised_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """What config.json says that the weights will be, where there are none yet; nothing of an unknown type."""
+    sizes = decoder_sizes(directory)
+    return {} if sizes is None else tensor_shapes(sizes)
 
 
 def _linear_layers(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:

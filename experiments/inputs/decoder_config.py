@@ -1,0 +1,106 @@
+"""config.json ──► the sizes of its decoder, for the model types whose modules are known here; None for all others."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from corral.experiments.inputs.model_directory import read_config
+from corral.scheduling.decoder_sizes import DecoderSizes
+
+_QWEN3_HEAD_DIM = 128  # of transformers' Qwen3Config, where config.json leaves it out
+_SIZES = MappingProxyType(
+    {
+        "num_layers": "num_hidden_layers",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "vocab_size": "vocab_size",
+        "num_heads": "num_attention_heads",
+    }
+)
+
+
+def decoder_sizes(directory: Path) -> DecoderSizes | None:
+    """The sizes of the model in a directory; None if its config.json does not say them, or is of another type."""
+    config = read_config(directory) or {}
+    traits = _TRAITS.get(config.get("model_type", ""))
+    try:
+        return None if traits is None else DecoderSizes(**(_common(config) | traits(config)))
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None  # submission says elsewhere what is wrong with the numbers
+
+
+def _common(config: Mapping[str, Any]) -> dict[str, Any]:
+    sizes: dict[str, Any] = {name: _positive(config[key]) for name, key in _SIZES.items()}
+    heads = sizes["num_heads"]
+    return sizes | {
+        "num_key_value_heads": _positive(config.get("num_key_value_heads") or heads),
+        "head_dim": _positive(config.get("head_dim") or sizes["hidden_size"] // heads),
+        "is_tied": config.get("tie_word_embeddings") is True,
+    }
+
+
+def _llama(config: Mapping[str, Any]) -> dict[str, Any]:
+    has_biases = config.get("attention_bias") is True
+    return {
+        "has_query_biases": has_biases,
+        "has_attention_output_bias": has_biases,
+        "has_mlp_biases": config.get("mlp_bias") is True,
+    }
+
+
+def _mistral(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+def _qwen2(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"has_query_biases": True}
+
+
+def _qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
+    return _with_head_norms(config) | {"head_dim": _positive(config.get("head_dim") or _QWEN3_HEAD_DIM)}
+
+
+def _with_head_norms(config: Mapping[str, Any]) -> dict[str, Any]:
+    has_biases = config.get("attention_bias") is True
+    return {"has_query_biases": has_biases, "has_attention_output_bias": has_biases, "has_head_norms": True}
+
+
+def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
+    layers = range(_positive(config["num_hidden_layers"]))
+    sparse = frozenset(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
+    return _with_head_norms(config) | {
+        "num_experts": _positive(config.get("num_experts") or config["num_local_experts"]),
+        "experts_per_token": _positive(config["num_experts_per_tok"]),
+        "expert_size": _positive(config["moe_intermediate_size"]),
+        "sparse_layers": sparse,
+    }
+
+
+def _mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "num_experts": _positive(config["num_local_experts"]),
+        "experts_per_token": _positive(config["num_experts_per_tok"]),
+        "expert_size": _positive(config["intermediate_size"]),
+        "sparse_layers": frozenset(range(_positive(config["num_hidden_layers"]))),
+    }
+
+
+_TRAITS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = MappingProxyType(
+    {
+        "llama": _llama,
+        "mistral": _mistral,
+        "mixtral": _mixtral,
+        "qwen2": _qwen2,
+        "qwen3": _qwen3,
+        "qwen3_moe": _qwen3_moe,
+    }
+)
+"""What distinguishes a type's layers, by `model_type`."""
+
+
+def _positive(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{value!r} is no size")
+    return value
