@@ -1,0 +1,79 @@
+"""Sizes of a decoder, tokens of a micro-batch -> bytes that autograd keeps for the backward pass, and works in.
+
+Tensors of one layer, for each token, with H hidden, I intermediate, Q all heads of queries, K those of keys; float32 is
+4 bytes, and a product's type takes c (2 under autocast to bfloat16):
+
+    2 norms              2 x (input H, normalized H, scale)               float32, since the residual stream is
+    inputs of products   q, k, v | gate, up: H each; output: Q            c; under autocast every product has its own
+                                                                          rounded copy, else those in a row share one
+    attention            queries Q, keys K, values K, result Q            c; logsumexp: float32 a head
+    norms of heads       input and normalized: 2 (Q + K)                  float32; under autocast one is rounded to c
+    MLP                  gate, activated gate, up, product: 4 I           c
+    experts, each of k   gate and up 2 I, activated, product, H in, H out float32: their product is not under autocast
+
+Found with torch.autograd.graph.saved_tensors_hooks on tiny models, and counted again so by the tests. No activation is
+computed anew in the backward pass today.
+"""
+
+from corral.scheduling.decoder_sizes import DecoderSizes
+
+FLOAT32_BYTES = 4
+_INDEX_BYTES = 8  # of int64
+_INDICES_PER_EXPERT = 4  # which expert, and the order in which tokens are sorted by it and back
+_SUMS_BYTES = 4 * FLOAT32_BYTES + 2 * _INDEX_BYTES  # of the softmax, and the token's place and label
+HEAD_CHUNK_BYTES = 2**28
+"""Logits that the last layer makes at a time (workers/backends/chunked_head.py)."""
+
+
+def layer_bytes_per_token(sizes: DecoderSizes, layer: int, *, compute_bytes: int, tensor_parallel: int = 1) -> int:
+    """What one layer keeps of one token.
+
+    Args:
+        compute_bytes: of a number in matrix products: 4 or 2.
+        tensor_parallel: ranks that share heads and the MLP; what is H wide is whole on each of them.
+    """
+    is_rounded = compute_bytes < FLOAT32_BYTES
+    is_sparse = layer in sizes.sparse_layers
+    heads = -(-sizes.num_heads // tensor_parallel)
+    key_heads = -(-sizes.num_key_value_heads // tensor_parallel)
+    query, key = heads * sizes.head_dim, key_heads * sizes.head_dim
+    norms = 2 * FLOAT32_BYTES * (2 * sizes.hidden_size + 1)
+    copies = (4 if is_sparse else 5) if is_rounded else 2  # q, k, v, then the router, or gate and up
+    inputs = compute_bytes * copies * sizes.hidden_size
+    attention = compute_bytes * (3 * query + 2 * key) + FLOAT32_BYTES * heads
+    of_heads = (FLOAT32_BYTES + compute_bytes) * (query + key) + FLOAT32_BYTES * (heads + key_heads)
+    head_norms = of_heads if sizes.has_head_norms else 0
+    if is_sparse:
+        mlp = _experts_bytes(sizes, compute_bytes=compute_bytes)
+    else:
+        mlp = 4 * compute_bytes * -(-sizes.intermediate_size // tensor_parallel)
+    return norms + inputs + attention + head_norms + mlp
+
+
+def _experts_bytes(sizes: DecoderSizes, *, compute_bytes: int) -> int:
+    of_one = FLOAT32_BYTES * (4 * sizes.expert_size + 2 * sizes.hidden_size) + _INDICES_PER_EXPERT * _INDEX_BYTES
+    return sizes.experts_per_token * (of_one + compute_bytes) + FLOAT32_BYTES * sizes.num_experts
+
+
+def ends_bytes_per_token(sizes: DecoderSizes) -> int:
+    """What is kept of one token before the first layer and after the last: its id, rotations, and the last norm's."""
+    rotations = 2 * FLOAT32_BYTES * sizes.head_dim
+    return _INDEX_BYTES + rotations + FLOAT32_BYTES * (2 * sizes.hidden_size + 1)
+
+
+def adapter_bytes_per_token(shape: tuple[int, ...], *, rank: int, compute_bytes: int) -> int:
+    """What an adapter beside a linear layer [out, in] keeps: its own rounded input, and what is between A and B."""
+    own_input = shape[1] if compute_bytes < FLOAT32_BYTES else 0
+    return compute_bytes * (own_input + rank)
+
+
+def head_bytes(sizes: DecoderSizes, *, tokens: int, compute_bytes: int, has_gradient: bool) -> int:
+    """What the last layer of a language model takes: a chunk of logits at a time, and its weight as products take it.
+
+    Two float32 copies of a chunk exist at the worst moment; hidden states come in float32, and so does their gradient.
+    """
+    rows = min(tokens, max(1, HEAD_CHUNK_BYTES // (FLOAT32_BYTES * sizes.vocab_size)))
+    chunk = 2 * rows * FLOAT32_BYTES * sizes.vocab_size
+    rounded_weight = compute_bytes * sizes.vocab_size * sizes.hidden_size if compute_bytes < FLOAT32_BYTES else 0
+    copies = 2 if has_gradient else 1
+    return chunk + rounded_weight + tokens * (copies * FLOAT32_BYTES * sizes.hidden_size + _SUMS_BYTES)

@@ -1,0 +1,259 @@
+"""One role's model in one layout -> bytes on each of its GPUs, as the fsdp backend holds it.
+
+    parameters   float32, cut by rows over the ranks: ceil(rows / ranks) each       torch's fully_shard (FSDP2)
+                 frozen matrices beside adapters: in the type of the products       workers/backends/lora.py
+    gradients    float32, cut alike, of what is trained; let go after each step     FSDPEngine.train_batch
+    optimizer    AdamW: two moments, and a step count per tensor                    workers/backends/optimizers.py
+                 Muon: one moment for the matrices of the layers
+    activations  what autograd keeps of all layers, and one layer's worth to        activation_memory.py
+                 work in; without gradients that alone
+    buffers      where a model is cut: its ends whole from the beginning of a       FSDP2: the outermost module stays
+                 forward pass to the end of the backward one, two layers whole,     whole, and the next layer comes
+                 and the gradients of the ends and of one layer before they         while one computes
+                 are reduced
+                 where a call generates: all weights whole, in float32, if they     workers/engine/decoder.py
+                 are cut or of another type
+
+Each figure is that of the rank with most: the last ones may have a row less of a tensor.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from corral.scheduling.activation_memory import (
+    FLOAT32_BYTES,
+    adapter_bytes_per_token,
+    ends_bytes_per_token,
+    head_bytes,
+    layer_bytes_per_token,
+)
+from corral.scheduling.decoder_sizes import DecoderSizes, Output, Shape, tensor_shapes
+from corral.scheduling.gpu_memory import ModelOnGpu, Part, Parts
+from corral.scheduling.parallel import ParallelDims
+
+CallKind = Literal["train", "infer", "generate"]
+_LAYERS = "model.layers."
+_LAYERS_WHOLE = 2  # the one that computes, and the next, which is gathered meanwhile
+_STEP_COUNT_BYTES = 4  # of AdamW, a float32 for each tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """Low-rank adapters beside linear layers."""
+
+    rank: int
+    layers: frozenset[str]
+    """Names of the linear layers that have one, such as model.layers.0.self_attn.q_proj."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSizes:
+    """One call on the model, as large as it gets on one rank."""
+
+    name: str
+    kind: CallKind
+    tokens: int
+    """Of a micro-batch; where it generates, of all answers that are made at a time, prompts included."""
+    sequences: int = 1
+    """Answers that are made at a time, where it generates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensors:
+    """Parameters of one kind."""
+
+    shape: Shape
+    count: int
+    bytes_each: int
+    """Of one number."""
+    is_trained: bool
+    in_layer: bool
+    has_two_moments: bool
+    """Whether AdamW updates it."""
+
+
+class RoleModel:
+    """The model of a role, whatever its layout: computed once, asked for many layouts."""
+
+    def __init__(
+        self,
+        sizes: DecoderSizes,
+        *,
+        output: Output = "vocabulary",
+        optimizer: Literal["adamw", "muon"] | None = None,
+        adapters: Adapters | None = None,
+        compute_bytes: int = FLOAT32_BYTES,
+    ) -> None:
+        """
+        Args:
+            optimizer: None for a model that is only read.
+            adapters: what is trained in place of the weights; a score layer is trained beside them.
+            compute_bytes: of a number in matrix products: 4 or 2.
+        """
+        self.sizes = sizes
+        self._output = output
+        self._adapters = adapters
+        self._optimizer = optimizer
+        self._compute_bytes = compute_bytes
+        self._shapes = tensor_shapes(sizes, output)
+        counts = Counter(self._kinds())
+        self._tensors = [
+            _Tensors(
+                shape=shape,
+                count=count,
+                bytes_each=bytes_each,
+                is_trained=is_trained,
+                in_layer=in_layer,
+                has_two_moments=not (optimizer == "muon" and in_layer and len(shape) == 2),
+            )
+            for (shape, bytes_each, is_trained, in_layer), count in counts.items()
+        ]
+
+    def _kinds(self) -> list[tuple[Shape, int, bool, bool]]:
+        """Shape, bytes of a number, whether it is trained and whether it is of a layer, of every parameter."""
+        trains_weights = self._optimizer is not None and self._adapters is None
+        adapted = self._adapters.layers if self._adapters is not None else frozenset[str]()
+        kinds = []
+        for name, shape in self._shapes.items():
+            in_layer = name.startswith(_LAYERS)
+            is_trained = trains_weights or (self._adapters is not None and name == "score.weight")
+            kinds.append((shape, self._bytes_of(name, shape, is_trained=is_trained), is_trained, in_layer))
+            if self._adapters is not None and name.removesuffix(".weight") in adapted:
+                rank = self._adapters.rank
+                kinds += [((rank, shape[1]), FLOAT32_BYTES, True, True), ((shape[0], rank), FLOAT32_BYTES, True, True)]
+        return kinds
+
+    def _bytes_of(self, name: str, shape: Shape, *, is_trained: bool) -> int:
+        """Frozen matrices beside adapters are held in the type of the products; embeddings and the router's are not."""
+        is_linear = len(shape) == 2 and name.endswith(("_proj.weight", "lm_head.weight"))
+        held_low = self._adapters is not None and is_linear and not is_trained
+        return self._compute_bytes if held_low else FLOAT32_BYTES
+
+    @property
+    def num_parameters(self) -> int:
+        """Without adapters."""
+        return sum(math.prod(shape) for shape in self._shapes.values())
+
+    def on_gpu(self, name: str, dims: ParallelDims, calls: list[CallSizes]) -> ModelOnGpu:
+        """What each of the model's GPUs has to hold.
+
+        Args:
+            dims: the layout.
+            calls: on this model, with the tokens of one rank.
+        """
+        held = self._held(dims)
+        return ModelOnGpu(name=name, held=held, working={call.name: self._working(call, dims) for call in calls})
+
+    def _held(self, dims: ParallelDims) -> Parts:
+        parts: dict[Part, int] = {"parameters": self._sum(dims, trained_only=False)}
+        if self._optimizer is not None:
+            parts["optimizer"] = self._optimizer_bytes(dims)
+        return parts
+
+    def _sum(self, dims: ParallelDims, *, trained_only: bool) -> int:
+        return sum(
+            tensors.count * tensors.bytes_each * _numbers(tensors.shape, dims)
+            for tensors in self._tensors
+            if tensors.is_trained or not trained_only
+        )
+
+    def _optimizer_bytes(self, dims: ParallelDims) -> int:
+        total = 0
+        for tensors in self._tensors:
+            if tensors.is_trained:
+                moments = 2 if tensors.has_two_moments else 1
+                step = _STEP_COUNT_BYTES if tensors.has_two_moments else 0
+                total += tensors.count * (moments * FLOAT32_BYTES * _numbers(tensors.shape, dims) + step)
+        return total
+
+    def _working(self, call: CallSizes, dims: ParallelDims) -> Parts:
+        if call.kind == "generate":
+            return self._generating(call, dims)
+        is_training = call.kind == "train"
+        parts: dict[Part, int] = {
+            "activations": self._activations(call.tokens, is_training=is_training),
+            "head": self._head(call.tokens, is_training=is_training),
+            "buffers": self._gathered(dims, is_training=is_training),
+        }
+        if is_training:
+            parts["gradients"] = self._sum(dims, trained_only=True)
+        return parts
+
+    def _activations(self, tokens: int, *, is_training: bool) -> int:
+        sizes, compute = self.sizes, self._compute_bytes
+        adapters = self._adapter_bytes_per_token()
+        layers = [
+            layer_bytes_per_token(sizes, layer, compute_bytes=compute)
+            for layer in (_one_of_each_kind(sizes) if not is_training else range(sizes.num_layers))
+        ]
+        kept = sum(layers) + adapters + ends_bytes_per_token(sizes) if is_training else 0
+        return tokens * (kept + max(layers))
+
+    def _adapter_bytes_per_token(self) -> int:
+        if self._adapters is None:
+            return 0
+        return sum(
+            adapter_bytes_per_token(
+                self._shapes[f"{layer}.weight"], rank=self._adapters.rank, compute_bytes=self._compute_bytes
+            )
+            for layer in self._adapters.layers
+        )
+
+    def _head(self, tokens: int, *, is_training: bool) -> int:
+        if self._output == "score":
+            return FLOAT32_BYTES * self.sizes.hidden_size * tokens
+        return head_bytes(self.sizes, tokens=tokens, compute_bytes=self._compute_bytes, has_gradient=is_training)
+
+    def _gathered(self, dims: ParallelDims, *, is_training: bool) -> int:
+        """Whole copies of what is cut; none where nothing is."""
+        if _num_cuts(dims) == 1:
+            return 0
+        ends, layers = self._whole(in_layer=False), self._whole(in_layer=True)
+        buffers = sum(ends.values()) + _LAYERS_WHOLE * sum(layers.values()) // self.sizes.num_layers
+        if is_training:
+            buffers += ends["trained"] + layers["trained"] // self.sizes.num_layers
+        return buffers
+
+    def _whole(self, *, in_layer: bool) -> Mapping[str, int]:
+        """Bytes of parameters before they are cut, by whether they are trained."""
+        total = {"trained": 0, "frozen": 0}
+        for tensors in self._tensors:
+            if tensors.in_layer == in_layer:
+                kind = "trained" if tensors.is_trained else "frozen"
+                total[kind] += tensors.count * tensors.bytes_each * math.prod(tensors.shape)
+        return total
+
+    def _generating(self, call: CallSizes, dims: ParallelDims) -> Parts:
+        sizes = self.sizes
+        has_copy = _num_cuts(dims) > 1 or (self._adapters is not None and self._compute_bytes < FLOAT32_BYTES)
+        rows_of_logits = 2 * FLOAT32_BYTES * sizes.vocab_size * call.sequences
+        return {
+            "KV cache": key_value_bytes_per_token(sizes, number_bytes=FLOAT32_BYTES) * call.tokens,
+            "head": rows_of_logits,
+            "buffers": FLOAT32_BYTES * self.num_parameters if has_copy else 0,
+        }
+
+
+def key_value_bytes_per_token(sizes: DecoderSizes, *, number_bytes: int, tensor_parallel: int = 1) -> int:
+    """Keys and values of one token in all layers; where there are more ranks than heads, each has a copy of one."""
+    heads = -(-sizes.num_key_value_heads // tensor_parallel)
+    return 2 * sizes.num_layers * heads * sizes.head_dim * number_bytes
+
+
+def _one_of_each_kind(sizes: DecoderSizes) -> list[int]:
+    """A layer with experts and one without, as far as there are both."""
+    dense = next((layer for layer in range(sizes.num_layers) if layer not in sizes.sparse_layers), None)
+    return [layer for layer in (dense, min(sizes.sparse_layers, default=None)) if layer is not None]
+
+
+def _num_cuts(dims: ParallelDims) -> int:
+    """Ranks that a parameter's rows are cut over."""
+    return dims.world_size // (dims.tp * dims.pp)
+
+
+def _numbers(shape: Shape, dims: ParallelDims) -> int:
+    """Of one tensor on one rank: as many rows as the rank with most."""
+    return -(-shape[0] // _num_cuts(dims)) * math.prod(shape[1:])

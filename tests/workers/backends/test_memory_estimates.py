@@ -1,0 +1,211 @@
+"""What the planner says that a role takes of a GPU, beside the tensors that an engine really holds.
+
+Parameters, gradients and optimizer state are exact, on one rank and cut over two. Of activations every tensor that
+autograd keeps is counted by torch's own hooks; one storage counts once, and what is a parameter's does not.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from corral.experiments.config.model import LoraConfig, OptimizerConfig
+from corral.experiments.inputs.decoder_config import decoder_sizes
+from corral.scheduling.activation_memory import HEAD_CHUNK_BYTES, ends_bytes_per_token, layer_bytes_per_token
+from corral.scheduling.decoder_sizes import DecoderSizes, Output
+from corral.scheduling.gpu_memory import Parts
+from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.role_memory import Adapters, CallSizes, RoleModel
+from corral.workers.backends import chunked_head
+from corral.workers.backends.base import LossOutput
+from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.lora import AdaptedLinear
+from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches
+from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.sharding import local
+from corral.workers.backends.token_scores import TokenScores
+from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.training_helpers import make_sample, optimizer_config, value_loss
+
+TOKENS = 128
+TRAIN = CallSizes(name="train", kind="train", tokens=TOKENS)
+SIZES: dict[str, Any] = {
+    "hidden_size": 36,
+    "intermediate_size": 84,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 67,
+    "max_position_embeddings": 256,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 8}),
+    "mixture": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS | {"head_dim": 8, "mlp_only_layers": [1]}),
+}
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def save_model(name: str, directory: Path, **changes: Any) -> Path:
+    model, config, traits = MODELS[name]
+    torch.manual_seed(0)
+    model(config(**(SIZES | traits | changes))).save_pretrained(directory)
+    return directory
+
+
+def sizes_of(directory: Path) -> DecoderSizes:
+    sizes = decoder_sizes(directory)
+    assert sizes is not None
+    return sizes
+
+
+def estimate(role: RoleModel, *, dp: int = 1) -> Parts:
+    return role.on_gpu("actor/0", ParallelDims(dp=dp), [TRAIN]).during("train")
+
+
+def size_bytes(tensors: Iterable[Tensor]) -> int:
+    """Of the memory below this rank's parts; gradients of a layer that is cut share one."""
+    storages = (local(tensor).untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def train_step(engine: FSDPEngine) -> dict[str, int]:
+    """One step, with the bytes of the gradients as the optimizer saw them, and of its state afterwards."""
+    found = {"parameters": size_bytes(engine.model.parameters())}
+    optimizer = engine._optimizer
+    assert optimizer is not None
+    step = optimizer.step
+
+    def step_and_look(*arguments: Any) -> Any:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        found["gradients"] = size_bytes(gradients)
+        return step(*arguments)
+
+    optimizer.step = step_and_look  # type: ignore[method-assign]
+    sample = make_sample([[32, 32, 32, 32]])
+    loss = value_loss if engine._head.has_score_layer else lm_loss
+    engine.train_batch(sample, loss_fn=loss, counted="prompt_mask")
+    found["optimizer"] = size_bytes(
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
+    )
+    return found
+
+
+def lm_loss(scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
+    return LossOutput(-scores.logprobs.sum())
+
+
+def exact(parts: Parts) -> dict[str, int]:
+    return {part: parts.get(part, 0) for part in ("parameters", "gradients", "optimizer")}
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("llama", "adamw"), ("qwen2", "adamw"), ("qwen3", "muon"), ("mixture", "muon")]
+)
+def test_what_is_trained_is_estimated_to_the_byte(name: str, optimizer: Any, tmp_path: Path) -> None:
+    directory = save_model(name, tmp_path)
+    engine = FSDPEngine(directory, context=ParallelContext(), optimizer=OptimizerConfig(type=optimizer))
+    assert train_step(engine) == exact(estimate(RoleModel(sizes_of(directory), optimizer=optimizer)))
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@each_dtype
+def test_adapters_are_estimated_to_the_byte(head: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    directory = save_model("qwen3", tmp_path)
+    lora = LoraConfig(rank=5, alpha=5.0, targets=("q_proj", "layers.1.mlp.down_proj"))
+    engine = FSDPEngine(
+        directory, context=ParallelContext(), head=head, optimizer=optimizer_config(), lora=lora, compute_dtype=dtype
+    )
+    adapted = {name for name, module in engine.model.named_modules() if isinstance(module, AdaptedLinear)}
+    output: Output = "vocabulary" if head == "lm" else "score"
+    role = RoleModel(
+        sizes_of(directory),
+        output=output,
+        optimizer="adamw",
+        adapters=Adapters(rank=5, layers=frozenset(adapted)),
+        compute_bytes=dtype.itemsize,
+    )
+    assert len(adapted) == 4
+    assert train_step(engine) == exact(estimate(role))
+
+
+def look_at_ranks(world: ParallelContext, folder: Path) -> None:
+    for name in MODELS:
+        if name != "mixture":  # whose stacked experts are cut as any other tensor
+            engine = FSDPEngine(folder / name, context=world, optimizer=OptimizerConfig(type="muon"))
+            (folder / f"{name}-{world.rank}.json").write_text(json.dumps(train_step(engine)))
+
+
+def test_the_rank_with_most_of_two_holds_what_is_estimated(tmp_path: Path) -> None:
+    for name in MODELS:
+        save_model(name, tmp_path / name)
+    play(look_at_ranks, tmp_path, world_size=2, directory=tmp_path)
+    for name in ("llama", "qwen2", "qwen3"):
+        expected = exact(estimate(RoleModel(sizes_of(tmp_path / name), optimizer="muon"), dp=2))
+        found = [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(2)]
+        assert {part: max(of_rank[part] for of_rank in found) for part in expected} == expected, name
+
+
+def kept_bytes(engine: FSDPEngine) -> int:
+    """What autograd keeps after the forward pass of one micro-batch of `TOKENS` tokens."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in engine.model.parameters()}
+    kept: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # kept alive, or another would get its address
+        return tensor
+
+    sample = make_sample([[32, 32, 32, 32]])
+    [micro_batch] = make_micro_batches(
+        sample, plan_micro_batches(sample, engine.micro_batches), count=1, device=torch.device("cpu")
+    )
+    engine.model.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine._scores(micro_batch, 1.0)
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixture"])
+@each_dtype
+def test_activations_of_a_layer_are_counted_tensor_by_tensor(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Twice as many layers keep as much more as the layers that came are said to."""
+    found = []
+    for layers in (3, 6):
+        directory = save_model(name, tmp_path / str(layers), num_hidden_layers=layers)
+        engine = FSDPEngine(directory, context=ParallelContext(), optimizer=optimizer_config(), compute_dtype=dtype)
+        found.append(kept_bytes(engine))
+    sizes = sizes_of(tmp_path / "6")
+    expected = sum(layer_bytes_per_token(sizes, layer, compute_bytes=dtype.itemsize) for layer in (3, 4, 5)) * TOKENS
+    assert found[1] - found[0] == pytest.approx(expected, rel=0.01 if name == "mixture" else 0.0)
+
+
+@each_dtype
+def test_all_activations_of_a_model_are_within_a_tenth(dtype: torch.dtype, tmp_path: Path) -> None:
+    directory = save_model("qwen3", tmp_path)
+    engine = FSDPEngine(directory, context=ParallelContext(), optimizer=optimizer_config(), compute_dtype=dtype)
+    sizes = sizes_of(directory)
+    layers = [layer_bytes_per_token(sizes, layer, compute_bytes=dtype.itemsize) for layer in range(3)]
+    expected = TOKENS * (sum(layers) + ends_bytes_per_token(sizes) + 4 * sizes.hidden_size)  # hidden states at the head
+    assert kept_bytes(engine) == pytest.approx(expected, rel=0.1)
+
+
+def test_the_head_works_on_chunks_of_the_size_that_is_planned_with() -> None:
+    assert HEAD_CHUNK_BYTES == chunked_head._CHUNK_BYTES
