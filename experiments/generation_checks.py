@@ -104,7 +104,7 @@ def check_sglang(sglang: SglangConfig, *, is_used: bool, is_in_container: bool) 
     except ValueError as error:
         message, hint = split_remedy(str(error))
         key: KeyPath = ("allocation",) if sglang.python is None else ("sglang", "python")
-        yield ConfigProblem(message=message, hint=hint, path=key)
+        yield ConfigProblem(message=message, hint=hint, path=key, is_of_running=True)
 
 
 def check_quantization(engine: EngineConfig, *, backend: str) -> Iterator[ConfigProblem]:

@@ -70,6 +70,7 @@ def load_with_source(
     *,
     profiles: Sequence[Path] = (),
     sbatch_arguments: Sequence[str] = (),
+    is_to_run: bool = True,
 ) -> LoadedExperiment:
     """Read an experiment file and check everything that can be checked without starting anything.
 
@@ -78,6 +79,7 @@ def load_with_source(
         overrides: `key.path=value`, applied in order; relative paths in them are relative to the current directory.
         profiles: files with values for what the experiment file leaves open, the weakest first.
         sbatch_arguments: what is added to `launch.extra_sbatch_arguments`.
+        is_to_run: whether what only running needs must be there: weights of models, SGLang.
 
     Raises:
         ConfigError: listing all mistakes of the first stage that found any.
@@ -105,7 +107,7 @@ def load_with_source(
     data, source = _with_sbatch_arguments(data, sbatch_arguments, source)
     data = _with_absolute_paths(data, experiment_class, source)
     experiment = validate(experiment_class, data, source)
-    check_experiment(experiment, source)
+    check_experiment(experiment, source, is_to_run=is_to_run)
     return LoadedExperiment(experiment=experiment, source=source)
 
 
@@ -120,10 +122,10 @@ def _keys_of_others(layer: Layer, experiment_class: type[Experiment]) -> list[Ke
     return unwanted
 
 
-def check_experiment(experiment: Experiment, source: ConfigSource) -> None:
+def check_experiment(experiment: Experiment, source: ConfigSource, *, is_to_run: bool = True) -> None:
     """ConfigError with everything that is wrong across fields, with the files, models and import paths named in it."""
     with located(source), naming_users_line(type(experiment), path=("experiment",), shown=experiment.experiment):
-        problems = list(experiment.find_problems())
+        problems = [problem for problem in experiment.find_problems() if is_to_run or not problem.is_of_running]
         if problems:
             raise ConfigError(problems)
 

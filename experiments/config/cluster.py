@@ -32,6 +32,8 @@ class ClusterConfig(FrozenConfig):
     """How many of these CPUs are one core, since every worker gets whole cores; None is what sinfo says, else 1."""
     mem_per_node: OptionalMemoryMb = Field(default=None, ge=1)
     """Memory of one node that a trial may use, in MB or with a suffix K, M, G or T; None is what most nodes of the partition have."""  # noqa: E501
+    gpu_memory: OptionalMemoryMb = Field(default=None, ge=1024)
+    """Memory of one GPU, in MB or with a suffix M, G or T (80G); with it every role is compared with its GPU before submission. SLURM does not know it; None compares nothing."""  # noqa: E501
     max_nodes: int | None = Field(default=None, ge=1)
     """Nodes that a trial may use; None is as many as its groups need."""
     gpu_request: Literal["gres", "gpus", "none"] = "gres"

@@ -15,6 +15,7 @@ from corral.scheduling.layout_kind import AskedLayout
 if TYPE_CHECKING:
     from corral.launcher.submit.prepare import Submission
     from corral.launcher.trial.find import TrialFacts
+    from corral.scheduling.cluster_shape import ClusterShape
 
 
 _NAME_TRIES = 100  # of as many who submit at the same time, the last one needs as many
@@ -46,6 +47,14 @@ def submit(
             "chart (=graph); write nothing.",
         ),
     ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--shape",
+            metavar="NODESxGPUSxMEMORY",
+            help="With --dry-run: plan for a cluster that need not be there, such as 4x8x80G.",
+        ),
+    ] = None,
     no_checks: Annotated[
         bool,
         typer.Option("--no-checks", help="Submit without comparing the trial with the cluster; SLURM alone decides."),
@@ -64,6 +73,7 @@ def submit(
             raise typer.BadParameter("--follow waits too; choose one of --wait and --follow")
         if no_checks and local:
             raise typer.BadParameter("--no-checks is about a cluster; with --local there is none")
+        cluster_shape = _cluster_shape(shape, is_dry=dry_run is not None, local=local, resumes=resume is not None)
         if resume is not None:
             options = (experiment, trial, override, profile, layout, sbatch_arg, local or None)
             has_others = any(option for option in options)
@@ -80,6 +90,7 @@ def submit(
                 _changes(override, fileroot=fileroot, layout=layout),
                 trial_name=trial,
                 mode="local" if local else queue_here().mode,
+                shape=cluster_shape,
                 profile=profile,
                 sbatch_arguments=_checked_arguments(sbatch_arg or []),
             )
@@ -92,6 +103,23 @@ def submit(
             if resume is None:
                 submission = create_under_a_free_name(submission, partial(prepare, has_checks=not no_checks))
             _start(submission, is_resumed=resume is not None, wait=wait, follow=follow, verbose=verbose)
+
+
+def _cluster_shape(text: str | None, *, is_dry: bool, local: bool, resumes: bool) -> "ClusterShape | None":
+    if text is None:
+        return None
+    if not is_dry:
+        raise typer.BadParameter("--shape imagines a cluster, on which nothing can run; add --dry-run")
+    if local or resumes:
+        raise typer.BadParameter("--shape plans a new trial for a cluster; leave --local and --resume out")
+    from corral.experiments.errors import ConfigError, split_remedy
+    from corral.scheduling.cluster_shape import ClusterShape
+
+    try:
+        return ClusterShape.parse(text)
+    except ValueError as error:
+        rule, remedy = split_remedy(str(error))
+        raise ConfigError.of(rule, hint=remedy, place=f"--shape {text}") from error
 
 
 def create_under_a_free_name(submission: "Submission", prepare: "Callable[[], Submission]") -> "Submission":
@@ -171,6 +199,8 @@ def _print_plan(submission: "Submission", out: TextIO) -> None:
     nodes = render_layout(submission.layout) if submission.layout else THIS_MACHINE
     width = terminal_width(out)
     print(fold(render_plan(submission.plan, nodes=nodes), width), file=out)
+    if memory := _memory(submission, width):
+        print(f"\n{memory}", file=out)
     if submission.warnings:
         print(file=out)
     for warning in submission.warnings:
@@ -178,6 +208,18 @@ def _print_plan(submission: "Submission", out: TextIO) -> None:
     print(f"\nchecks     {' - '.join(submission.checks)}", file=out, flush=True)
     for number, file in enumerate(submission.profiles):
         print(f"{'' if number else 'profiles':<9}  {display_path(file)}", file=out, flush=True)
+
+
+def _memory(submission: "Submission", width: int | None) -> str:
+    """The table of what each GPU holds; "" where no worker has one."""
+    from corral.launcher.submit.memory_plan import gpu_uses
+
+    if not (uses := gpu_uses(submission.plan)):
+        return ""
+    # rich takes longer to import than all of this takes to run.
+    from corral.launcher.submit.memory_text import render_memory
+
+    return render_memory(uses, gpu_memory_mb=submission.gpu_memory_mb, width=width)
 
 
 def _print_script(submission: "Submission") -> None:

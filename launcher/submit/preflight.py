@@ -39,6 +39,7 @@ from corral.launcher.submit.asks import Ask, asks_of, check_values, shapes_for
 from corral.launcher.submit.check_asks import check_asks, node_local_warning
 from corral.launcher.submit.check_layout import Capacity, check_layout, describe
 from corral.launcher.submit.check_limits import check_limits
+from corral.launcher.submit.check_memory import GpuBudget, check_memory
 from corral.launcher.submit.cluster import ClusterFacts, read_cluster
 from corral.launcher.trial.processes import user_name
 
@@ -86,6 +87,8 @@ def check_on_slurm(
         if not has_checks:
             layout = _plan(plan, asks, facts)
             return Preflight(layout=layout, checks=("cluster not checked (--no-checks)",), warnings=tuple(warnings))
+        if plan.cluster.gpu_memory is not None:
+            warnings += check_memory(plan, GpuBudget(gpu_memory_mb=plan.cluster.gpu_memory), source)
         if facts is not None:
             warnings += check_asks(asks, plan, facts, source)
         layout = _plan(plan, asks, facts)

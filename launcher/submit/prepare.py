@@ -29,9 +29,11 @@ from corral.launcher.cluster.own_jobs import OwnJobs, own_jobs_of_plan
 from corral.launcher.clusters import cluster_of
 from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import share_gpus, visible_gpus
+from corral.launcher.submit.imagined import check_on_shape
 from corral.launcher.submit.preflight import Preflight, check_on_slurm
 from corral.launcher.trial.find import TrialFacts, default_fileroot
 from corral.launcher.trial.lock import is_locked
+from corral.scheduling.cluster_shape import ClusterShape
 from corral.scheduling.slurm_formats import check_plain_text
 
 _LEAVING_TIMEOUT_S = 10.0  # a supervisor that has recorded the end only has to exit
@@ -63,6 +65,8 @@ class Submission:
     """None for a local trial."""
     has_default_name: bool = False
     """Whether nobody chose the trial's name."""
+    gpu_memory_mb: int | None = None
+    """Of one GPU, where somebody says it."""
     profiles: tuple[Path, ...] = ()
     """Profiles beneath the experiment file, the weakest first."""
 
@@ -76,6 +80,7 @@ def prepare(
     profile: str | None = None,
     sbatch_arguments: Sequence[str] = (),
     has_checks: bool = True,
+    shape: ClusterShape | None = None,
 ) -> Submission:
     """Reads and checks everything; writes nothing.
 
@@ -85,13 +90,18 @@ def prepare(
         profile: name or path of a profile beneath the file, over those of the site and the user.
         sbatch_arguments: added to `launch.extra_sbatch_arguments`.
         has_checks: whether the cluster is compared with the trial.
+        shape: a cluster to plan for that need not be there, for a trial that is only looked at.
 
     Raises:
         ConfigError: with every mistake that was found.
         ClusterError: if the cluster cannot be asked.
     """
     loaded = load_with_source(
-        experiment_file, overrides, profiles=find_profiles(profile), sbatch_arguments=sbatch_arguments
+        experiment_file,
+        overrides,
+        profiles=find_profiles(profile),
+        sbatch_arguments=sbatch_arguments,
+        is_to_run=shape is None,
     )
     experiment = loaded.experiment
     fileroot = (experiment.cluster.fileroot or default_fileroot()).absolute()
@@ -109,7 +119,10 @@ def prepare(
     with located(loaded.source):
         _check_fileroot(fileroot, directory)
         plan = make_run_plan(experiment, _identity(experiment, directory, trial=trial), mode)
-    found = _CHECK_BY_MODE[mode](plan, directory, source=loaded.source, has_checks=has_checks)
+    if shape is not None:
+        found = check_on_shape(plan, shape, source=loaded.source)
+    else:
+        found = _CHECK_BY_MODE[mode](plan, directory, source=loaded.source, has_checks=has_checks)
     return Submission(
         plan=plan,
         directory=directory,
@@ -117,6 +130,7 @@ def prepare(
         checks=found.checks,
         layout=found.layout,
         has_default_name=chosen is None,
+        gpu_memory_mb=plan.cluster.gpu_memory if shape is None else shape.gpu_memory_mb,
         profiles=loaded.source.profiles,
     )
 
@@ -142,7 +156,14 @@ def prepare_resume(facts: TrialFacts, *, has_checks: bool = True) -> Submission:
     if log.is_done:
         raise AlreadyCompleteError(f"trial {facts.name} is complete; there is nothing to resume")
     found = _CHECK_BY_MODE[plan.mode](plan, directory, has_checks=has_checks)
-    return Submission(plan=plan, directory=directory, warnings=found.warnings, checks=found.checks, layout=found.layout)
+    return Submission(
+        plan=plan,
+        directory=directory,
+        warnings=found.warnings,
+        checks=found.checks,
+        layout=found.layout,
+        gpu_memory_mb=plan.cluster.gpu_memory,
+    )
 
 
 def refuse_living(plan: RunPlan, directory: TrialDirectory) -> None:

@@ -141,6 +141,8 @@ def test_slurm_commands_that_are_missing_are_named(experiment: Path, tmp_path: P
         ("rl-logs", ["t", "-n", "-1"], "'-n' / '--lines'"),
         ("rl-submit", [], "name an experiment file"),
         ("rl-submit", ["e.yaml", "--layout", "x"], "'x' is not one of 'auto', 'packed', 'hetjob', 'jobs'"),
+        ("rl-submit", ["e.yaml", "--shape", "4x8x80G"], "nothing can run; add --dry-run"),
+        ("rl-submit", ["e.yaml", "--shape", "4x8x80G", "--dry-run", "--local"], "leave --local and --resume out"),
         ("rl-doctor", ["--nosuch"], "--nosuch"),
         ("rl-eval", ["t", "-o", "x"], "'x' is not one of"),
     ],

@@ -1,0 +1,230 @@
+"""Whether each GPU can hold what the plan gives it, and the nearest thing to change where it cannot.
+
+    GpuUse ──usable_bytes──► too much? ─► nearest_layout of the same or more GPUs ──┐
+                                      └─► fewer tokens of a micro-batch or cache ───┴─► problem: role, part, bytes, hint
+
+Parameters, gradients, optimizer state and caches are known to the byte; activations and buffers are estimates. On a
+cluster that is only imagined all of it decides: that is the question asked. A real submission is refused only for what
+is certain, and warned of the rest: an estimate must not keep a trial from running that would have run.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from corral.experiments.checks import check_allocation
+from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource
+from corral.experiments.generation_checks import check_heads
+from corral.experiments.plan import RunPlan
+from corral.experiments.worker_specs import GenerationServerSpec, ModelWorkerSpec, RolloutWorkerSpec
+from corral.launcher.submit.memory_plan import GpuUse, TrainingMemory, gpu_uses, models_alone, server_use
+from corral.scheduling.allocation import Allocation, Share, parse_allocation
+from corral.scheduling.gpu_memory import GIB, Peak, gpu_bytes_for, usable_bytes
+from corral.scheduling.mesh import Mesh
+from corral.scheduling.model_function_call import ModelName, parse_model_name
+from corral.scheduling.nearest_layout import nearest_layout
+from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.server_memory import ANSWER
+from corral.scheduling.worker_information import fold_numbers
+
+MIB = 1 << 20
+_MAX_GROWTH = 16  # times as many GPUs as now, where nobody says how many there are
+_LEAST_TOKENS = 256  # a budget that holds no answer is no way out
+_TOKENS_STEP = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuBudget:
+    """What GPUs there are."""
+
+    gpu_memory_mb: int
+    num_gpus: int | None = None
+    """Of the cluster; None if nobody says."""
+    gpus_per_node: int | None = None
+    is_estimate_enough: bool = False
+    """Whether to refuse what is only estimated to be too much."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes of one GPU."""
+        return usable_bytes(self.gpu_memory_mb * MIB)
+
+
+def check_memory(plan: RunPlan, budget: GpuBudget, source: ConfigSource) -> list[str]:
+    """Compares the memory of every GPU with what it has to hold.
+
+    Returns:
+        Warnings of what is likely too much.
+
+    Raises:
+        ConfigError: naming who has too much and what of it is largest, with the nearest layout that fits.
+    """
+    uses = gpu_uses(plan)
+    checks = _Checks(plan=plan, budget=budget, uses=uses)
+    refused: list[ConfigProblem] = []
+    warned: list[ConfigProblem] = []
+    for use in uses:
+        if use.peak is None or use.peak.total <= budget.usable:
+            continue
+        problem = checks.problem(use, use.peak)
+        is_certain = use.peak.certain > budget.gpu_memory_mb * MIB
+        (refused if is_certain or budget.is_estimate_enough else warned).append(problem)
+    if refused:
+        raise ConfigError(refused).located(source)
+    return [f"{problem.message} ({problem.note}); {problem.hint}" for problem in warned]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checks:
+    """A plan beside the GPUs that there are."""
+
+    plan: RunPlan
+    budget: GpuBudget
+    uses: Sequence[GpuUse]
+
+    def problem(self, use: GpuUse, peak: Peak) -> ConfigProblem:
+        """What is too much where, and what would not be."""
+        model, part = peak.largest
+        size = peak.parts_by_model[model][part]
+        layouts = ", ".join(dict.fromkeys(dims.short for dims in use.dims_by_model.values()))
+        message = (
+            f"{', '.join(use.dims_by_model)} cannot fit: {use.kind} {fold_numbers(use.workers)} ({layouts}) need "
+            f"{show_bytes(peak.total)} of each GPU, and {show_bytes(self.budget.usable)} of its "
+            f"{show_bytes(self.budget.gpu_memory_mb * MIB)} are usable"
+        )
+        hints = list(self._training_hints(use) if use.kind == "model_worker" else self._server_hints())
+        least = f"GPUs of {show_bytes(gpu_bytes_for(peak.total))} would hold it as it is"
+        return ConfigProblem(
+            message=message,
+            hint="; or ".join(hints) if hints else f"no layout that this version runs fits; {least}",
+            path=("allocation",),
+            shown=self._allocation_text(),
+            note=f"the largest part: {part} of {model}, {show_bytes(size)}"
+            + ("" if peak.call == ANSWER else f", in {peak.call}"),
+        )
+
+    def _allocation_text(self) -> str:
+        return str(self.plan.config.get("allocation", ""))
+
+    def _fits(self, peak: Peak | None) -> bool:
+        return peak is not None and peak.total <= self.budget.usable
+
+    def _max_gpus(self, use: GpuUse) -> int:
+        """How many GPUs these workers could have."""
+        others = sum(other.num_gpus for other in self.uses if other is not use)
+        if self.budget.num_gpus is None:
+            return _MAX_GROWTH * use.num_gpus
+        return self.budget.num_gpus - others
+
+    def _on_one_node(self, dims: ParallelDims) -> bool:
+        """Whether ranks that share each layer can be of one node."""
+        return self.budget.gpus_per_node is None or self.budget.gpus_per_node % dims.tp == 0
+
+    def _training_hints(self, use: GpuUse) -> Iterator[str]:
+        memory = TrainingMemory.of(self.plan)
+        names = [parse_model_name(name) for name in use.dims_by_model]
+        meshes = self.plan.master.step_plan.meshes
+        mesh = models_alone(meshes, names)
+        if mesh is not None and (found := self._nearest_for(use, memory, names, mesh)):
+            yield found
+        fixed = {name: meshes[name].dims for name in names}
+        largest = self._largest_tokens(lambda tokens: self._fits(memory.peak(names, fixed, max_tokens=tokens)), names)
+        if largest:
+            yield f"max_tokens_per_micro_batch {largest} fits this layout"
+
+    def _nearest_for(self, use: GpuUse, memory: TrainingMemory, names: Sequence[ModelName], mesh: Mesh) -> str | None:
+        allocation = parse_allocation(self._allocation_text())
+        share = _share_with(allocation, mesh)
+        if share is None:
+            return None
+        roles = [str(role) for role in dict.fromkeys(name.role for name in self.plan.master.step_plan.meshes)]
+
+        def may_run(dims: ParallelDims) -> bool:
+            text = str(_with_layout(allocation, share, dims))
+            has_work = dims.dp <= self.plan.master.train_batch_size
+            generates = allocation.generation is not None
+            return (
+                has_work and self._on_one_node(dims) and not check_allocation(text, roles=roles, generates=generates)[1]
+            )
+
+        found = nearest_layout(
+            mesh.dims,
+            max_gpus=self._max_gpus(use),
+            may_run=may_run,
+            fits=lambda dims: self._fits(memory.peak(names, dict.fromkeys(names, dims))),
+        )
+        return None if found is None else f"allocation {_short(_with_layout(allocation, share, found))} fits"
+
+    def _largest_tokens(self, fits: Callable[[int], bool], names: Sequence[ModelName]) -> int | None:
+        """The largest budget of tokens that fits, in steps; None if none does that holds the longest answer."""
+        calls = [call for call in self.plan.master.calls if call.model_name in names]
+        most = max((call.micro_batches.max_tokens_per_micro_batch or 0 for call in calls), default=0)
+        return _largest(most, fits, least=max(_LEAST_TOKENS, self._longest_answer()))
+
+    def _longest_answer(self) -> int:
+        """Tokens of the longest prompt and answer; 0 where rows bring their own answers."""
+        for worker in self.plan.workers:
+            if isinstance(worker, RolloutWorkerSpec):
+                return worker.dataset.config.max_prompt_tokens + worker.rollout.sampling.max_new_tokens
+            if isinstance(worker, ModelWorkerSpec) and worker.generation is not None and worker.dataset is not None:
+                return worker.dataset.config.max_prompt_tokens + worker.generation.sampling.max_new_tokens
+        return 0
+
+    def _server_hints(self) -> Iterator[str]:
+        allocation = parse_allocation(self._allocation_text())
+        assert allocation.generation is not None
+        generation, [use] = allocation.generation, [use for use in self.uses if use.kind == "generation_server"]
+        server = next(worker for worker in self.plan.workers if isinstance(worker, GenerationServerSpec))
+
+        def may_run(dims: ParallelDims) -> bool:
+            is_built = dims.pp == 1 and (generation.backend == "sglang" or dims.tp == 1)
+            heads = check_heads(server.initial_weights, server.sglang.flags, gpus_per_server=dims.tp)
+            return is_built and self._on_one_node(dims) and not any(heads)
+
+        found = nearest_layout(
+            generation.dims,
+            max_gpus=self._max_gpus(use),
+            may_run=may_run,
+            fits=lambda dims: self._fits(server_use(self.plan, num_gpus=dims.tp).peak),
+        )
+        if found is not None:
+            yield f"{generation.backend}:{found.short} in the allocation fits"
+        tokens = _largest(
+            server.engine.max_total_tokens,
+            lambda tokens: self._fits(server_use(self.plan, max_total_tokens=tokens).peak),
+        )
+        if tokens:
+            yield f"engine.max_total_tokens {tokens} fits this layout"
+
+
+def _largest(most: int, fits: Callable[[int], bool], *, least: int = _LEAST_TOKENS) -> int | None:
+    """The largest multiple of a step from `least` to `most` that fits."""
+    low, high = -(-least // _TOKENS_STEP), most // _TOKENS_STEP
+    if high <= low or not fits(low * _TOKENS_STEP):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * _TOKENS_STEP) else (low, middle - 1)
+    return low * _TOKENS_STEP
+
+
+def _share_with(allocation: Allocation, mesh: Mesh) -> Share | None:
+    """The part of the allocation that gives these ranks; None if several do, or an experiment's own code does."""
+    meshes = allocation.meshes(share.roles[0] for share in allocation.training)
+    shares = [share for share in allocation.training if meshes[share.roles[0]] == mesh]
+    return shares[0] if len(shares) == 1 else None
+
+
+def _with_layout(allocation: Allocation, share: Share, dims: ParallelDims) -> Allocation:
+    changed = replace(share, engine=replace(share.engine, dims=dims))
+    return replace(allocation, training=tuple(changed if one == share else one for one in allocation.training))
+
+
+def _short(allocation: Allocation) -> str:
+    """As one would write it: sizes of 1 left out, but for d."""
+    return re.sub(r"(?<=[0-9])[tpc]1(?![0-9])", "", str(allocation))
+
+
+def show_bytes(size: int) -> str:
+    """'74.0 GiB'; megabytes below one of these."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"

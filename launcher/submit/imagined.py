@@ -1,0 +1,76 @@
+"""A cluster that is not there: its shape, as somebody types it -> where a trial would run on it, and whether it fits.
+
+    --shape 4x8x80G ──► ClusterShape ──► memory of each GPU ──► plan_layout on such nodes ──► Preflight
+
+Nothing is asked of SLURM, and nothing of this machine. CPUs and host memory of the nodes are those of the
+configuration; where it does not say them, there are as many as the workers ask for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from corral.experiments.errors import ConfigSource, UnsatisfiableError, located
+from corral.experiments.plan import RunPlan
+from corral.launcher.layout.planner import plan_layout
+from corral.launcher.submit.check_memory import GpuBudget, check_memory
+from corral.launcher.submit.preflight import Preflight
+from corral.scheduling.cluster_shape import ClusterShape
+from corral.scheduling.placement import NodeShape
+
+
+def check_on_shape(plan: RunPlan, shape: ClusterShape, *, source: ConfigSource) -> Preflight:
+    """Plans a trial for a cluster of this shape.
+
+    Raises:
+        ConfigError: if a GPU cannot hold what it would have to.
+        UnsatisfiableError: if there are too few GPUs or nodes.
+    """
+    budget = GpuBudget(
+        gpu_memory_mb=shape.gpu_memory_mb,
+        num_gpus=shape.num_gpus,
+        gpus_per_node=shape.gpus_per_node,
+        is_estimate_enough=True,
+    )
+    with located(source):
+        _check_gpus(plan, shape)
+        warnings = check_memory(plan, budget, source)
+        layout = plan_layout(_limited(plan, shape), _shapes(plan, shape))
+    checks = [f"imagined cluster of {shape}, nothing is asked of a real one", "memory of every GPU ok"]
+    given = {"CPUs": plan.cluster.cpus_per_node, "host memory": plan.cluster.mem_per_node}
+    if unknown := [name for name, size in given.items() if size is None]:
+        checks.append(f"{' and '.join(unknown)} of its nodes not compared")
+    return Preflight(layout=layout, checks=tuple(checks), warnings=tuple(warnings))
+
+
+def _check_gpus(plan: RunPlan, shape: ClusterShape) -> None:
+    wanted = {kind: group.count * group.scheduling.gpu for kind, group in plan.scheduling.items()}
+    if (total := sum(wanted.values())) <= shape.num_gpus:
+        return
+    parts = " + ".join(f"{count} of {kind}" for kind, count in wanted.items() if count)
+    enough = replace(shape, num_nodes=-(-total // shape.gpus_per_node))
+    raise UnsatisfiableError.of(
+        f"trial can never start: it needs {total} GPUs ({parts}), and {shape} are {shape.num_gpus}",
+        hint=f"{enough} are enough; or lower d in the allocation",
+        path=("allocation",),
+        shown=str(plan.config.get("allocation", "")),
+    )
+
+
+def _limited(plan: RunPlan, shape: ClusterShape) -> RunPlan:
+    """The plan with no more nodes than there are."""
+    max_nodes = min(shape.num_nodes, plan.cluster.max_nodes or shape.num_nodes)
+    cluster = plan.cluster.model_copy(update={"max_nodes": max_nodes, "gpus_per_node": shape.gpus_per_node})
+    return plan.model_copy(update={"cluster": cluster})
+
+
+def _shapes(plan: RunPlan, shape: ClusterShape) -> Mapping[str | None, NodeShape]:
+    """The same node in every partition that somebody names."""
+    tasks = [group.scheduling for _, group in plan.scheduling.items()]
+    tasks += [group.elastic.scheduling for _, group in plan.scheduling.items() if group.elastic is not None]
+    names = {task.partition or plan.launch.partition for task in tasks} | {plan.launch.partition, None}
+    enough = NodeShape(
+        cpus=sum(group.total_count * group.scheduling.cpu for _, group in plan.scheduling.items()) + 1,
+        gpus=shape.gpus_per_node,
+        mem_mb=sum(group.total_count * group.scheduling.mem for _, group in plan.scheduling.items()) + 1024,
+    )
+    return {name.split(",")[0] if name else None: enough for name in names}

@@ -1,0 +1,210 @@
+"""RunPlan -> what every GPU of a trial holds at its worst moment.
+
+    roles of a rank, calls of the step ─┐
+    model directories (config.json) ────┼─► one GpuUse for all ranks that hold the same models in the same layouts
+    servers, their engine ──────────────┘   one for the generation servers
+
+Workers without a GPU hold all of this in host memory, and are left out. So is a model whose type is not known: its GPU
+has no figures, and says why.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from corral.experiments.config.data import HELD_OUT_ANSWERS
+from corral.experiments.inputs.decoder_config import decoder_sizes
+from corral.experiments.inputs.parameters import adapted_layers
+from corral.experiments.plan import RunPlan
+from corral.experiments.worker_specs import GenerationServerSpec, ModelRoleSpec, ModelWorkerSpec
+from corral.scheduling.decoder_sizes import DecoderSizes, tensor_shapes
+from corral.scheduling.gpu_memory import CallOnGpu, ModelOnGpu, Peak, peak_of
+from corral.scheduling.mesh import Mesh
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, OffloadHook
+from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.role_memory import Adapters, CallKind, CallSizes, RoleModel
+from corral.scheduling.server_memory import ANSWER, server_on_gpu
+from corral.scheduling.worker_information import WorkerKind
+
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuUse:
+    """GPUs that all hold the same."""
+
+    kind: WorkerKind
+    workers: tuple[int, ...]
+    """Indices of the workers of that kind."""
+    dims_by_model: Mapping[str, ParallelDims]
+    peak: Peak | None
+    """None if the models are not known."""
+    unknown: tuple[str, ...] = ()
+    """Models whose config.json does not say how large they are, or whose type is not known."""
+
+    @property
+    def num_gpus(self) -> int:
+        """Of all these workers; a server may have several."""
+        each = max(dims.tp for dims in self.dims_by_model.values()) if self.kind == "generation_server" else 1
+        return each * len(self.workers)
+
+
+def gpu_uses(plan: RunPlan) -> list[GpuUse]:
+    """All GPUs of the trial; none where no worker asks for one."""
+    uses: list[GpuUse] = []
+    if _has_gpus(plan, "model_worker"):
+        uses += TrainingMemory.of(plan).uses()
+    if _has_gpus(plan, "generation_server"):
+        uses.append(server_use(plan))
+    return uses
+
+
+def _has_gpus(plan: RunPlan, kind: WorkerKind) -> bool:
+    group = plan.scheduling.get(kind)
+    return group is not None and group.scheduling.gpu > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingMemory:
+    """What training ranks hold, asked for the plan's layouts or for others."""
+
+    plan: RunPlan
+    models: Mapping[ModelName, RoleModel | None]
+    """By name; None of a type that is not known."""
+
+    @classmethod
+    def of(cls, plan: RunPlan) -> "TrainingMemory":
+        workers = [worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec)]
+        roles = {role.model_name: role for worker in workers for role in worker.roles}
+        return cls(plan=plan, models={name: _model_of(role) for name, role in roles.items()})
+
+    def uses(self) -> list[GpuUse]:
+        """One for each set of models that some ranks hold."""
+        meshes = self.plan.master.step_plan.meshes
+        ranks_by_names: dict[tuple[ModelName, ...], list[int]] = {}
+        for rank in range(self.plan.master.num_model_workers):
+            names = tuple(name for name, mesh in meshes.items() if rank in mesh.ranks)
+            ranks_by_names.setdefault(names, []).append(rank)
+        return [
+            GpuUse(
+                kind="model_worker",
+                workers=tuple(ranks),
+                dims_by_model={str(name): meshes[name].dims for name in names},
+                peak=self.peak(names, {name: meshes[name].dims for name in names}),
+                unknown=tuple(str(name) for name in names if self.models[name] is None),
+            )
+            for names, ranks in ranks_by_names.items()
+        ]
+
+    def peak(
+        self, names: Iterable[ModelName], dims: Mapping[ModelName, ParallelDims], *, max_tokens: int | None = None
+    ) -> Peak | None:
+        """The worst moment of a GPU that holds these models in these layouts; None if one of them is not known.
+
+        Args:
+            max_tokens: of every micro-batch, in place of what the calls say.
+        """
+        graph = self.plan.master.step_plan.graph
+        calls = [call for call in (*graph.step_calls, *graph.evaluate_calls) if call.model_name in dims]
+        held: list[ModelOnGpu] = []
+        for name in names:
+            model = self.models[name]
+            if model is None:
+                return None
+            own = [call for call in calls if call.model_name == name]
+            sizes = [self._sizes(call, dims[name], max_tokens) for call in own]
+            held.append(model.on_gpu(str(name), dims[name], sizes))
+        return peak_of(held, [_on_gpu(call) for call in calls])
+
+    def _sizes(self, call: ModelFunctionCall, dims: ParallelDims, max_tokens: int | None) -> CallSizes:
+        if call.call_type is CallType.GENERATE:
+            return self._generation_sizes(call, dims)
+        if call.call_type is CallType.EVALUATE and call.implementation == HELD_OUT_ANSWERS:
+            return self._held_out_sizes(call, dims)
+        kind: CallKind = "train" if call.call_type is CallType.TRAIN_STEP else "infer"
+        budget = call.micro_batches.max_tokens_per_micro_batch
+        if budget is None:  # a call of the user's own, which takes all that comes as one
+            budget = max_tokens or 0
+        return CallSizes(name=call.name, kind=kind, tokens=budget if max_tokens is None else min(budget, max_tokens))
+
+    def _generation_sizes(self, call: ModelFunctionCall, dims: ParallelDims) -> CallSizes:
+        """As `workers/model/generator.py` makes its batch: the longest prompt and answer for each at a time."""
+        spec = next(worker for worker in self.plan.workers if isinstance(worker, ModelWorkerSpec))
+        assert spec.generation is not None and spec.dataset is not None
+        prompts = -(-call.n_seqs // dims.dp)
+        running = min(spec.generation.max_running_requests, prompts * spec.generation.group_size)
+        longest = spec.dataset.config.max_prompt_tokens + spec.generation.sampling.max_new_tokens
+        return CallSizes(name=call.name, kind="generate", tokens=running * longest, sequences=running)
+
+    def _held_out_sizes(self, call: ModelFunctionCall, dims: ParallelDims) -> CallSizes:
+        spec = next(worker for worker in self.plan.workers if isinstance(worker, ModelWorkerSpec))
+        assert spec.evaluation is not None
+        running = -(-call.n_seqs // dims.dp)
+        longest = spec.evaluation.dataset.max_prompt_tokens + spec.evaluation.max_new_tokens
+        return CallSizes(name=call.name, kind="generate", tokens=running * longest, sequences=running)
+
+
+def _on_gpu(call: ModelFunctionCall) -> CallOnGpu:
+    offloads = any(isinstance(hook, OffloadHook) for hook in call.post_hooks)
+    return CallOnGpu(name=call.name, model=str(call.model_name), offloads=offloads)
+
+
+def _model_of(role: ModelRoleSpec) -> RoleModel | None:
+    sizes = decoder_sizes(role.model.path)
+    if sizes is None:
+        return None
+    return RoleModel(
+        sizes,
+        output="vocabulary" if role.head == "lm" else "score",
+        optimizer=role.optimizer.type if role.optimizer is not None else None,
+        adapters=_adapters(role, sizes),
+        compute_bytes=NUMBER_BYTES[role.model.dtype],
+    )
+
+
+def _adapters(role: ModelRoleSpec, sizes: DecoderSizes) -> Adapters | None:
+    if role.lora is None:
+        return None
+    layers = frozenset(name for name, _ in adapted_layers(role.lora, tensor_shapes(sizes)))
+    return Adapters(rank=role.lora.rank, layers=layers)
+
+
+def server_use(plan: RunPlan, *, num_gpus: int | None = None, max_total_tokens: int | None = None) -> GpuUse:
+    """What the generation servers hold.
+
+    Args:
+        num_gpus: of each, in place of what the plan says.
+        max_total_tokens: likewise.
+    """
+    servers = [worker for worker in plan.workers if isinstance(worker, GenerationServerSpec)]
+    server, sizes = servers[0], decoder_sizes(servers[0].initial_weights)
+    each = num_gpus or server.tensor_parallel_size
+    name = "server"
+    peak = None
+    if sizes is not None:
+        model = server_on_gpu(
+            name,
+            sizes,
+            number_bytes=NUMBER_BYTES[server.engine.dtype],
+            max_total_tokens=max_total_tokens or server.engine.max_total_tokens,
+            max_running_requests=server.engine.max_running_requests,
+            num_gpus=each,
+            is_embedded=server.backend == "hf",
+            is_rounded=server.engine.quantization is not None,
+        )
+        peak = peak_of([model], [CallOnGpu(name=ANSWER, model=name)])
+    return GpuUse(
+        kind="generation_server",
+        workers=tuple(worker.index for worker in servers),
+        dims_by_model={name: ParallelDims(dp=len(servers), tp=each)},
+        peak=peak,
+        unknown=() if sizes is not None else (name,),
+    )
+
+
+def models_alone(meshes: Mapping[ModelName, Mesh], names: Sequence[ModelName]) -> Mesh | None:
+    """The mesh that these models share, if no other model holds any of its ranks, nor any of them another one."""
+    first = meshes[names[0]]
+    others = [mesh for name, mesh in meshes.items() if name not in names]
+    is_shared = all(meshes[name] == first for name in names)
+    is_alone = not any(set(mesh.ranks) & set(first.ranks) for mesh in others)
+    return first if is_shared and is_alone else None

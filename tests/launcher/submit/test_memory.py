@@ -1,0 +1,137 @@
+"""`rl-submit --dry-run --shape`: what each GPU would hold on a cluster that is not there, and what cannot fit."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.experiments.errors import NO_SOURCE, ConfigError, UnsatisfiableError
+from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
+from corral.experiments.registry import load_experiment, load_with_source
+from corral.launcher.submit.check_memory import GpuBudget, check_memory
+from corral.launcher.submit.imagined import check_on_shape
+from corral.launcher.submit.memory_plan import gpu_uses
+from corral.launcher.submit.memory_text import render_memory
+from corral.scheduling.cluster_shape import ClusterShape
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+DENSE, MIXTURE = EXAMPLES / "qwen3_32b_grpo.yaml", EXAMPLES / "qwen3_30b_a3b_grpo.yaml"
+SHAPE = ClusterShape.parse("4x8x80G")
+WITH_REFERENCE = (f"ref.path={EXAMPLES}/models/qwen3_32b", "ref.max_tokens_per_micro_batch=1024", "ppo.kl.coef=0.1")
+
+
+def plan_of(path: Path, *overrides: str) -> RunPlan:
+    experiment = load_with_source(path, overrides, is_to_run=False).experiment
+    identity = TrialIdentity(experiment=experiment.name, trial="t", uuid="ab" * 16, directory=path.parent / "t")
+    return make_run_plan(experiment, identity, "slurm")
+
+
+def problem_of(plan: RunPlan, shape: ClusterShape = SHAPE) -> Any:
+    with pytest.raises(ConfigError) as refused:
+        check_on_shape(plan, shape, source=NO_SOURCE)
+    assert refused.value.exit_code == 2
+    [problem] = refused.value.problems
+    return problem
+
+
+def test_models_without_weights_are_refused_to_run_and_planned_all_the_same() -> None:
+    with pytest.raises(ConfigError, match="has no .*safetensors"):
+        load_experiment(DENSE)
+    assert check_on_shape(plan_of(DENSE), SHAPE, source=NO_SOURCE).layout is not None
+
+
+@pytest.mark.parametrize("path", [DENSE, MIXTURE], ids=["dense", "mixture"])
+def test_the_examples_fit_four_nodes_and_every_gpu_of_them_is_used(path: Path) -> None:
+    plan = plan_of(path)
+    found = check_on_shape(plan, SHAPE, source=NO_SOURCE)
+    assert found.layout is not None and found.warnings == ()
+    assert sum(one.num_nodes * one.gpus_per_node for one in found.layout.allocations) == 32
+    assert sum(use.num_gpus for use in gpu_uses(plan)) == 32
+    assert found.checks[0].startswith("imagined cluster of 4 nodes with 8 GPUs of 80 GiB")
+    assert "CPUs and host memory" in found.checks[2]
+
+
+def test_parameters_are_those_of_config_json_where_there_are_no_weights() -> None:
+    roles = [role for worker in plan_of(MIXTURE).workers for role in getattr(worker, "roles", [])]
+    assert roles[0].num_parameters is not None and roles[0].num_parameters.trained == 30_532_122_624
+
+
+@pytest.mark.parametrize("width", [80, 120, None])
+def test_the_table_shows_models_of_one_gpu_below_each_other_on_any_terminal(width: int | None) -> None:
+    text = render_memory(gpu_uses(plan_of(DENSE, *WITH_REFERENCE)), gpu_memory_mb=80 * 1024, width=width)
+    lines = text.splitlines()
+    assert lines[0].split() == "GiB of one GPU params grads optim activ head KV buffers all".split()
+    actor, ref = (
+        next(line.split() for line in lines if line.startswith(f"  {role}/0 d24")) for role in ("actor", "ref")
+    )
+    assert ref[2:] == ["5.1", "5.1"] and actor[2:5] == ["5.1", "5.1", "10.2"]
+    total = next(line.split() for line in lines if line.startswith("  all, in actor_train"))
+    assert float(total[-1]) == pytest.approx(float(actor[-1]) + float(ref[-1]), abs=0.11)
+    assert "74.0 of a GPU's 80 GiB are usable" in " ".join(lines)
+    assert max(map(len, lines)) <= (width or 120) and "..." not in text and "\u2026" not in text
+
+
+def test_a_refusal_names_the_role_the_largest_part_and_the_nearest_layout() -> None:
+    problem = problem_of(plan_of(DENSE, "allocation=sglang:d2t4+fsdp:d8"))
+    assert problem.message.startswith("actor/0 cannot fit: model_worker 0-7 (d8) need 1")
+    assert problem.message.endswith("of each GPU, and 74.0 GiB of its 80.0 GiB are usable")
+    assert "optimizer of actor/0, 30.5 GiB, in actor_train" in problem.note
+    assert (problem.path, problem.shown) == (("allocation",), "sglang:d2t4+fsdp:d8")
+    proposed = re.match(r"allocation (sglang:d2t4\+fsdp:d(\d+)) fits", problem.hint)
+    assert proposed is not None
+    check_on_shape(plan_of(DENSE, f"allocation={proposed[1]}"), SHAPE, source=NO_SOURCE)
+    problem_of(plan_of(DENSE, f"allocation=sglang:d2t4+fsdp:d{int(proposed[2]) - 1}"))
+
+
+def test_fewer_tokens_are_proposed_where_no_layout_helps() -> None:
+    tokens = ("actor.max_tokens_per_micro_batch=16384",)
+    problem = problem_of(plan_of(MIXTURE, *tokens))
+    assert "activations of actor/0" in problem.note
+    found = re.fullmatch(r"max_tokens_per_micro_batch (\d+) fits this layout", problem.hint)
+    assert found is not None
+    check_on_shape(plan_of(MIXTURE, f"actor.max_tokens_per_micro_batch={found[1]}"), SHAPE, source=NO_SOURCE)
+    problem_of(plan_of(MIXTURE, f"actor.max_tokens_per_micro_batch={int(found[1]) + 64}"))
+
+
+def test_no_budget_is_proposed_that_holds_no_longest_answer() -> None:
+    long = ("actor.max_tokens_per_micro_batch=16384", "rollout.sampling.max_new_tokens=12000")
+    problem = problem_of(plan_of(DENSE, *long))
+    assert problem.hint.startswith("no layout that this version runs fits; GPUs of ")
+
+
+def test_a_server_that_is_too_large_is_told_of_more_gpus_or_fewer_tokens() -> None:
+    problem = problem_of(plan_of(DENSE, "allocation=sglang:d8+fsdp:d24"))
+    assert problem.message.startswith("server cannot fit: generation_server 0-7 (d8) need ")
+    assert problem.hint.startswith("sglang:d4t2 in the allocation fits; or engine.max_total_tokens ")
+    tokens = int(re.findall(r"max_total_tokens (\d+)", problem.hint)[0])
+    plan = plan_of(DENSE, "allocation=sglang:d8+fsdp:d24", f"engine.max_total_tokens={tokens}")
+    check_on_shape(plan, SHAPE, source=NO_SOURCE)
+
+
+def test_more_gpus_than_the_cluster_has_are_refused_with_the_cluster_that_has_them() -> None:
+    with pytest.raises(
+        UnsatisfiableError, match="needs 32 GPUs .*24 of model_worker.*2 nodes with 8 GPUs of 80 GiB are 16"
+    ):
+        check_on_shape(plan_of(DENSE), ClusterShape.parse("2x8x80G"), source=NO_SOURCE)
+
+
+def test_a_real_submission_is_refused_for_what_is_certain_and_warned_of_the_rest() -> None:
+    fits, estimated, certain = 80 * 1024, 40 * 1024, 20 * 1024
+    plan = plan_of(DENSE)
+    assert check_memory(plan, GpuBudget(gpu_memory_mb=fits), NO_SOURCE) == []
+    [warning] = check_memory(plan, GpuBudget(gpu_memory_mb=estimated), NO_SOURCE)
+    assert warning.startswith("actor/0 cannot fit: model_worker 0-23 (d24) need ")
+    with pytest.raises(ConfigError, match="actor/0 cannot fit"):
+        check_memory(plan, GpuBudget(gpu_memory_mb=certain), NO_SOURCE)
+
+
+def test_workers_without_a_gpu_are_left_out_and_unknown_models_named(tmp_path: Path) -> None:
+    no_gpus = [f"groups.{kind}.scheduling={{gpu: 0}}" for kind in ("model_worker", "generation_server")]
+    assert gpu_uses(plan_of(DENSE, *no_gpus)) == []
+    for file in (EXAMPLES / "models" / "qwen3_32b").iterdir():
+        (tmp_path / file.name).write_text(file.read_text().replace('"model_type": "qwen3"', '"model_type": "new"'))
+    uses = gpu_uses(plan_of(DENSE, f"actor.path={tmp_path}"))
+    assert [use.peak for use in uses] == [None, None]
+    text = render_memory(uses, gpu_memory_mb=None, width=100)
+    assert "not known: config.json of actor/0" in text and "not known: config.json of server" in text
