@@ -22,6 +22,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from corral.workers.engine.answer_text import DecodeText
 from corral.workers.engine.attention import TokenAttention
 from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.penalties import PenaltyBatch
@@ -29,7 +30,7 @@ from corral.workers.engine.prefill import Prefill
 from corral.workers.engine.requests import AbortFinish, ActiveRequest, FinishReason, GenerationRequest, RequestOutput
 from corral.workers.engine.sampling import SamplingBatch, SamplingParams, sample_tokens
 from corral.workers.engine.scheduler import BatchScheduler
-from corral.workers.engine.stop_strings import DecodeText, StopStrings
+from corral.workers.engine.stop_strings import StopStrings
 from corral.workers.engine.uniforms import TokenUniforms
 
 
@@ -96,7 +97,7 @@ class ContinuousBatch:
         version: str,
         load_text_decoder: Callable[[], DecodeText] | None = None,
     ) -> None:
-        """load_text_decoder: gives what turns tokens into text; asked when a request brings stop strings."""
+        """load_text_decoder: gives what turns tokens into text, ValueError if it cannot; from any thread."""
         self.version = version
         self.tokens_generated = 0
         self.steps = 0
@@ -104,7 +105,7 @@ class ContinuousBatch:
         self._num_unseeded = 0
         self.is_paused = False
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._load_text_decoder = load_text_decoder
+        self.load_text_decoder = load_text_decoder
         self._decoder = decoder
         self._scheduler: BatchScheduler[ActiveRequest] = BatchScheduler(
             max_running_requests=max_running_requests, max_total_tokens=max_total_tokens
@@ -280,9 +281,9 @@ class ContinuousBatch:
         )
 
     def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
-        if not sampling.stop or self._load_text_decoder is None:
+        if not sampling.stop or self.load_text_decoder is None:
             return None
-        return StopStrings(sampling.stop, self._load_text_decoder())
+        return StopStrings(sampling.stop, self.load_text_decoder())
 
     def _append(
         self, requests: Sequence[ActiveRequest], logits: Tensor, sampling: SamplingBatch, *, first_row: int

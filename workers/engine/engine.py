@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from corral.workers.engine.answer_text import text_decoder
 from corral.workers.engine.batch import ContinuousBatch, PauseMode, generate_greedily
 from corral.workers.engine.decoder import Decoder, Quantization, UnsupportedModelError, check_supported
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
 from corral.workers.engine.sampling import SamplingParams
-from corral.workers.engine.stop_strings import text_decoder
 from corral.workers.engine.weights import WeightLayout, WeightsRejectedError, model_with, stage_weights
 
 __all__ = [
@@ -76,7 +76,8 @@ class GenerationEngine(ContinuousBatch):
         """Load a Hugging Face model directory; nothing is downloaded.
 
         Args:
-            model_directory: with config.json and safetensors, and with a tokenizer.json for stop strings.
+            model_directory: with config.json and safetensors, and with a tokenizer.json for stop strings and
+                texts of answers.
             device: "cpu", "cuda" or "cuda:N".
             dtype: float32, bfloat16 or float16; log-probabilities are float32 in any case.
             quantization: int8 multiplies by rounded weights (see int8_linear.py), made from what is loaded here and

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,9 +24,12 @@ from typing import Any
 
 from aiohttp import web
 
+from corral.workers.engine.answer_text import DecodeText, TextForm, answer_text
 from corral.workers.engine.http_messages import BadRequestError, GenerateBody, error_body, generate_reply, parse
 from corral.workers.engine.loop import EngineLoop, EngineStoppedError
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class _Planned:
 
     rid: str
     request: GenerationRequest
+    text_form: TextForm
 
 
 class _LatestOutputs:
@@ -77,6 +82,17 @@ class GenerateEndpoint:
         self._capacity = loop.engine.max_running_requests + max_queued_requests
         self._requests_by_rid: dict[str, set[str]] = {}
         self._num_in_flight = 0
+        self._decode: DecodeText | None = None
+
+    async def load_tokenizer(self) -> None:
+        """For the texts of answers; without a tokenizer that can be used they have none."""
+        load = self._loop.engine.load_text_decoder
+        if load is None:
+            return
+        try:
+            self._decode = await asyncio.to_thread(load)  # a second for a large vocabulary
+        except ValueError as error:
+            logger.warning("answers come without their text: %s", error)
 
     def request_ids(self, rid: str) -> tuple[str, ...]:
         """The engine's names of the requests that a client has named `rid`."""
@@ -99,22 +115,25 @@ class GenerateEndpoint:
     def _plan(self, body: GenerateBody) -> list[_Planned]:
         """One request per prompt and sample, all checked before the first is queued."""
         start = body.logprob_start_len if body.return_logprob and body.logprob_start_len >= 0 else None
-        requests = []
-        for prompt, samplings in zip(body.prompts, body.samplings(), strict=True):
+        requests: list[tuple[GenerationRequest, TextForm]] = []
+        for prompt, samplings, form in zip(body.prompts, body.samplings(), body.text_forms(), strict=True):
             self._loop.engine.limits.check(prompt, samplings[0])
             if start is not None and start >= len(prompt):
                 raise BadRequestError(f"logprob_start_len must be below the prompt's {len(prompt)} tokens, got {start}")
             requests += [
-                GenerationRequest(
-                    request_id=uuid.uuid4().hex,
-                    prompt=tuple(prompt),
-                    sampling=params,
-                    input_logprobs_from=start,
-                    wants_original_logprobs=body.return_original_logprob,
+                (
+                    GenerationRequest(
+                        request_id=uuid.uuid4().hex,
+                        prompt=tuple(prompt),
+                        sampling=params,
+                        input_logprobs_from=start,
+                        wants_original_logprobs=body.return_original_logprob,
+                    ),
+                    form,
                 )
                 for params in samplings
             ]
-        return [_Planned(rid, request) for rid, request in zip(body.names(), requests, strict=True)]
+        return [_Planned(rid, request, form) for rid, (request, form) in zip(body.names(), requests, strict=True)]
 
     @contextmanager
     def _in_flight(self, plan: list[_Planned]) -> Iterator[None]:
@@ -140,7 +159,7 @@ class GenerateEndpoint:
         outputs = await self._outputs(plan, listener=None)
         latency_s = time.monotonic() - started
         replies = [
-            generate_reply(output, body, rid=planned.rid, latency_s=latency_s)
+            self._reply(output, body, planned, latency_s=latency_s)
             for output, planned in zip(outputs, plan, strict=True)
         ]
         return web.json_response(replies[0] if body.has_one_answer else replies)
@@ -168,7 +187,7 @@ class GenerateEndpoint:
                     await latest.changed()
                 for output in latest.take():
                     index = place[output.request_id]
-                    reply = generate_reply(output, body, rid=plan[index].rid, latency_s=time.monotonic() - started)
+                    reply = self._reply(output, body, plan[index], latency_s=time.monotonic() - started)
                     await response.write(_event(reply if body.has_one_answer else {**reply, "index": index}))
             await whole
         except (ValueError, EngineStoppedError) as error:
@@ -180,6 +199,14 @@ class GenerateEndpoint:
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
+
+    def _reply(
+        self, output: RequestOutput, body: GenerateBody, planned: _Planned, *, latency_s: float
+    ) -> dict[str, Any]:
+        text = None
+        if self._decode is not None:
+            text = answer_text(output.output_ids, output.finish_reason, planned.text_form, self._decode)
+        return generate_reply(output, body, rid=planned.rid, text=text, latency_s=latency_s)
 
     def _abort(self, plan: list[_Planned]) -> None:
         self._loop.abort([planned.request.request_id for planned in plan])

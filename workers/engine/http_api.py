@@ -108,6 +108,7 @@ class EngineServer:
 
     async def start(self) -> int:
         """Start the engine thread and listen; returns the port."""
+        await self._generate.load_tokenizer()
         application = web.Application(
             client_max_size=self._max_body_bytes, middlewares=[self._answer_errors, self._check_key]
         )

@@ -27,6 +27,7 @@ from pydantic import (
     model_validator,
 )
 
+from corral.workers.engine.answer_text import TextForm
 from corral.workers.engine.requests import AbortFinish, FinishReason, LengthFinish, RequestOutput, StopFinish
 from corral.workers.engine.sampling import SamplingParams
 
@@ -71,7 +72,9 @@ class SamplingParamsBody(_Body):
     sampling_seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     """Of the first answer to a prompt, and one more for each further one (SGLang gives all `n` the same)."""
     skip_special_tokens: bool = True
-    """Accepted for clients that send it; there is no text here to skip them in."""
+    """Of the answer's text."""
+    no_stop_trim: bool = False
+    """Whether the answer's text keeps what has stopped it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -96,6 +99,11 @@ class SamplingParamsBody(_Body):
             ignore_eos=self.ignore_eos,
             sampling_seed=None if self.sampling_seed is None else self.sampling_seed + sample,
         )
+
+    @property
+    def text_form(self) -> TextForm:
+        """Of the answers' texts."""
+        return TextForm(skip_special_tokens=self.skip_special_tokens, keeps_stop=self.no_stop_trim)
 
 
 _SHARED, _LISTED = "for all prompts", "for each prompt"  # pydantic's names for the two forms; no client sees them
@@ -180,6 +188,15 @@ class GenerateBody(_Body):
         else:
             rids = self.rid if isinstance(self.rid, list) else [self.rid] * num_prompts
         return [rid for rid in rids for _ in range(self.num_samples)]
+
+    def text_forms(self) -> list[TextForm]:
+        """Of the answers to each prompt."""
+        params = self.sampling_params
+        return (
+            [entry.text_form for entry in params]
+            if isinstance(params, list)
+            else [params.text_form] * len(self.prompts)
+        )
 
     def samplings(self) -> list[list[SamplingParams]]:
         """For each prompt, how each of its answers is sampled; raises ValueError where a value is out of range."""
@@ -270,8 +287,10 @@ def _triples(logprobs: Sequence[float | None], token_ids: Sequence[int]) -> list
     return [[logprob, token_id, None] for logprob, token_id in zip(logprobs, token_ids, strict=True)]
 
 
-def generate_reply(output: RequestOutput, body: GenerateBody, *, rid: str, latency_s: float) -> dict[str, Any]:
-    """One answer as SGLang without a tokenizer returns it; triples are [logprob, token id, null]."""
+def generate_reply(
+    output: RequestOutput, body: GenerateBody, *, rid: str, text: str | None, latency_s: float
+) -> dict[str, Any]:
+    """One answer as SGLang gives it, with a tokenizer or (text: None) without; triples: [logprob, token id, null]."""
     meta_info: dict[str, Any] = {
         "id": rid,
         "finish_reason": _finish_reason(output.finish_reason),
@@ -293,4 +312,5 @@ def generate_reply(output: RequestOutput, body: GenerateBody, *, rid: str, laten
         if body.return_original_logprob:
             meta_info["output_token_original_logprobs"] = _triples(output.original_logprobs, output.output_ids)
         meta_info["output_token_logprobs_length"] = len(output.output_ids)
-    return {"output_ids": list(output.output_ids), "meta_info": meta_info}
+    reply = {"output_ids": list(output.output_ids), "meta_info": meta_info}
+    return reply if text is None else {"text": text, **reply}

@@ -12,28 +12,13 @@ miss a string that the model spells in smaller pieces.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-
-from corral.experiments.inputs.tokens import load_tokenizer
-
-DecodeText = Callable[[Sequence[int]], str]
-"""Token ids -> text, special tokens included."""
-
-
-def text_decoder(directory: Path) -> DecodeText:
-    """By the tokenizer of a model directory.
-
-    Raises:
-        ValueError: if its tokenizer.json cannot be used.
-    """
-    tokenizer = load_tokenizer(directory)
-    return lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
 class StopStrings:
     """The stop strings of one request."""
 
-    def __init__(self, strings: Sequence[str], decode: DecodeText) -> None:
+    def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+        """decode: token ids -> text, special tokens included."""
         self._strings = strings
         self._decode = decode
         # A token stands for a byte at least. One more, since decoders may strip what the first token begins with.

@@ -19,7 +19,14 @@ import pytest
 
 from corral.workers.engine.engine import GenerationEngine, RequestOutput, WeightsRejectedError
 from corral.workers.engine.http_api import EngineServer
-from tests.workers.engine.tiny_models import load_reference, reference_greedy, reference_logprobs, save_tiny_model
+from tests.workers.engine.tiny_models import (
+    add_tokenizer,
+    load_reference,
+    reference_greedy,
+    reference_logprobs,
+    save_tiny_model,
+    text_of,
+)
 
 API_KEY = "correct horse"
 LONG = {"max_new_tokens": 3000, "ignore_eos": True}
@@ -159,7 +166,7 @@ def test_a_single_prompt_is_answered_as_sglang_answers(client: Client, reference
     )
     expected = reference_greedy(references[0], prompt, max_new_tokens=3)
     meta = answer["meta_info"]
-    assert answer["output_ids"] == expected
+    assert answer["output_ids"] == expected and "text" not in answer  # there is no tokenizer
     assert meta["id"] == "mine"
     assert meta["finish_reason"] == {"type": "length", "length": 3}
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (4, 3, 0)
@@ -173,6 +180,50 @@ def test_a_single_prompt_is_answered_as_sglang_answers(client: Client, reference
     assert meta["input_token_logprobs"][0] == [None, 7, None]
     scored = [logprob for logprob, _, _ in meta["input_token_logprobs"][1:]]
     assert scored == pytest.approx(reference_logprobs(references[0], prompt[:1], prompt[1:]).tolist(), abs=1e-4)
+
+
+def test_where_there_is_a_tokenizer_answers_have_their_text(
+    directories: list[Path], references: list[Any], tmp_path: Path
+) -> None:
+    model = add_tokenizer(shutil.copytree(directories[0], tmp_path / "model"))
+    whole = reference_greedy(references[0], [7, 31, 15, 8], max_new_tokens=12)
+    stop_token = next(token for token in whole[3:] if token not in whole[:3])
+    end = whole.index(stop_token)
+    greedy = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    stopped = {**greedy, "ignore_eos": False, "stop_token_ids": [stop_token]}
+    with serving(GenerationEngine(model)) as served:
+        answers = served.client.generate(
+            input_ids=[[7, 31, 15, 8]] * 4,
+            sampling_params=[
+                greedy,
+                {**greedy, "stop": text_of(whole[5:7])},
+                stopped,
+                {**stopped, "no_stop_trim": True},
+            ],
+        )
+        assert [answer["text"] for answer in answers] == [
+            text_of(whole),
+            text_of(whole).partition(text_of(whole[5:7]))[0],
+            text_of(whole[:end]),
+            text_of(whole[: end + 1]),
+        ]
+        body = {"input_ids": [7, 31, 15, 8], "sampling_params": greedy, "stream": True}
+        _, events = served.client.call("POST", "/generate", json.dumps(body).encode())
+        *chunks, _, _ = events.split(b"\n\n")  # data: [DONE], and nothing behind it
+        streamed = [json.loads(chunk.removeprefix(b"data: ")) for chunk in chunks]
+        assert [chunk["text"] for chunk in streamed] == [text_of(chunk["output_ids"]) for chunk in streamed]
+        assert streamed[-1]["text"] == text_of(whole)
+
+
+def test_a_tokenizer_that_cannot_be_used_costs_answers_their_text_only(
+    directories: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = shutil.copytree(directories[0], tmp_path / "model")
+    (model / "tokenizer.json").write_text("{")
+    with serving(GenerationEngine(model)) as served:
+        answer = served.client.generate(input_ids=[7], sampling_params={"max_new_tokens": 2, "ignore_eos": True})
+    assert len(answer["output_ids"]) == 2 and "text" not in answer
+    assert "answers come without their text: cannot use the tokenizer" in caplog.text
 
 
 def test_batches_and_several_samples_are_answered_as_one_flat_list(client: Client) -> None:

@@ -58,6 +58,21 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string(served: Serv
             answer = served.client.generate(prompt, **GREEDY, stop=wanted)
             assert answer["output_ids"] == whole[:end]
             assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+            assert answer["text"] == text_of(whole).partition(stop)[0]
+            kept = served.client.generate(prompt, **GREEDY, stop=wanted, no_stop_trim=True)
+            assert kept["text"] == text_of(whole[:end])
+
+
+def test_the_text_of_an_answer_is_without_what_has_stopped_it(served: Served, reference: Any) -> None:
+    for prompt in PROMPTS:
+        whole = reference_greedy(reference, prompt, max_new_tokens=40)
+        assert served.client.generate(prompt, **GREEDY)["text"] == text_of(whole)
+        assert served.client.stream(prompt, **GREEDY)[-1]["text"] == text_of(whole)
+        token = next(token for token in whole[3:] if token not in whole[:3])
+        stopped = {**GREEDY, "ignore_eos": False, "stop_token_ids": [token]}
+        end = whole.index(token)
+        assert served.client.generate(prompt, **stopped)["text"] == text_of(whole[:end])
+        assert served.client.generate(prompt, **stopped, no_stop_trim=True)["text"] == text_of(whole[: end + 1])
 
 
 def test_no_stop_token_comes_before_its_time(served: Served) -> None:

@@ -1,0 +1,60 @@
+"""The text of an answer: all of it but what has stopped it, and never half a character while it runs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from corral.workers.engine.answer_text import TextForm, answer_text, text_decoder
+from corral.workers.engine.requests import AbortFinish, LengthFinish, StopFinish
+
+PIECES = [b"a", b"b", b"ab", b" ", b"\n", b"\xc3", b"\xa9", "\u00e9".encode(), b"b\xe2\x82", b"\xac", b"ba\n a"]
+END = len(PIECES)
+
+answers = st.lists(st.integers(0, len(PIECES) - 1), max_size=30)
+
+
+def decode(token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    """As byte-level tokenizers do; the end of an answer is a special token."""
+    pieces = [*PIECES, b"" if skip_special_tokens else b"<end>"]
+    return b"".join(pieces[token_id] for token_id in token_ids).decode(errors="replace")
+
+
+@given(token_ids=answers)
+def test_what_a_stream_has_shown_is_how_the_answer_begins(token_ids: list[int]) -> None:
+    whole = answer_text(token_ids, LengthFinish(len(token_ids)), TextForm(), decode)
+    assert whole == decode(token_ids) == answer_text(token_ids, AbortFinish(), TextForm(), decode)
+    shown = [answer_text(token_ids[:end], None, TextForm(), decode) for end in range(len(token_ids) + 1)]
+    assert all(later.startswith(earlier) for earlier, later in zip(shown, [*shown[1:], whole], strict=True))
+    assert not any(text.endswith("\ufffd") for text in shown)
+
+
+@given(token_ids=answers, skips=st.booleans())
+def test_a_stop_token_is_left_out_unless_it_is_to_stay(token_ids: list[int], skips: bool) -> None:
+    ids = [*token_ids, END]
+    assert answer_text(ids, StopFinish(END), TextForm(skip_special_tokens=skips), decode) == decode(token_ids)
+    kept = answer_text(ids, StopFinish(END), TextForm(skip_special_tokens=skips, keeps_stop=True), decode)
+    assert kept == decode(ids, skip_special_tokens=skips)
+
+
+def test_a_text_ends_before_its_stop_string_and_without_what_the_last_token_has_behind_it() -> None:
+    ids = [0, 3, 10]  # "a ba\n a"
+    assert answer_text(ids, StopFinish("a\n"), TextForm(), decode) == "a b"
+    assert answer_text(ids, StopFinish("a\n"), TextForm(keeps_stop=True), decode) == "a ba\n"
+    assert answer_text([0, END], StopFinish("<end>"), TextForm(), decode) == "a"  # it is skipped, and so not found
+
+
+def test_the_tokenizer_of_a_model_directory_decodes_with_and_without_special_tokens(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"one": 0, "two": 1}, unk_token="one"))
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    by_tokenizer = text_decoder(tmp_path)
+    assert by_tokenizer([1, 0, 2]) == "twoone<end>"
+    assert by_tokenizer([1, 0, 2], skip_special_tokens=True) == "twoone"
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot use the tokenizer"):
+        text_decoder(tmp_path)
