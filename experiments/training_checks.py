@@ -49,15 +49,16 @@ def check_layouts(meshes: Mapping[str, Mesh], models: Mapping[str, ModelConfig])
 
     Args:
         meshes: the ranks of each role.
-        models: of the same roles; what cannot be read of a model is not checked here.
+        models: by role, but for replicas, which have that of another one; what cannot be read of a model is not checked
+            here.
     """
-    for role, mesh in meshes.items():
-        heads = attention_heads(models[role].path)
+    for role, model in models.items():
+        heads, mesh = attention_heads(model.path), meshes[role]
         if heads is not None and not _can_share(heads[0], mesh.dims):
             fitting = [f"c{size}" for size in range(1, heads[0] + 1) if heads[0] % size == 0]
             yield ConfigProblem(
                 message=f"{mesh.dims.cp} context-parallel ranks cannot share the {heads[0]} attention heads of "
-                f"{display_path(models[role].path)} ({role}, {mesh.dims.short}) equally",
+                f"{display_path(model.path)} ({role}, {mesh.dims.short}) equally",
                 hint=f"{' or '.join(fitting)} {'divide' if len(fitting) > 1 else 'divides'} them",
                 path=_ALLOCATION,
             )
