@@ -27,8 +27,8 @@ from corral.experiments.generation_checks import (
     check_server_gpus,
     check_sglang,
     check_update_mode,
-    memory_warning,
 )
+from corral.experiments.host_memory import memory_warning, server_memory
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.policy import TRAJECTORY_KEYS, PolicyExperiment
 from corral.experiments.worker_specs import (
@@ -41,8 +41,11 @@ from corral.experiments.worker_specs import (
 from corral.scheduling.allocation import EngineAllocation
 from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.policy_version import INITIAL_VERSION
+from corral.scheduling.scheduling import GIB_MB, Scheduling
+from corral.scheduling.worker_information import WorkerKind
 
 _BASE_OF_ADAPTER = "base"  # no version is written like this
+_BESIDE_MB = 8 * GIB_MB  # for requests under way, and all that is not in the sum of what a server takes at least
 
 
 class AsyncPPOExperiment(PolicyExperiment):
@@ -104,10 +107,31 @@ class AsyncPPOExperiment(PolicyExperiment):
         workers += self._rollout_workers(dataset)
         return ExperimentConfig(graph=graph, workers=tuple(workers))
 
+    def default_scheduling(self, kind: WorkerKind) -> Scheduling:
+        """A server of a large model asks for more memory than others do: for its versions."""
+        default = super().default_scheduling(kind)
+        if kind != "generation_server":
+            return default
+        needed = sum(self._server_memory(default).values())
+        return default.model_copy(update={"mem": max(default.mem, needed + _BESIDE_MB)})
+
+    def _server_memory(self, task: Scheduling) -> dict[str, int]:
+        """The least that a server with these resources takes, in MB by what for."""
+        engine = self.parsed_allocation.generation
+        return server_memory(
+            self.actor,
+            weights=self.weights,
+            engine=self.engine,
+            backend="hf" if engine is None else engine.backend,
+            ranks=self.parsed_allocation.gpus_per_server,
+            has_gpus=task.gpu > 0,
+        )
+
     def _generation_servers(self) -> list[GenerationServerSpec]:
         engine = self.parsed_allocation.generation
         uses_sglang = engine is not None and engine.backend == "sglang"
         python = sglang_python(self.sglang) if uses_sglang else None
+        group = self.scheduling_setup()["generation_server"]
         return [
             GenerationServerSpec(
                 index=index,
@@ -118,6 +142,7 @@ class AsyncPPOExperiment(PolicyExperiment):
                 engine=self.engine,
                 sglang=self.sglang.model_copy(update={"python": python}),
                 weights=self.weights,
+                memory_mb=self._server_memory(group.scheduling_of(index)),
             )
             for index in range(self.num_workers("generation_server"))
         ]
@@ -191,8 +216,10 @@ class AsyncPPOExperiment(PolicyExperiment):
                 "and without ppo.use_decoupled_loss that counts as learning in ppo.eps_clip; set it to true, or "
                 "weights.update_mode to retract"
             )
-        engine = self.parsed_allocation.generation
-        if engine is not None and engine.backend == "sglang":
-            server = self.scheduling_setup()["generation_server"].scheduling
-            if warning := memory_warning(server.mem, gpus_per_server=engine.dims.tp):
+        group = self.scheduling_setup()["generation_server"]
+        asked = {"groups.generation_server.scheduling.mem": group.scheduling}
+        if group.elastic is not None:
+            asked["groups.generation_server.elastic.scheduling.mem"] = group.elastic.scheduling
+        for key, task in asked.items():
+            if warning := memory_warning(self._server_memory(task), key=key, asked_mb=task.mem, weights=self.weights):
                 yield warning

@@ -86,6 +86,7 @@ def _default_scheduling() -> Iterator[str]:
         yield f"| {kind} | {scheduling.cpu} | {scheduling.gpu} | {scheduling.mem // 1024}G |"
     yield ""
     yield "A generation server of N GPUs (`sglang:d1tN`) has N in place of 1, and a CPU more for each further one."
+    yield "Where what it keeps of its host's memory needs more (docs/rollout.md), it asks for that and 8G."
 
 
 def _table(model: type[BaseModel], names: list[str]) -> Iterator[str]:

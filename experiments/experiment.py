@@ -60,7 +60,7 @@ from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PostHook, PublishWeightsHook
 from corral.scheduling.packing import MicroBatchSpec
-from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, TasksGroup
+from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup
 from corral.scheduling.worker_information import WORKER_KINDS, WorkerKind
 
 Name = Annotated[str, AfterValidator(validate_name)]
@@ -190,11 +190,14 @@ class Experiment(FrozenConfig):
         """Count and resources of every group."""
         return ExperimentScheduling(**{kind: self._tasks_group(kind) for kind in self.expected_counts})
 
+    def default_scheduling(self, kind: WorkerKind) -> Scheduling:
+        """What a worker asks for where the experiment does not say."""
+        return default_scheduling(gpus_per_server=self.parsed_allocation.gpus_per_server)[kind]
+
     def _tasks_group(self, kind: WorkerKind) -> TasksGroup:
         """As the user says, else as the allocation says, else one per training rank."""
         group = self.group_by_kind[kind]
-        defaults = default_scheduling(gpus_per_server=self.parsed_allocation.gpus_per_server)
-        scheduling = group.scheduling or defaults[kind]
+        scheduling = group.scheduling or self.default_scheduling(kind)
         elastic = group.elastic
         return TasksGroup(
             count=group.count or self.expected_counts[kind] or self.num_training_ranks,

@@ -18,10 +18,6 @@ from corral.experiments.inputs.sglang_environment import sglang_python, sglang_v
 from corral.scheduling.allocation import Allocation
 
 BUILT_GENERATION_BACKENDS = ("hf", "sglang")
-SGLANG_PROCESSES_MB = 1400
-"""What a server of SGLang takes on a CPU before it holds any weights: three processes that have imported it."""
-SGLANG_RANK_MB = 500
-"""What each further process of a tensor-parallel server takes."""
 
 _ALIASES = {
     "attention-data-parallel-size": "attn-dp-size",
@@ -213,14 +209,3 @@ def check_heads(model: Path, flags: Mapping[str, FlagValue], *, gpus_per_server:
 def _can_share(queries: int, keys: int, ranks: int) -> bool:
     """Each rank has as many heads of queries, and as many of keys; where there are more ranks, copies of one."""
     return queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
-
-
-def memory_warning(sglang_mem_mb: int, *, gpus_per_server: int) -> str | None:
-    """What a server of SGLang needs before it holds any weights, if it asks for less."""
-    needed_mb = SGLANG_PROCESSES_MB + SGLANG_RANK_MB * (gpus_per_server - 1)
-    if sglang_mem_mb >= needed_mb:
-        return None
-    return (
-        f"groups.generation_server.scheduling.mem is {sglang_mem_mb} MB, and SGLang's own processes take about "
-        f"{needed_mb} MB before the weights; a cluster that keeps jobs to their memory ends the server"
-    )

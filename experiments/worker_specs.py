@@ -248,6 +248,8 @@ class GenerationServerSpec(FrozenConfig):
     """How SGLang is started; `python` is never None where `backend` is `sglang`."""
     weights: WeightsConfig = WeightsConfig()
     """How new weights get here."""
+    memory_mb: dict[str, int] = {}
+    """The least that it takes of its host's memory, in MB by what for; of the versions there, as if it wrote them."""
 
 
 class GserverManagerSpec(FrozenConfig):

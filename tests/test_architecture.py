@@ -43,7 +43,7 @@ RANKS: dict[str, list[set[str]]] = {
         {"config", "exit_codes"},
         {"errors", "worker_specs"},
         {"experiment_config", "inputs", "trial"},
-        {"generation_checks", "training_checks"},
+        {"generation_checks", "host_memory", "training_checks"},
         {"checks", "loading"},
         {"experiment", "recipes"},
         {"plan", "policy", "row_experiment"},

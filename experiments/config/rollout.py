@@ -158,6 +158,10 @@ UpdateMode = Literal["retract", "abort", "in_place"]
 """What an update of the weights does to the answers under way, by SGLang's names."""
 
 
+SPARE_STAGING_MB = 256
+"""Of a host's memory, left free beside a version that is written there, for what all processes need until it is."""
+
+
 class WeightsConfig(FrozenConfig):
     """How new weights get from the trainer to the generation servers."""
 

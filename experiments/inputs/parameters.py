@@ -22,6 +22,9 @@ _WEIGHT = ".weight"
 _OUTPUT = "lm_head.weight"
 _SCORE = "score.weight"
 _EMBEDDINGS = "embed_tokens.weight"
+_COMPANIONS = (".json", ".txt", ".model", ".jinja")
+ITEM_SIZES = {"float32": 4, "bfloat16": 2}
+"""Bytes of a number, by its type."""
 _IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 _NOT_LINEAR = (".experts.", ".gate.weight")  # of mixtures of experts: computed together, or by the router
 
@@ -66,6 +69,39 @@ def check_lora(model: ModelConfig) -> Iterator[ConfigProblem]:
         adapted = dict(adapted_layers(lora, shapes))
         for problem in check_adapter(lora.adapter, lora, adapted):
             yield replace(problem, path=("lora", "adapter"), shown=display_path(lora.adapter))
+
+
+def served_bytes(model: ModelConfig) -> int:
+    """Of a version of a model as it is written and served: its weights in `dtype`, and the small files beside them."""
+    counts = count_parameters(model.weights_alone(), head="lm")
+    small = (path for path in model.path.glob("*") if path.suffix in _COMPANIONS)
+    return (0 if counts is None else counts.frozen * ITEM_SIZES[model.dtype]) + sum(map(_size, small))
+
+
+def adapter_bytes(model: TrainedModelConfig) -> int:
+    """Of the adapter in a version, in float32; 0 without."""
+    counts = count_parameters(model, head="lm")
+    return 0 if model.lora is None or counts is None else counts.trained * ITEM_SIZES["float32"]
+
+
+def adapted_bytes(model: TrainedModelConfig) -> int:
+    """Of the weights that adapters are beside, as the model's files have them: in their type on the average."""
+    if model.lora is None:
+        return 0
+    stored = weight_shapes(model.path)
+    shapes = stored or _promised_shapes(model.path)
+    numbers = sum(math.prod(shape) for _, shape in adapted_layers(model.lora, shapes))
+    if not stored:
+        return numbers * ITEM_SIZES[model.dtype]
+    in_all = sum(math.prod(shape) for shape in stored.values())
+    return numbers * sum(map(_size, model.path.glob("*.safetensors"))) // max(1, in_all)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # what is wrong with the directory is told elsewhere
 
 
 def adapted_layers(lora: LoraConfig, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -51,7 +51,7 @@ def _steps(plan: RunPlan) -> str:
 
 
 def _generation(plan: RunPlan) -> Iterator[str]:
-    """'generate   4 servers of SGLang, 2 GPUs each, float32; /site/sglang/bin/python'
+    """'generate   4 servers of SGLang, 2 GPUs each, float32; /site/sglang/bin/python', and what of memory one takes.
 
     Nothing where the graph generates, or no call does.
     """
@@ -67,6 +67,15 @@ def _generation(plan: RunPlan) -> Iterator[str]:
         assert first.sglang.python is not None
         size = _size(plan, first)
         yield f"generate   {count} of SGLang{size}, {first.engine.dtype}; {display_path(first.sglang.python)}"
+    if first.memory_mb:
+        yield f"memory     {_memory_of_server(plan, first)}"
+
+
+def _memory_of_server(plan: RunPlan, server: GenerationServerSpec) -> str:
+    """'of its 60 GiB a server takes at least 28.7 GiB: 400 MiB for its processes + 28.3 GiB for 2 versions ...'"""
+    asked = _memory(plan.scheduling["generation_server"].scheduling_of(server.index).mem)
+    parts = " + ".join(f"{_memory(size_mb)} for {what}" for what, size_mb in server.memory_mb.items())
+    return f"of its {asked} a server takes at least {_memory(sum(server.memory_mb.values()))}: {parts}"
 
 
 def _size(plan: RunPlan, server: GenerationServerSpec) -> str:

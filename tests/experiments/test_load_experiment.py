@@ -222,16 +222,6 @@ def test_answers_that_keep_old_keys_and_values_are_told_of_and_refused_of_sglang
         assert (server.weights.update_mode, trainer.behaviour.keeps_cache) == (mode, mode == "in_place")
 
 
-def test_servers_of_sglang_that_ask_for_less_memory_than_its_processes_take_are_warned_of(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generation_checks, "sglang_version", lambda python: "0.0")
-    on_cpus = ("allocation=sglang:d1t2+fsdp:d1", "groups.generation_server.scheduling.gpu=0")
-    warned = _ppo(folder, *on_cpus, "groups.generation_server.scheduling.mem=1800").find_warnings()
-    assert [warning for warning in warned if "is 1800 MB, and SGLang's own processes take about 1900 MB" in warning]
-    assert not list(_ppo(folder, *on_cpus, "groups.generation_server.scheduling.mem=1900").find_warnings())
-
-
 def test_loaded_experiment_cannot_be_changed(folder: Path) -> None:
     with pytest.raises(ValueError, match="frozen"):
         _ppo(folder).seed = 4

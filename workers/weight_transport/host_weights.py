@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol
 
+from corral.experiments.config.rollout import SPARE_STAGING_MB
 from corral.workers.weight_transport.flocks import (
     REMOVING,
     hold_directory,
@@ -42,7 +43,7 @@ _BUILDING: Final = ".building-"
 _LOCK: Final = "staging.lock"
 _POLL_INTERVAL_S: Final = 0.02  # a version takes far longer to write
 _JOIN_TRIES: Final = 100
-_SPARE_BYTES: Final = 2**28  # of memory, for what all processes of the host need until the version is written
+_SPARE_BYTES: Final = SPARE_STAGING_MB * 2**20
 
 
 class NoRoomError(RuntimeError):
