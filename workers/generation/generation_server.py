@@ -85,7 +85,7 @@ class GenerationServer(Worker):
             except BackendLostError as error:
                 if not budget.take(ran_s=time.monotonic() - started):
                     raise BackendLostError(
-                        f"{error}\nthat was the last of its {budget.max_restarts} restarts (sglang.max_restarts)"
+                        f"{error}\nits server is not started again: sglang.max_restarts: {budget.max_restarts} is spent"
                     ) from error
                 logger.error("starts its server again, %d of %d: %s", budget.num_used, budget.max_restarts, error)
             finally:

@@ -3,19 +3,24 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corral.experiments.config.rollout import SglangConfig
 from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.worker_record import WorkerRecord
@@ -28,11 +33,12 @@ from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
 from corral.workers.streams.security import StreamSecurity
 from tests.launcher.trials import make_plan
+from tests.workers.engine.tiny_models import save_tiny_model
 from tests.workers.generation.servers import DEADLINE_S, LOOPBACK, server_spec, wait_until
 
 
 class Rig:
-    """A trial of one generation server whose SGLang is a stub."""
+    """A trial of one generation server whose SGLang is a stub, unless the settings name another Python."""
 
     def __init__(self, folder: Path, **sglang: Any) -> None:
         self.folder = folder
@@ -44,7 +50,7 @@ class Rig:
         self.trial.create()
         self.trial.start_attempt_logs(0)
         TrialSecrets.create(self.trial.secrets_path)
-        spec = server_spec("sglang", folder / "model", python=str(python), **sglang)
+        spec = server_spec("sglang", folder / "model", **{"python": str(python), **sglang})
         self.plan = make_plan(self.trial.path, model_workers=1).model_copy(update={"workers": [spec]})
         self.keys = TrialKeys(self.plan.trial.uuid)
         self.names = MemoryNameService(MemoryStore())
@@ -120,9 +126,42 @@ def test_a_spent_budget_ends_the_worker_with_the_servers_last_words(
     (tmp_path / "exit_code").write_text("3")
     assert rig.run() == WorkerExit.ERROR
     assert len(rig.starts()) == 3
-    for words in ("with exit code 3", "the last words of the stub", "the last of its 2 restarts (sglang.max_restarts)"):
+    for words in ("with exit code 3", "the last words of the stub", "sglang.max_restarts: 2 is spent"):
         assert words in caplog.text
     assert "the last words of the stub" in rig.trial.worker_log(0, "sglang", 0).read_text()
+
+
+@pytest.mark.slow
+def test_a_real_sglang_that_is_killed_once_more_than_the_budget_allows_ends_its_worker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model(tmp_path / "model")
+    rig = Rig(tmp_path, python=str(sglang_python(SglangConfig())), max_restarts=0, probe_timeout_s=5)
+
+    is_over = threading.Event()
+
+    def kill_scheduler() -> list[psutil.Process]:
+        try:
+            wait_until(lambda: bool(rig.record()) or is_over.is_set(), "SGLang to serve")
+            everybody = psutil.Process().children(recursive=True)
+            [scheduler] = [child for child in everybody if "scheduler" in child.name()]
+        except BaseException:
+            if not is_over.is_set():
+                os.kill(os.getpid(), signal.SIGINT)  # else the worker would serve for ever
+            raise
+        scheduler.kill()
+        return everybody
+
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(kill_scheduler)
+        exit_code = rig.run()
+        is_over.set()
+        servers = killing.result(DEADLINE_S)
+    assert exit_code == WorkerExit.ERROR
+    assert re.search(r"BackendLostError: SGLang (ended|at http\S+ hangs)", caplog.text)
+    assert "its server is not started again: sglang.max_restarts: 0 is spent" in caplog.text
+    assert rig.record() == {} and "crashed with exit code -9" in rig.trial.worker_log(0, "sglang", 0).read_text()
+    wait_until(lambda: not any(server.is_running() for server in servers), "SGLang's processes to be gone")
 
 
 def test_flags_that_sglang_does_not_know_are_the_users_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
