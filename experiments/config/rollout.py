@@ -165,8 +165,8 @@ SPARE_STAGING_MB = 256
 class WeightsConfig(FrozenConfig):
     """How new weights get from the trainer to the generation servers."""
 
-    transport: Literal["shared_memory", "delta", "lora", "disk"] = "shared_memory"
-    """`shared_memory`: one worker of each host copies a version into the host's memory while the servers generate, and they read it there; `delta`: the same, but it reads only what changed since the version before, which pays where `actor.dtype` is bfloat16; `lora`: the same, but it reads only the adapter, with `actor.lora`; `disk`: each server reads it from the trial directory, twice, once standing still."""  # noqa: E501
+    transport: Literal["shared_memory", "broadcast", "delta", "lora", "disk"] = "shared_memory"
+    """`shared_memory`: one worker of each host copies a version into the host's memory while the servers generate, and they read it there; `broadcast`: the same, but one or two hosts read it from the trial directory, and the others have it from hosts that hold it; `delta`: as `shared_memory`, but it reads only what changed since the version before, which pays where `actor.dtype` is bfloat16; `lora`: as `shared_memory`, but it reads only the adapter, with `actor.lora`; `disk`: each server reads it from the trial directory, twice, once standing still."""  # noqa: E501
     host_directory: Path = Field(default=Path("/dev/shm"), validate_default=False)  # as JSON it would be text
     """Where on each host all but `disk` keep at most two versions at a time, the present one and the next, in a folder of the trial's own; a version that does not fit is read as with `disk`."""  # noqa: E501
     update_mode: UpdateMode = "retract"

@@ -21,6 +21,8 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """The policy version that it was brought to, as its tag."""
     bytes_read: int
     """From the shared file system by its worker; 0 where another worker of the host has read them."""
+    bytes_received: int = 0
+    """By its worker from other hosts."""
     staged_s: float
     """How long the files took to arrive on the host and to be checked, while the server generated."""
     prepared_s: float

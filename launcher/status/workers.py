@@ -238,9 +238,13 @@ def _weight_update_notes(rows: Sequence[WorkerRow]) -> list[str]:
         return []
     newest = max(updates, key=lambda update: PolicyVersion.parse(update.version)).version
     updates = [update for update in updates if update.version == newest]
-    megabytes = sum(update.bytes_read for update in updates) / 1e6
+    read = sum(update.bytes_read for update in updates) / 1e6
+    received = sum(update.bytes_received for update in updates) / 1e6
+    from_hosts = f", {received:.1f} MB from other hosts" if received else ""
     staged_s, stopped_s = max(update.staged_s for update in updates), max(update.stopped_s for update in updates)
-    return [f"weights {newest}: {megabytes:.1f} MB read, staged in {staged_s:.2f} s, stood still {stopped_s:.2f} s"]
+    return [
+        f"weights {newest}: {read:.1f} MB read{from_hosts}, staged in {staged_s:.2f} s, stood still {stopped_s:.2f} s"
+    ]
 
 
 def _extra_job_notes(evidence: Evidence, kind: str) -> list[str]:

@@ -1,13 +1,15 @@
 """How the manager tells a generation worker to take over weights: HTTP of the worker's own, beside its server's.
 
-    manager: ControlClient.bring_to ──POST /bring_to, admin key──► worker: ControlServer ──► WeightUpdates
+    manager: ControlClient ──POST /stage, /bring_to, admin key──► worker: ControlServer ──► WeightUpdates
+    worker of another host ──GET /weights/DIGEST/FILE, admin key────────┘ └──► GivenWeights
 
 Apart from the server's, since the worker must know what happens to its server, and what must not reach the server.
 """
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -15,6 +17,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from corral.workers.checkpoint.published_weights import PublishedWeights
+from corral.workers.generation.given_weights import GivenWeights
 from corral.workers.generation.http_calls import ServerError, get_text, post
 from corral.workers.generation.weight_updates import WeightUpdates
 
@@ -26,7 +29,7 @@ _SHUTDOWN_TIMEOUT_S = 1.0
 
 
 class BringTo(BaseModel):
-    """POST /bring_to."""
+    """POST /bring_to, and POST /stage, which is the first part of it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -37,6 +40,17 @@ class BringTo(BaseModel):
     """SHA-256 of its manifest; None where whoever published it knows none."""
     timeout_s: float = Field(gt=0.0)
     """Longest time that staging them may take, and again reading them."""
+    sources: list[str] = Field(default=[])
+    """Control URLs of workers on other hosts that hold them, in the order in which they are to be asked."""
+
+
+class Staged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /stage answers."""
+
+    is_held: bool
+    """Whether other hosts can have the version from this worker."""
+    failed_sources: list[str]
+    """Those that did not give what they were asked for."""
 
 
 class ControlServer:
@@ -50,8 +64,9 @@ class ControlServer:
 
     async def start(self) -> str:
         """Listen; returns the URL."""
-        application = web.Application(middlewares=[self._check_key])
-        application.add_routes([web.post("/bring_to", self._bring_to)])
+        application = web.Application(middlewares=[self._guard])
+        application.add_routes([web.post("/bring_to", self._bring_to), web.post("/stage", self._stage)])
+        application.add_routes(GivenWeights(self._updates.held).routes())
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTDOWN_TIMEOUT_S)
         await self._runner.setup()
         await web.TCPSite(self._runner, self._address, port=0).start()
@@ -63,24 +78,33 @@ class ControlServer:
             await self._runner.cleanup()
 
     @web.middleware
-    async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._expected):
             return web.Response(status=401, text="this wants the administrator's key of the trial")
-        return await handler(request)
-
-    async def _bring_to(self, request: web.Request) -> web.Response:
         try:
-            body = BringTo.model_validate_json(await request.read())
+            return await handler(request)
         except ValidationError as error:
             return web.Response(status=400, text=str(error))
-        try:
-            await self._updates.bring_to(
-                version=body.version, weights=Path(body.weights), digest=body.digest, timeout_s=body.timeout_s
-            )
         except ServerError as error:
             return web.Response(status=409, text=str(error))
+
+    async def _bring_to(self, request: web.Request) -> web.Response:
+        await self._updates.bring_to(**_arguments(await request.read()))
         return web.Response()
+
+    async def _stage(self, request: web.Request) -> web.Response:
+        arguments = _arguments(await request.read())
+        arrived = await self._updates.stage(**arguments)
+        is_held = arguments["digest"] is not None and self._updates.held(arguments["digest"]) is not None
+        staged = Staged(is_held=is_held, failed_sources=list(arrived.failed_sources))
+        return web.Response(body=msgspec.json.encode(staged), content_type="application/json")
+
+
+def _arguments(body: bytes) -> dict[str, Any]:
+    """Of an update; ValidationError if they are none."""
+    order = BringTo.model_validate_json(body)
+    return {**order.model_dump(), "weights": Path(order.weights)}
 
 
 class ControlClient:
@@ -94,15 +118,30 @@ class ControlClient:
         self._admin_key = admin_key
         self._update_timeout_s = update_timeout_s
 
-    async def bring_to(self, control_url: str, published: PublishedWeights) -> None:
-        """Until the worker's server holds these weights.
+    async def stage(self, control_url: str, published: PublishedWeights, *, sources: Sequence[str]) -> Staged:
+        """Until the worker's host has these weights.
+
+        Args:
+            sources: control URLs of workers on other hosts that hold them.
 
         Raises:
             ServerError: what the worker says went wrong, or that it does not answer.
         """
-        body = {**msgspec.structs.asdict(published), "timeout_s": self._update_timeout_s}
+        timeout_s = self._update_timeout_s + _UPDATE_MARGIN_S
+        answer = await self._order(f"{control_url}/stage", published, sources, timeout_s)
+        try:
+            return msgspec.json.decode(answer, type=Staged)
+        except msgspec.MsgspecError as error:
+            raise ServerError(f"{control_url}/stage answered {answer[:100]!r}: {error}") from error
+
+    async def bring_to(self, control_url: str, published: PublishedWeights, *, sources: Sequence[str] = ()) -> None:
+        """Until the worker's server holds these weights; as `stage`."""
         timeout_s = 2 * self._update_timeout_s + _UPDATE_MARGIN_S  # to stage, and to read what was staged
-        await post(self._session, f"{control_url}/bring_to", body, key=self._admin_key, timeout_s=timeout_s)
+        await self._order(f"{control_url}/bring_to", published, sources, timeout_s)
+
+    async def _order(self, url: str, published: PublishedWeights, sources: Sequence[str], timeout_s: float) -> str:
+        body = {**msgspec.structs.asdict(published), "timeout_s": self._update_timeout_s, "sources": list(sources)}
+        return await post(self._session, url, body, key=self._admin_key, timeout_s=timeout_s)
 
     async def probe(self, url: str) -> None:
         """ServerError unless the server at `url` says that it takes requests."""

@@ -1,6 +1,6 @@
 """The generation server: a backend that answers SGLang's HTTP API, as a worker of the trial.
 
-plan: initial weights ──► GenerationBackend ──url──► record {url, control, incarnation}
+plan: initial weights ──► GenerationBackend ──url──► record {url, control, incarnation, place}
 rollout workers: /generate ──► url          gserver_manager: /bring_to ──► control ──► WeightUpdates ──► url
 
 A backend that is lost is started again within a budget; its record is gone meanwhile, and then names a new incarnation,
@@ -50,7 +50,10 @@ class GenerationServer(Worker):
         secrets = self.context.secrets
         api_key, admin_key = secrets.http_api_key.reveal(), secrets.http_admin_key.reveal()
         transport = make_transport(
-            self._spec.weights, trial_uuid=self.context.plan.trial.uuid, worker=self.context.worker_id
+            self._spec.weights,
+            trial_uuid=self.context.plan.trial.uuid,
+            worker=self.context.worker_id,
+            admin_key=admin_key,
         )
         async with aiohttp.ClientSession() as session:
             with closing(transport):
@@ -96,7 +99,7 @@ class GenerationServer(Worker):
         self, backend: GenerationBackend, updates: WeightUpdates, url: str, control: str, *, incarnation: str
     ) -> None:
         """Publish the server while it runs; raises what it died of."""
-        record = json.dumps({"url": url, "control": control, "incarnation": incarnation})
+        record = json.dumps({"url": url, "control": control, "incarnation": incarnation, "place": updates.place})
         with self.context.lease(self.context.keys.generation_server(self._spec.index), record, owner=incarnation):
             ended = asyncio.ensure_future(backend.wait_ended())
             try:

@@ -5,12 +5,15 @@
                                              │                                        `──► StaleServerError
                                              `──► WeightsTornError: nothing was changed
 
-One update at a time, so that an older version never overtakes a newer one. The trainer waits for none of this.
+One update at a time, so that an older version never overtakes a newer one. The trainer waits for none of this. Where
+hosts give each other what they hold, `stage` is also called by itself before, so that a host can give a version as soon
+as it has it.
 """
 
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from corral.experiments.config.rollout import UpdateMode
@@ -20,7 +23,7 @@ from corral.workers.generation.backend import GenerationBackend
 from corral.workers.generation.http_calls import ServerError
 from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.weight_proof import StaleServerError, WeightProof
-from corral.workers.weight_transport.transport import StagedVersion, StagingError, WeightTransport
+from corral.workers.weight_transport.transport import Arrived, StagedVersion, StagingError, WeightTransport
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +45,19 @@ class WeightUpdates:
         self._serving: tuple[GenerationBackend, str, WeightProof] | None = None
         self._is_doubted = False
         """Whether the server does not hold what it says it holds."""
+        self._staged_before: tuple[str, StagedVersion] | None = None
+        """What `stage` has brought, and of which version, until an update to it."""
         self.last: WeightUpdate | None = None
         """What the last update has cost."""
+
+    @property
+    def place(self) -> str:
+        """Where this worker stages versions for other hosts, too; empty if it does not."""
+        return self._transport.place
+
+    def held(self, digest: str) -> Path | None:
+        """The directory of a version that other hosts may have from this worker."""
+        return self._transport.held(digest)
 
     def serves(self, backend: GenerationBackend, url: str) -> None:
         """From now on updates go to this server."""
@@ -61,12 +75,34 @@ class WeightUpdates:
         """
         return self._is_reading
 
-    async def bring_to(self, *, version: str, weights: Path, digest: str | None, timeout_s: float) -> None:
+    async def stage(
+        self, *, version: str, weights: Path, digest: str | None, timeout_s: float, sources: Sequence[str]
+    ) -> Arrived:
+        """The first part of `bring_to`, which then finds it done.
+
+        Raises:
+            WeightsTornError, ServerError: as `bring_to`.
+        """
+        async with self._lock:
+            staged = await self._stage(version, weights, digest, timeout_s, sources)
+            self._staged_before = (version, staged)
+            return staged
+
+    async def bring_to(
+        self,
+        *,
+        version: str,
+        weights: Path,
+        digest: str | None,
+        timeout_s: float,
+        sources: Sequence[str] = (),
+    ) -> None:
         """Load `weights` unless the server holds `version` already; what becomes of running requests is the mode's.
 
         Args:
             digest: SHA-256 of their manifest; None where whoever published them knows none.
             timeout_s: longest time for staging them, and again for the server to read them.
+            sources: control URLs of workers on other hosts that hold them.
 
         Raises:
             WeightsTornError: naming the file that differs.
@@ -79,7 +115,9 @@ class WeightUpdates:
             backend, url, proof = self._serving
             if not self._is_doubted and await self._client.version(url) == version:
                 return
-            staged = await self._stage(version, weights, digest, timeout_s)
+            staged = await self._stage(version, weights, digest, timeout_s, sources)
+            if self._staged_before is not None and self._staged_before[0] == version:
+                staged = staged.after(self._staged_before[1])
             was_staged = time.monotonic()
             await backend.prepare(staged.path)
             await proof.expect(staged.path)
@@ -88,25 +126,33 @@ class WeightUpdates:
             went_on = time.monotonic()
             if (held := await self._client.version(url)) != version:
                 raise ServerError(f"{url} holds version {held!r} after an update to {version!r}")
+            self._staged_before = None
             self.last = update = WeightUpdate(
                 version=version,
                 bytes_read=staged.bytes_read,
+                bytes_received=staged.bytes_received,
                 staged_s=staged.seconds,
                 prepared_s=was_prepared - was_staged,
                 stopped_s=went_on - was_prepared,
             )
             logger.info(
-                "holds version %s: read %d bytes, staged in %.3f s, prepared in %.3f s, stood still for %.3f s",
+                "holds version %s: read %d bytes, received %d from other hosts, staged in %.3f s, prepared in %.3f s, "
+                "stood still for %.3f s",
                 version,
                 update.bytes_read,
+                update.bytes_received,
                 update.staged_s,
                 update.prepared_s,
                 update.stopped_s,
             )
 
-    async def _stage(self, version: str, weights: Path, digest: str | None, timeout_s: float) -> StagedVersion:
+    async def _stage(
+        self, version: str, weights: Path, digest: str | None, timeout_s: float, sources: Sequence[str]
+    ) -> StagedVersion:
         try:
-            return await asyncio.to_thread(self._transport.stage, version, weights, digest, timeout_s=timeout_s)
+            return await asyncio.to_thread(
+                self._transport.stage, version, weights, digest, timeout_s=timeout_s, sources=sources
+            )
         except CorruptCheckpointError as error:
             raise WeightsTornError(f"weights in {weights} were refused: {error}") from error
         except StagingError as error:

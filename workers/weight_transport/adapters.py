@@ -28,6 +28,7 @@ from corral.workers.checkpoint.low_rank import ADAPTER_FOLDER, AdapterError, Low
 from corral.workers.checkpoint.manifest import Manifest
 from corral.workers.weight_transport.from_held import Held, NoWayError, Way, fill_from_held
 from corral.workers.weight_transport.patience import Patience
+from corral.workers.weight_transport.transport import Arrived
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,9 @@ _SUFFIX: Final = ".safetensors"
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def fill_with_adapter(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> int:
+def fill_with_adapter(
+    weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience
+) -> Arrived:
     """Read the adapter and make the rest where a version is held, or else read all; see `FillVersion`.
 
     The adapter's own files are not among those that are written: no server reads them.
@@ -49,10 +52,10 @@ def fill_with_adapter(weights: Path, manifest: Manifest, into: Path, held: Seque
     shown = msgspec.structs.replace(manifest, files=served)
     filled = fill_from_held(weights, shown, into, present, patience, find_way)
     if adapted is None:
-        return filled.bytes_read
+        return Arrived(bytes_read=filled.bytes_read)
     if any(name.endswith(_SUFFIX) for name in filled.read_whole):
         adapted.base.unlink()  # it may be what was wrong; the next version reads it anew
-    return filled.bytes_read + adapter_bytes + adapted.base_bytes
+    return Arrived(bytes_read=filled.bytes_read + adapter_bytes + adapted.base_bytes)
 
 
 def _is_of_adapter(name: str) -> bool:

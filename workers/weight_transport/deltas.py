@@ -17,9 +17,12 @@ from corral.workers.checkpoint.file_delta import DELTA_SUFFIX, DeltaError, apply
 from corral.workers.checkpoint.manifest import Manifest
 from corral.workers.weight_transport.from_held import Held, NoWayError, Way, fill_from_held
 from corral.workers.weight_transport.patience import Patience
+from corral.workers.weight_transport.transport import Arrived
 
 
-def fill_with_deltas(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> int:
+def fill_with_deltas(
+    weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience
+) -> Arrived:
     """Read deltas where they lead from what is held, and all else whole; see `FillVersion`.
 
     Deltas are not among the files: no server reads them.
@@ -28,7 +31,8 @@ def fill_with_deltas(weights: Path, manifest: Manifest, into: Path, held: Sequen
     present = Held.of(held)
     deltas = _Deltas(weights, manifest, present)
     shown = msgspec.structs.replace(manifest, files=served)
-    return fill_from_held(weights, shown, into, present, patience, deltas.find_way).bytes_read
+    filled = fill_from_held(weights, shown, into, present, patience, deltas.find_way)
+    return Arrived(bytes_read=filled.bytes_read)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ directory ──verified where it is──► the same directory ──► the s
 import hashlib
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, verify_manifest
@@ -16,10 +17,14 @@ from corral.workers.weight_transport.transport import StagedVersion, StagingErro
 class DiskTransport:
     """Keeps nothing: for hosts without room in memory, and for models from elsewhere, which have no manifest."""
 
+    place = ""
+
     def __init__(self) -> None:
         self._given_up = threading.Event()
 
-    def stage(self, version: str, weights: Path, digest: str | None, *, timeout_s: float) -> StagedVersion:
+    def stage(
+        self, version: str, weights: Path, digest: str | None, *, timeout_s: float, sources: Sequence[str] = ()
+    ) -> StagedVersion:
         """Compare the files with their manifest; a directory without one, a model from elsewhere, is as it is."""
         started = time.monotonic()
         patience = Patience.of(f"version {version}", timeout_s=timeout_s, given_up=self._given_up)
@@ -28,6 +33,10 @@ class DiskTransport:
             manifest = verify_manifest(weights, digest, on_progress=patience.check)
             bytes_read = sum(entry.size for entry in manifest.files.values())
         return StagedVersion(path=weights, bytes_read=bytes_read, seconds=time.monotonic() - started)
+
+    def held(self, digest: str) -> Path | None:
+        """None: it keeps nothing."""
+        return None
 
     def close(self) -> None:
         """End a staging under way."""

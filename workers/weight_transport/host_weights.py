@@ -33,6 +33,7 @@ from corral.workers.weight_transport.flocks import (
 )
 from corral.workers.weight_transport.patience import Patience
 from corral.workers.weight_transport.room import room_in
+from corral.workers.weight_transport.transport import Arrived
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +54,11 @@ class NoRoomError(RuntimeError):
 class WriteVersion(Protocol):
     """How the files of a version get into the host directory."""
 
-    def __call__(self, into: Path, held: Sequence[Path]) -> int:
+    def __call__(self, into: Path, held: Sequence[Path]) -> Arrived:
         """Write all of them, compared with their manifest, into an empty directory.
 
         Args:
             held: versions that are there already, by the digests of their manifests, newest first.
-
-        Returns:
-            The bytes that were read from the shared file system.
         """
 
 
@@ -85,8 +83,8 @@ class HostWeights:
         self._membership = _join(self.path)
         self._held: tuple[Path, int] | None = None
 
-    def obtain(self, digest: str, *, size_bytes: int, write: WriteVersion, patience: Patience) -> tuple[Path, int]:
-        """The directory of a version, held until the next one is obtained, and the bytes that were read for it.
+    def obtain(self, digest: str, *, size_bytes: int, write: WriteVersion, patience: Patience) -> tuple[Path, Arrived]:
+        """The directory of a version, held until the next one is obtained, and where it has come from now.
 
         Guarantee: of all workers of the host that ask at the same time, one writes, and the others get what it wrote.
 
@@ -104,13 +102,18 @@ class HostWeights:
             self._membership = _join(self.path)
         with self._staging(patience):
             self._remove_remains()
-            bytes_read = 0
+            arrived = Arrived()
             if not target.is_dir():
                 self._make_room(size_bytes)
-                bytes_read = self._build(target, write)
+                arrived = self._build(target, write)
             self._hold(target)
             self._remove_unused()
-        return target, bytes_read
+        return target, arrived
+
+    def held(self, digest: str) -> Path | None:
+        """The directory of a version, if it is the one that this worker holds; any thread may ask."""
+        held = self._held
+        return held[0] if held is not None and held[0].name == digest else None
 
     def close(self) -> None:
         """Let go; the last worker of the host that leaves removes everything."""
@@ -127,16 +130,16 @@ class HostWeights:
             os.pwrite(lock, self._owner.encode(), 0)
             yield
 
-    def _build(self, target: Path, write: WriteVersion) -> int:
+    def _build(self, target: Path, write: WriteVersion) -> Arrived:
         building = self.path / f"{_BUILDING}{random_tokens.token_hex(8)}"
         building.mkdir(mode=0o700)
         try:
-            bytes_read = write(building, self._versions())
+            arrived = write(building, self._versions())
             building.rename(target)
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
             raise
-        return bytes_read
+        return arrived
 
     def _make_room(self, size_bytes: int) -> None:
         """Gives up what could only save work: first versions that nobody holds, then the one that this worker holds."""

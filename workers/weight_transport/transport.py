@@ -6,9 +6,12 @@ version, directory, digest of its manifest ──stage (the server generates on)
 disk             verified where they are; every server of the host reads them once more from there
 shared_memory    one worker of the host copies them into host memory, verified on the way; all servers read that
 delta            the same, but it reads what changed since the version that is in host memory, where there is one
+lora             the same, but it reads an adapter
+broadcast        the same, but it asks the workers of other hosts that hold the version by now, and reads the rest
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -18,15 +21,34 @@ class StagingError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagedVersion:
-    """Files that are what was published, ready to be read."""
+class Arrived:
+    """What a worker has fetched of a version, and from where."""
+
+    bytes_read: int = 0
+    """Of the shared file system."""
+    bytes_received: int = 0
+    """From other hosts."""
+    failed_sources: tuple[str, ...] = ()
+    """Control URLs of the workers that did not give what they were asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedVersion(Arrived):
+    """Files that are what was published, ready to be read; all else is 0 if another worker of the host staged them."""
 
     path: Path
     """Where the server reads them; they stay there until the next version is staged."""
-    bytes_read: int
-    """By this worker from the shared file system; 0 if another worker of the host has staged them."""
     seconds: float
     """How long that took, waits for other workers included."""
+
+    def after(self, earlier: "StagedVersion") -> "StagedVersion":
+        """The same, with what an earlier staging of this version has cost as well."""
+        return replace(
+            self,
+            bytes_read=earlier.bytes_read + self.bytes_read,
+            bytes_received=earlier.bytes_received + self.bytes_received,
+            seconds=earlier.seconds + self.seconds,
+        )
 
 
 class WeightTransport(Protocol):
@@ -37,7 +59,12 @@ class WeightTransport(Protocol):
         await client.load(url, version="0.7", weights=staged.path, flush_cache=True, timeout_s=300.0)
     """
 
-    def stage(self, version: str, weights: Path, digest: str | None, *, timeout_s: float) -> StagedVersion:
+    place: str
+    """This host's directory, by a name that no other host's has; empty where other hosts are given nothing."""
+
+    def stage(
+        self, version: str, weights: Path, digest: str | None, *, timeout_s: float, sources: Sequence[str] = ()
+    ) -> StagedVersion:
         """Make a version's files ready, and let go of those of the version before.
 
         Args:
@@ -45,11 +72,15 @@ class WeightTransport(Protocol):
             weights: its directory on the shared file system.
             digest: SHA-256 of its manifest; None trusts the manifest that is there, or the files where there is none.
             timeout_s: longest time that it may take.
+            sources: control URLs of workers on other hosts that hold it, for who asks other hosts at all.
 
         Raises:
             CorruptCheckpointError: the files are not what the manifest says, or the manifest is another one.
             StagingError: it took too long, or there is no such directory.
         """
+
+    def held(self, digest: str) -> Path | None:
+        """The directory of a version that other hosts may have, by the digest of its manifest; any thread may ask."""
 
     def close(self) -> None:
         """Let go of what was staged, and end a staging under way; any thread may call it."""

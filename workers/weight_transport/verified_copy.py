@@ -1,7 +1,7 @@
-"""A version's files, copied and hashed in one go: the shared file system is read once.
+"""A version's files, copied and hashed in one go: what they come from is read once.
 
-file ──read──► piece ──write──► the copy
-                 └───another thread: SHA-256──► the manifest's? ──► CorruptCheckpointError if not
+file, or another host ──read──► piece ──write──► the copy
+                                  └───another thread: SHA-256──► the manifest's? ──► CorruptCheckpointError if not
 """
 
 import hashlib
@@ -12,13 +12,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from itertools import count
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Final, Protocol
 
 from corral.workers.checkpoint.durable_file import PIECE_BYTES, FileEntry
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, CorruptCheckpointError, Manifest
 
 _COPY_THREADS: Final = 4  # hashing is what takes longest, and is done file by file
 _PIECES: Final = 4  # what is read may be so far ahead of what is hashed
+
+
+class Reader(Protocol):
+    """What the bytes of one file come from, in order."""
+
+    def readinto(self, buffer: memoryview, /) -> int | None:
+        """Fill the beginning of a buffer; how many bytes that were, 0 or None at the end."""
 
 
 def copy_verified(weights: Path, manifest: Manifest, into: Path, *, on_progress: Callable[[], None]) -> int:
@@ -38,13 +45,11 @@ def copy_verified(weights: Path, manifest: Manifest, into: Path, *, on_progress:
     """
 
     def copy(name: str) -> None:
-        target = into / name
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _copy_file(weights / name, target, manifest.files[name], on_progress)
+        expected = manifest.files[name]
+        with _opened(weights / name, expected) as reading:
+            copy_file(reading, into / name, expected, origin=str(weights / name), on_progress=on_progress)
 
-    for name in manifest.files:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise CorruptCheckpointError(f"{weights / MANIFEST_NAME}: expected names inside of it, got {name!r}")
+    check_names(weights, manifest)
     with ThreadPoolExecutor(_COPY_THREADS) as pool:
         list(pool.map(copy, manifest.files))
     data = (weights / MANIFEST_NAME).read_bytes()
@@ -52,15 +57,33 @@ def copy_verified(weights: Path, manifest: Manifest, into: Path, *, on_progress:
     return sum(entry.size for entry in manifest.files.values()) + len(data)
 
 
-def _copy_file(source: Path, target: Path, expected: FileEntry, on_progress: Callable[[], None]) -> None:
+def check_names(weights: Path, manifest: Manifest) -> None:
+    """CorruptCheckpointError if a manifest names a file outside of its directory."""
+    for name in manifest.files:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise CorruptCheckpointError(f"{weights / MANIFEST_NAME}: expected names inside of it, got {name!r}")
+
+
+def copy_file(
+    reading: Reader, target: Path, expected: FileEntry, *, origin: str, on_progress: Callable[[], None]
+) -> None:
+    """Copies one file, whatever it comes from, with the folders above it.
+
+    Guarantee: when it returns, the bytes that were written have the digest that is expected.
+
+    Args:
+        target: no such file may be there.
+        origin: of the bytes, for messages.
+
+    Raises:
+        CorruptCheckpointError: they are other ones.
+        OSError: `target` could not be written; and whatever `reading` raises.
+    """
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     digest = hashlib.sha256()
     buffers = [memoryview(bytearray(min(PIECE_BYTES, expected.size + 1))) for _ in range(_PIECES)]
     hashed: list[Future[None]] = []
-    with (
-        _opened(source, expected) as reading,
-        open(target, "xb", buffering=0) as writing,
-        ThreadPoolExecutor(1) as hasher,
-    ):
+    with open(target, "xb", buffering=0) as writing, ThreadPoolExecutor(1) as hasher:
         for number in count():
             if number >= _PIECES:
                 hashed[number - _PIECES].result()  # its buffer is free again
@@ -73,7 +96,7 @@ def _copy_file(source: Path, target: Path, expected: FileEntry, on_progress: Cal
                 remaining = remaining[writing.write(remaining) :]
             on_progress()
     if (actual := digest.hexdigest()) != expected.sha256:
-        raise CorruptCheckpointError(f"{source}: expected SHA-256 {expected.sha256}, got {actual}")
+        raise CorruptCheckpointError(f"{origin}: expected SHA-256 {expected.sha256}, got {actual}")
 
 
 def _opened(source: Path, expected: FileEntry) -> FileIO:

@@ -9,7 +9,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -114,9 +114,13 @@ class Served:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(DEADLINE_S)
 
-    def bring_to(self, version: str, weights: Path, *, digest: str | None = None) -> None:
+    def bring_to(self, version: str, weights: Path, *, digest: str | None = None, sources: Sequence[str] = ()) -> None:
         """As the manager asks for it."""
-        self.run(self.updates.bring_to(version=version, weights=weights, digest=digest, timeout_s=DEADLINE_S))
+        self.run(
+            self.updates.bring_to(
+                version=version, weights=weights, digest=digest, timeout_s=DEADLINE_S, sources=sources
+            )
+        )
 
     @contextmanager
     def taking(self, transport: WeightTransport, *, mode: UpdateMode = "retract") -> Iterator["Served"]:
@@ -156,7 +160,9 @@ def serving(
         return aiohttp.ClientSession()
 
     session = run(connect())
-    transport = make_transport(transport_config, trial_uuid=uuid.uuid4().hex, worker="generation_server/0")
+    transport = make_transport(
+        transport_config, trial_uuid=uuid.uuid4().hex, worker="generation_server/0", admin_key=ADMIN_KEY
+    )
     server_client = GenerationServerClient(session, api_key=API_KEY, admin_key=ADMIN_KEY)
     updates = WeightUpdates(server_client, transport, mode=transport_config.update_mode)
     if kind == "hf":

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from corral.experiments.config.rollout import SamplingConfig, UpdateMode, WeightsConfig
-from corral.workers.checkpoint.manifest import write_manifest
+from corral.workers.checkpoint.manifest import MANIFEST_NAME, write_manifest
+from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.engine.engine import GenerationEngine, StagedModel
 from corral.workers.generation.backend import BackendLostError
 from corral.workers.generation.http_calls import ServerError
@@ -42,6 +43,7 @@ from tests.workers.engine.tiny_models import (
     reference_logprobs_over_cache,
     save_tiny_model,
 )
+from tests.workers.generation.hosts import running_hosts
 from tests.workers.generation.servers import (
     ADMIN_KEY,
     API_KEY,
@@ -347,6 +349,35 @@ def test_published_weights_are_read_once_and_what_they_cost_is_told(
     assert answer["output_ids"] == reference_greedy(references[1], SHORT, max_new_tokens=12)
 
 
+def test_weights_from_another_host_are_taken_over_with_requests_in_flight(
+    served: Served, models: list[Path], references: list[Any], tmp_path: Path
+) -> None:
+    published = tmp_path / "v1"
+    shutil.copytree(models[1], published)
+    sealed = write_manifest(published, describe(published), {})
+    weights = PublishedWeights(version="0.1", weights=str(published), digest=sealed.sha256)
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    config = WeightsConfig(transport="broadcast", host_directory=memory)
+    transport = make_transport(config, trial_uuid=uuid.uuid4().hex, worker="server", admin_key=ADMIN_KEY)
+    with running_hosts(tmp_path) as hosts, served.taking(transport) as taking:
+        giver = hosts.add()
+        hosts.stage(giver, weights)
+        for name in sealed.files.keys() - {MANIFEST_NAME}:
+            (published / name).unlink()
+        [running] = taking.start_running([SHORT], **IN_FLIGHT)
+        taking.bring_to("0.1", published, digest=sealed.sha256, sources=[giver.control])
+        update = taking.updates.last
+        [(old, _, switch), (new, _, end)] = spans_of(running.result(DEADLINE_S))
+        answer = taking.client.generate(SHORT, max_new_tokens=12, temperature=0, ignore_eos=True)
+    assert update is not None
+    manifest_size = sealed.files[MANIFEST_NAME].size
+    assert update.bytes_read == manifest_size
+    assert update.bytes_received == sum(entry.size for entry in sealed.files.values()) - manifest_size
+    assert (old, new, end) == ("0.0", "0.1", 400) and 0 < switch < 400
+    assert answer["output_ids"] == reference_greedy(references[1], SHORT, max_new_tokens=12)
+
+
 def test_a_delta_is_taken_over_as_the_whole_weights_are_with_requests_in_flight(
     served: Served, models: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -358,7 +389,9 @@ def test_a_delta_is_taken_over_as_the_whole_weights_are_with_requests_in_flight(
         versions.append(publish(tmp_path / f"v{number}", weights[-1], base=base, companions=models[1]))
     tear(versions[2].path / "model.safetensors.delta")
     references = [load_reference(version.path) for version in versions]
-    transport = make_transport(WeightsConfig(transport="delta"), trial_uuid=uuid.uuid4().hex, worker="server")
+    transport = make_transport(
+        WeightsConfig(transport="delta"), trial_uuid=uuid.uuid4().hex, worker="server", admin_key=ADMIN_KEY
+    )
     with served.taking(transport) as taking:
         taking.bring_to("0.1", versions[0].path, digest=versions[0].sha256)
         bytes_read = [bytes_of_last_update(taking)]
@@ -386,7 +419,9 @@ def test_after_fifty_adapters_a_server_has_the_bits_of_the_last_merged_weights(
 ) -> None:
     weights, generator = read_weights(models[0]), torch.Generator().manual_seed(0)
     shapes = {name: tensor.shape for name, tensor in weights.items() if name.endswith("_proj.weight")}
-    transport = make_transport(WeightsConfig(transport="lora"), trial_uuid=uuid.uuid4().hex, worker="server")
+    transport = make_transport(
+        WeightsConfig(transport="lora"), trial_uuid=uuid.uuid4().hex, worker="server", admin_key=ADMIN_KEY
+    )
     with served.taking(transport) as taking:
         for number in range(1, 51):
             adapter = random_adapter(shapes, rank=1, generator=generator)
@@ -486,7 +521,7 @@ def test_rollout_workers_get_whole_groups_over_an_update_in_the_middle_of_a_chun
         tried.append(setback)
         return served.client.url
 
-    transport = make_transport(WeightsConfig(), trial_uuid=uuid.uuid4().hex, worker="server")
+    transport = make_transport(WeightsConfig(), trial_uuid=uuid.uuid4().hex, worker="server", admin_key=ADMIN_KEY)
     with served.taking(transport, mode=mode) as taking, ThreadPoolExecutor(1) as pool:
         sampling = sample_group(route, num_answers=64, max_new_tokens=200, new_tokens_per_chunk=200)
         asking = pool.submit(served.run, sampling)

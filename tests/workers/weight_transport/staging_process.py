@@ -11,9 +11,10 @@ from corral.workers.checkpoint.manifest import Manifest
 from corral.workers.weight_transport.host_weights import HostWeights
 from corral.workers.weight_transport.patience import Patience
 from corral.workers.weight_transport.shared_memory import SharedMemoryTransport, fill_with_copies
+from corral.workers.weight_transport.transport import Arrived
 
 
-def hang(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> int:
+def hang(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> Arrived:
     """Write half of one file, and wait to be killed."""
     name = next(iter(manifest.files))
     (into / name).write_bytes((weights / name).read_bytes()[:1000])

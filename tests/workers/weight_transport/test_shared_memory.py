@@ -18,7 +18,7 @@ from corral.workers.weight_transport.disk import DiskTransport
 from corral.workers.weight_transport.host_weights import HostWeights
 from corral.workers.weight_transport.patience import Patience
 from corral.workers.weight_transport.shared_memory import SharedMemoryTransport, fill_with_copies
-from corral.workers.weight_transport.transport import StagedVersion, StagingError
+from corral.workers.weight_transport.transport import Arrived, StagedVersion, StagingError
 from corral.workers.weight_transport.transports import make_transport
 from tests.workers.weight_transport.versions import LONG_S, content_of, flip_a_byte, make_version
 
@@ -84,7 +84,7 @@ def test_one_worker_of_a_host_reads_and_the_others_use_it(root: Path, versions: 
 def test_workers_that_ask_at_the_same_time_read_once(root: Path, versions: Versions, leaving: ExitStack) -> None:
     writing, may_go_on = threading.Event(), threading.Event()
 
-    def slowly(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> int:
+    def slowly(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> Arrived:
         writing.set()
         assert may_go_on.wait(LONG_S)
         return fill_with_copies(weights, manifest, into, held, patience)
@@ -186,7 +186,7 @@ def test_a_version_that_nobody_reads_makes_room_for_the_next(
 
 
 def test_a_full_disk_in_the_middle_is_no_room_either(root: Path, versions: Versions, leaving: ExitStack) -> None:
-    def fill(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> int:
+    def fill(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> Arrived:
         (into / "half").write_bytes(b"abc")
         raise OSError(28, os.strerror(28))
 
@@ -198,7 +198,7 @@ def test_a_full_disk_in_the_middle_is_no_room_either(root: Path, versions: Versi
 def test_a_worker_that_leaves_gives_up_what_it_stages_and_leaves_nothing(root: Path, versions: Versions) -> None:
     writing = threading.Event()
 
-    def endlessly(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> int:
+    def endlessly(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> Arrived:
         writing.set()
         while True:
             patience.wait_for("nobody", seconds=0.01)
@@ -227,7 +227,7 @@ def test_a_model_from_elsewhere_is_read_where_it_is(root: Path, tmp_path: Path, 
 def test_who_fills_a_version_is_told_which_are_there(root: Path, versions: Versions, leaving: ExitStack) -> None:
     told: list[list[str]] = []
 
-    def fill(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> int:
+    def fill(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> Arrived:
         told.append([path.name for path in held])
         return fill_with_copies(weights, manifest, into, held, patience)
 
@@ -250,13 +250,19 @@ def test_a_directory_that_others_could_change_is_not_used(root: Path, caplog: py
     (root / f"corral-weights-{TRIAL}").mkdir()
     (root / f"corral-weights-{TRIAL}").chmod(0o777)
     config = WeightsConfig(host_directory=root)
-    assert isinstance(make_transport(config, trial_uuid=TRIAL, worker="generation_server/0"), DiskTransport)
+    assert isinstance(
+        make_transport(config, trial_uuid=TRIAL, worker="generation_server/0", admin_key=""), DiskTransport
+    )
     assert "is not private to this user" in caplog.text
     config = WeightsConfig(host_directory=root / "absent")
-    assert isinstance(make_transport(config, trial_uuid=TRIAL, worker="generation_server/0"), DiskTransport)
+    assert isinstance(
+        make_transport(config, trial_uuid=TRIAL, worker="generation_server/0", admin_key=""), DiskTransport
+    )
     (root / f"corral-weights-{ANOTHER_TRIAL}").symlink_to(root)
     config = WeightsConfig(host_directory=root)
-    assert isinstance(make_transport(config, trial_uuid=ANOTHER_TRIAL, worker="generation_server/0"), DiskTransport)
+    assert isinstance(
+        make_transport(config, trial_uuid=ANOTHER_TRIAL, worker="generation_server/0", admin_key=""), DiskTransport
+    )
 
 
 class Process:

@@ -15,12 +15,14 @@ from tests.workers.checkpoint.sealing import describe
 LONG_S = 60.0
 
 
-def make_version(directory: Path, *, seed: int = 0, sizes: tuple[int, ...] = (5_000_001, 17, 0)) -> str:
+def make_version(
+    directory: Path, *, seed: int = 0, sizes: tuple[int, ...] = (5_000_001, 17, 0), suffix: str = ".safetensors"
+) -> str:
     """Random files; returns the digest of their manifest."""
     directory.mkdir(parents=True)
     random = np.random.default_rng(seed)
     for number, size in enumerate(sizes):
-        (directory / f"model-{number:05d}.safetensors").write_bytes(random.bytes(size))
+        (directory / f"model-{number:05d}{suffix}").write_bytes(random.bytes(size))
     return write_manifest(directory, describe(directory), {"version": f"0.{seed}"}).sha256
 
 
@@ -28,7 +30,7 @@ def joined(tmp_path: Path, transport: str, *, number: int = 0) -> WeightTranspor
     """One of the workers of a host, whose memory is a folder of `tmp_path`."""
     (tmp_path / "memory").mkdir(exist_ok=True)
     config = WeightsConfig.model_validate({"transport": transport, "host_directory": tmp_path / "memory"})
-    return make_transport(config, trial_uuid="ab" * 16, worker=f"generation_server/{number}")
+    return make_transport(config, trial_uuid="ab" * 16, worker=f"generation_server/{number}", admin_key="")
 
 
 def flip_a_byte(path: Path) -> None:

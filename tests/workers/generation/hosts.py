@@ -1,0 +1,176 @@
+"""Several hosts on this machine: each a worker's real control server over a host directory of its own, and no model.
+
+manager, or a test ──POST /stage, /bring_to──► ControlServer ──► WeightUpdates ──► SharedMemoryTransport
+the control servers of other hosts ◄──GET /weights/DIGEST/FILE─────────────────────┘ └──► LabelServer
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+from aiohttp import web
+
+from corral.workers.checkpoint.manifest import Manifest
+from corral.workers.checkpoint.published_weights import PublishedWeights
+from corral.workers.engine.progress import Progress
+from corral.workers.generation.control import ControlClient, ControlServer, Staged
+from corral.workers.generation.server_client import GenerationServerClient
+from corral.workers.generation.weight_updates import WeightUpdates
+from corral.workers.weight_transport.host_weights import HostWeights
+from corral.workers.weight_transport.patience import Patience
+from corral.workers.weight_transport.peers import Peers
+from corral.workers.weight_transport.shared_memory import SharedMemoryTransport, fill_with_copies
+from corral.workers.weight_transport.transport import Arrived
+from tests.workers.generation.servers import ADMIN_KEY, API_KEY, DEADLINE_S, LOOPBACK
+from tests.workers.weight_transport.versions import content_of, make_version
+
+TRIAL = "ab" * 16
+T = TypeVar("T")
+
+
+class LabelServer:
+    """A generation server that has a version's label and directory, and no weights; stands for its backend, too."""
+
+    def __init__(self) -> None:
+        self.version, self.path = "0.0", ""
+
+    async def start(self) -> str:
+        application = web.Application()
+        application.add_routes(
+            [
+                web.get("/get_model_info", self._info),
+                web.get("/ready", self._ok),
+                web.post("/pause_generation", self._ok),
+                web.post("/continue_generation", self._ok),
+                web.post("/update_weights_from_disk", self._update),
+            ]
+        )
+        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, LOOPBACK, 0).start()
+        return f"http://{LOOPBACK}:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    def progress(self) -> Progress:
+        return Progress(running=0, queued=0, tokens_generated=0, version=self.version)
+
+    async def prepare(self, weights: Path) -> None:
+        pass
+
+    async def wait_ended(self) -> None:
+        await asyncio.Event().wait()
+
+    async def _ok(self, request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version, "model_path": self.path})
+
+    async def _update(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.version, self.path = body["weight_version"], body["model_path"]
+        return web.json_response({})
+
+
+class Host:
+    """One worker on a host of its own."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.memory = folder / f"host-{number}"
+        self.memory.mkdir()
+        self.server = LabelServer()
+        self.num_read = 0
+        """How often it read a whole version of the shared file system."""
+        self._weights = HostWeights(self.memory, TRIAL, owner=f"generation_server/{number}")
+
+    async def start(self, session: aiohttp.ClientSession) -> None:
+        self.transport = SharedMemoryTransport(self._weights, fill=self._fill, peers=Peers(ADMIN_KEY))
+        client = GenerationServerClient(session, api_key=API_KEY, admin_key=ADMIN_KEY)
+        self.updates = WeightUpdates(client, self.transport, mode="retract")
+        self.url = await self.server.start()
+        self.updates.serves(self.server, self.url)
+        self._control = ControlServer(self.updates, admin_key=ADMIN_KEY, address=LOOPBACK)
+        self.control = await self._control.start()
+
+    async def stop(self) -> None:
+        await self._control.stop()
+        await self.server.stop()
+        self.transport.close()
+
+    def record(self) -> dict[str, str]:
+        """By which the manager finds it."""
+        return {"url": self.url, "control": self.control, "incarnation": self.control, "place": self.updates.place}
+
+    def content(self) -> dict[str, bytes]:
+        """What its server was given."""
+        return content_of(Path(self.server.path))
+
+    def _fill(self, weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> Arrived:
+        self.num_read += 1
+        return fill_with_copies(weights, manifest, into, held, patience)
+
+
+class Hosts:
+    """All of them, on one event loop in a thread, and the shared file system."""
+
+    def __init__(self, folder: Path, loop: asyncio.AbstractEventLoop) -> None:
+        self.all: list[Host] = []
+        self.shared = folder / "shared"
+        self._folder = folder
+        self._loop = loop
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE_S)
+
+    def add(self) -> Host:
+        host = Host(self._folder, len(self.all))
+        self.run(host.start(self._session))
+        self.all.append(host)
+        return host
+
+    def publish(self, seed: int, **sizes: Any) -> PublishedWeights:
+        """A version on the shared file system, of files that nobody takes for weights."""
+        weights = self.shared / f"v{seed}"
+        return PublishedWeights(
+            version=f"0.{seed}", weights=str(weights), digest=make_version(weights, seed=seed, suffix=".bin", **sizes)
+        )
+
+    def stage(self, host: Host, published: PublishedWeights, *sources: str, key: str = ADMIN_KEY) -> Staged:
+        """As the manager asks for it."""
+        client = ControlClient(self._session, api_key=API_KEY, admin_key=key, update_timeout_s=DEADLINE_S)
+        return self.run(client.stage(host.control, published, sources=sources))
+
+    def bring_to(self, host: Host, published: PublishedWeights) -> None:
+        client = ControlClient(self._session, api_key=API_KEY, admin_key=ADMIN_KEY, update_timeout_s=DEADLINE_S)
+        self.run(client.bring_to(host.control, published))
+
+    async def _open(self) -> None:
+        self._session = aiohttp.ClientSession()
+
+    async def _close(self) -> None:
+        for host in self.all:
+            await host.stop()
+        await self._session.close()
+
+
+@contextmanager
+def running_hosts(folder: Path) -> Iterator[Hosts]:
+    """None at first."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    hosts = Hosts(folder, loop)
+    try:
+        hosts.run(hosts._open())
+        yield hosts
+    finally:
+        hosts.run(hosts._close())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(DEADLINE_S)
+        loop.close()
