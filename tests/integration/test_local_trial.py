@@ -19,9 +19,9 @@ from tests.integration.trial_helpers import WORKERS, Trial
 TORCH_FREE = ("master_worker/0", "gserver_manager/0", "rollout_worker/0")
 
 
-@pytest.mark.parametrize(("eta", "commit_every_steps"), [(1, 1), (0, 3)])
+@pytest.mark.parametrize(("eta", "commit_every_steps", "transport"), [(1, 1, "shared_memory"), (0, 3, "broadcast")])
 def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
-    start_trial: Callable[..., Trial], eta: int, commit_every_steps: int
+    start_trial: Callable[..., Trial], eta: int, commit_every_steps: int, transport: str
 ) -> None:
     trial = start_trial(
         num_rows=44,  # no multiple of the batch: the last one is smaller
@@ -31,6 +31,7 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
             "rollout.max_head_offpolicyness": eta,
             "control.commit_every_steps": commit_every_steps,
             "evaluation.every_steps": 5,
+            "weights.transport": transport,
         },
     )
     trial.wait_for_steps(1)

@@ -32,6 +32,7 @@ from corral.workers.generation.http_calls import ServerError
 from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
 from corral.workers.manager.admission import Admission
 from corral.workers.manager.routing import Server, ServerTable
+from corral.workers.manager.weight_tree import Start, plan_updates
 from corral.workers.requests.manager_messages import (
     Admitted,
     Allocate,
@@ -74,7 +75,8 @@ class GserverManager(Worker):
         self._version: PolicyVersion | None = None
         self._has_gone_back = False
         """Whether commits were rejected that the gate has counted."""
-        self._updates: dict[str, asyncio.Task[None]] = {}
+        self._updates: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """Under way, by name and incarnation of the server: what a lost host was told holds up nobody else."""
         self._num_retried = 0
 
     def run(self) -> None:
@@ -199,18 +201,32 @@ class GserverManager(Worker):
             self.context.presence.enter("route", waiting_for="no server is ready", waits_for=servers)
 
     def _start_updates(self, published: PublishedWeights) -> None:
-        """Bring every server that needs it to the present version, all at the same time."""
-        for server in self._table.needing(published.version):
-            task = self._updates.get(server.name)
-            if task is None or task.done():
-                self._table.loading(server.name)
-                self._updates[server.name] = self._tasks.create_task(self._update(server, published))
+        """Bring servers that need it to the present version: all at the same time, or as hosts can give it to them."""
+        self._updates = {key: task for key, task in self._updates.items() if not task.done()}
+        needing = [
+            server
+            for server in self._table.needing(published.version)
+            if (server.name, server.incarnation) not in self._updates
+        ]
+        for start in self._plan(needing, published):
+            server = start.server
+            self._table.loading(server.name, arrives_from=start.arrives_from)
+            task = self._tasks.create_task(self._update(start, published))
+            self._updates[server.name, server.incarnation] = task
 
-    async def _update(self, server: Server, published: PublishedWeights) -> None:
-        version = published.version
+    def _plan(self, needing: list[Server], published: PublishedWeights) -> list[Start]:
+        """Without a digest, as with initial weights, nobody stages what others could have."""
+        if published.digest is None:
+            return [Start(server, None) for server in needing]
+        return plan_updates(self._table.servers.values(), needing, version=published.version)
+
+    async def _update(self, start: Start, published: PublishedWeights) -> None:
+        server, version = start.server, published.version
         try:
             async with self._in_use.reading(published.directory):
-                await self._client.bring_to(server.control, published)
+                if server.place and published.digest is not None:
+                    await self._stage(start, published)
+                await self._client.bring_to(server.control, published, sources=start.sources)
             await self._client.probe(server.url)
         except (ServerError, NameServiceError) as error:
             logger.warning("%s could not be brought to version %s: %s", server.name, version, error)
@@ -221,6 +237,16 @@ class GserverManager(Worker):
             logger.info("%s joins at version %s", server.name, version)
         self._table.ready(server.name, incarnation=server.incarnation, version=version)
 
+    async def _stage(self, start: Start, published: PublishedWeights) -> None:
+        """Before the server takes the version over, its host has it for others."""
+        server = start.server
+        staged = await self._client.stage(server.control, published, sources=start.sources)
+        for source in staged.failed_sources:
+            logger.warning("%s did not get version %s from %s", server.name, published.version, source)
+            self._table.gave_not(source, version=published.version)
+        version = published.version if staged.is_held else None
+        self._table.staged(server.name, incarnation=server.incarnation, version=version)
+
     async def _watch_servers(self) -> None:
         root = self.context.keys.generation_servers_root()
         records = await asyncio.to_thread(self.context.names.get_subtree, root)
@@ -230,7 +256,11 @@ class GserverManager(Worker):
             server = f"generation_server/{name.rpartition('/')[2]}"
             present.add(server)
             self._table.appeared(
-                server, url=record["url"], control=record["control"], incarnation=record["incarnation"]
+                server,
+                url=record["url"],
+                control=record["control"],
+                incarnation=record["incarnation"],
+                place=record["place"],
             )
         for server in self._table.gone(present):
             logger.warning("%s is gone", server)

@@ -34,6 +34,12 @@ class Server:
     control: str
     """Where its worker is told to bring it to other weights."""
     incarnation: str
+    place: str = ""
+    """Where its worker stages versions, if other hosts can have them from there, see `weight_tree.py`."""
+    staged: str = ""
+    """Tag of the version that other hosts can have from its worker."""
+    arrives_from: str | None = None
+    """The place that a version comes from now, empty for the shared file system; None where none is on its way."""
     state: ServerState = ServerState.STARTING
     version: str = ""
     """Tag of the weights that it was verified to hold."""
@@ -60,11 +66,11 @@ class ServerTable:
     servers: dict[str, Server] = field(default_factory=dict)
     _turn: int = 0
 
-    def appeared(self, name: str, *, url: str, control: str, incarnation: str) -> None:
+    def appeared(self, name: str, *, url: str, control: str, incarnation: str, place: str = "") -> None:
         """A record of a server was seen; a new incarnation starts from nothing."""
         known = self.servers.get(name)
         if known is None or known.incarnation != incarnation:
-            self.servers[name] = Server(name=name, url=url, control=control, incarnation=incarnation)
+            self.servers[name] = Server(name=name, url=url, control=control, incarnation=incarnation, place=place)
 
     def gone(self, present: set[str]) -> list[str]:
         """Forget every server whose record is not `present`; returns their names."""
@@ -82,21 +88,40 @@ class ServerTable:
             or (server.state is ServerState.READY and server.version != version)
         ]
 
-    def loading(self, name: str) -> None:
+    def loading(self, name: str, *, arrives_from: str | None = None) -> None:
         """A weight update was sent."""
-        self.servers[name].state = ServerState.LOADING
+        server = self.servers[name]
+        server.state, server.arrives_from = ServerState.LOADING, arrives_from
+
+    def staged(self, name: str, *, incarnation: str, version: str | None) -> None:
+        """Its worker has staged `version`; None if it has no room, and then its whole host has no part in the tree."""
+        server = self.servers.get(name)
+        if server is None or server.incarnation != incarnation:
+            return
+        server.arrives_from = None
+        if version is not None:
+            server.staged = version
+            return
+        for other in [other for other in self.servers.values() if other.place == server.place]:
+            other.place = other.staged = ""
+
+    def gave_not(self, control: str, *, version: str) -> None:
+        """A worker did not give a version that it has staged; nobody is sent to it until it has staged another time."""
+        for server in self.servers.values():
+            if server.control == control and server.staged == version:
+                server.staged = ""
 
     def ready(self, name: str, *, incarnation: str, version: str) -> None:
         """The server was verified to hold `version`; ignored if it has been replaced meanwhile."""
         server = self.servers.get(name)
         if server is not None and server.incarnation == incarnation:
-            server.state, server.version = ServerState.READY, version
+            server.state, server.version, server.arrives_from = ServerState.READY, version, None
 
     def suspect(self, name: str, *, incarnation: str) -> None:
         """An update, probe or request failed; it gets no requests until an update succeeds."""
         server = self.servers.get(name)
         if server is not None and server.incarnation == incarnation:
-            server.state = ServerState.SUSPECT
+            server.state, server.arrives_from = ServerState.SUSPECT, None
             server.requests.clear()
 
     def serving(self, version: str) -> list[Server]:

@@ -157,7 +157,8 @@ class RolloutRig:
             names = MemoryNameService(self._store)
             url = self._on_loop(self.server.start())
             stack.callback(lambda: self._on_loop(self.server.stop()))
-            names.add(self._keys.generation_server(0), json.dumps({"url": url, "control": url, "incarnation": "a"}))
+            record = {"url": url, "control": url, "incarnation": "a", "place": ""}
+            names.add(self._keys.generation_server(0), json.dumps(record))
             published = PublishedWeights(version="0.0", weights=str(self._folder), digest=None)
             names.add(self._keys.policy_version(), published.to_json())
             stack.enter_context(self._running_manager())

@@ -1,0 +1,161 @@
+"""A real manager and seven hosts, each a worker's real control server: who reads a version, who has it from whom."""
+
+import asyncio
+import json
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from corral.experiments.config.rollout import RolloutConfig
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.secrets import Secret, TrialSecrets
+from corral.experiments.trial.worker_record import WorkerRecord
+from corral.experiments.worker_specs import GserverManagerSpec
+from corral.name_resolve import MemoryNameService, TrialKeys
+from corral.workers.checkpoint.published_weights import PublishedWeights
+from corral.workers.lifecycle.presence import Presence
+from corral.workers.lifecycle.worker import WorkerContext
+from corral.workers.manager.gserver_manager import GserverManager
+from corral.workers.manager.weight_tree import MAX_READERS
+from corral.workers.streams.security import StreamSecurity
+from tests.launcher.trials import make_plan
+from tests.workers.generation.hosts import Host, Hosts, running_hosts
+from tests.workers.generation.servers import ADMIN_KEY, API_KEY, LOOPBACK, wait_until
+from tests.workers.weight_transport.versions import content_of, flip_a_byte
+
+NUM_HOSTS = 7
+
+
+class Trial:
+    """A manager, and what is told to it."""
+
+    def __init__(self, folder: Path, hosts: Hosts) -> None:
+        self.hosts = hosts
+        self.names = MemoryNameService()
+        self._trial = TrialDirectory(folder / "exp" / "trial")
+        self._trial.create()
+        secrets = TrialSecrets.create(self._trial.secrets_path)
+        self._secrets = msgspec.structs.replace(secrets, http_api_key=Secret(API_KEY), http_admin_key=Secret(ADMIN_KEY))
+        rollout = RolloutConfig.model_validate({"reward": "tests.workers.rollout.rollout_rig:judge"})
+        spec = GserverManagerSpec(num_generation_servers=NUM_HOSTS, train_batch_size=8, rollout=rollout)
+        self._plan = make_plan(self._trial.path).model_copy(update={"workers": [spec]})
+        self._keys = TrialKeys(self._plan.trial.uuid)
+
+    @contextmanager
+    def running_manager(self) -> Iterator[GserverManager]:
+        with ExitStack() as stack:
+            key = self._keys.worker("gserver_manager", 0)
+            identity = WorkerRecord(kind="gserver_manager")
+            context = WorkerContext(
+                plan=self._plan,
+                kind="gserver_manager",
+                index=0,
+                attempt=0,
+                incarnation=uuid.uuid4().hex,
+                address=LOOPBACK,
+                trial=self._trial,
+                names=self.names,
+                keys=self._keys,
+                secrets=self._secrets,
+                security=stack.enter_context(
+                    StreamSecurity(self._secrets, "gserver_manager", trial_uuid=self._plan.trial.uuid)
+                ),
+                presence=stack.enter_context(Presence(self.names, key, owner="a", ttl_s=10, identity=identity)),
+            )
+            manager = GserverManager(context)
+            running: list[asyncio.Task[None]] = []
+
+            async def start() -> None:
+                running.append(asyncio.create_task(manager._main()))
+
+            async def stop() -> None:
+                running[0].cancel()
+                await asyncio.gather(*running, return_exceptions=True)
+
+            self.hosts.run(start())
+            stack.callback(lambda: self.hosts.run(stop()))
+            yield manager
+
+    def add_host(self) -> Host:
+        host = self.hosts.add()
+        self.names.add(self._keys.generation_server(len(self.hosts.all) - 1), json.dumps(host.record()))
+        return host
+
+    def remove(self, host: Host) -> None:
+        self.names.delete(self._keys.generation_server(self.hosts.all.index(host)))
+
+    def publish(self, seed: int) -> PublishedWeights:
+        published = self.hosts.publish(seed)
+        self.names.add(self._keys.policy_version(), published.to_json(), replace=True)
+        return published
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Iterator[Trial]:
+    with running_hosts(tmp_path) as hosts:
+        yield Trial(tmp_path, hosts)
+
+
+def wait_for(manager: GserverManager, hosts: list[Host], version: str) -> None:
+    wait_until(lambda: all(host.server.version == version for host in hosts), f"{len(hosts)} hosts at {version}")
+    wait_until(
+        lambda: list(manager.status()["servers"].values()).count(f"ready {version}") >= len(hosts),
+        "the manager to know",
+    )
+
+
+def test_two_hosts_read_a_version_and_all_others_have_it_from_hosts_also_who_joins_late(trial: Trial) -> None:
+    hosts = [trial.add_host() for _ in range(NUM_HOSTS)]
+    published = trial.publish(1)
+    with trial.running_manager() as manager:
+        wait_for(manager, hosts, "0.1")
+        assert sum(host.num_read for host in hosts) == MAX_READERS
+        received = [host for host in hosts if host.num_read == 0]
+        assert [host.updates.last.bytes_received for host in received if host.updates.last] == [5_000_018] * 5
+        late = trial.add_host()
+        wait_for(manager, [*hosts, late], "0.1")
+        assert late.num_read == 0
+        for host in (*hosts, late):
+            assert host.content() == content_of(published.directory)
+
+
+def test_hosts_that_go_between_two_versions_hold_up_nobody(trial: Trial) -> None:
+    hosts = [trial.add_host() for _ in range(NUM_HOSTS)]
+    trial.publish(1)
+    with trial.running_manager() as manager:
+        wait_for(manager, hosts, "0.1")
+        for host in hosts[:3]:
+            trial.remove(host)
+        wait_until(lambda: len(manager.status()["servers"]) == NUM_HOSTS - 3, "the manager to miss them")
+        published = trial.publish(2)
+        late = trial.add_host()
+        wait_for(manager, [*hosts[3:], late], "0.2")
+        assert sum(host.num_read for host in trial.hosts.all) <= 2 * MAX_READERS
+        assert late.content() == content_of(published.directory)
+
+
+def test_a_manager_that_starts_again_has_no_host_read_what_it_holds(trial: Trial) -> None:
+    hosts = [trial.add_host() for _ in range(NUM_HOSTS)]
+    trial.publish(1)
+    with trial.running_manager() as manager:
+        wait_for(manager, hosts, "0.1")
+    with trial.running_manager() as manager:
+        wait_for(manager, [*hosts, trial.add_host()], "0.1")
+    assert sum(host.num_read for host in trial.hosts.all) == MAX_READERS
+
+
+def test_a_source_that_is_reported_is_asked_once(trial: Trial, caplog: pytest.LogCaptureFixture) -> None:
+    hosts = [trial.add_host() for _ in range(2)]
+    published = trial.publish(1)
+    with trial.running_manager() as manager:
+        wait_for(manager, hosts, "0.1")
+        flip_a_byte(Path(hosts[0].server.path) / "model-00000.bin")
+        for _ in range(3):
+            late = trial.add_host()
+            wait_for(manager, [*hosts, late], "0.1")
+            assert late.num_read == 0 and late.content() == content_of(published.directory)
+    assert caplog.text.count(f"did not get version 0.1 from {hosts[0].control}") == 1
