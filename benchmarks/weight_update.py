@@ -13,7 +13,8 @@ any network. Everything takes turns, and a ratio is the median of the ratios of 
 
     MB         of the whole files of a version
     read       what the host read of the version's folder: by its worker, and by the server where that reads there, too
-    raw        a plain copy of the files into the host directory, without looking at them
+    raw        a plain copy of the files into the host directory, without looking at them; for `broadcast`, by TCP from
+               the host directory of another host, which is another process here
     staged     copied and verified by the worker, or only verified; the server generates on
     prepared   then read by the embedded engine into memory of its own; it generates on
     stop       from the order to pause to the answer of the order to go on; beside it as a share of a plain read
@@ -34,6 +35,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -53,6 +55,7 @@ from corral.workers.generation.embedded import EmbeddedBackend
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # servers as the tests start them
 
+from benchmarks.another_host import AnotherHost, another_host  # noqa: E402
 from tests.workers.backends.trained_versions import publish, stepped  # noqa: E402
 from tests.workers.generation.servers import API_KEY, DEADLINE_S, Served, serving, wait_until  # noqa: E402
 from tests.workers.weight_transport.adapted_versions import (  # noqa: E402
@@ -229,8 +232,14 @@ class Tokens:
         self.longest_gap_s = max(self.longest_gap_s, gap_s)
 
 
-def update(served: Served, version: Version, *, tag: str, is_hot: bool, host_directory: Path) -> Update:
-    """One update, with requests under way, after a plain read and a plain copy of the same version."""
+def update(
+    served: Served, version: Version, *, tag: str, is_hot: bool, host_directory: Path, other: AnotherHost | None
+) -> Update:
+    """One update, with requests under way, after a plain read and a plain copy of the same version.
+
+    Args:
+        other: a host that gives the version, which is not read from the disk then.
+    """
 
     def cold(run: Callable[[], float]) -> float:
         if not is_hot:
@@ -238,7 +247,12 @@ def update(served: Served, version: Version, *, tag: str, is_hot: bool, host_dir
         return run()
 
     raw_read_s = cold(lambda: plain_read(version.files))
-    raw_copy_s = cold(lambda: plain_copy(version.files, host_directory / f"raw-copy-{os.getpid()}"))
+    into = host_directory / f"raw-copy-{os.getpid()}"
+    if other is None:
+        raw_copy_s = cold(lambda: plain_copy(version.files, into))
+    else:
+        other.stage(version.sealed)
+        raw_copy_s = other.plain_copy([path.name for path in version.files], version.sealed, into)
     running = [
         served.client.start([1, 2, 3, number], max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
         for number in range(NUM_REQUESTS)
@@ -252,7 +266,8 @@ def update(served: Served, version: Version, *, tag: str, is_hot: bool, host_dir
     tokens.longest_gap_s = 0.0
     if not is_hot:
         drop_from_page_cache(version.directory)
-    served.bring_to(tag, version.directory, digest=version.sealed.sha256)
+    sources = [other.control] if other is not None else []
+    served.bring_to(tag, version.directory, digest=version.sealed.sha256, sources=sources)
     time.sleep(SETTLE_S)  # the prefixes of the requests are read again
     tokens.is_over.set()
     served.client.order("/abort_request", abort_all=True)
@@ -277,7 +292,11 @@ def measure(kind: str, transport: str, name: str, versions: list[Version], argum
     """One line of the table; the first update warms up, and brings the version that a delta leads from."""
     config = WeightsConfig.model_validate({"transport": transport, "host_directory": arguments.host_directory})
     updates = []
-    with tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        other = None
+        if transport == "broadcast":
+            other = stack.enter_context(another_host(arguments.host_directory, versions[0].sealed))
         with serving(kind, versions[0].directory, Path(folder), transport_config=config) as served:
             for number in range(1, arguments.rounds + 2):
                 version = versions[number % len(versions)]
@@ -287,6 +306,7 @@ def measure(kind: str, transport: str, name: str, versions: list[Version], argum
                     tag=f"0.{number}",
                     is_hot=arguments.hot,
                     host_directory=arguments.host_directory,
+                    other=other,
                 )
                 updates.append(one)
 
