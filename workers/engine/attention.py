@@ -47,16 +47,26 @@ class TokenAttention:
     """Attention of the token at `positions[b]` of row b over positions 0..positions[b], for rows 0..B-1."""
 
     def __init__(
-        self, cache: KVCache, *, positions: Tensor, longest: int, dtype: torch.dtype, softmax_scale: float
+        self,
+        cache: KVCache,
+        *,
+        positions: Tensor,
+        shortest: int,
+        longest: int,
+        dtype: torch.dtype,
+        softmax_scale: float,
     ) -> None:
-        """positions: [B] int64; longest: max(positions) + 1, known to the caller without asking the device."""
+        """positions: [B] int64; shortest, longest: min and max of them + 1, known to the caller without asking the
+        device."""
         self._cache = cache
         self._slots = cache.token_slots(positions)
         self._longest = longest
         self._softmax_scale = softmax_scale
-        is_beyond = torch.arange(longest, device=positions.device) > positions.unsqueeze(-1)
-        bias = torch.zeros(is_beyond.shape, dtype=dtype, device=positions.device)
-        self._bias = bias.masked_fill_(is_beyond, float("-inf"))[:, None, None, :]
+        self._bias: Tensor | None = None
+        if shortest < longest:
+            is_beyond = torch.arange(longest, device=positions.device) > positions.unsqueeze(-1)
+            bias = torch.zeros(is_beyond.shape, dtype=dtype, device=positions.device)
+            self._bias = bias.masked_fill_(is_beyond, float("-inf"))[:, None, None, :]
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         num_rows, num_kv_heads = keys.shape[:2]

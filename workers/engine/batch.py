@@ -259,6 +259,7 @@ class ContinuousBatch:
         attend = TokenAttention(
             self._cache,
             positions=positions,
+            shortest=min(newest_positions) + 1,
             longest=longest,
             dtype=self._decoder.dtype,
             softmax_scale=self._decoder.softmax_scale,

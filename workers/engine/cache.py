@@ -80,18 +80,20 @@ class KVCache:
         self._values[layer][rows, :, : keys.shape[2]] = values
 
     def token_slots(self, positions: Tensor) -> Tensor:
-        """[B * num_kv_heads] flat slots of position `positions[b]` in row b, the same for every layer."""
-        heads = torch.arange(positions.shape[0] * self._num_kv_heads, device=positions.device)
-        return heads * self.capacity + positions.repeat_interleave(self._num_kv_heads)
+        """[B, num_kv_heads] flat slots of position `positions[b]` in row b, the same for every layer."""
+        num_rows, capacity = positions.shape[0], self.capacity
+        heads = torch.arange(0, num_rows * self._num_kv_heads * capacity, capacity, device=positions.device)
+        return heads.view(num_rows, -1) + positions.unsqueeze(-1)
 
     def write_tokens(self, layer: int, *, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write one position per row; keys and values [B, num_kv_heads, head_dim], slots from `token_slots`."""
         for cache, new in ((self._keys[layer], keys), (self._values[layer], values)):
-            cache.view(-1, self._head_dim).index_copy_(0, slots, new.reshape(-1, self._head_dim))
+            cache.view(-1, self._head_dim).index_put_((slots,), new)
 
     def read(self, layer: int, *, num_rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Views (keys, values), each [num_rows, num_kv_heads, length, head_dim]."""
-        return self._keys[layer][:num_rows, :, :length], self._values[layer][:num_rows, :, :length]
+        keys, values = (cache.narrow(0, 0, num_rows) for cache in (self._keys[layer], self._values[layer]))
+        return keys.narrow(2, 0, length), values.narrow(2, 0, length)
 
     def clear(self, row: int) -> None:
         """Zero a row that may hold NaN, which would outlast its request: see `_resized`."""

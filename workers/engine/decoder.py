@@ -11,7 +11,6 @@ Shapes: T tokens, H query heads, K key/value heads, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,8 +20,8 @@ from torch import Tensor, nn
 from corral.workers.engine.cache import KVCache
 from corral.workers.engine.int8_linear import DTYPES as QUANTIZABLE_DTYPES
 from corral.workers.engine.int8_linear import Int8Linear
-from corral.workers.engine.linear import Linear, MatrixProduct
-from corral.workers.engine.norm import RMSNorm
+from corral.workers.engine.layer import Layer, layer_tensors, norm_of, whole
+from corral.workers.engine.linear import Linear
 
 Quantization = Literal["int8"]
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -39,67 +38,6 @@ class UnsupportedModelError(ValueError):
 class Attend(Protocol):
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """queries [T, H, D], keys and values [T, K, D] -> attention output [T, H * D]."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    input_norm: RMSNorm
-    q_proj: MatrixProduct
-    k_proj: MatrixProduct
-    v_proj: MatrixProduct
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
-    o_proj: MatrixProduct
-    mlp_norm: RMSNorm
-    gate_proj: MatrixProduct
-    up_proj: MatrixProduct
-    down_proj: MatrixProduct
-
-    @property
-    def linears(self) -> tuple[MatrixProduct, ...]:
-        return (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.gate_proj, self.up_proj, self.down_proj)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """The full tensor behind a sharded parameter (a collective: every rank must come here), or the tensor itself."""
-    full_tensor: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
-    return full_tensor() if full_tensor is not None else tensor.detach()
-
-
-def _tensors(module: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias; a layer under training by an adapter says what both amount to.
-
-    Args:
-        dtype: of the model. A trainer may hold a layer that stays as it is in another type, which is converted.
-    """
-    merged: Callable[[], Tensor] | None = getattr(module, "merged_weight", None)
-    weight = _whole(module.weight) if merged is None else merged()
-    return weight.to(dtype), None if module.bias is None else _whole(module.bias)
-
-
-def _norm(module: Any) -> RMSNorm:
-    return RMSNorm.of(_whole(module.weight), float(module.variance_epsilon))
-
-
-def _layer(module: Any, make_product: Callable[[Tensor, Tensor | None], MatrixProduct], dtype: torch.dtype) -> _Layer:
-    attention, mlp = module.self_attn, module.mlp
-
-    def product(linear: Any) -> MatrixProduct:
-        return make_product(*_tensors(linear, dtype))
-
-    return _Layer(
-        input_norm=_norm(module.input_layernorm),
-        q_proj=product(attention.q_proj),
-        k_proj=product(attention.k_proj),
-        v_proj=product(attention.v_proj),
-        q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
-        k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
-        o_proj=product(attention.o_proj),
-        mlp_norm=_norm(module.post_attention_layernorm),
-        gate_proj=product(mlp.gate_proj),
-        up_proj=product(mlp.up_proj),
-        down_proj=product(mlp.down_proj),
-    )
 
 
 def check_supported(config: Any) -> None:
@@ -140,24 +78,26 @@ class Decoder:
         module: Any = model
         config: Any = module.config
         check_supported(config)
-        self._embedding = _whole(module.model.embed_tokens.weight)
+        self._embedding = whole(module.model.embed_tokens.weight)
         if quantization is not None and self._embedding.dtype not in QUANTIZABLE_DTYPES:
             raise ValueError(f"weights of dtype {self._embedding.dtype} cannot be quantised; use float32 or bfloat16")
         make_product = Linear if quantization is None else Int8Linear
-        self._layers: Sequence[_Layer] = [_layer(layer, make_product, self.dtype) for layer in module.model.layers]
-        self._norm = _norm(module.model.norm)
+        self._layers: Sequence[Layer] = [
+            Layer.of(layer, make_product, dtype=self.dtype) for layer in module.model.layers
+        ]
+        self._norm = norm_of(module.model.norm)
         is_tied = module.lm_head.weight is module.model.embed_tokens.weight
         # Not quantised: its rounding would be in every logit as it is, and a tied one is the embedding.
-        self._head = Linear(self._embedding, None) if is_tied else Linear(*_tensors(module.lm_head, self.dtype))
-        self._activation: Callable[[Tensor], Tensor] = module.model.layers[0].mlp.act_fn
+        self._head = Linear((self._embedding, None)) if is_tied else Linear(layer_tensors(module.lm_head, self.dtype))
         attention = module.model.layers[0].self_attn
         self.head_dim = int(attention.head_dim)
         self.softmax_scale = float(attention.scaling)
+        self._num_heads = int(config.num_attention_heads)
         self.num_kv_heads = int(config.num_key_value_heads)
         self.vocab_size = int(self._embedding.shape[0])
         self.context_length = int(config.max_position_embeddings)
         self._rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.model.rotary_emb
-        self._cos = self._signed_sin = self._embedding.new_empty((0, 1, self.head_dim))
+        self._rotary_table = self._embedding.new_empty((0, 2, 1, self.head_dim))
 
     @property
     def num_layers(self) -> int:
@@ -186,8 +126,8 @@ class Decoder:
         """Round the weights that are quantised, and make faster copies, where the device has such; again after every
         change of the weights."""
         for layer in self._layers:
-            for linear in layer.linears:
-                linear.pack()
+            for product in layer.products:
+                product.pack()
         self._head.pack()
 
     def adopt(self, other: Decoder) -> None:
@@ -197,37 +137,40 @@ class Decoder:
 
     def reserve_positions(self, length: int) -> None:
         """Extend the rotary table to positions 0..length-1."""
-        if length <= self._cos.shape[0]:
+        if length <= self._rotary_table.shape[0]:
             return
         rounded = -(-length // _ROTARY_TABLE_STEP) * _ROTARY_TABLE_STEP
         positions = torch.arange(rounded, device=self.device).unsqueeze(0)
         cos, sin = self._rotary(self._embedding[:1], positions)
         sign = torch.ones(self.head_dim, device=self.device, dtype=sin.dtype)
         sign[: self.head_dim // 2] = -1  # rotate_half(x) * sin == roll(x, D / 2) * (sign * sin), in half the operations
-        self._cos = cos[0].unsqueeze(1)
-        self._signed_sin = (sin[0] * sign).unsqueeze(1)
+        self._rotary_table = torch.stack((cos[0], sin[0] * sign), dim=1).unsqueeze(2)
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """[T, hidden] after the last norm. token_ids and positions: [T] int64, positions within `reserve_positions`."""
-        num_tokens = token_ids.shape[0]
-        cos, signed_sin = self._cos[positions], self._signed_sin[positions]
+        cos, signed_sin = self._rotary_table.index_select(0, positions).unbind(1)
         hidden = F.embedding(token_ids, self._embedding)
         for index, layer in enumerate(self._layers):
-            normed = layer.input_norm(hidden)
-            queries = layer.q_proj(normed).view(num_tokens, -1, self.head_dim)
-            keys = layer.k_proj(normed).view(num_tokens, -1, self.head_dim)
-            values = layer.v_proj(normed).view(num_tokens, -1, self.head_dim)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                queries, keys = layer.q_norm(queries), layer.k_norm(keys)
-            queries, keys = self._rotate(queries, cos, signed_sin), self._rotate(keys, cos, signed_sin)
-            hidden = hidden + layer.o_proj(attend(index, queries, keys, values))
+            queries_keys, values = self._heads(layer, layer.input_norm(hidden))
+            queries_keys = self._rotate(queries_keys, cos, signed_sin)
+            queries, keys = queries_keys[:, : self._num_heads], queries_keys[:, self._num_heads :]
+            layer.o_proj.add_to(hidden, attend(index, queries, keys, values))
             normed = layer.mlp_norm(hidden)
-            gated = self._activation(layer.gate_proj(normed)).mul_(layer.up_proj(normed))
-            hidden = hidden + layer.down_proj(gated)
+            gated = layer.activation(layer.gate_proj(normed)).mul_(layer.up_proj(normed))
+            layer.down_proj.add_to(hidden, gated)
         return self._norm(hidden)
 
+    def _heads(self, layer: Layer, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """(queries and keys [T, H + K, D], values [T, K, D]) of inputs [T, hidden]."""
+        heads = layer.qkv_proj(normed).view(normed.shape[0], -1, self.head_dim)
+        queries_keys, values = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
+        if layer.q_norm is None or layer.k_norm is None:
+            return queries_keys, values
+        queries, keys = queries_keys[:, : self._num_heads], queries_keys[:, self._num_heads :]
+        return torch.cat((layer.q_norm(queries), layer.k_norm(keys)), dim=1), values
+
     def _rotate(self, heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-        return torch.addcmul(heads * cos, heads.roll(self.head_dim // 2, dims=-1), signed_sin)
+        return (heads * cos).addcmul_(heads.roll(self.head_dim // 2, dims=-1), signed_sin)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, V] float32 from hidden [N, hidden]."""

@@ -14,13 +14,13 @@ for more rows the copies of linear.py are, and for rows of float32 the kernel is
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from corral.workers.engine.linear import WeightCopy
+from corral.workers.engine.linear import LayerTensors, WeightCopy, side_by_side
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of weights that can be quantised: in float16 a product may be infinite before it is scaled."""
@@ -52,27 +52,28 @@ def quantize(weight: Tensor) -> Int8Weight:
     return Int8Weight(steps.clamp_(-_LARGEST, _LARGEST).to(torch.int8), scales)
 
 
-@dataclass(slots=True, eq=False)
 class Int8Linear:
-    """inputs [T, in] -> [T, out] by the rounding of a float weight that somebody else owns.
+    """inputs [T, in] -> [T, sum of out] by the rounding of float weights that somebody else owns.
 
     It holds the integers as int8 where torch's kernel is used, and as floats for all else: beside the float weight that
     is no less memory than `Linear` needs. On a GPU it is the plain product of these floats.
     """
 
-    weight: Tensor
-    bias: Tensor | None
-    _scales: Tensor | None = field(default=None, init=False)
-    _int8: Tensor | None = field(default=None, init=False)
-    _copy: WeightCopy | None = field(default=None, init=False)
-    _plain: Tensor | None = field(default=None, init=False)
+    def __init__(self, *layers: LayerTensors) -> None:
+        self._layers = layers
+        self._bias: Tensor | None = None
+        self._scales: Tensor | None = None
+        self._int8: Tensor | None = None
+        self._copy: WeightCopy | None = None
+        self._plain: Tensor | None = None
 
     def pack(self) -> None:
-        """Round the weight as it is now; before the first time there is nothing to multiply by."""
-        rounded = quantize(self.weight)
-        integers = rounded.values.to(self.weight.dtype)
+        """Round the weights as they are now; before the first time there is nothing to multiply by."""
+        weight, self._bias = side_by_side(self._layers)
+        rounded = quantize(weight)
+        integers = rounded.values.to(weight.dtype)
         self._scales = rounded.scales
-        self._int8 = rounded.values if _has_kernel(self.weight) else None
+        self._int8 = rounded.values if _has_kernel(weight) else None
         self._copy = WeightCopy.of(integers)
         self._plain = integers if self._copy is None else None
 
@@ -85,7 +86,11 @@ class Int8Linear:
         else:
             assert self._plain is not None
             scaled = F.linear(inputs, self._plain).mul_(self._scales)
-        return scaled if self.bias is None else scaled.add_(self.bias)
+        return scaled if self._bias is None else scaled.add_(self._bias)
+
+    def add_to(self, sums: Tensor, inputs: Tensor) -> None:
+        """sums [T, sum of out] += what `inputs` [T, in] give."""
+        sums.add_(self(inputs))
 
 
 def _has_kernel(weight: Tensor) -> bool:

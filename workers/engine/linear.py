@@ -1,9 +1,9 @@
 """Matrix products of the embedded engine: the weights themselves, and on a CPU copies laid out for small batches.
 
-    weight [out, in] --pack--> copy        inputs [T, in] --> inputs @ weight.T + bias [T, out]
-                                |
-               small, float32:  transposed, [in, out]
-               otherwise:       blocks of oneDNN
+    weights [out, in], of layers with the same inputs --pack--> one copy     inputs [T, in] --> [T, sum of out]
+                                                                 |
+                                                small, float32:  transposed, [in, out]
+                                                otherwise:       blocks of oneDNN
 
 A decode step multiplies a few rows by every weight, and reads all of them once per token. MKL multiplies 4 to 64 rows
 by a small matrix a quarter to a third faster where it is transposed (measured on a Xeon with AVX-512, as all figures
@@ -13,7 +13,8 @@ weights, and is stale after they change until `pack` is called again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -21,20 +22,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _TRANSPOSED_TO_ELEMENTS = 2**18  # 1 MiB in float32, half of a core's cache; past it columns are read too slowly
-_TRANSPOSED_FROM_ROWS = 2  # a single row is a product with a vector, equally fast in both layouts
 _BLOCKED_FOR_ROWS = 16  # the layout for this many rows served 4 to 512 best, of 1, 16 and 64
 _BLOCKED_FROM_ROWS = 4  # below, and for small matrices, oneDNN's call costs more than it saves
 _BLOCKED_FROM_ELEMENTS = 2**17
 
 
+LayerTensors = tuple[Tensor, Tensor | None]
+"""Weight [out, in] and bias [out] of a linear layer, which somebody else owns and may overwrite in place."""
+
+
 class MatrixProduct(Protocol):
-    """A product with a weight that somebody else owns and may overwrite in place."""
+    """The products of the same inputs with the weights of one or several layers, side by side."""
 
     def pack(self) -> None:
         """Make or renew what is computed from the weight; until then the product is that of the weight before."""
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """inputs [T, in] -> [T, out]."""
+        """inputs [T, in] -> [T, sum of out]."""
+
+    def add_to(self, sums: Tensor, inputs: Tensor) -> None:
+        """sums [T, sum of out] += what `inputs` [T, in] give."""
+
+
+def side_by_side(layers: Sequence[LayerTensors]) -> LayerTensors:
+    """The tensors of one layer that gives what all of `layers` give: its own for one, new ones for several."""
+    if len(layers) == 1:
+        return layers[0]
+    biases = [bias for _, bias in layers if bias is not None]
+    if len(biases) not in (0, len(layers)):
+        raise ValueError(
+            f"{len(biases)} of {len(layers)} layers that are multiplied as one have a bias; all or none do"
+        )
+    return torch.cat([weight for weight, _ in layers]), torch.cat(biases) if biases else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +78,7 @@ class WeightCopy:
     @property
     def from_rows(self) -> int:
         """Fewer rows than these are multiplied faster by the weight itself."""
-        return _TRANSPOSED_FROM_ROWS if self.is_transposed else _BLOCKED_FROM_ROWS
+        return 1 if self.is_transposed else _BLOCKED_FROM_ROWS
 
     def product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         """inputs [T, in] -> [T, out]."""
@@ -75,20 +94,30 @@ def _has_blocks(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
 
 
-@dataclass(slots=True, eq=False)
 class Linear:
-    """inputs [T, in] -> [T, out], over tensors that somebody else owns and may overwrite in place."""
+    """inputs [T, in] -> [T, sum of out] by the weights of one or several layers."""
 
-    weight: Tensor
-    bias: Tensor | None
-    _copy: WeightCopy | None = field(default=None, init=False)
+    def __init__(self, *layers: LayerTensors) -> None:
+        self._layers = layers
+        self._copy: WeightCopy | None = None
+        self._bias: Tensor | None = None
 
     def pack(self) -> None:
         """Make or renew the copy, where one helps."""
-        self._copy = WeightCopy.of(self.weight)
+        weight, self._bias = side_by_side(self._layers)
+        self._copy = WeightCopy.of(weight)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         copy = self._copy
-        if copy is None or inputs.shape[0] < copy.from_rows:
-            return F.linear(inputs, self.weight, self.bias)
-        return copy.product(inputs, self.bias)
+        if copy is not None and inputs.shape[0] >= copy.from_rows:
+            return copy.product(inputs, self._bias)
+        products = [F.linear(inputs, weight, bias) for weight, bias in self._layers]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+
+    def add_to(self, sums: Tensor, inputs: Tensor) -> None:
+        """sums [T, sum of out] += what `inputs` [T, in] give."""
+        copy = self._copy
+        if copy is not None and copy.is_transposed and self._bias is None:
+            sums.addmm_(inputs, copy.tensor)
+        else:
+            sums.add_(self(inputs))

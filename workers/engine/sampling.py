@@ -35,6 +35,7 @@ _GREEDY_BELOW = 1e-6
 WHOLE_VOCABULARY = -1
 """The value of `top_k` that keeps every token."""
 
+_LARGEST_UNIFORM = 1 - 2.0**-24  # the largest float32 below 1; times any normal float32 it is less than that one
 _LARGEST_PENALTY = 2.0  # SGLang's and OpenAI's range
 _MOST_STOP_STRINGS = 32  # SGLang's limit; each is looked for after every token
 
@@ -233,9 +234,8 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
         weights: [B, W], which need not sum to 1; overwritten.
     """
     cumulative = weights.cumsum_(dim=-1)
-    total = cumulative[:, -1:]
-    # One step below the total keeps a uniform that rounds to 1.0 on an entry with weight, never past the end.
-    threshold = torch.minimum(uniforms.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    # A uniform that rounds to 1.0 stays one step below the total: on an entry with weight, never past the end.
+    threshold = uniforms.clamp(max=_LARGEST_UNIFORM).unsqueeze(-1) * cumulative[:, -1:]
     # The clamp only acts on NaN weights: their row is ended by whoever sees its log-probability, not by an index error.
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
 

@@ -60,7 +60,7 @@ def test_every_way_to_multiply_is_by_the_same_integers(
     torch.manual_seed(1)
     weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype) if has_bias else None
     inputs = torch.randn(num_rows, shape[1]).to(dtype)
-    linear = Int8Linear(weight, bias)
+    linear = Int8Linear((weight, bias))
     for factor in (1, 3):
         weight.mul_(factor)
         before = weight.clone()
@@ -77,7 +77,7 @@ def test_every_way_to_multiply_is_by_the_same_integers(
 def test_the_error_of_a_product_is_bounded_by_half_a_step_for_each_input(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     weight, inputs = torch.randn(512, 256).to(dtype), torch.randn(20, 256).to(dtype)
-    linear = Int8Linear(weight, None)
+    linear = Int8Linear((weight, None))
     linear.pack()
     exact = inputs.double() @ weight.double().T
     bound = inputs.double().abs().sum(1, keepdim=True) * quantize(weight).scales.double() / 2

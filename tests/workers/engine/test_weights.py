@@ -70,7 +70,7 @@ def test_an_update_also_renews_the_copies_of_the_weights(intermediate_size: int,
 def test_the_product_by_a_copy_equals_that_by_the_weight(num_rows: int, num_outputs: int, has_bias: bool) -> None:
     weight, inputs = torch.randn(num_outputs, 256), torch.randn(num_rows, 256)
     bias = torch.randn(num_outputs) if has_bias else None
-    linear = Linear(weight, bias)
+    linear = Linear((weight, bias))
     for factor in (1, 2):
         weight.mul_(factor)
         linear.pack()
