@@ -26,9 +26,8 @@ class StepState:
 
     def __init__(self, graph: DataflowGraph, batch: Sequence[str]) -> None:
         self._graph = graph
-        self._batch = batch
         self._remaining = {call.name: dict.fromkeys(batch) for call in graph.step_calls}
-        self._made: dict[str, set[str]] = {key: set() for call in graph.step_calls for key in call.output_keys}
+        """By call, what it has not taken yet, oldest first: its output keys exist for all others."""
 
     @property
     def is_done(self) -> bool:
@@ -46,14 +45,12 @@ class StepState:
         """The samples that a call can take now, oldest first; None while there are not enough, or others must end."""
         if self.is_over(name) or self._must_wait_for(name):
             return None
-        call = self._graph.call(name)
         remaining = self._remaining[name]
         ready = list(remaining)
-        for key in call.input_keys:
-            made = self._made.get(key)
-            if made is not None and len(made) < len(self._batch):
-                ready = [uid for uid in ready if uid in made]
-        wanted = min(call.n_seqs, len(remaining))
+        for producer in self._graph.predecessors(name):
+            if lacking := self._remaining[producer]:
+                ready = [uid for uid in ready if uid not in lacking]
+        wanted = min(self._graph.call(name).n_seqs, len(remaining))
         return ready[:wanted] if len(ready) >= wanted else None
 
     def finish_go(self, name: str, uids: Sequence[str]) -> None:
@@ -63,8 +60,6 @@ class StepState:
         else:
             for uid in uids:
                 del self._remaining[name][uid]
-        for key in self._graph.call(name).output_keys:
-            self._made[key].update(uids)
 
     def drop(self, uids: Iterable[str]) -> None:
         """The step goes on without these samples."""
