@@ -27,8 +27,21 @@ Held = Callable[[str], Path | None]
 class GivenWeights:
     """Answers on the running loop, behind whoever checks keys."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(
+        self,
+        held: Held,
+        *,
+        slowest_bytes_per_s: float = _SLOWEST_BYTES_PER_S,
+        longest_pause_s: float = _LONGEST_PAUSE_S,
+    ) -> None:
+        """
+        Args:
+            slowest_bytes_per_s: by which a receiver has to take a file.
+            longest_pause_s: what it may take besides.
+        """
         self._held = held
+        self._slowest_bytes_per_s = slowest_bytes_per_s
+        self._longest_pause_s = longest_pause_s
 
     def routes(self) -> list[web.RouteDef]:
         """For an application."""
@@ -45,7 +58,7 @@ class GivenWeights:
             return web.Response(status=404, text=str(error))
         if (entry := manifest.files.get(name)) is None:
             return web.Response(status=404, text=f"{digest} has no file {name!r}")
-        return _TimedFile(directory / name, timeout_s=_LONGEST_PAUSE_S + entry.size / _SLOWEST_BYTES_PER_S)
+        return _TimedFile(directory / name, timeout_s=self._longest_pause_s + entry.size / self._slowest_bytes_per_s)
 
 
 class _TimedFile(web.FileResponse):

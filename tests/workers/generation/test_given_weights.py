@@ -6,21 +6,24 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
+from aiohttp import web
 
 from corral.workers.checkpoint.manifest import CorruptCheckpointError, read_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
+from corral.workers.generation.given_weights import GivenWeights
 from corral.workers.generation.http_calls import ServerError
 from corral.workers.weight_transport.patience import Patience
 from corral.workers.weight_transport.peers import Peers
 from tests.workers.generation.hosts import TRIAL, Host, Hosts, running_hosts
-from tests.workers.generation.servers import ADMIN_KEY, API_KEY, DEADLINE_S, LOOPBACK
+from tests.workers.generation.servers import ADMIN_KEY, API_KEY, DEADLINE_S, LOOPBACK, wait_until
 from tests.workers.weight_transport.versions import LONG_S, content_of, flip_a_byte, patience
 
 MANIFEST_ONLY = 4096
@@ -177,6 +180,38 @@ def test_a_source_that_is_killed_in_the_middle_is_left_for_the_next(hosts: Hosts
         )
     assert was_asked and arrived.failed_sources == (control,) and arrived.bytes_received == 60_000_000
     assert arrived.bytes_read < MANIFEST_ONLY
+
+
+def open_files() -> set[str]:
+    """Of this process."""
+    return {file.path for file in psutil.Process().open_files()}
+
+
+def test_a_receiver_that_takes_nothing_holds_no_file_for_ever(hosts: Hosts) -> None:
+    published = hosts.publish(1, sizes=(60_000_000, 17))  # more than sockets hold
+    directory, name = published.directory, "model-00000.bin"
+
+    async def start() -> web.AppRunner:
+        given = GivenWeights(lambda digest: directory, slowest_bytes_per_s=1e9, longest_pause_s=0.1)
+        application = web.Application()
+        application.add_routes(given.routes())
+        runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, LOOPBACK, 0).start()
+        return runner
+
+    runner = hosts.run(start())
+    try:
+        with socket.create_connection(runner.addresses[0], timeout=LONG_S) as receiver:
+            receiver.sendall(f"GET /weights/{published.digest}/{name} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+            num_bytes = len(receiver.recv(10))
+            wait_until(lambda: str(directory / name) not in open_files(), "the file to be closed")
+            with suppress(ConnectionResetError):
+                while data := receiver.recv(2**20):
+                    num_bytes += len(data)
+        assert num_bytes < 60_000_000
+    finally:
+        hosts.run(runner.cleanup())
 
 
 @contextmanager
