@@ -1,19 +1,23 @@
 """Checks of the training side: who trains which role, in which layout -> ConfigProblems, each with the key to change.
 
 allocation "actor=fsdp:d2c2" ──► backend and layout of each role ──┬── built in this version
-                                                                   └── the role's model: heads that can be divided so
+                                                                   └── the role's model: it can be divided so
 """
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from corral.experiments.config.model import ModelConfig
+from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem, display_path, split_remedy
-from corral.experiments.inputs.model_directory import attention_heads
+from corral.experiments.inputs.model_directory import attention_heads, model_type, transformer_shape
 from corral.scheduling.allocation import EVERY_ROLE, Allocation
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelDims
 
 BUILT_TRAINING_BACKENDS = ("fsdp",)
+TENSOR_PARALLEL_MODELS = ("llama", "qwen2", "qwen3")
+"""Models whose layers `workers/backends/tensor_parallel.py` knows how to cut, by their model_type."""
 
 _ALLOCATION = ("allocation",)
 
@@ -34,9 +38,9 @@ def check_training_side(allocation: Allocation, *, roles: tuple[str, ...]) -> It
         if engine.backend not in BUILT_TRAINING_BACKENDS:
             message = f"training backend {engine.backend!r} is not built yet in this version"
             yield ConfigProblem(message=message, hint=f"use the PyTorch-native backend: fsdp:d{engine.dims.world_size}")
-        if engine.dims.tp > 1 or engine.dims.pp > 1:
-            message = f"tensor and pipeline parallel training ({engine.dims}) are not built yet in this version"
-            yield ConfigProblem(message=message, hint=f"use pure data parallelism: fsdp:d{engine.dims.world_size}")
+        if engine.dims.pp > 1:
+            message = f"pipeline parallel training ({engine.dims}) is not built yet in this version"
+            yield ConfigProblem(message=message, hint=f"use d, t and c: fsdp:d{engine.dims.world_size}")
     try:
         allocation.meshes(roles)
     except ValueError as error:
@@ -53,17 +57,52 @@ def check_layouts(meshes: Mapping[str, Mesh], models: Mapping[str, ModelConfig])
             here.
     """
     for role, model in models.items():
-        heads, mesh = attention_heads(model.path), meshes[role]
-        if heads is not None and not _can_share(heads[0], mesh.dims):
-            fitting = [f"c{size}" for size in range(1, heads[0] + 1) if heads[0] % size == 0]
-            yield ConfigProblem(
-                message=f"{mesh.dims.cp} context-parallel ranks cannot share the {heads[0]} attention heads of "
-                f"{display_path(model.path)} ({role}, {mesh.dims.short}) equally",
-                hint=f"{' or '.join(fitting)} {'divide' if len(fitting) > 1 else 'divides'} them",
-                path=_ALLOCATION,
-            )
+        dims = meshes[role].dims
+        for problem in (*_of_sizes(model, dims), *_of_kind(model, dims)):
+            yield replace(problem, message=f"{problem.message} ({role}, {dims.short})", path=_ALLOCATION)
 
 
-def _can_share(queries: int, dims: ParallelDims) -> bool:
-    """Each rank computes as many heads of queries; keys are repeated as far as they must be."""
-    return queries % dims.cp == 0
+def _of_sizes(model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
+    """Heads and inner sizes of layers that the ranks cannot share equally."""
+    heads, shape = attention_heads(model.path), transformer_shape(model.path)
+    if heads is None:
+        return
+    name = display_path(model.path)
+    queries, keys = heads
+    shared_by_t = math.gcd(queries, keys, 0 if shape is None else shape.intermediate_size)
+    if shared_by_t % dims.tp:
+        inner = "" if shape is None else f", and an inner size of {shape.intermediate_size},"
+        yield ConfigProblem(
+            message=f"{dims.tp} tensor-parallel ranks cannot share the {queries} attention heads ({keys} of keys and "
+            f"values){inner} of {name} equally",
+            hint=_which_divide("t", shared_by_t),
+        )
+    elif queries // dims.tp % dims.cp:
+        of_each = f"the {queries // dims.tp} that each of {dims.tp} ranks has of " if dims.tp > 1 else ""
+        yield ConfigProblem(
+            message=f"{dims.cp} context-parallel ranks cannot share {of_each}the {queries} attention heads of {name} "
+            "equally",
+            hint=_which_divide("c", queries // dims.tp),
+        )
+
+
+def _of_kind(model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
+    """Models and ways to train them that layers cannot be cut with."""
+    if dims.tp == 1:
+        return
+    kind = model_type(model.path)
+    if kind is not None and kind not in TENSOR_PARALLEL_MODELS:
+        yield ConfigProblem(
+            message=f"model {display_path(model.path)} is a {kind}, whose layers tensor-parallel ranks cannot share",
+            hint=f"use d and c alone; t works with {', '.join(TENSOR_PARALLEL_MODELS)}",
+        )
+    if isinstance(model, TrainedModelConfig) and model.lora is not None:
+        yield ConfigProblem(
+            message="adapters are not cut over tensor-parallel ranks",
+            hint="use d and c alone, or remove lora",
+        )
+
+
+def _which_divide(letter: str, number: int) -> str:
+    fitting = [f"{letter}{size}" for size in range(1, number + 1) if number % size == 0]
+    return f"{' or '.join(fitting)} {'divide' if len(fitting) > 1 else 'divides'} them"

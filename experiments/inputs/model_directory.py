@@ -74,6 +74,13 @@ def context_length(directory: Path) -> int | None:
     return _facts(read_config(directory) or {}).max_position_embeddings
 
 
+def model_type(directory: Path) -> str | None:
+    """What transformers calls models of this kind; None if config.json does not say."""
+    config, _ = _read_config(directory)
+    kind = (config or {}).get("model_type")
+    return kind if isinstance(kind, str) else None
+
+
 def attention_heads(directory: Path) -> tuple[int, int] | None:
     """Heads of queries, and of keys and values; None if config.json does not say."""
     config = read_config(directory) or {}

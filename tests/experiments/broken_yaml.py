@@ -489,9 +489,36 @@ CONTRADICTION_CASES = (
         words=("3 context-parallel ranks cannot share the 4 attention heads", "(actor, d2c3)", "c1 or c2 or c4 divide"),
     ),
     BrokenCase(
-        name="tensor-parallelism-is-not-built",
+        name="heads-that-tensor-parallel-ranks-cannot-share",
+        edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:t4"),
+        files={
+            "model/config.json": '{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, '
+            '"max_position_embeddings": 64, "eos_token_id": 1}',
+        },
+        words=("4 tensor-parallel ranks cannot share the 4 attention heads (2 of keys", "t1 or t2 divide them"),
+        line=4,
+    ),
+    BrokenCase(
+        name="a-model-that-tensor-parallel-ranks-cannot-share",
         edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d2t2"),
-        words=("tensor", "not built yet", "fsdp:d4"),
+        files={
+            "model/config.json": '{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, '
+            '"max_position_embeddings": 64, "eos_token_id": 1, "model_type": "qwen3_moe"}',
+        },
+        words=("is a qwen3_moe", "(actor, d2t2)", "t works with llama, qwen2, qwen3"),
+        line=4,
+    ),
+    BrokenCase(
+        name="adapters-over-tensor-parallel-ranks",
+        edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:t2"),
+        overrides=("actor.lora.rank=4", "actor.lora.alpha=8"),
+        words=("adapters are not cut over tensor-parallel ranks (actor, t2)", "use d and c alone"),
+        line=4,
+    ),
+    BrokenCase(
+        name="pipeline-parallelism-is-not-built",
+        edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d2p2"),
+        words=("pipeline", "not built yet", "fsdp:d4"),
         line=4,
     ),
     BrokenCase(

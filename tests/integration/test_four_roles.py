@@ -77,7 +77,7 @@ def usual(four_roles: Path) -> PPOLoop:
         "ppo.kl.target=null",
         "ppo.reward_scale=1.0",
         "ppo.reward_bias=0",
-        "ppo.max_reward_clip=2.0",
+        "ppo.max_reward_clip=0.3",
     ],
 )
 def test_every_setting_of_the_loop_decides_weights(setting: str, usual: PPOLoop, four_roles: Path) -> None:

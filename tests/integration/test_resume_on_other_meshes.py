@@ -20,7 +20,7 @@ from tests.integration.trainer_half import TrainerTrial
 
 NUM_STEPS = NUM_ROWS // BATCH_SIZE
 TWO, ONE = "fsdp:d2", "fsdp:d1"
-SPLIT = "actor,ref=fsdp:c2,critic,reward=fsdp:d2@1"
+SPLIT = "actor,ref=fsdp:c2,critic,reward=fsdp:t2@1"
 FIRST_KL_COEFFICIENT, VALUE_NORM_DECAY = 0.1, 0.7  # of the experiment
 ROLES = ("actor", "critic", "ref")
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from corral.workers.backends.low_precision import CastingLinear
+from corral.workers.backends.sharding import own
 from corral.workers.backends.token_scores import TokenScores
 from corral.workers.backends.vocabulary_parallel import WHOLE_VOCABULARY, SoftmaxSums, VocabularyShare
 
@@ -219,9 +220,9 @@ class ChunkedHead(CastingLinear):
         is_low = torch.is_autocast_enabled(kind)
         scores = score_tokens(
             input[0],
-            self.weight,
+            own(self.weight),
             question.labels,
-            bias=self.bias,
+            bias=None if self.bias is None else own(self.bias),
             temperature=question.temperature,
             dtype=torch.get_autocast_dtype(kind) if is_low else torch.float32,
             share=self.share,

@@ -22,28 +22,26 @@ from corral.experiments.config.model import LoraConfig, OptimizerConfig
 from corral.experiments.trial.directory import fsync_directory
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
-from corral.workers.backends.adapter_files import adapter_config, read_adapter, write_adapter
+from corral.workers.backends.adapter_files import adapter_config, write_adapter
 from corral.workers.backends.base import LOSS_MASK, LossFunction, StepCondition
 from corral.workers.backends.companion_files import companion_files
 from corral.workers.backends.context_parallel import cut_row
-from corral.workers.backends.heads import Head, head_named
+from corral.workers.backends.heads import head_named
 from corral.workers.backends.learning_rate import learning_rate
-from corral.workers.backends.loading import load_model
 from corral.workers.backends.lora import (
-    add_adapters,
     count_parameters,
     fold_sums,
     merged_weights,
     sum_of_frozen,
     trained,
 )
-from corral.workers.backends.low_precision import cast_per_use
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
 from corral.workers.backends.offload import Offloaded, offload, own_parameters, own_state
 from corral.workers.backends.optimizers import make_optimizer, set_learning_rate
-from corral.workers.backends.packed_attention import share_attention
+from corral.workers.backends.over_ranks import load_over_ranks
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.sharding import local, reshard, shard, take_over, whole
+from corral.workers.backends.sharding import local, reshard, take_over, whole
+from corral.workers.backends.tensor_parallel import squared_norm, sum_gradients_of_own_heads
 from corral.workers.backends.weight_deltas import WeightBase
 from corral.workers.backends.weight_files import as_stored, write_weights
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
@@ -100,7 +98,7 @@ class FSDPEngine:
         self.num_nonfinite = 0
         self.is_damaged = False
         self._head = head_named(head)
-        self._model: nn.Module = _load_over_ranks(
+        self._model: nn.Module = load_over_ranks(
             model_directory, self._head, context, lora, seed=seed, compute_dtype=compute_dtype
         )
         self._offloaded: Offloaded | None = None
@@ -203,11 +201,13 @@ class FSDPEngine:
         may_step: StepCondition | None,
     ) -> dict[str, float]:
         """Clip and step, or skip; all ranks decide alike because they decide on the same sums."""
-        gradients = [local(p.grad) for p in self._trained().values() if p.grad is not None]
-        local_norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        parameters = self._trained()
+        if self.context.tp_group is not None:
+            sum_gradients_of_own_heads(parameters.items(), self.context.tp_group)
+        squares = squared_norm(parameters.values(), tensor_ranks=self.context.tp_size)
         if not self.context.is_dp_head:  # the ranks of one data-parallel rank have made the same sums
             sums = dict.fromkeys(sums, 0.0)
-        total = self.context.sum_over_mesh(sums | {"squared_norm": local_norm**2})
+        total = self.context.sum_over_mesh(sums | {"squared_norm": squares})
         norm = math.sqrt(total.pop("squared_norm"))
         means = {name: value / count for name, value in total.items()}
         if not (math.isfinite(norm) and math.isfinite(total["loss"])):
@@ -218,8 +218,9 @@ class FSDPEngine:
             optimizer.zero_grad(set_to_none=True)
             return means | _SKIPPED | {"train/skipped_early_stop": 1.0, "train/tokens": count}
         if norm > config.gradient_clipping:
-            for gradient in gradients:
-                gradient.mul_(config.gradient_clipping / norm)
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    local(parameter.grad).mul_(config.gradient_clipping / norm)
         rate = learning_rate(config, step=self.step, total_steps=self._total_steps)
         set_learning_rate(optimizer, rate)
         optimizer.step()
@@ -357,35 +358,6 @@ class FSDPEngine:
     def _trained(self) -> dict[str, nn.Parameter]:
         """Those that a step changes: all of them, or adapters and a score layer."""
         return trained(self._parameters())
-
-
-def _load_over_ranks(
-    model_directory: Path,
-    head: Head[Any],
-    context: ParallelContext,
-    lora: LoraConfig | None,
-    *,
-    seed: int,
-    compute_dtype: torch.dtype,
-) -> Any:
-    if context.shard_size < context.world_size:
-        raise ValueError(
-            f"layout {context.mesh.dims} of the model from {model_directory} has tensor or pipeline parallelism, but "
-            "the fsdp backend cuts a model over data-parallel and context-parallel ranks only; use d and c alone"
-        )
-    model = load_model(model_directory, head)
-    if lora is not None:  # before the model is cut: see lora.py
-        add_adapters(model, lora, seed=seed, frozen_dtype=compute_dtype, has_score_layer=head.has_score_layer)
-        if lora.adapter is not None:
-            read_adapter(lora.adapter, trained(dict(model.named_parameters())))
-    model.to(context.device)
-    cast_per_use(model)
-    head.install(model)
-    if context.cp_group is not None:
-        share_attention(model, context.cp_group)
-    if context.shard_size > 1:
-        shard(model, context)
-    return model
 
 
 def _step_seed(seed: int, step: int) -> int:

@@ -26,12 +26,17 @@ class CastingLinear(nn.Linear):
     """A linear layer whose weight is cast each time that it is used; one that is held in that type is not copied."""
 
     def forward(self, input: Tensor) -> Tensor:
-        kind = input.device.type
-        if not torch.is_autocast_enabled(kind):
-            return super().forward(input)
-        apply: Any = _Product.apply
-        product: Tensor = apply(input, self.weight, self.bias, torch.get_autocast_dtype(kind))
-        return product
+        return product(input, self.weight, self.bias)
+
+
+def product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`, [..., K] -> [..., N]; where autocast is on, in its type, without keeping a cast weight."""
+    kind = input.device.type
+    if not torch.is_autocast_enabled(kind):
+        return F.linear(input, weight, bias)
+    apply: Any = _Product.apply
+    output: Tensor = apply(input, weight, bias, torch.get_autocast_dtype(kind))
+    return output
 
 
 class _Product(torch.autograd.Function):

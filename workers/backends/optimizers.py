@@ -39,11 +39,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, *, compute_dtype: 
         compute_dtype: of Muon's matrix products.
     """
     in_layers = {parameter for layer in layers_of(model) for parameter in layer.parameters()}
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
         is_orthogonalized = config.type == "muon" and parameter.ndim == 2 and parameter in in_layers
         decays = parameter.ndim >= 2 or config.decays_biases_and_norms
-        groups.setdefault((is_orthogonalized, decays), []).append(parameter)
+        is_cut = isinstance(parameter, DTensor)  # torch steps either kind in one call, and not both
+        groups.setdefault((is_orthogonalized, decays, is_cut), []).append(parameter)
     muon = config.muon or MuonConfig()
     return _AdamWAndMuon(
         [
@@ -53,7 +54,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, *, compute_dtype: 
                 "is_orthogonalized": is_orthogonalized,
                 "lr_ratio": muon.lr_ratio if is_orthogonalized else 1.0,
             }
-            for (is_orthogonalized, decays), parameters in groups.items()
+            for (is_orthogonalized, decays, _), parameters in groups.items()
         ],
         config,
         muon,

@@ -8,7 +8,7 @@ plain arithmetic, so that one rank runs the same code.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,43 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from corral.workers.backends.parallel_context import ParallelContext
 
+TENSOR: Final = "tensor"
+_SHARD: Final = "shard"
+"""Dimensions of a mesh: the ranks that have other parts of a layer, and those that have other rows of such a part."""
 
-def shard(model: Any, context: ParallelContext) -> None:
+
+def device_mesh(context: ParallelContext) -> DeviceMesh:
+    """The mesh of a layout as torch knows it, of those dimensions that have more than one rank; no collective.
+
+    Raises:
+        ValueError: if the layout has other dimensions, too, or its ranks have formed no groups.
+    """
+    groups = {_SHARD: context.shard_group, TENSOR: context.tp_group}
+    sizes = {_SHARD: context.shard_size, TENSOR: context.tp_size}
+    names = tuple(name for name, size in sizes.items() if size > 1)
+    if context.shard_size * context.tp_size < context.world_size:
+        raise ValueError(
+            f"layout {context.mesh.dims} has pipeline parallelism, which the fsdp backend has not; use d, t and c alone"
+        )
+    formed = [group for name in names if (group := groups[name]) is not None]
+    if len(formed) < len(names):
+        raise ValueError(f"{context.world_size} ranks of layout {context.mesh.dims} need process groups")
+    if len(names) == 1:
+        return DeviceMesh.from_group(formed[0], context.device.type, mesh_dim_names=names)
+    ranks = torch.tensor(context.mesh.ranks).view(context.shard_size, context.tp_size)
+    return DeviceMesh.from_group(formed, context.device.type, mesh=ranks, mesh_dim_names=names)
+
+
+def shard(model: Any, mesh: DeviceMesh) -> None:
     """Cut every layer over the data-parallel and context-parallel ranks, all in one.
 
     Gradients are added up, not averaged: losses carry the global mean, and each context-parallel rank has the part of
-    the gradient that its tokens make.
+    the gradient that its tokens make. A mesh of tensor-parallel ranks alone leaves the model as it is.
     """
-    if context.shard_group is None:
-        raise ValueError(f"{context.shard_size} ranks of layout {context.mesh.dims} need a process group")
-    mesh = DeviceMesh.from_group(context.shard_group, context.device.type)
+    if _SHARD not in (mesh.mesh_dim_names or ()):
+        return
     for module in [*layers_of(model), model]:
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh[_SHARD])
     for module in _cut_modules(model):
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         module.set_gradient_divide_factor(1.0)
@@ -49,6 +74,16 @@ def reshard(model: nn.Module) -> None:
     """
     for module in _cut_modules(model):
         module.reshard()
+
+
+def is_cut_by_tensor(tensor: Tensor) -> bool:
+    """Whether tensor-parallel ranks have a part of it each, and not a copy."""
+    return isinstance(tensor, DTensor) and TENSOR in (tensor.device_mesh.mesh_dim_names or ())
+
+
+def own(tensor: Tensor) -> Tensor:
+    """A tensor-parallel rank's part of a tensor, or the tensor itself, with gradient; no collective."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,224 @@
+"""Every layer of a model cut over ranks that work on the same tokens: tensor parallelism.
+
+    x [T, H] ──┬─► q, k, v: rows of own heads ─► attention ─► o: columns of own heads ─► partial sums ─ all-reduce ─►
+    (on every  └─► gate, up: own rows ──────────────────────► down: own columns ───────► partial sums ─ all-reduce ─►
+     rank)
+    tokens ──► embedding: rows of own tokens, else 0 ─ all-reduce ─► x ... ──► output: rows of own tokens (`share`)
+
+Between the halves of a layer every rank has all of x, so norms and what follows are computed alike on all ranks, and
+their weights are copies that stay equal bit for bit. The gradient that comes back into x is summed over the ranks once
+per half. Weights that are cut are DTensors, by which export, checkpoints and FSDP2 know of which tensor they are a
+part; products are made of plain tensors.
+
+Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from corral.workers.backends.chunked_head import ChunkedHead
+from corral.workers.backends.low_precision import CastingLinear, product
+from corral.workers.backends.sharding import is_cut_by_tensor, layers_of, local, own
+from corral.workers.backends.vocabulary_parallel import VocabularyShare
+
+_BY_ROWS: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+_BY_COLUMNS: Final = ("self_attn.o_proj", "mlp.down_proj")
+_BEGINS_WITH_ALL: Final = ("self_attn", "mlp")
+_SEES_OWN_HEADS: Final = (".self_attn.q_norm.weight", ".self_attn.k_norm.weight")
+
+
+def cut_layers(model: Any, mesh: DeviceMesh) -> None:
+    """Leave each rank its part of every layer of a whole model; before FSDP2 cuts what is left of them by rows.
+
+    Args:
+        mesh: of one dimension, the tensor-parallel ranks.
+
+    Raises:
+        ValueError: if the ranks cannot share heads and inner size of the layers equally, or do not know their kind.
+    """
+    size = mesh.size()
+    config = model.config
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name) % size:
+            raise ValueError(
+                f"{size} tensor-parallel ranks cannot share {name} = {getattr(config, name)} of a "
+                f"{type(model).__name__} equally; choose t so that it divides it"
+            )
+    for layer in layers_of(model):
+        _check_kind(layer)
+        for name in _BY_ROWS:
+            _cut(layer.get_submodule(name), OwnRows, mesh, weight=0, bias=0)
+        for name in _BY_COLUMNS:
+            _cut(layer.get_submodule(name), OwnColumns, mesh, weight=1, bias=None)
+        for name in _BEGINS_WITH_ALL:
+            layer.get_submodule(name).register_forward_pre_hook(_GradientSum(mesh), with_kwargs=True)
+    if config.vocab_size % size == 0:  # others are copied whole
+        _cut_vocabulary(model, mesh)
+
+
+def _check_kind(layer: nn.Module) -> None:
+    linears = {name: type(module) for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+    if linears != dict.fromkeys((*_BY_ROWS, *_BY_COLUMNS), CastingLinear):
+        kinds = ", ".join(f"{name} ({kind.__name__})" for name, kind in linears.items())
+        raise ValueError(
+            f"a {type(layer).__name__} with the linear layers {kinds} is none that tensor-parallel ranks can share; "
+            "use t1"
+        )
+
+
+def _cut_vocabulary(model: Any, mesh: DeviceMesh) -> None:
+    """Rows of the embedding, and of a language model's output; one that is tied stays one parameter."""
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = output is not None and output.weight is embedding.weight
+    _cut(embedding, OwnTokens, mesh, weight=0, bias=None)
+    if not isinstance(output, ChunkedHead):
+        return
+    if is_tied:
+        output.weight = embedding.weight
+    else:
+        _cut(output, ChunkedHead, mesh, weight=0, bias=0)
+    output.share = VocabularyShare(mesh.get_group(), first=mesh.get_local_rank() * local(output.weight).shape[0])
+
+
+def _cut(module: Any, kind: type[nn.Module], mesh: DeviceMesh, *, weight: int, bias: int | None) -> None:
+    """Leave a module this rank's part of its parameters, which are cut along a dimension each."""
+    module.weight = _part(module.weight, mesh, weight)
+    if bias is not None and module.bias is not None:
+        module.bias = _part(module.bias, mesh, bias)
+    module.__class__ = kind
+    if kind in (OwnColumns, OwnTokens):
+        module.tensor_mesh = mesh
+
+
+def _part(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+    # src_data_rank=None: every rank has the whole tensor. A clone, since a view would keep all of it in memory.
+    part = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None).clone()
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+class OwnRows(CastingLinear):
+    """A linear layer that has some of its outputs on each rank: [..., in] -> [..., out / t]."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return product(input, own(self.weight), None if self.bias is None else own(self.bias))
+
+
+class OwnColumns(CastingLinear):
+    """A linear layer that has some of its inputs on each rank: [..., in / t] -> [..., out], summed over the ranks."""
+
+    tensor_mesh: DeviceMesh
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = _summed(product(input, own(self.weight), None), self.tensor_mesh)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class OwnTokens(nn.Embedding):
+    """An embedding that has the rows of some tokens on each rank; the others' rows come by a sum with zeros."""
+
+    tensor_mesh: DeviceMesh
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[...] -> [..., H]."""
+        weight = own(self.weight)
+        rows = weight.shape[0]
+        first = self.tensor_mesh.get_local_rank() * rows
+        is_own = (input >= first) & (input < first + rows)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        embedded = F.embedding(
+            torch.where(is_own, input - first, 0),
+            weight,
+            padding_idx=padding if padding is not None and 0 <= padding < rows else None,
+        )
+        return _summed(embedded * is_own[..., None], self.tensor_mesh)
+
+
+class _GradientSum:
+    """Before a half of a layer: hands its input on, and sums the gradient that comes back over the ranks."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    def __call__(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        apply: Any = _SumBackward.apply
+        if args:
+            return (apply(args[0], self._mesh.get_group()), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": apply(kwargs["hidden_states"], self._mesh.get_group())}
+
+
+def _summed(partial: Tensor, mesh: DeviceMesh) -> Tensor:
+    apply: Any = _SumForward.apply
+    total: Tensor = apply(partial, mesh.get_group())
+    return total
+
+
+class _SumForward(torch.autograd.Function):
+    """Parts -> their sum on every rank; its gradient, the same on all ranks, is that of each part."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = partial.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _SumBackward(torch.autograd.Function):
+    """The same on every rank, used in parts; the gradients of the parts are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def sum_gradients_of_own_heads(parameters: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup) -> None:
+    """Make whole the gradients of weights that are copied, and that each rank has used for its own heads only.
+
+    Once a step, in one collective, after the last backward pass: norms of queries and keys are the only ones.
+    """
+    partial = [
+        local(parameter.grad)
+        for name, parameter in parameters
+        if name.endswith(_SEES_OWN_HEADS) and parameter.grad is not None
+    ]
+    if not partial:
+        return
+    packed = torch.cat([gradient.flatten() for gradient in partial])
+    dist.all_reduce(packed, group=group)
+    totals = torch.split(packed, [gradient.numel() for gradient in partial])
+    for gradient, total in zip(partial, totals, strict=True):
+        gradient.copy_(total.view_as(gradient))
+
+
+def squared_norm(parameters: Iterable[nn.Parameter], *, tensor_ranks: int) -> float:
+    """This rank's part of the squared norm of all gradients; copies on tensor-parallel ranks count once in all."""
+    cut: list[Tensor] = []
+    copied: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            is_copied = tensor_ranks > 1 and not is_cut_by_tensor(parameter)
+            (copied if is_copied else cut).append(local(parameter.grad))
+    return _squared(cut) + _squared(copied) / tensor_ranks
+
+
+def _squared(gradients: list[Tensor]) -> float:
+    return float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
