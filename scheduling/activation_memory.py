@@ -3,13 +3,19 @@
 Tensors of one layer, for each token, with H hidden, I intermediate, Q all heads of queries, K those of keys; float32 is
 4 bytes, and a product's type takes c (2 under autocast to bfloat16):
 
-    2 norms              2 x (input H, normalized H, scale)               float32, since the residual stream is
+    2 norms              2 x (input H, normalized H, scale)               float32, since the residual stream is; the
+                                                                          normalized only for a weight that is trained
     inputs of products   q, k, v | gate, up: H each; output: Q            c; under autocast every product has its own
                                                                           rounded copy, else those in a row share one
     attention            queries Q, keys K, values K, result Q            c; logsumexp: float32 a head
-    norms of heads       input and normalized: 2 (Q + K)                  float32; under autocast one is rounded to c
+    norms of heads       input and normalized: 2 (Q + K)                  float32; under autocast one is rounded to c,
+                                                                          and kept only for a weight that is trained
     MLP                  gate, activated gate, up, product: 4 I           c
     experts, each of k   gate and up 2 I, activated, product, H in, H out float32: their product is not under autocast
+
+    adapters             r between A and B; a rounded copy of its own     c
+                         of the input where that is float32: q, k, v,
+                         gate, up
 
 Found with torch.autograd.graph.saved_tensors_hooks on tiny models, and counted again so by the tests. No activation is
 computed anew in the backward pass today.
@@ -21,33 +27,45 @@ FLOAT32_BYTES = 4
 _INDEX_BYTES = 8  # of int64
 _INDICES_PER_EXPERT = 4  # which expert, and the order in which tokens are sorted by it and back
 _SUMS_BYTES = 4 * FLOAT32_BYTES + 2 * _INDEX_BYTES  # of the softmax, and the token's place and label
+_READ_FLOAT32 = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # the others read what a product gave
 HEAD_CHUNK_BYTES = 2**28
 """Logits that the last layer makes at a time (workers/backends/chunked_head.py)."""
 
 
-def layer_bytes_per_token(sizes: DecoderSizes, layer: int, *, compute_bytes: int, tensor_parallel: int = 1) -> int:
-    """What one layer keeps of one token.
+def layer_bytes_per_token(
+    sizes: DecoderSizes, layer: int, *, compute_bytes: int, trains_norms: bool = True, context_parallel: int = 1
+) -> int:
+    """What one layer keeps of one token on the rank that has it.
 
     Args:
         compute_bytes: of a number in matrix products: 4 or 2.
-        tensor_parallel: ranks that share heads and the MLP; what is H wide is whole on each of them.
+        trains_norms: not where adapters are trained in place of the weights.
+        context_parallel: ranks that share the tokens of a row, and the heads of attention: keys are repeated for them.
     """
     is_rounded = compute_bytes < FLOAT32_BYTES
     is_sparse = layer in sizes.sparse_layers
-    heads = -(-sizes.num_heads // tensor_parallel)
-    key_heads = -(-sizes.num_key_value_heads // tensor_parallel)
-    query, key = heads * sizes.head_dim, key_heads * sizes.head_dim
-    norms = 2 * FLOAT32_BYTES * (2 * sizes.hidden_size + 1)
+    heads, key_heads = sizes.num_heads, sizes.num_key_value_heads
+    query, key = sizes.query_size, sizes.key_value_size
+    norms = 2 * FLOAT32_BYTES * ((2 if trains_norms else 1) * sizes.hidden_size + 1)
     copies = (4 if is_sparse else 5) if is_rounded else 2  # q, k, v, then the router, or gate and up
     inputs = compute_bytes * copies * sizes.hidden_size
-    attention = compute_bytes * (3 * query + 2 * key) + FLOAT32_BYTES * heads
-    of_heads = (FLOAT32_BYTES + compute_bytes) * (query + key) + FLOAT32_BYTES * (heads + key_heads)
+    seen_key = key * _repeats(sizes, context_parallel)
+    attention = compute_bytes * (3 * query + 2 * seen_key) + FLOAT32_BYTES * heads
+    of_heads = (FLOAT32_BYTES + (compute_bytes if trains_norms else 0)) * (query + key) + FLOAT32_BYTES * (heads + key_heads)
     head_norms = of_heads if sizes.has_head_norms else 0
     if is_sparse:
         mlp = _experts_bytes(sizes, compute_bytes=compute_bytes)
     else:
-        mlp = 4 * compute_bytes * -(-sizes.intermediate_size // tensor_parallel)
+        mlp = 4 * compute_bytes * sizes.intermediate_size
     return norms + inputs + attention + head_norms + mlp
+
+
+def _repeats(sizes: DecoderSizes, ranks: int) -> int:
+    """How often each head of keys is there, so that every rank has those of its queries (context_parallel.py)."""
+    keys = sizes.num_key_value_heads
+    if keys % ranks == 0:
+        return 1
+    return ranks // keys if ranks % keys == 0 else sizes.num_heads // keys
 
 
 def _experts_bytes(sizes: DecoderSizes, *, compute_bytes: int) -> int:
@@ -61,9 +79,10 @@ def ends_bytes_per_token(sizes: DecoderSizes) -> int:
     return _INDEX_BYTES + rotations + FLOAT32_BYTES * (2 * sizes.hidden_size + 1)
 
 
-def adapter_bytes_per_token(shape: tuple[int, ...], *, rank: int, compute_bytes: int) -> int:
-    """What an adapter beside a linear layer [out, in] keeps: its own rounded input, and what is between A and B."""
-    own_input = shape[1] if compute_bytes < FLOAT32_BYTES else 0
+def adapter_bytes_per_token(layer: str, shape: tuple[int, ...], *, rank: int, compute_bytes: int) -> int:
+    """What an adapter beside a linear layer of this name and shape [out, in] keeps."""
+    is_copied = compute_bytes < FLOAT32_BYTES and layer.endswith(_READ_FLOAT32)
+    own_input = shape[1] if is_copied else 0
     return compute_bytes * (own_input + rank)
 
 

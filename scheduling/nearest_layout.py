@@ -26,21 +26,22 @@ def nearest_layout(current: ParallelDims, *, max_gpus: int, may_run: Claim, fits
     return None
 
 
-def distance(dims: ParallelDims, current: ParallelDims) -> tuple[int, float, int]:
+def distance(dims: ParallelDims, current: ParallelDims) -> tuple[int, float, int, int]:
     """How far a layout is from another: more GPUs first, then by which factors its sizes differ.
 
-    Of two that are as far, the one with fewer tensor-parallel ranks, which talk most.
+    Of two that are as far, the one with fewer tensor-parallel ranks, which talk most, then fewer context-parallel ones.
     """
-    ratios = [(dims.dp, current.dp), (dims.tp, current.tp), (dims.pp, current.pp)]
+    ratios = [(dims.dp, current.dp), (dims.tp, current.tp), (dims.pp, current.pp), (dims.cp, current.cp)]
     change = sum(abs(math.log2(size / before)) for size, before in ratios)
-    return dims.world_size, round(change, 9), dims.tp
+    return dims.world_size, round(change, 9), dims.tp, dims.cp
 
 
 def layouts_of(num_gpus: int) -> Iterator[ParallelDims]:
     """Every way to lay a model out over exactly so many GPUs."""
     for dp in _divisors(num_gpus):
         for tp in _divisors(num_gpus // dp):
-            yield ParallelDims(dp=dp, tp=tp, pp=num_gpus // dp // tp)
+            for cp in _divisors(num_gpus // dp // tp):
+                yield ParallelDims(dp=dp, tp=tp, cp=cp, pp=num_gpus // dp // tp // cp)
 
 
 def _divisors(number: int) -> list[int]:

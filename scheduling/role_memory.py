@@ -8,7 +8,7 @@
     activations  what autograd keeps of all layers, and one layer's worth to        activation_memory.py
                  work in; without gradients that alone
     buffers      where a model is cut: its ends whole from the beginning of a       FSDP2: the outermost module stays
-                 forward pass to the end of the backward one, two layers whole,     whole, and the next layer comes
+                 forward pass to the end of the backward one, three layers whole,   whole, and the next layer comes
                  and the gradients of the ends and of one layer before they         while one computes
                  are reduced
                  where a call generates: all weights whole, in float32, if they     workers/engine/decoder.py
@@ -36,7 +36,7 @@ from corral.scheduling.parallel import ParallelDims
 
 CallKind = Literal["train", "infer", "generate"]
 _LAYERS = "model.layers."
-_LAYERS_WHOLE = 2  # the one that computes, and the next, which is gathered meanwhile
+_LAYERS_WHOLE = 3  # the one that computes, the next, which is gathered meanwhile, and the flat buffer of that
 _STEP_COUNT_BYTES = 4  # of AdamW, a float32 for each tensor
 
 
@@ -56,7 +56,8 @@ class CallSizes:
     name: str
     kind: CallKind
     tokens: int
-    """Of a micro-batch; where it generates, of all answers that are made at a time, prompts included."""
+    """Of a whole micro-batch, which context-parallel ranks share; where it generates, of all answers that are made at a
+    time, prompts included."""
     sequences: int = 1
     """Answers that are made at a time, where it generates."""
 
@@ -142,7 +143,7 @@ class RoleModel:
 
         Args:
             dims: the layout.
-            calls: on this model, with the tokens of one rank.
+            calls: on this model, with the tokens of one data-parallel rank.
         """
         held = self._held(dims)
         return ModelOnGpu(name=name, held=held, working={call.name: self._working(call, dims) for call in calls})
@@ -173,20 +174,27 @@ class RoleModel:
         if call.kind == "generate":
             return self._generating(call, dims)
         is_training = call.kind == "train"
+        tokens = -(-call.tokens // dims.cp)
         parts: dict[Part, int] = {
-            "activations": self._activations(call.tokens, is_training=is_training),
-            "head": self._head(call.tokens, is_training=is_training),
+            "activations": self._activations(tokens, dims, is_training=is_training),
+            "head": self._head(tokens, is_training=is_training),
             "buffers": self._gathered(dims, is_training=is_training),
         }
         if is_training:
             parts["gradients"] = self._sum(dims, trained_only=True)
         return parts
 
-    def _activations(self, tokens: int, *, is_training: bool) -> int:
-        sizes, compute = self.sizes, self._compute_bytes
+    def _activations(self, tokens: int, dims: ParallelDims, *, is_training: bool) -> int:
+        sizes = self.sizes
         adapters = self._adapter_bytes_per_token()
         layers = [
-            layer_bytes_per_token(sizes, layer, compute_bytes=compute)
+            layer_bytes_per_token(
+                sizes,
+                layer,
+                compute_bytes=self._compute_bytes,
+                trains_norms=self._adapters is None,
+                context_parallel=dims.cp,
+            )
             for layer in (_one_of_each_kind(sizes) if not is_training else range(sizes.num_layers))
         ]
         kept = sum(layers) + adapters + ends_bytes_per_token(sizes) if is_training else 0
@@ -197,7 +205,7 @@ class RoleModel:
             return 0
         return sum(
             adapter_bytes_per_token(
-                self._shapes[f"{layer}.weight"], rank=self._adapters.rank, compute_bytes=self._compute_bytes
+                layer, self._shapes[f"{layer}.weight"], rank=self._adapters.rank, compute_bytes=self._compute_bytes
             )
             for layer in self._adapters.layers
         )
