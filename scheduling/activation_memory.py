@@ -32,8 +32,19 @@ HEAD_CHUNK_BYTES = 2**28
 """Logits that the last layer makes at a time (workers/backends/chunked_head.py)."""
 
 
+def share_of(number: int, tensor_parallel: int) -> int:
+    """What each tensor-parallel rank has of rows or columns: an equal part, or all where there is none."""
+    return number if number % tensor_parallel else number // tensor_parallel
+
+
 def layer_bytes_per_token(
-    sizes: DecoderSizes, layer: int, *, compute_bytes: int, trains_norms: bool = True, context_parallel: int = 1
+    sizes: DecoderSizes,
+    layer: int,
+    *,
+    compute_bytes: int,
+    trains_norms: bool = True,
+    context_parallel: int = 1,
+    tensor_parallel: int = 1,
 ) -> int:
     """What one layer keeps of one token on the rank that has it.
 
@@ -41,31 +52,33 @@ def layer_bytes_per_token(
         compute_bytes: of a number in matrix products: 4 or 2.
         trains_norms: not where adapters are trained in place of the weights.
         context_parallel: ranks that share the tokens of a row, and the heads of attention: keys are repeated for them.
+        tensor_parallel: ranks that share heads and the MLP; what is H wide is whole on each of them.
     """
     is_rounded = compute_bytes < FLOAT32_BYTES
     is_sparse = layer in sizes.sparse_layers
-    heads, key_heads = sizes.num_heads, sizes.num_key_value_heads
-    query, key = sizes.query_size, sizes.key_value_size
+    heads, key_heads = sizes.num_heads // tensor_parallel, sizes.num_key_value_heads // tensor_parallel
+    query, key = heads * sizes.head_dim, key_heads * sizes.head_dim
     norms = 2 * FLOAT32_BYTES * ((2 if trains_norms else 1) * sizes.hidden_size + 1)
     copies = (4 if is_sparse else 5) if is_rounded else 2  # q, k, v, then the router, or gate and up
     inputs = compute_bytes * copies * sizes.hidden_size
-    seen_key = key * _repeats(sizes, context_parallel)
+    seen_key = key * _repeats(heads, key_heads, context_parallel)
     attention = compute_bytes * (3 * query + 2 * seen_key) + FLOAT32_BYTES * heads
-    of_heads = (FLOAT32_BYTES + (compute_bytes if trains_norms else 0)) * (query + key) + FLOAT32_BYTES * (heads + key_heads)
+    of_heads = (FLOAT32_BYTES + (compute_bytes if trains_norms else 0)) * (query + key) + FLOAT32_BYTES * (
+        heads + key_heads
+    )
     head_norms = of_heads if sizes.has_head_norms else 0
     if is_sparse:
         mlp = _experts_bytes(sizes, compute_bytes=compute_bytes)
     else:
-        mlp = 4 * compute_bytes * sizes.intermediate_size
+        mlp = 4 * compute_bytes * sizes.intermediate_size // tensor_parallel
     return norms + inputs + attention + head_norms + mlp
 
 
-def _repeats(sizes: DecoderSizes, ranks: int) -> int:
+def _repeats(queries: int, keys: int, ranks: int) -> int:
     """How often each head of keys is there, so that every rank has those of its queries (context_parallel.py)."""
-    keys = sizes.num_key_value_heads
     if keys % ranks == 0:
         return 1
-    return ranks // keys if ranks % keys == 0 else sizes.num_heads // keys
+    return ranks // keys if ranks % keys == 0 else queries // keys
 
 
 def _experts_bytes(sizes: DecoderSizes, *, compute_bytes: int) -> int:
@@ -86,13 +99,16 @@ def adapter_bytes_per_token(layer: str, shape: tuple[int, ...], *, rank: int, co
     return compute_bytes * (own_input + rank)
 
 
-def head_bytes(sizes: DecoderSizes, *, tokens: int, compute_bytes: int, has_gradient: bool) -> int:
+def head_bytes(
+    sizes: DecoderSizes, *, tokens: int, compute_bytes: int, has_gradient: bool, tensor_parallel: int = 1
+) -> int:
     """What the last layer of a language model takes: a chunk of logits at a time, and its weight as products take it.
 
     Two float32 copies of a chunk exist at the worst moment; hidden states come in float32, and so does their gradient.
     """
-    rows = min(tokens, max(1, HEAD_CHUNK_BYTES // (FLOAT32_BYTES * sizes.vocab_size)))
-    chunk = 2 * rows * FLOAT32_BYTES * sizes.vocab_size
-    rounded_weight = compute_bytes * sizes.vocab_size * sizes.hidden_size if compute_bytes < FLOAT32_BYTES else 0
+    vocabulary = share_of(sizes.vocab_size, tensor_parallel)
+    rows = min(tokens, max(1, HEAD_CHUNK_BYTES // (FLOAT32_BYTES * vocabulary)))
+    chunk = 2 * rows * FLOAT32_BYTES * vocabulary
+    rounded_weight = compute_bytes * vocabulary * sizes.hidden_size if compute_bytes < FLOAT32_BYTES else 0
     copies = 2 if has_gradient else 1
     return chunk + rounded_weight + tokens * (copies * FLOAT32_BYTES * sizes.hidden_size + _SUMS_BYTES)

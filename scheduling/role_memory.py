@@ -1,6 +1,7 @@
 """One role's model in one layout -> bytes on each of its GPUs, as the fsdp backend holds it.
 
-    parameters   float32, cut by rows over the ranks: ceil(rows / ranks) each       torch's fully_shard (FSDP2)
+    parameters   float32, cut over t tensor-parallel ranks by rows or columns,      tensor_parallel.py
+                 then by rows over d x c ranks: ceil(rows / ranks) each             torch's fully_shard (FSDP2)
                  frozen matrices beside adapters: in the type of the products       workers/backends/lora.py
     gradients    float32, cut alike, of what is trained; let go after each step     FSDPEngine.train_batch
     optimizer    AdamW: two moments, and a step count per tensor                    workers/backends/optimizers.py
@@ -29,6 +30,7 @@ from corral.scheduling.activation_memory import (
     ends_bytes_per_token,
     head_bytes,
     layer_bytes_per_token,
+    share_of,
 )
 from corral.scheduling.decoder_sizes import DecoderSizes, Output, Shape, tensor_shapes
 from corral.scheduling.gpu_memory import ModelOnGpu, Part, Parts
@@ -36,6 +38,8 @@ from corral.scheduling.parallel import ParallelDims
 
 CallKind = Literal["train", "infer", "generate"]
 _LAYERS = "model.layers."
+_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+_BY_COLUMNS = ("o_proj", "down_proj")
 _LAYERS_WHOLE = 3  # the one that computes, the next, which is gathered meanwhile, and the flat buffer of that
 _STEP_COUNT_BYTES = 4  # of AdamW, a float32 for each tensor
 
@@ -74,6 +78,17 @@ class _Tensors:
     in_layer: bool
     has_two_moments: bool
     """Whether AdamW updates it."""
+    tensor_dim: int | None
+    """The dimension that tensor-parallel ranks cut it along."""
+
+    def part(self, dims: ParallelDims) -> Shape:
+        """What tensor-parallel ranks leave each other, before its rows are cut."""
+        return tuple(share_of(size, dims.tp) if dim == self.tensor_dim else size for dim, size in enumerate(self.shape))
+
+    def numbers(self, dims: ParallelDims) -> int:
+        """Of one such tensor on one rank: as many rows as the rank with most."""
+        rows, *others = self.part(dims)
+        return -(-rows // _num_cuts(dims)) * math.prod(others)
 
 
 class RoleModel:
@@ -109,22 +124,24 @@ class RoleModel:
                 is_trained=is_trained,
                 in_layer=in_layer,
                 has_two_moments=not (optimizer == "muon" and in_layer and len(shape) == 2),
+                tensor_dim=tensor_dim,
             )
-            for (shape, bytes_each, is_trained, in_layer), count in counts.items()
+            for (shape, bytes_each, is_trained, in_layer, tensor_dim), count in counts.items()
         ]
 
-    def _kinds(self) -> list[tuple[Shape, int, bool, bool]]:
-        """Shape, bytes of a number, whether it is trained and whether it is of a layer, of every parameter."""
+    def _kinds(self) -> list[tuple[Shape, int, bool, bool, int | None]]:
+        """What distinguishes a parameter from others, in the order of `_Tensors`, of every one."""
         trains_weights = self._optimizer is not None and self._adapters is None
         adapted = self._adapters.layers if self._adapters is not None else frozenset[str]()
         kinds = []
         for name, shape in self._shapes.items():
             in_layer = name.startswith(_LAYERS)
             is_trained = trains_weights or (self._adapters is not None and name == "score.weight")
-            kinds.append((shape, self._bytes_of(name, shape, is_trained=is_trained), is_trained, in_layer))
+            number_bytes = self._bytes_of(name, shape, is_trained=is_trained)
+            kinds.append((shape, number_bytes, is_trained, in_layer, _tensor_dim(name)))
             if self._adapters is not None and name.removesuffix(".weight") in adapted:
                 rank = self._adapters.rank
-                kinds += [((rank, shape[1]), FLOAT32_BYTES, True, True), ((shape[0], rank), FLOAT32_BYTES, True, True)]
+                kinds += [(part, FLOAT32_BYTES, True, True, None) for part in ((rank, shape[1]), (shape[0], rank))]
         return kinds
 
     def _bytes_of(self, name: str, shape: Shape, *, is_trained: bool) -> int:
@@ -156,7 +173,7 @@ class RoleModel:
 
     def _sum(self, dims: ParallelDims, *, trained_only: bool) -> int:
         return sum(
-            tensors.count * tensors.bytes_each * _numbers(tensors.shape, dims)
+            tensors.count * tensors.bytes_each * tensors.numbers(dims)
             for tensors in self._tensors
             if tensors.is_trained or not trained_only
         )
@@ -167,7 +184,7 @@ class RoleModel:
             if tensors.is_trained:
                 moments = 2 if tensors.has_two_moments else 1
                 step = _STEP_COUNT_BYTES if tensors.has_two_moments else 0
-                total += tensors.count * (moments * FLOAT32_BYTES * _numbers(tensors.shape, dims) + step)
+                total += tensors.count * (moments * FLOAT32_BYTES * tensors.numbers(dims) + step)
         return total
 
     def _working(self, call: CallSizes, dims: ParallelDims) -> Parts:
@@ -177,7 +194,7 @@ class RoleModel:
         tokens = -(-call.tokens // dims.cp)
         parts: dict[Part, int] = {
             "activations": self._activations(tokens, dims, is_training=is_training),
-            "head": self._head(tokens, is_training=is_training),
+            "head": self._head(tokens, dims, is_training=is_training),
             "buffers": self._gathered(dims, is_training=is_training),
         }
         if is_training:
@@ -194,6 +211,7 @@ class RoleModel:
                 compute_bytes=self._compute_bytes,
                 trains_norms=self._adapters is None,
                 context_parallel=dims.cp,
+                tensor_parallel=dims.tp,
             )
             for layer in (_one_of_each_kind(sizes) if not is_training else range(sizes.num_layers))
         ]
@@ -210,33 +228,39 @@ class RoleModel:
             for layer in self._adapters.layers
         )
 
-    def _head(self, tokens: int, *, is_training: bool) -> int:
+    def _head(self, tokens: int, dims: ParallelDims, *, is_training: bool) -> int:
         if self._output == "score":
             return FLOAT32_BYTES * self.sizes.hidden_size * tokens
-        return head_bytes(self.sizes, tokens=tokens, compute_bytes=self._compute_bytes, has_gradient=is_training)
+        return head_bytes(
+            self.sizes,
+            tokens=tokens,
+            compute_bytes=self._compute_bytes,
+            has_gradient=is_training,
+            tensor_parallel=dims.tp,
+        )
 
     def _gathered(self, dims: ParallelDims, *, is_training: bool) -> int:
         """Whole copies of what is cut; none where nothing is."""
         if _num_cuts(dims) == 1:
             return 0
-        ends, layers = self._whole(in_layer=False), self._whole(in_layer=True)
+        ends, layers = self._whole(dims, in_layer=False), self._whole(dims, in_layer=True)
         buffers = sum(ends.values()) + _LAYERS_WHOLE * sum(layers.values()) // self.sizes.num_layers
         if is_training:
             buffers += ends["trained"] + layers["trained"] // self.sizes.num_layers
         return buffers
 
-    def _whole(self, *, in_layer: bool) -> Mapping[str, int]:
-        """Bytes of parameters before they are cut, by whether they are trained."""
+    def _whole(self, dims: ParallelDims, *, in_layer: bool) -> Mapping[str, int]:
+        """Bytes of parameters before their rows are cut, by whether they are trained."""
         total = {"trained": 0, "frozen": 0}
         for tensors in self._tensors:
             if tensors.in_layer == in_layer:
                 kind = "trained" if tensors.is_trained else "frozen"
-                total[kind] += tensors.count * tensors.bytes_each * math.prod(tensors.shape)
+                total[kind] += tensors.count * tensors.bytes_each * math.prod(tensors.part(dims))
         return total
 
     def _generating(self, call: CallSizes, dims: ParallelDims) -> Parts:
         sizes = self.sizes
-        has_copy = _num_cuts(dims) > 1 or (self._adapters is not None and self._compute_bytes < FLOAT32_BYTES)
+        has_copy = dims.world_size > 1 or (self._adapters is not None and self._compute_bytes < FLOAT32_BYTES)
         rows_of_logits = 2 * FLOAT32_BYTES * sizes.vocab_size * call.sequences
         return {
             "KV cache": key_value_bytes_per_token(sizes, number_bytes=FLOAT32_BYTES) * call.tokens,
@@ -262,6 +286,9 @@ def _num_cuts(dims: ParallelDims) -> int:
     return dims.world_size // (dims.tp * dims.pp)
 
 
-def _numbers(shape: Shape, dims: ParallelDims) -> int:
-    """Of one tensor on one rank: as many rows as the rank with most."""
-    return -(-shape[0] // _num_cuts(dims)) * math.prod(shape[1:])
+def _tensor_dim(name: str) -> int | None:
+    """Rows or columns that tensor-parallel ranks share (tensor_parallel.py); None of what each of them has whole."""
+    module = name.rpartition(".")[0]
+    if module.endswith(_BY_ROWS):
+        return 0
+    return 1 if module.endswith(_BY_COLUMNS) and name.endswith(".weight") else None

@@ -16,9 +16,17 @@ from corral.experiments.checks import check_allocation
 from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource
 from corral.experiments.generation_checks import check_heads
 from corral.experiments.plan import RunPlan
-from corral.experiments.worker_specs import GenerationServerSpec, ModelWorkerSpec, RolloutWorkerSpec
-from corral.launcher.submit.memory_plan import GpuUse, TrainingMemory, gpu_uses, models_alone, server_use
-from corral.scheduling.allocation import Allocation, Share, parse_allocation
+from corral.experiments.training_checks import check_layouts
+from corral.experiments.worker_specs import GenerationServerSpec
+from corral.launcher.submit.memory_plan import (
+    GpuUse,
+    TrainingMemory,
+    gpu_uses,
+    longest_answer,
+    models_alone,
+    server_use,
+)
+from corral.scheduling.allocation import EVERY_ROLE, Allocation, Share, parse_allocation
 from corral.scheduling.gpu_memory import GIB, Peak, gpu_bytes_for, usable_bytes
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelName, parse_model_name
@@ -117,8 +125,8 @@ class _Checks:
         return self.budget.num_gpus - others
 
     def _on_one_node(self, dims: ParallelDims) -> bool:
-        """Whether ranks that share each layer can be of one node."""
-        return self.budget.gpus_per_node is None or self.budget.gpus_per_node % dims.tp == 0
+        """Whether ranks that share layers or rows of tokens, which talk most, can be of one node."""
+        return self.budget.gpus_per_node is None or self.budget.gpus_per_node % (dims.tp * dims.cp) == 0
 
     def _training_hints(self, use: GpuUse) -> Iterator[str]:
         memory = TrainingMemory.of(self.plan)
@@ -137,15 +145,16 @@ class _Checks:
         share = _share_with(allocation, mesh)
         if share is None:
             return None
-        roles = [str(role) for role in dict.fromkeys(name.role for name in self.plan.master.step_plan.meshes)]
+        named = [role for one in allocation.training for role in one.roles if role != EVERY_ROLE]
+        models = {str(name): memory.config_of(name) for name in names}
 
         def may_run(dims: ParallelDims) -> bool:
-            text = str(_with_layout(allocation, share, dims))
-            has_work = dims.dp <= self.plan.master.train_batch_size
-            generates = allocation.generation is not None
-            return (
-                has_work and self._on_one_node(dims) and not check_allocation(text, roles=roles, generates=generates)[1]
-            )
+            if dims.dp > self.plan.master.train_batch_size or not self._on_one_node(dims):
+                return False
+            changed = _with_layout(allocation, share, dims)
+            layout = Mesh(ranks=tuple(range(dims.world_size)), dims=dims)
+            problems = check_allocation(str(changed), roles=named, generates=allocation.generation is not None)[1]
+            return not problems and not any(check_layouts(dict.fromkeys(models, layout), models))
 
         found = nearest_layout(
             mesh.dims,
@@ -159,16 +168,7 @@ class _Checks:
         """The largest budget of tokens that fits, in steps; None if none does that holds the longest answer."""
         calls = [call for call in self.plan.master.calls if call.model_name in names]
         most = max((call.micro_batches.max_tokens_per_micro_batch or 0 for call in calls), default=0)
-        return _largest(most, fits, least=max(_LEAST_TOKENS, self._longest_answer()))
-
-    def _longest_answer(self) -> int:
-        """Tokens of the longest prompt and answer; 0 where rows bring their own answers."""
-        for worker in self.plan.workers:
-            if isinstance(worker, RolloutWorkerSpec):
-                return worker.dataset.config.max_prompt_tokens + worker.rollout.sampling.max_new_tokens
-            if isinstance(worker, ModelWorkerSpec) and worker.generation is not None and worker.dataset is not None:
-                return worker.dataset.config.max_prompt_tokens + worker.generation.sampling.max_new_tokens
-        return 0
+        return _largest(most, fits, least=max(_LEAST_TOKENS, longest_answer(self.plan) or 0))
 
     def _server_hints(self) -> Iterator[str]:
         allocation = parse_allocation(self._allocation_text())

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from corral.experiments.config.data import HELD_OUT_ANSWERS
+from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.parameters import adapted_layers
 from corral.experiments.plan import RunPlan
-from corral.experiments.worker_specs import GenerationServerSpec, ModelRoleSpec, ModelWorkerSpec
+from corral.experiments.worker_specs import GenerationServerSpec, ModelRoleSpec, ModelWorkerSpec, RolloutWorkerSpec
+from corral.launcher.submit.dataflow_text import answers_per_prompt
 from corral.scheduling.decoder_sizes import DecoderSizes, tensor_shapes
 from corral.scheduling.gpu_memory import CallOnGpu, ModelOnGpu, Peak, peak_of
 from corral.scheduling.mesh import Mesh
@@ -68,6 +70,7 @@ class TrainingMemory:
     """What training ranks hold, asked for the plan's layouts or for others."""
 
     plan: RunPlan
+    roles: Mapping[ModelName, ModelRoleSpec]
     models: Mapping[ModelName, RoleModel | None]
     """By name; None of a type that is not known."""
 
@@ -75,7 +78,14 @@ class TrainingMemory:
     def of(cls, plan: RunPlan) -> "TrainingMemory":
         workers = [worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec)]
         roles = {role.model_name: role for worker in workers for role in worker.roles}
-        return cls(plan=plan, models={name: _model_of(role) for name, role in roles.items()})
+        return cls(plan=plan, roles=roles, models={name: _model_of(role) for name, role in roles.items()})
+
+    def config_of(self, name: ModelName) -> ModelConfig:
+        """What an experiment says of a model, as far as layouts may not suit it."""
+        role = self.roles[name]
+        if role.optimizer is None:
+            return role.model
+        return TrainedModelConfig(**dict(role.model), optimizer=role.optimizer, lora=role.lora)
 
     def uses(self) -> list[GpuUse]:
         """One for each set of models that some ranks hold."""
@@ -121,18 +131,24 @@ class TrainingMemory:
         if call.call_type is CallType.EVALUATE and call.implementation == HELD_OUT_ANSWERS:
             return self._held_out_sizes(call, dims)
         kind: CallKind = "train" if call.call_type is CallType.TRAIN_STEP else "infer"
-        budget = call.micro_batches.max_tokens_per_micro_batch
-        if budget is None:  # a call of the user's own, which takes all that comes as one
-            budget = max_tokens or 0
-        return CallSizes(name=call.name, kind=kind, tokens=budget if max_tokens is None else min(budget, max_tokens))
+        limits = [call.micro_batches.max_tokens_per_micro_batch, max_tokens, self._most_tokens(call, dims)]
+        return CallSizes(name=call.name, kind=kind, tokens=min((limit for limit in limits if limit), default=0))
+
+    def _most_tokens(self, call: ModelFunctionCall, dims: ParallelDims) -> int | None:
+        """Of a rank's share of the batch, which may be less than a micro-batch may hold; None where nobody knows."""
+        longest = longest_answer(self.plan)
+        if longest is None:
+            return None
+        # Samples are dealt by their lengths: a rank may get one more than the mean.
+        return (call.n_seqs // dims.dp + 1) * (answers_per_prompt(self.plan) or 1) * longest
 
     def _generation_sizes(self, call: ModelFunctionCall, dims: ParallelDims) -> CallSizes:
         """As `workers/model/generator.py` makes its batch: the longest prompt and answer for each at a time."""
         spec = next(worker for worker in self.plan.workers if isinstance(worker, ModelWorkerSpec))
-        assert spec.generation is not None and spec.dataset is not None
+        assert spec.generation is not None
         prompts = -(-call.n_seqs // dims.dp)
         running = min(spec.generation.max_running_requests, prompts * spec.generation.group_size)
-        longest = spec.dataset.config.max_prompt_tokens + spec.generation.sampling.max_new_tokens
+        longest = longest_answer(self.plan) or 0
         return CallSizes(name=call.name, kind="generate", tokens=running * longest, sequences=running)
 
     def _held_out_sizes(self, call: ModelFunctionCall, dims: ParallelDims) -> CallSizes:
@@ -141,6 +157,16 @@ class TrainingMemory:
         running = -(-call.n_seqs // dims.dp)
         longest = spec.evaluation.dataset.max_prompt_tokens + spec.evaluation.max_new_tokens
         return CallSizes(name=call.name, kind="generate", tokens=running * longest, sequences=running)
+
+
+def longest_answer(plan: RunPlan) -> int | None:
+    """Tokens of the longest prompt with its answer; None where rows bring answers of their own."""
+    for worker in plan.workers:
+        if isinstance(worker, RolloutWorkerSpec):
+            return worker.dataset.config.max_prompt_tokens + worker.rollout.sampling.max_new_tokens
+        if isinstance(worker, ModelWorkerSpec) and worker.generation is not None and worker.dataset is not None:
+            return worker.dataset.config.max_prompt_tokens + worker.generation.sampling.max_new_tokens
+    return None
 
 
 def _on_gpu(call: ModelFunctionCall) -> CallOnGpu:

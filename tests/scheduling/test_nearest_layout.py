@@ -48,5 +48,5 @@ def test_what_may_not_run_is_not_asked_whether_it_fits() -> None:
         asked.append(dims)
         return False
 
-    nearest_layout(ParallelDims(dp=2), max_gpus=8, may_run=lambda dims: dims.tp == dims.pp == 1, fits=fits)
+    nearest_layout(ParallelDims(dp=2), max_gpus=8, may_run=lambda dims: dims.tp == dims.pp == dims.cp == 1, fits=fits)
     assert asked == [ParallelDims(dp=size) for size in range(3, 9)]

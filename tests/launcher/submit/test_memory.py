@@ -14,11 +14,13 @@ from corral.launcher.submit.imagined import check_on_shape
 from corral.launcher.submit.memory_plan import gpu_uses
 from corral.launcher.submit.memory_text import render_memory
 from corral.scheduling.cluster_shape import ClusterShape
+from corral.scheduling.parallel import ParallelDims
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 DENSE, MIXTURE = EXAMPLES / "qwen3_32b_grpo.yaml", EXAMPLES / "qwen3_30b_a3b_grpo.yaml"
 SHAPE = ClusterShape.parse("4x8x80G")
-WITH_REFERENCE = (f"ref.path={EXAMPLES}/models/qwen3_32b", "ref.max_tokens_per_micro_batch=1024", "ppo.kl.coef=0.1")
+BUDGET = GpuBudget(gpu_memory_mb=SHAPE.gpu_memory_mb, is_estimate_enough=True)
+WITH_REFERENCE = (f"ref.path={EXAMPLES}/models/qwen3_32b", "ref.max_tokens_per_micro_batch=8192", "ppo.kl.coef=0.1")
 
 
 def plan_of(path: Path, *overrides: str) -> RunPlan:
@@ -63,7 +65,7 @@ def test_the_table_shows_models_of_one_gpu_below_each_other_on_any_terminal(widt
     lines = text.splitlines()
     assert lines[0].split() == "GiB of one GPU params grads optim activ head KV buffers all".split()
     actor, ref = (
-        next(line.split() for line in lines if line.startswith(f"  {role}/0 d24")) for role in ("actor", "ref")
+        next(line.split() for line in lines if line.startswith(f"  {role}/0 d3c8")) for role in ("actor", "ref")
     )
     assert ref[2:] == ["5.1", "5.1"] and actor[2:5] == ["5.1", "5.1", "10.2"]
     total = next(line.split() for line in lines if line.startswith("  all, in actor_train"))
@@ -73,39 +75,57 @@ def test_the_table_shows_models_of_one_gpu_below_each_other_on_any_terminal(widt
 
 
 def test_a_refusal_names_the_role_the_largest_part_and_the_nearest_layout() -> None:
-    problem = problem_of(plan_of(DENSE, "allocation=sglang:d2t4+fsdp:d8"))
-    assert problem.message.startswith("actor/0 cannot fit: model_worker 0-7 (d8) need 1")
+    problem = problem_of(plan_of(DENSE, "allocation=sglang:d2t4+fsdp:d24"))
+    assert problem.message.startswith("actor/0 cannot fit: model_worker 0-23 (d24) need 2")
     assert problem.message.endswith("of each GPU, and 74.0 GiB of its 80.0 GiB are usable")
-    assert "optimizer of actor/0, 30.5 GiB, in actor_train" in problem.note
-    assert (problem.path, problem.shown) == (("allocation",), "sglang:d2t4+fsdp:d8")
-    proposed = re.match(r"allocation (sglang:d2t4\+fsdp:d(\d+)) fits", problem.hint)
+    assert problem.note == "the largest part: activations of actor/0, 222.0 GiB, in actor_train"
+    assert (problem.path, problem.shown) == (("allocation",), "sglang:d2t4+fsdp:d24")
+    proposed = re.match(r"allocation (sglang:d2t4\+fsdp:\w+) fits", problem.hint)
     assert proposed is not None
     check_on_shape(plan_of(DENSE, f"allocation={proposed[1]}"), SHAPE, source=NO_SOURCE)
-    problem_of(plan_of(DENSE, f"allocation=sglang:d2t4+fsdp:d{int(proposed[2]) - 1}"))
 
 
-def test_fewer_tokens_are_proposed_where_no_layout_helps() -> None:
+def test_more_ranks_are_proposed_where_the_state_is_too_large_and_one_fewer_does_not_fit() -> None:
+    few_tokens = (
+        "actor.max_tokens_per_micro_batch=1024", "rollout.sampling.max_new_tokens=512", "dataset.max_prompt_tokens=64"
+    )  # fmt: skip
+    problem = problem_of(plan_of(DENSE, "allocation=sglang:d2t4+fsdp:d8", *few_tokens))
+    assert "optimizer of actor/0, 30.5 GiB" in problem.note
+    proposed = re.match(r"allocation sglang:d2t4\+fsdp:(\w+) fits", problem.hint)
+    assert proposed is not None
+    num_gpus = ParallelDims.parse(proposed[1]).world_size
+    assert 8 < num_gpus < 24
+    assert (
+        check_memory(plan_of(DENSE, f"allocation=sglang:d2t4+fsdp:{proposed[1]}", *few_tokens), BUDGET, NO_SOURCE) == []
+    )
+    problem_of(plan_of(DENSE, f"allocation=sglang:d2t4+fsdp:d{num_gpus - 1}", *few_tokens))
+
+
+def test_fewer_tokens_are_proposed_beside_a_layout() -> None:
     tokens = ("actor.max_tokens_per_micro_batch=16384",)
-    problem = problem_of(plan_of(MIXTURE, *tokens))
-    assert "activations of actor/0" in problem.note
+    problem = problem_of(plan_of(DENSE, *tokens), ClusterShape.parse("4x8x96G"))
     found = re.fullmatch(r"max_tokens_per_micro_batch (\d+) fits this layout", problem.hint)
     assert found is not None
-    check_on_shape(plan_of(MIXTURE, f"actor.max_tokens_per_micro_batch={found[1]}"), SHAPE, source=NO_SOURCE)
-    problem_of(plan_of(MIXTURE, f"actor.max_tokens_per_micro_batch={int(found[1]) + 64}"))
+    for number, fits in ((int(found[1]), True), (int(found[1]) + 64, False)):
+        plan = plan_of(DENSE, f"actor.max_tokens_per_micro_batch={number}")
+        if fits:
+            check_on_shape(plan, ClusterShape.parse("4x8x96G"), source=NO_SOURCE)
+        else:
+            problem_of(plan, ClusterShape.parse("4x8x96G"))
 
 
 def test_no_budget_is_proposed_that_holds_no_longest_answer() -> None:
-    long = ("actor.max_tokens_per_micro_batch=16384", "rollout.sampling.max_new_tokens=12000")
+    long = ("actor.max_tokens_per_micro_batch=32768", "rollout.sampling.max_new_tokens=30000")
     problem = problem_of(plan_of(DENSE, *long))
     assert problem.hint.startswith("no layout that this version runs fits; GPUs of ")
 
 
 def test_a_server_that_is_too_large_is_told_of_more_gpus_or_fewer_tokens() -> None:
-    problem = problem_of(plan_of(DENSE, "allocation=sglang:d8+fsdp:d24"))
+    problem = problem_of(plan_of(DENSE, "allocation=sglang:d8+fsdp:d3c8"))
     assert problem.message.startswith("server cannot fit: generation_server 0-7 (d8) need ")
     assert problem.hint.startswith("sglang:d4t2 in the allocation fits; or engine.max_total_tokens ")
     tokens = int(re.findall(r"max_total_tokens (\d+)", problem.hint)[0])
-    plan = plan_of(DENSE, "allocation=sglang:d8+fsdp:d24", f"engine.max_total_tokens={tokens}")
+    plan = plan_of(DENSE, "allocation=sglang:d8+fsdp:d3c8", f"engine.max_total_tokens={tokens}")
     check_on_shape(plan, SHAPE, source=NO_SOURCE)
 
 
@@ -121,7 +141,7 @@ def test_a_real_submission_is_refused_for_what_is_certain_and_warned_of_the_rest
     plan = plan_of(DENSE)
     assert check_memory(plan, GpuBudget(gpu_memory_mb=fits), NO_SOURCE) == []
     [warning] = check_memory(plan, GpuBudget(gpu_memory_mb=estimated), NO_SOURCE)
-    assert warning.startswith("actor/0 cannot fit: model_worker 0-23 (d24) need ")
+    assert warning.startswith("actor/0 cannot fit: model_worker 0-23 (d3c8) need ")
     with pytest.raises(ConfigError, match="actor/0 cannot fit"):
         check_memory(plan, GpuBudget(gpu_memory_mb=certain), NO_SOURCE)
 

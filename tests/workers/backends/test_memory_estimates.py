@@ -6,6 +6,7 @@ autograd keeps is counted by torch's own hooks; one storage counts once, and wha
 
 import json
 from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.scheduling.activation_memory import HEAD_CHUNK_BYTES, ends_bytes_per_token, layer_bytes_per_token
 from corral.scheduling.decoder_sizes import DecoderSizes, Output
 from corral.scheduling.gpu_memory import Parts
+from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
 from corral.scheduling.role_memory import Adapters, CallSizes, RoleModel
 from corral.workers.backends import chunked_head
@@ -85,6 +87,11 @@ def size_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+def adapters_of(engine: FSDPEngine, *, rank: int) -> Adapters:
+    layers = {name for name, module in engine.model.named_modules() if isinstance(module, AdaptedLinear)}
+    return Adapters(rank=rank, layers=frozenset(layers))
+
+
 def train_step(engine: FSDPEngine) -> dict[str, int]:
     """One step, with the bytes of the gradients as the optimizer saw them, and of its state afterwards."""
     found = {"parameters": size_bytes(engine.model.parameters())}
@@ -132,16 +139,16 @@ def test_adapters_are_estimated_to_the_byte(head: str, dtype: torch.dtype, tmp_p
     engine = FSDPEngine(
         directory, context=ParallelContext(), head=head, optimizer=optimizer_config(), lora=lora, compute_dtype=dtype
     )
-    adapted = {name for name, module in engine.model.named_modules() if isinstance(module, AdaptedLinear)}
+    adapters = adapters_of(engine, rank=5)
     output: Output = "vocabulary" if head == "lm" else "score"
     role = RoleModel(
         sizes_of(directory),
         output=output,
         optimizer="adamw",
-        adapters=Adapters(rank=5, layers=frozenset(adapted)),
+        adapters=adapters,
         compute_bytes=dtype.itemsize,
     )
-    assert len(adapted) == 4
+    assert len(adapters.layers) == 4
     assert train_step(engine) == exact(estimate(role))
 
 
@@ -205,6 +212,47 @@ def test_all_activations_of_a_model_are_within_a_tenth(dtype: torch.dtype, tmp_p
     layers = [layer_bytes_per_token(sizes, layer, compute_bytes=dtype.itemsize) for layer in range(3)]
     expected = TOKENS * (sum(layers) + ends_bytes_per_token(sizes) + 4 * sizes.hidden_size)  # hidden states at the head
     assert kept_bytes(engine) == pytest.approx(expected, rel=0.1)
+
+
+def peak_bytes(engine: FSDPEngine) -> int:
+    """Most that was allocated at a time beyond what there was, in a step of three micro-batches of `TOKENS` tokens."""
+    sample = make_sample([[32, 32, 32, 32]] * 3)
+    engine.train_batch(sample, loss_fn=lm_loss, counted="prompt_mask")  # moments come with the first step
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        engine.train_batch(sample, loss_fn=lm_loss, counted="prompt_mask")
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "lora"),
+    [
+        ("qwen3", torch.bfloat16, None),
+        pytest.param("qwen3", torch.float32, LoraConfig(rank=4, alpha=4.0), marks=pytest.mark.slow),
+        pytest.param("mixture", torch.float32, None, marks=pytest.mark.slow),
+    ],
+    ids=["whole", "adapters", "mixture"],
+)
+def test_the_peak_of_a_step_is_estimated_within_a_fifth_and_hardly_too_low(
+    name: str, dtype: torch.dtype, lora: LoraConfig | None, tmp_path: Path
+) -> None:
+    """With several micro-batches: gradients of the first are there while the last one's activations are."""
+    larger = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "vocab_size": 1024, "head_dim": 32}
+    directory = save_model(name, tmp_path, **larger)
+    engine = FSDPEngine(
+        directory,
+        context=ParallelContext(),
+        optimizer=optimizer_config(),
+        lora=lora,
+        compute_dtype=dtype,
+        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=TOKENS),
+    )
+    adapters = None if lora is None else adapters_of(engine, rank=lora.rank)
+    role = RoleModel(sizes_of(directory), optimizer="adamw", adapters=adapters, compute_bytes=dtype.itemsize)
+    expected = sum(role.on_gpu("actor/0", ParallelDims(), [TRAIN]).working["train"].values())
+    assert 0.97 <= expected / peak_bytes(engine) <= 1.2
 
 
 def test_the_head_works_on_chunks_of_the_size_that_is_planned_with() -> None:
