@@ -29,6 +29,7 @@ from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.scheduling.activation_memory import HEAD_CHUNK_BYTES, ends_bytes_per_token, layer_bytes_per_token
 from corral.scheduling.decoder_sizes import DecoderSizes, Output
 from corral.scheduling.gpu_memory import Parts
+from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
 from corral.scheduling.role_memory import Adapters, CallSizes, RoleModel
@@ -37,7 +38,7 @@ from corral.workers.backends.base import LossOutput
 from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.lora import AdaptedLinear
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches
-from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.backends.sharding import local
 from corral.workers.backends.token_scores import TokenScores
 from tests.workers.backends.gang_helpers import play
@@ -157,27 +158,42 @@ def look_at_ranks(world: ParallelContext, folder: Path) -> None:
         if name != "mixture":  # whose stacked experts are cut as any other tensor
             engine = FSDPEngine(folder / name, context=world, optimizer=OptimizerConfig(type="muon"))
             (folder / f"{name}-{world.rank}.json").write_text(json.dumps(train_step(engine)))
+    mesh = Mesh(ranks=(0, 1), dims=ParallelDims(cp=2))
+    context = mesh_contexts(world, {"actor": mesh})["actor"]
+    assert context is not None
+    kept = [
+        kept_bytes(FSDPEngine(folder / f"layers-{layers}", context=context, optimizer=optimizer_config()))
+        for layers in (3, 6)
+    ]
+    (folder / f"kept-{world.rank}.json").write_text(json.dumps(kept[1] - kept[0]))
 
 
 def test_the_rank_with_most_of_two_holds_what_is_estimated(tmp_path: Path) -> None:
     for name in MODELS:
         save_model(name, tmp_path / name)
+    for layers in (3, 6):  # with one head of keys, which both context-parallel ranks need
+        save_model("qwen3", tmp_path / f"layers-{layers}", num_hidden_layers=layers, num_key_value_heads=1)
     play(look_at_ranks, tmp_path, world_size=2, directory=tmp_path)
     for name in ("llama", "qwen2", "qwen3"):
         expected = exact(estimate(RoleModel(sizes_of(tmp_path / name), optimizer="muon"), dp=2))
         found = [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(2)]
         assert {part: max(of_rank[part] for of_rank in found) for part in expected} == expected, name
+    sizes = sizes_of(tmp_path / "layers-6")
+    of_token = layer_bytes_per_token(sizes, 0, compute_bytes=4, context_parallel=2)
+    assert [json.loads((tmp_path / f"kept-{rank}.json").read_text()) for rank in range(2)] == [
+        3 * of_token * TOKENS // 2
+    ] * 2
 
 
 def kept_bytes(engine: FSDPEngine) -> int:
     """What autograd keeps after the forward pass of one micro-batch of `TOKENS` tokens."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in engine.model.parameters()}
-    kept: dict[int, tuple[int, Tensor]] = {}
+    own = {local(parameter).untyped_storage().data_ptr() for parameter in engine.model.parameters()}
+    kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # kept alive, or another would get its address
+            kept[storage.data_ptr()] = tensor  # alive, or another would get its address
         return tensor
 
     sample = make_sample([[32, 32, 32, 32]])
@@ -187,7 +203,8 @@ def kept_bytes(engine: FSDPEngine) -> int:
     engine.model.train()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         engine._scores(micro_batch, 1.0)
-    return sum(size for size, _ in kept.values())
+    # Afterwards: what was gathered of a layer that is cut is let go, and gathered again.
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixture"])
@@ -227,20 +244,20 @@ def peak_bytes(engine: FSDPEngine) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "lora"),
+    ("name", "dtype", "lora", "layers"),
     [
-        ("qwen3", torch.bfloat16, None),
-        pytest.param("qwen3", torch.float32, LoraConfig(rank=4, alpha=4.0), marks=pytest.mark.slow),
-        pytest.param("mixture", torch.float32, None, marks=pytest.mark.slow),
+        ("qwen3", torch.bfloat16, None, 3),
+        pytest.param("qwen3", torch.float32, LoraConfig(rank=4, alpha=4.0), 6, marks=pytest.mark.slow),
+        pytest.param("mixture", torch.float32, None, 6, marks=pytest.mark.slow),
     ],
     ids=["whole", "adapters", "mixture"],
 )
 def test_the_peak_of_a_step_is_estimated_within_a_fifth_and_hardly_too_low(
-    name: str, dtype: torch.dtype, lora: LoraConfig | None, tmp_path: Path
+    name: str, dtype: torch.dtype, lora: LoraConfig | None, layers: int, tmp_path: Path
 ) -> None:
     """With several micro-batches: gradients of the first are there while the last one's activations are."""
-    larger = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "vocab_size": 1024, "head_dim": 32}
-    directory = save_model(name, tmp_path, **larger)
+    larger = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": layers, "vocab_size": 1024}
+    directory = save_model(name, tmp_path, head_dim=32, **larger)
     engine = FSDPEngine(
         directory,
         context=ParallelContext(),
