@@ -14,7 +14,7 @@ some of these are held at a time.
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import Any, BinaryIO, Final, TypeAlias
+from typing import Any, BinaryIO, Final, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -42,6 +42,13 @@ _LARGE_DTYPE: Final = np.dtype("<u4")
 
 class DeltaError(Exception):
     """A delta is damaged, or does not fit to the file that it is to be applied to; names what differs."""
+
+
+class Readable(Protocol):
+    """As much of a file as a base has to have."""
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        """Fill the beginning of `buffer`; returns how many bytes, 0 at the end."""
 
 
 class DeltaHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -177,7 +184,7 @@ def _decompress(frame: memoryview, *, max_bytes: int) -> bytes:
 class DeltaEncoder:
     """Makes the delta of a file while that is written, piece by piece, from the bytes that are meant."""
 
-    def __init__(self, base: BinaryIO, *, itemsize: int, max_bytes: int) -> None:
+    def __init__(self, base: Readable, *, itemsize: int, max_bytes: int) -> None:
         """
         Args:
             base: the same file of the version before, unbuffered, at its beginning.
@@ -247,11 +254,11 @@ def read_header(delta: BinaryIO) -> DeltaHeader:
     return header
 
 
-def apply_delta(base: BinaryIO, delta: BinaryIO, header: DeltaHeader) -> Iterator[memoryview]:
+def apply_delta(base: Readable, delta: BinaryIO, header: DeltaHeader) -> Iterator[memoryview]:
     """The new file, piece by piece; whoever writes it compares its digest with `header.result`.
 
     Args:
-        base: unbuffered, at its beginning.
+        base: unbuffered, at its beginning; or a `PieceFile` of what another delta gives.
         delta: at its first frame, as `read_header` leaves it.
 
     Raises:
@@ -272,10 +279,34 @@ def apply_delta(base: BinaryIO, delta: BinaryIO, header: DeltaHeader) -> Iterato
         raise DeltaError(f"expected the end of the delta after {done} bytes of its result, got more")
 
 
-def _fill(file: BinaryIO, piece: memoryview) -> int:
+class PieceFile:
+    """Pieces that come one after the other, read as a file: the base of a delta may be what another one gives."""
+
+    def __init__(self, pieces: Iterator[memoryview]) -> None:
+        """
+        Args:
+            pieces: each is valid until the next.
+        """
+        self._pieces = pieces
+        self._rest = memoryview(b"")
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        """Fill the beginning of `buffer`; returns how many bytes, 0 at the end."""
+        while not self._rest.nbytes:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._rest = piece
+        size = min(buffer.nbytes, self._rest.nbytes)
+        buffer[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
+        return size
+
+
+def _fill(file: Readable, piece: memoryview) -> int:
     """Reads until `piece` is full or the file ends; returns how much came."""
     done = 0
-    while done < piece.nbytes and (size := file.readinto(piece[done:])):  # type: ignore[attr-defined]
+    while done < piece.nbytes and (size := file.readinto(piece[done:])):
         done += size
     return done
 

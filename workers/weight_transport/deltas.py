@@ -1,23 +1,30 @@
 """Files of a version from those of the version before it, and from what has changed since.
 
     a file that is held + its delta in the new version ──► the new file
+    a file that is held + the deltas of the versions that were missed, and of the new one ──► the new file
 
 A delta names the digests of its base and of its result: after the trainer has gone back, what is held is an orphan, no
 delta leads from it, and files are read whole.
 """
 
+import logging
+import os
 from collections.abc import Generator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from corral.workers.checkpoint.durable_file import FileEntry
-from corral.workers.checkpoint.file_delta import DELTA_SUFFIX, DeltaError, apply_delta, read_header
+from corral.workers.checkpoint.file_delta import DELTA_SUFFIX, DeltaError, PieceFile, Readable, apply_delta, read_header
 from corral.workers.checkpoint.manifest import Manifest
+from corral.workers.weight_transport.delta_chains import Delta, cheapest_chain
 from corral.workers.weight_transport.from_held import Held, NoWayError, Way, fill_from_held
 from corral.workers.weight_transport.patience import Patience
 from corral.workers.weight_transport.transport import Arrived
+
+logger = logging.getLogger(__name__)
 
 
 def fill_with_deltas(
@@ -37,31 +44,57 @@ def fill_with_deltas(
 
 @dataclass(frozen=True, slots=True)
 class _Deltas:
-    """Of one version."""
+    """Of one version, and of those beside it that are still there."""
 
     weights: Path
     manifest: Manifest
     held: Held
 
     def find_way(self, name: str, expected: FileEntry) -> Way | None:
-        """By the file's delta."""
-        if (delta := self.manifest.files.get(f"{name}{DELTA_SUFFIX}")) is None:
+        """By the file's delta from what is held; where a version was missed, by that one's delta and its own."""
+        if f"{name}{DELTA_SUFFIX}" not in self.manifest.files:
             return None
-        path = self.weights / f"{name}{DELTA_SUFFIX}"
-        try:
-            with open(path, "rb") as file:
-                header = read_header(file)
-        except DeltaError as error:
-            raise NoWayError(str(error)) from error
-        if header.result != expected:
-            raise NoWayError(f"{path} leads to {header.result}, and the manifest has {expected}")
-        base = self.held.file(name, header.base)
-        return Way(_applied(base, path), bytes_read=delta.size) if base is not None else None
+        own = _read_delta(self.weights / f"{name}{DELTA_SUFFIX}")
+        if own.result != expected:
+            raise NoWayError(f"{own.path} leads to {own.result}, and the manifest has {expected}")
+        others = [] if self.held.file(name, own.base) is not None else self._of_missed_versions(name)
+        chain = cheapest_chain(self.held.contents(name), expected, [own, *others])
+        if not chain:
+            return None
+        base = self.held.file(name, chain[0].base)
+        assert base is not None  # the chain begins with something that is held
+        return Way(_applied(base, chain), bytes_read=sum(delta.size for delta in chain))
+
+    def _of_missed_versions(self, name: str) -> list[Delta]:
+        """Their manifests need not be read: what comes out in the end is compared with that of the present version."""
+        found: list[Delta] = []
+        for path in self.weights.parent.glob(f"*/{name}{DELTA_SUFFIX}"):
+            if path.parent == self.weights:
+                continue
+            try:
+                found.append(_read_delta(path))
+            except (NoWayError, OSError) as error:  # it may be gone this very moment, as old versions go
+                logger.info("%s is no way to %s: %s", path, self.weights, error)
+        return found
 
 
-def _applied(base: Path, delta_path: Path) -> Generator[memoryview, None, None]:
-    with open(base, "rb", buffering=0) as old, open(delta_path, "rb") as delta:
+def _read_delta(path: Path) -> Delta:
+    try:
+        with open(path, "rb") as file:
+            header = read_header(file)
+            return Delta(path=path, size=os.fstat(file.fileno()).st_size, base=header.base, result=header.result)
+    except DeltaError as error:
+        raise NoWayError(str(error)) from error
+
+
+def _applied(base: Path, chain: Sequence[Delta]) -> Generator[memoryview, None, None]:
+    with ExitStack() as files:
+        source: Readable = files.enter_context(open(base, "rb", buffering=0))
         try:
-            yield from apply_delta(old, delta, read_header(delta))
+            for delta in chain:
+                opened = files.enter_context(open(delta.path, "rb"))
+                pieces = apply_delta(source, opened, read_header(opened))
+                source = PieceFile(pieces)
+            yield from pieces
         except DeltaError as error:
             raise NoWayError(str(error)) from error

@@ -66,6 +66,10 @@ class Held:
         """The file of this name that has this content."""
         return next((path / name for path, files in self.versions if files.get(name) == entry), None)
 
+    def contents(self, name: str) -> frozenset[FileEntry]:
+        """Of all files of this name."""
+        return frozenset(files[name] for _, files in self.versions if name in files)
+
 
 @dataclass(frozen=True, slots=True)
 class Filled:

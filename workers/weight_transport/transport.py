@@ -5,7 +5,7 @@ version, directory, digest of its manifest ──stage (the server generates on)
 
 disk             verified where they are; every server of the host reads them once more from there
 shared_memory    one worker of the host copies them into host memory, verified on the way; all servers read that
-delta            the same, but it reads what changed since the version that is in host memory, where there is one
+delta            the same, but it reads what changed since a version that is in host memory, where there is one
 lora             the same, but it reads an adapter
 broadcast        the same, but it asks the workers of other hosts that hold the version by now, and reads the rest
 """

@@ -13,6 +13,8 @@ from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.checkpoint.file_delta import (
     DeltaEncoder,
     DeltaError,
+    PieceFile,
+    Readable,
     apply_delta,
     apply_piece,
     encode_piece,
@@ -125,6 +127,26 @@ def test_a_file_in_any_pieces_is_what_it_was(of: tuple[int, bytes, bytes], num_e
     itemsize, base, new = of
     delta = encode(base, new, piece_bytes=num_elements * itemsize, itemsize=itemsize)
     assert apply(base, delta) == new
+
+
+@settings(max_examples=50, deadline=None)
+@given(pieces(), st.lists(st.integers(1, 400), min_size=2, max_size=4), st.integers(0, 2**32))
+def test_what_one_delta_gives_is_the_base_of_the_next_in_whatever_pieces(
+    of: tuple[int, bytes, bytes], num_elements: list[int], seed: int
+) -> None:
+    itemsize, base, new = of
+    source: Readable = io.BytesIO(base)
+    rng = np.random.default_rng(seed)
+    for number in num_elements:
+        delta = io.BytesIO(encode(base, new, piece_bytes=number * itemsize, itemsize=itemsize))
+        header = read_header(delta)
+        source = PieceFile(apply_delta(source, delta, header))
+        base, new = new, rng.permutation(np.frombuffer(new, np.uint8)).tobytes()
+    content = bytearray(len(base) + 1)
+    view, done = memoryview(content), 0
+    while size := source.readinto(view[done : done + int(rng.integers(1, 500))]):
+        done += size
+    assert bytes(content[:done]) == base
 
 
 def test_a_file_larger_than_what_is_held_at_a_time_is_what_it_was() -> None:

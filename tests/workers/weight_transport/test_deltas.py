@@ -102,16 +102,42 @@ def test_all_servers_of_a_host_share_what_one_has_built_and_a_late_joiner_goes_o
         assert stage(transport, third).bytes_read == 0
 
 
-def test_who_missed_a_version_or_holds_none_reads_all(
-    transport: WeightTransport, trainer: Trainer, tmp_path: Path
+def test_who_missed_versions_reads_what_changed_in_each_of_them(
+    transport: WeightTransport, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage(transport, trainer.write("v1-e1"))
-    trainer.write("v2-e1")
+    missed = [trainer.write("v2-e1"), trainer.write("v3-e1")]
+    fourth = trainer.write("v4-e1")
+    read = sum(bytes_of(version, ".delta") for version in missed) + small(fourth)
+    assert stage(transport, fourth).bytes_read == read < 0.15 * whole(fourth)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_version_that_was_missed_and_is_gone_or_torn_is_no_way(transport: WeightTransport, trainer: Trainer) -> None:
+    stage(transport, trainer.write("v1-e1"))
+    second = trainer.write("v2-e1")
     third = trainer.write("v3-e1")
-    unchanged = bytes_of(third, "config.json", "index.json")  # the same two versions ago
-    assert stage(transport, third).bytes_read == whole(third) - unchanged
+    gone, torn, *_ = sorted(second.path.glob("*.delta"))
+    gone.unlink()
+    torn.write_bytes(b"no delta")
+    read_whole = sum(third.files[path.name.removesuffix(".delta")].size for path in (gone, torn))
+    last = bytes_of(second, "3-of-00003.safetensors.delta") + bytes_of(third, "3-of-00003.safetensors.delta")
+    assert stage(transport, third).bytes_read == read_whole + last + bytes_of(third, MANIFEST_NAME)
     fourth = trainer.write("v4-e1")
     assert stage(transport, fourth).bytes_read == small(fourth)
+
+
+def test_a_missed_version_is_damaged_where_no_header_shows_it_and_nothing_wrong_is_staged(
+    transport: WeightTransport, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage(transport, trainer.write("v1-e1"))
+    second = trainer.write("v2-e1")
+    third = trainer.write("v3-e1")
+    for path in second.path.glob("*.delta"):
+        flip_a_byte(path)
+    unchanged = bytes_of(third, "config.json", "index.json")
+    assert stage(transport, third).bytes_read == whole(third) - unchanged
+    assert "its checksum is another one" in caplog.text
 
 
 def test_an_orphan_is_no_base_and_the_resumed_trainer_s_commit_is(
