@@ -165,6 +165,10 @@ def look_at_ranks(world: ParallelContext, folder: Path) -> None:
         kept_bytes(FSDPEngine(folder / f"layers-{layers}", context=context, optimizer=optimizer_config()))
         for layers in (3, 6)
     ]
+    by_tensor = mesh_contexts(world, {"actor": Mesh(ranks=(0, 1), dims=ParallelDims(tp=2))})["actor"]
+    assert by_tensor is not None
+    engine = FSDPEngine(folder / "llama", context=by_tensor, optimizer=OptimizerConfig(type="muon"))
+    (folder / f"tensor-{world.rank}.json").write_text(json.dumps(train_step(engine)))
     (folder / f"kept-{world.rank}.json").write_text(json.dumps(kept[1] - kept[0]))
 
 
@@ -178,6 +182,9 @@ def test_the_rank_with_most_of_two_holds_what_is_estimated(tmp_path: Path) -> No
         expected = exact(estimate(RoleModel(sizes_of(tmp_path / name), optimizer="muon"), dp=2))
         found = [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(2)]
         assert {part: max(of_rank[part] for of_rank in found) for part in expected} == expected, name
+    role = RoleModel(sizes_of(tmp_path / "llama"), optimizer="muon")
+    by_tensor = exact(role.on_gpu("actor/0", ParallelDims(tp=2), [TRAIN]).during("train"))
+    assert [json.loads((tmp_path / f"tensor-{rank}.json").read_text()) for rank in range(2)] == [by_tensor] * 2
     sizes = sizes_of(tmp_path / "layers-6")
     of_token = layer_bytes_per_token(sizes, 0, compute_bytes=4, context_parallel=2)
     assert [json.loads((tmp_path / f"kept-{rank}.json").read_text()) for rank in range(2)] == [
