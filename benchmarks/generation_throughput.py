@@ -1,4 +1,4 @@
-"""Tokens per CPU second of the embedded engine, beside transformers.generate, SGLang, and matrix products alone.
+"""Tokens per CPU second of the embedded engine, beside transformers.generate, SGLang, and what none goes below.
 
     OMP_NUM_THREADS=1 python benchmarks/generation_throughput.py
 
@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +30,13 @@ from corral.experiments.inputs.sglang_environment import sglang_python, sglang_v
 from corral.workers.engine.engine import DTYPES, GenerationEngine, GenerationRequest, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks.sglang_server import MeasuredSglang, serving_sglang  # noqa: E402 - found through the line above
+from benchmarks.engine_parts import PARTS, clocked_parts  # noqa: E402 - found through the line above
+from benchmarks.generation_bounds import NEW_TOKENS, PROMPT_TOKENS, run_necessary, run_products  # noqa: E402 - as above
+from benchmarks.sglang_server import MeasuredSglang, serving_sglang  # noqa: E402 - as above
 
-PROMPT_TOKENS = 32
-NEW_TOKENS = 128
 VOCAB_SIZE = 1024
 BATCH_SIZES = (1, 16, 64)
+COLUMNS = ("engine", "transformers", "SGLang", "products", "necessary")
 
 
 @dataclass(frozen=True)
@@ -95,38 +96,41 @@ def run_transformers(model: Any, prompts: torch.Tensor, *, temperature: float) -
     return generated
 
 
-def run_linears(model: Any, batch_size: int) -> None:
-    """The matrix products of NEW_TOKENS decode steps by torch's own linear layers, nothing between them."""
-    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    inputs = {
-        linear.in_features: torch.randn(batch_size, linear.in_features, dtype=linear.weight.dtype) for linear in linears
-    }
-    with torch.inference_mode():
-        for _ in range(NEW_TOKENS):
-            for linear in linears:
-                linear(inputs[linear.in_features])
-
-
 def compare(
     engine: GenerationEngine, model: Any, sglang: MeasuredSglang | None, *, batch_size: int, num_rounds: int
-) -> str:
-    """One line of the table."""
+) -> tuple[str, str]:
+    """One line of each of the two tables."""
     prompts = torch.randint(0, VOCAB_SIZE, (batch_size, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
-    num_tokens = batch_size * NEW_TOKENS
     greedy = run_engine(engine, prompts, temperature=0)  # warms up too
     is_same = greedy == run_transformers(model, prompts, temperature=0)
     if sglang is not None:
         sglang.generate(prompts.tolist(), max_new_tokens=NEW_TOKENS, temperature=1.0)
-    rounds: dict[str, list[Speed]] = {name: [] for name in ("engine", "transformers", "sglang", "linears")}
+    runs: dict[str, Callable[[], object]] = {
+        "engine": lambda: run_engine(engine, prompts, temperature=1.0),
+        "transformers": lambda: run_transformers(model, prompts, temperature=1.0),
+        "products": lambda: run_products(model, batch_size),
+        "necessary": lambda: run_necessary(model, batch_size),
+    }
+    rounds: dict[str, list[Speed]] = {name: [] for name in COLUMNS}
+    shares: dict[str, list[float]] = {part: [] for part in PARTS}
     for _ in range(num_rounds):
-        rounds["engine"].append(measure(lambda: run_engine(engine, prompts, temperature=1.0), num_tokens=num_tokens))
-        rounds["transformers"].append(
-            measure(lambda: run_transformers(model, prompts, temperature=1.0), num_tokens=num_tokens)
-        )
+        for name, run in runs.items():
+            rounds[name].append(measure(run, num_tokens=batch_size * NEW_TOKENS))
         if sglang is not None:
-            rounds["sglang"].append(measure_sglang(sglang, prompts))
-        rounds["linears"].append(measure(lambda: run_linears(model, batch_size), num_tokens=num_tokens))
-    return table_line(rounds, batch_size=batch_size, is_same=is_same)
+            rounds["SGLang"].append(measure_sglang(sglang, prompts))
+        for part, share in measure_shares(runs["engine"]).items():
+            shares[part].append(share)
+    line = table_line(rounds, batch_size=batch_size, is_same=is_same)
+    return line, shares_line(shares, batch_size=batch_size)
+
+
+def measure_shares(run: Callable[[], object]) -> dict[str, float]:
+    """What each part of the engine takes of the CPU seconds of `run`."""
+    start = time.process_time()
+    with clocked_parts() as seconds:
+        run()
+    total = time.process_time() - start
+    return {part: value / total for part, value in seconds.items()}
 
 
 def measure_sglang(sglang: MeasuredSglang, prompts: torch.Tensor) -> Speed:
@@ -148,16 +152,28 @@ def table_line(rounds: dict[str, list[Speed]], *, batch_size: int, is_same: bool
         return f"{statistics.median(ratios):12.2f}" if ratios else f"{'-':>12}"
 
     speeds = " | ".join(f"{median(name, 'cpu')} {median(name, 'wall')}" for name in rounds)
-    ratios = " ".join(ratio(name) for name in ("transformers", "sglang", "linears"))
+    ratios = " ".join(ratio(name) for name in COLUMNS[1:])
     return f"{batch_size:5d} | {speeds} | {ratios} | {'yes' if is_same else 'NO'}"
 
 
+def shares_line(shares: dict[str, list[float]], *, batch_size: int) -> str:
+    medians = [statistics.median(values) for values in shares.values()]
+    return f"{batch_size:5d} | " + " ".join(f"{share:9.0%}" for share in (*medians, 1 - sum(medians)))
+
+
 def print_head() -> None:
-    names = ("engine", "transformers", "SGLang", "linears alone")
     print("tokens per second of CPU time and of wall time; the engine's per CPU second divided by that of the others")
-    print("      | " + " | ".join(f"{name:>17}" for name in names) + " |      engine divided by that of        | same")
-    columns = " | ".join(f"{'CPU':>8} {'wall':>8}" for _ in names)
-    print(f"batch | {columns} | {'transformers':>12} {'SGLang':>12} {'linears':>12} | greedy")
+    print("products: a step's matrix products; necessary: with attention and prompts (generation_bounds.py)")
+    divided = "engine divided by that of".center(13 * len(COLUMNS[1:]) - 1)
+    print("      | " + " | ".join(f"{name:>17}" for name in COLUMNS) + f" | {divided} | same")
+    columns = " | ".join(f"{'CPU':>8} {'wall':>8}" for _ in COLUMNS)
+    print(f"batch | {columns} | " + " ".join(f"{name:>12}" for name in COLUMNS[1:]) + " | greedy")
+
+
+def print_shares(lines: Sequence[str]) -> None:
+    print("where the engine's CPU seconds go (engine_parts.py)")
+    print("batch | " + " ".join(f"{name:>9}" for name in (*PARTS, "rest")))
+    print("\n".join(lines))
 
 
 @contextmanager
@@ -190,9 +206,12 @@ def main() -> None:
         model.eval()
         with sglang_if_installed(directory, dtype=arguments.dtype) as sglang:
             print_head()
+            shares = []
             for batch_size in BATCH_SIZES:
-                line = compare(engine, model, sglang, batch_size=batch_size, num_rounds=arguments.rounds)
+                line, share = compare(engine, model, sglang, batch_size=batch_size, num_rounds=arguments.rounds)
                 print(line, flush=True)
+                shares.append(share)
+            print_shares(shares)
 
 
 if __name__ == "__main__":
