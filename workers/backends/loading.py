@@ -1,19 +1,27 @@
-"""A directory in Hugging Face's format ──► a model in memory, whole, with the head that its role needs.
+"""A directory in Hugging Face's format ──► a model whose weights lie in its files, with the head that its role needs.
 
     weights of this head     ──► as they are
     a language model's       ──► its layers, and a `score` layer of zeros for a critic or a reward model
     anything else is missing ──► an error: transformers would draw it at random and say so in its log only
 
+    load_model: in the files' type, mapped ──► cut over ranks: own rows are copied ──► hold_weights: those, in float32
+
+What is mapped takes no memory before it is read, and a rank that keeps its rows of a weight reads no others: so none
+ever has the whole model in memory, where all weights of the files are of one type.
+
 A new score layer is zero because nothing is known yet: every value and score is 0, so that the first advantages are the
 returns themselves, on every rank and for every layout without a number drawn. Its gradient is not zero.
 """
 
+import copy
 import logging
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
 
@@ -24,11 +32,12 @@ logger = logging.getLogger(__name__)
 
 _SCORE = "score"
 _SCORE_WEIGHT = f"{_SCORE}.weight"
+_TYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # in safetensors' words
 _CLASSIFIERS = ("ForTokenClassification", "ForSequenceClassification")
 
 
 def load_model(directory: Path, head: Head[Any]) -> Any:
-    """A transformers model with float32 weights and packed attention, on the CPU.
+    """A transformers model with packed attention, on the CPU; its weights are to be cut, and then held in their types.
 
     Raises:
         ValueError: if the directory lacks weights other than those of a new score layer, its head gives more than one
@@ -38,15 +47,11 @@ def load_model(directory: Path, head: Head[Any]) -> Any:
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     if head.has_score_layer:
         _prepare_for_one_score(config, directory)
-    model, report = head.model_class.from_pretrained(
-        directory,
-        config=config,
-        dtype=torch.float32,
-        attn_implementation=PACKED_ATTENTION,
-        local_files_only=True,
-        use_safetensors=True,  # the other format is pickle
-        output_loading_info=True,
-    )
+    model, report = _from_files(directory, head, config, _stored_type(directory))
+    if any(buffer.is_floating_point() and buffer.dtype != torch.float32 for buffer in model.buffers()):
+        # Made by the model's own code, which rounds it to the type of the weights: it is in no file to be read again.
+        model, report = _from_files(directory, head, config, torch.float32)
+    model.config.dtype = torch.float32
     missing = set(report["missing_keys"])
     if head.has_score_layer:
         is_new = _SCORE_WEIGHT in missing and not _is_classifier(config)
@@ -58,6 +63,41 @@ def load_model(directory: Path, head: Head[Any]) -> Any:
             "give a directory that has all of them, or a role whose head it has"
         )
     return model
+
+
+def hold_weights(model: nn.Module, *, low: Iterable[Tensor] = (), low_type: torch.dtype = torch.float32) -> None:
+    """Put every parameter into float32, or into `low_type` where it is one of `low`; this rank's rows, one by one."""
+    kept_low = {id(parameter) for parameter in low}
+
+    def held(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor  # a buffer
+        return tensor.to(low_type if id(tensor) in kept_low else torch.float32)
+
+    model._apply(held)  # type: ignore[no-untyped-call]  # FSDP2 hears of it, as of a model that moves to another device
+
+
+def _stored_type(directory: Path) -> torch.dtype:
+    """The type that all weights of the files are of, in which they can be mapped; float32 if there are several."""
+    found = set()
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()}
+    return _TYPES.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
+
+
+def _from_files(directory: Path, head: Head[Any], config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The model, and transformers' report of what it found in the files."""
+    model, report = head.model_class.from_pretrained(
+        directory,
+        config=copy.deepcopy(config),  # transformers writes the type into it
+        dtype=dtype,
+        attn_implementation=PACKED_ATTENTION,
+        local_files_only=True,
+        use_safetensors=True,  # the other format is pickle
+        output_loading_info=True,
+    )
+    return model, report
 
 
 def _is_classifier(config: Any) -> bool:

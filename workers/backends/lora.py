@@ -60,13 +60,10 @@ class AdaptedLinear(CastingLinear):
         return adapter.added_to(whole(self.weight))
 
 
-def add_adapters(
-    model: Any, config: LoraConfig, *, seed: int, frozen_dtype: torch.dtype, has_score_layer: bool
-) -> None:
+def add_adapters(model: Any, config: LoraConfig, *, seed: int, has_score_layer: bool) -> None:
     """Freeze a whole model, and put adapters beside the linear layers that the configuration names.
 
-    A score layer is trained whole, as it may be new. Weights of linear layers are held in the type that products are
-    in, which changes no number: they would be cast to it each time. All others stay float32.
+    A score layer is trained whole, as it may be new.
 
     Args:
         seed: with a layer's name, decides its A: the same on every rank and for every number of ranks.
@@ -89,18 +86,21 @@ def add_adapters(
     for name, module in found:
         generator = torch.Generator().manual_seed(_seed_of(name, seed))
         model.set_submodule(name, AdaptedLinear(module, config, generator))
-    _hold_frozen(model, frozen_dtype)
     if has_score_layer:
         model.score.requires_grad_(True)
 
 
-def _hold_frozen(model: Any, dtype: torch.dtype) -> None:
-    """A weight that an embedding has, too, stays: its rows are added up, not multiplied."""
+def frozen_products(model: Any) -> list[Tensor]:
+    """Frozen weights that products alone read: these may be held in the products' type, which changes no number.
+
+    They would be cast to it each time. A weight that an embedding has, too, is none: its rows are added up.
+    """
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for module in model.modules():
-        is_product = type(module) is nn.Linear or isinstance(module, AdaptedLinear)
-        if is_product and not module.weight.requires_grad and id(module.weight) not in embedded:
-            module.weight.data = module.weight.data.to(dtype)
+    return [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, CastingLinear) and not module.weight.requires_grad and id(module.weight) not in embedded
+    ]
 
 
 def _seed_of(name: str, seed: int) -> int:

@@ -1,7 +1,7 @@
 """A directory ──► a model with its head and adapters, each rank with its part of it in the layout of its mesh.
 
-load_model ──► add_adapters ──► head ──► cut_layers (t) ──► share_attention (c) ──► shard (d x c)
-whole, on every rank             │       parts of layers                            rows of what is left
+load_model ──► add_adapters ──► head ──► cut_layers (t) ──► share_attention (c) ──► shard (d x c) ──► hold_weights
+in its files                     │       parts of layers                            rows of what is left  in float32
                                  └─ adapters first: FSDP2 would leave the gradients of those that come later
 """
 
@@ -13,8 +13,8 @@ import torch
 from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.adapter_files import read_adapter
 from corral.workers.backends.heads import Head
-from corral.workers.backends.loading import load_model
-from corral.workers.backends.lora import add_adapters, trained
+from corral.workers.backends.loading import hold_weights, load_model
+from corral.workers.backends.lora import add_adapters, frozen_products, trained
 from corral.workers.backends.low_precision import cast_per_use
 from corral.workers.backends.packed_attention import share_attention
 from corral.workers.backends.parallel_context import ParallelContext
@@ -45,10 +45,9 @@ def load_over_ranks(
     mesh = device_mesh(context) if context.world_size > 1 else None
     model = load_model(model_directory, head)
     if lora is not None:
-        add_adapters(model, lora, seed=seed, frozen_dtype=compute_dtype, has_score_layer=head.has_score_layer)
+        add_adapters(model, lora, seed=seed, has_score_layer=head.has_score_layer)
         if lora.adapter is not None:
             read_adapter(lora.adapter, trained(dict(model.named_parameters())))
-    model.to(context.device)
     cast_per_use(model)
     head.install(model)
     if mesh is not None and context.tp_size > 1:
@@ -57,4 +56,6 @@ def load_over_ranks(
         share_attention(model, context.cp_group)
     if mesh is not None:
         shard(model, mesh)
+    model.to(context.device)  # where layers have come as they were cut, and never whole
+    hold_weights(model, low=frozen_products(model), low_type=compute_dtype)
     return model

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -38,7 +37,13 @@ from corral.workers.backends.vocabulary_parallel import VocabularyShare
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.test_fsdp import negative_logprobs, trainable_sample
-from tests.workers.backends.training_helpers import VOCAB_SIZE, optimizer_config, read_weights, save_tiny_model
+from tests.workers.backends.training_helpers import (
+    VOCAB_SIZE,
+    LargestTensor,
+    optimizer_config,
+    read_weights,
+    save_tiny_model,
+)
 
 Array = npt.NDArray[np.float64]
 FEW_TOKENS = 5  # of a chunk, where an engine is to compute several
@@ -188,21 +193,6 @@ def test_no_token_is_no_score_and_no_gradient() -> None:
     found = make_case(num_tokens=0, vocab_size=7, hidden_size=3).found()
     assert found["logprobs"].shape == (0,)
     assert not found["of_weight"].any()
-
-
-class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that comes into being."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(tensor, Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -391,7 +391,7 @@ def test_a_base_in_low_precision_changes_no_number(
     low.save_state(tmp_path / "low")
     low.save_weights(tmp_path / "weights")
 
-    monkeypatch.setattr("corral.workers.backends.lora._hold_frozen", lambda model, dtype: None)
+    monkeypatch.setattr("corral.workers.backends.over_ranks.frozen_products", lambda model: [])
     full = make_engine(model_directory, LORA, compute_dtype=torch.bfloat16)
     assert [train(full, step) for step in range(2)] == stats
     full.save_state(tmp_path / "full")

@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.config.model import OptimizerConfig
 from corral.workers.backends.base import LossOutput
 from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.sharding import local
 from corral.workers.data.sequence_sample import SequenceSample
 
 VOCAB_SIZE = 64
@@ -95,3 +97,20 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     return {
         name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()
     }
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that comes into being; of one that is cut, this rank's."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        """Count those of one type only, or all."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dtype = dtype
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta and self._dtype in (None, tensor.dtype):
+                self.numel = max(self.numel, local(tensor).numel())
+        return result
