@@ -78,9 +78,9 @@ def _of_sizes(model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]
             hint=_which_divide("t", shared_by_t),
         )
     elif queries // dims.tp % dims.cp:
-        of_each = f"the {queries // dims.tp} that each of {dims.tp} ranks has of " if dims.tp > 1 else ""
+        left = f"the {queries // dims.tp} that t{dims.tp} leaves of " if dims.tp > 1 else ""
         yield ConfigProblem(
-            message=f"{dims.cp} context-parallel ranks cannot share {of_each}the {queries} attention heads of {name} "
+            message=f"{dims.cp} context-parallel ranks cannot share {left}the {queries} attention heads of {name} "
             "equally",
             hint=_which_divide("c", queries // dims.tp),
         )

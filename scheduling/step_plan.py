@@ -179,13 +179,14 @@ def describe_shards(model_name: ModelName, mesh: Mesh) -> str:
 
     Example:
         "d0-1 on 0-1"                                     data-parallel shard 0 on model_worker/0, 1 on model_worker/1
-        "p0 d0-1 t0-1 on 0-3, p1 d0-1 t0-1 on 4-7"        t counts first
+        "p0 d0-1 t0-1 on 0-3, p1 d0-1 t0-1 on 4-7"        t counts first, then c, then d
     """
     stages: dict[int, list[int]] = defaultdict(list)
     for shard, rank in shard_ids(model_name, mesh).items():
         stages[shard.pp_rank].append(rank)
     dims = mesh.dims
-    letters = [f"d0-{dims.dp - 1}" if dims.dp > 1 else "d0", f"t0-{dims.tp - 1}" if dims.tp > 1 else ""]
+    spans = [f"{letter}0-{size - 1}" if size > 1 else "" for letter, size in (("c", dims.cp), ("t", dims.tp))]
+    letters = [f"d0-{dims.dp - 1}" if dims.dp > 1 else "d0", *spans]
     return ", ".join(
         " ".join([*([f"p{stage}"] if dims.pp > 1 else []), *filter(None, letters), "on", fold_numbers(ranks)])
         for stage, ranks in stages.items()

@@ -499,6 +499,19 @@ CONTRADICTION_CASES = (
         line=4,
     ),
     BrokenCase(
+        name="heads-that-context-parallel-ranks-cannot-share-once-they-are-cut",
+        edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:t2c4"),
+        files={
+            "model/config.json": '{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, '
+            '"max_position_embeddings": 64, "eos_token_id": 1}',
+        },
+        words=(
+            "4 context-parallel ranks cannot share the 2 that t2 leaves of the 4 attention heads",
+            "c1 or c2 divide",
+        ),
+        line=4,
+    ),
+    BrokenCase(
         name="a-model-that-tensor-parallel-ranks-cannot-share",
         edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d2t2"),
         files={

@@ -1,5 +1,6 @@
 """What a train step does where: goes, routes of keys and weights, and which calls may run at the same time."""
 
+import itertools
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -171,18 +172,22 @@ def _pairs_of_a_random_run(step: StepPlan, chance: random.Random) -> Iterable[tu
             state.finish_go(name, running.pop(name))
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.permutations(range(48)))
-def test_shards_are_described_completely_and_in_order(dp: int, tp: int, pp: int, workers: list[int]) -> None:
-    mesh = Mesh(ranks=tuple(workers[: dp * tp * pp]), dims=ParallelDims(dp=dp, tp=tp, pp=pp))
+_sizes = st.integers(1, 3)
+
+
+@given(st.builds(ParallelDims, dp=_sizes, tp=_sizes, pp=_sizes, cp=_sizes), st.permutations(range(81)))
+def test_shards_are_described_completely_and_in_order(dims: ParallelDims, workers: list[int]) -> None:
+    mesh = Mesh(ranks=tuple(workers[: dims.world_size]), dims=dims)
     name = ModelName("actor")
     told = {}
     for part in describe_shards(name, mesh).split(", "):
         letters, ranks = part.split(" on ")
         spans = {word[0]: _numbers(word[1:]) for word in letters.split()}
-        places = [(d, t, p) for p in spans.get("p", [0]) for d in spans["d"] for t in spans.get("t", [0])]
-        told |= dict(zip(places, _numbers(ranks), strict=True))
+        p_d_c_t = [spans["d"] if letter == "d" else spans.get(letter, [0]) for letter in "pdct"]
+        told |= dict(zip(itertools.product(*p_d_c_t), _numbers(ranks), strict=True))
     assert told == {
-        (shard.dp_rank, shard.tp_rank, shard.pp_rank): rank for shard, rank in shard_ids(name, mesh).items()
+        (shard.pp_rank, shard.dp_rank, shard.cp_rank, shard.tp_rank): rank
+        for shard, rank in shard_ids(name, mesh).items()
     }
 
 
@@ -196,7 +201,7 @@ def test_folded_numbers_read_back_in_order(numbers: list[int]) -> None:
     assert (_numbers(fold_numbers(numbers)) if numbers else []) == numbers
 
 
-@given(st.builds(ParallelDims, dp=st.integers(1, 9), tp=st.integers(1, 9), pp=st.integers(1, 9)))
+@given(st.builds(ParallelDims, dp=st.integers(1, 9), tp=st.integers(1, 9), pp=st.integers(1, 9), cp=st.integers(1, 9)))
 def test_the_short_form_of_a_layout_is_the_same_layout(dims: ParallelDims) -> None:
     assert ParallelDims.parse(dims.short) == dims
 
