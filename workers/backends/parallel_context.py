@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from types import MappingProxyType
 
 import torch
@@ -30,6 +31,8 @@ _AXES = MappingProxyType(
         "shard_group": frozenset({"dp_rank", "cp_rank"}),
         "cp_group": frozenset({"cp_rank"}),
         "tp_group": frozenset({"tp_rank"}),
+        "pp_group": frozenset({"pp_rank"}),
+        "model_group": frozenset({"tp_rank", "pp_rank"}),
     }
 )
 """The coordinates in which the ranks of each group of a context differ."""
@@ -63,6 +66,12 @@ class ParallelContext:
     """The ranks that have the other tokens of this rank's rows, by context-parallel rank."""
     tp_group: dist.ProcessGroup | None = None
     """The ranks that have the other parts of this rank's layers, by tensor-parallel rank."""
+    pp_group: dist.ProcessGroup | None = None
+    """The ranks that have the other layers, by pipeline stage."""
+    ends_group: dist.ProcessGroup | None = None
+    """The ranks of the first and the last stage, which share an embedding that is the output, too."""
+    model_group: dist.ProcessGroup | None = None
+    """The ranks that hold one whole model with this one, by place."""
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def __post_init__(self) -> None:
@@ -251,7 +260,7 @@ def mesh_contexts(world: ParallelContext, meshes: Mapping[str, Mesh]) -> dict[st
     for name, mesh in meshes.items():
         if unknown := sorted(set(mesh.ranks) - set(world.mesh.ranks)):
             raise ValueError(f"mesh {name!r} has rank {unknown[0]}, but the gang's ranks are {world.mesh}")
-        for ranks in (mesh.ranks, *(ranks for axes in _AXES.values() for ranks in _ranks_along(mesh, axes))):
+        for ranks in (mesh.ranks, *chain.from_iterable(_groups_of(mesh).values())):
             if ranks not in groups:
                 groups[ranks] = _form_group(world, name, ranks)
     return {name: _context_in(mesh, world, groups) if world.rank in mesh else None for name, mesh in meshes.items()}
@@ -274,6 +283,12 @@ def _form_group(world: ParallelContext, name: str, ranks: tuple[int, ...]) -> di
     return group
 
 
+def _groups_of(mesh: Mesh) -> dict[str, list[tuple[int, ...]]]:
+    """The ranks of each group of a mesh's contexts, by the context's name for it; each rank is in one at most."""
+    along = {name: _ranks_along(mesh, axes) for name, axes in _AXES.items()}
+    return along | {"ends_group": [tuple(dict.fromkeys((stages[0], stages[-1]))) for stages in along["pp_group"]]}
+
+
 def _ranks_along(mesh: Mesh, axes: frozenset[str]) -> list[tuple[int, ...]]:
     """The groups of ranks that differ in nothing but these coordinates, by place; each rank is in one of them."""
     groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -287,8 +302,8 @@ def _context_in(
     mesh: Mesh, world: ParallelContext, groups: Mapping[tuple[int, ...], dist.ProcessGroup | None]
 ) -> ParallelContext:
     own = {
-        name: groups[next(ranks for ranks in _ranks_along(mesh, axes) if world.rank in ranks)]
-        for name, axes in _AXES.items()
+        name: next((groups[ranks] for ranks in all_ranks if world.rank in ranks), None)
+        for name, all_ranks in _groups_of(mesh).items()
     }
     return ParallelContext(
         rank=world.rank, mesh=mesh, device=world.device, timeout_s=world.timeout_s, group=groups[mesh.ranks], **own
