@@ -3,11 +3,14 @@
     source's ranks:  export_weights ──► whole tensors ──first rank broadcasts──► every rank of both meshes
     target's ranks:  import_weights ◄── one tensor at a time, each keeps its part; a moving average, if so asked
 
-Both models have the same architecture, and with it the same parameters in the same order: only values travel.
+Both models have the same architecture, and with it the same tensors by Hugging Face's names; their backends may differ,
+and with them the order.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +21,8 @@ from corral.scheduling.model_function_call import ModelName
 from corral.scheduling.parallel import ParallelDims
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.model.role_model import RoleModel
+
+_HEADER_BYTES: Final = 512  # the same for every tensor, so that none has to be told its length first
 
 
 def reallocation_meshes(graph: DataflowGraph, meshes: Mapping[str, Mesh]) -> dict[str, Mesh]:
@@ -59,7 +64,7 @@ def reallocate(
             raise ValueError("models on the same ranks are both held by each of these ranks, and one is missing here")
         target.engine.import_weights(given, eta=eta)
         return
-    travelling = _broadcast(given, target, group)
+    travelling = _broadcast(given, group)
     if target is not None:
         target.engine.import_weights(travelling, eta=eta)
     else:
@@ -67,17 +72,39 @@ def reallocate(
             pass
 
 
-def _broadcast(
-    given: Iterable[tuple[str, Tensor]] | None, target: RoleModel | None, group: ParallelContext
-) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors on every rank of the group, one at a time, from its first rank."""
+def _broadcast(given: Iterable[tuple[str, Tensor]] | None, group: ParallelContext) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors on every rank of the group, one at a time, from its first rank, each with a word of what it is."""
     if given is not None:
         for name, tensor in given:
             whole = tensor.contiguous()
+            _tell(_Header(name, tuple(whole.shape), _name_of(whole.dtype)), group)
             dist.broadcast(whole, group_src=0, group=group.group)
             yield name, whole
-    elif target is not None:
-        for name, parameter in target.engine.model.named_parameters():
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=group.device)
-            dist.broadcast(whole, group_src=0, group=group.group)
-            yield name, whole
+        _tell(None, group)
+        return
+    while (header := _tell(None, group)) is not None:
+        whole = torch.empty(header.shape, dtype=getattr(torch, header.dtype), device=group.device)
+        dist.broadcast(whole, group_src=0, group=group.group)
+        yield header.name, whole
+
+
+class _Header(msgspec.Struct, frozen=True, array_like=True):
+    """What comes next."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _tell(header: _Header | None, group: ParallelContext) -> _Header | None:
+    """The first rank's header on every rank; None is the end."""
+    content = msgspec.json.encode(header).ljust(_HEADER_BYTES)
+    if len(content) > _HEADER_BYTES:
+        raise ValueError(f"weight {header} has a name of more than {_HEADER_BYTES} bytes")
+    packed = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    dist.broadcast(packed, group_src=0, group=group.group)
+    return msgspec.json.decode(bytes(packed.tolist()), type=_Header | None)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
