@@ -7,12 +7,13 @@ STAMP := $(VENV)/.installed
 # SGLang's own environment. Elsewhere than beside .venv, say so to trials: sglang.python, or a link .venv-sglang.
 SGLANG_VENV ?= .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+MEGATRON_STAMP := $(VENV)/.installed-megatron
 # Tests wait for SLURM's timers as much as they compute: three processes of them keep two cores busy.
 TEST_PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup sglang setup-slurm demo recipes quantized test test-all test-slurm test-fast lint typecheck docs bench damage clean
+.PHONY: setup sglang megatron setup-slurm demo recipes quantized test test-all test-slurm test-fast lint typecheck docs bench damage clean
 
 setup: $(STAMP)  ## create .venv and install corral with its development tools
 
@@ -27,6 +28,12 @@ $(SGLANG_STAMP): .ci/make-sglang .ci/sglang-cpu.txt
 	@sh .ci/make-sglang "$(PYTHON)" "$(SGLANG_VENV)"
 	@touch $@
 
+megatron: $(MEGATRON_STAMP)  ## add megatron-core to .venv, for layouts with megatron:
+
+$(MEGATRON_STAMP): $(STAMP)
+	$(BIN)/pip install --quiet --editable '.[megatron]'
+	@touch $@
+
 setup-slurm:  ## install the SLURM daemons that the tests start (Debian and Ubuntu)
 	@sh .ci/install-slurm
 
@@ -39,10 +46,10 @@ recipes: setup  ## train every recipe on this machine, and say in one table whet
 quantized: setup  ## train with makers that round their weights beside makers that do not: half an hour
 	$(BIN)/python benchmarks/quantized_makers.py
 
-test: setup sglang setup-slurm lint typecheck  ## what must hold; what CI runs
+test: setup sglang megatron setup-slurm lint typecheck  ## what must hold; what CI runs
 	CORRAL_REQUIRE_SLURM=1 $(PYTEST) -m 'not slow'
 
-test-all: setup sglang setup-slurm lint typecheck  ## also what takes long and shows little more
+test-all: setup sglang megatron setup-slurm lint typecheck  ## also what takes long and shows little more
 	CORRAL_REQUIRE_SLURM=1 $(PYTEST)
 
 test-slurm: setup sglang $(if $(SLURM_ROOT),,setup-slurm)  ## the SLURM tests; SLURM_ROOT=DIR: by the SLURM of a Debian tree (see CONTRIBUTING)
@@ -51,7 +58,7 @@ test-slurm: setup sglang $(if $(SLURM_ROOT),,setup-slurm)  ## the SLURM tests; S
 	fi; \
 	CORRAL_REQUIRE_SLURM=1; export CORRAL_REQUIRE_SLURM; "$$@" $(PYTEST) tests/slurm
 
-test-fast: setup sglang  ## without SLURM and without whole trials
+test-fast: setup sglang megatron  ## without SLURM and without whole trials
 	$(PYTEST) -m 'not slow and not slurm' --ignore tests/integration
 
 lint: setup

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+from torch import Tensor, nn
 
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends.micro_batches import MicroBatch
@@ -57,6 +57,14 @@ class TrainEngine(Protocol[ScoresT_co]):
     """This rank's place in the model's mesh."""
     micro_batches: MicroBatchSpec
     """How the samples of the present call are cut; set before each call."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as transformers has it, for generation: it may be cut over ranks, or a copy made for the asker.
+
+        A collective of the mesh, and so is each use of a model that is cut.
+        """
+
     num_parameters: int
     """Of the whole model, as it is exported."""
     num_trained: int

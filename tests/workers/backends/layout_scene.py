@@ -5,7 +5,7 @@ plain_loop     transformers, one sequence after the other, torch.optim.AdamW: no
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
 from corral.workers.algorithms.base import compute_logprobs
 from corral.workers.algorithms.sft import SFTInterface
+from corral.workers.backends.base import AnyEngine
 from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.data.sequence_sample import SequenceSample
@@ -34,16 +35,32 @@ OPTIMIZER = optimizer_config(lr=5e-3, weight_decay=0.1, gradient_clipping=0.5)
 LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12], [20, 8, 21, 6]]  # ragged, and odd in sum
 _RANKS = {"d2": (2, 3)}  # others take all four, or as many as they need
 
+
+@dataclass(frozen=True)
+class Variant:
+    """Another way to train than a language model's whole weights by AdamW."""
+
+    head: str = "lm"
+    muon: bool = False
+    lora: LoraConfig | None = None
+    dtype: torch.dtype = torch.float32
+    tolerance: float = 1e-4
+
+
 Stats = list[dict[str, float]]
+MakeEngine = Callable[[Path, ParallelContext, Variant], AnyEngine]
+"""A backend's engine of a tiny model."""
 
 
 def save_tiny(kind: str, directory: Path) -> Path:
     """A random model of two layers.
 
     The embedding of qwen3 is its output, too, and its heads are wider than their share; llama has a bias everywhere,
-    and a vocabulary that two ranks cannot halve.
+    and a vocabulary that two ranks cannot halve; plain_llama has neither.
     """
-    config_class: Any = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[kind]
+    config_class: Any = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "plain_llama": LlamaConfig}[
+        kind
+    ]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.manual_seed(1)
     config = config_class(
@@ -82,17 +99,20 @@ def share_of(sample: SequenceSample, context: ParallelContext) -> SequenceSample
     return sample.select([uid for number, uid in enumerate(sample.uids) if number % context.dp_size == context.dp_rank])
 
 
-def make_engine(model: Path, context: ParallelContext) -> FSDPEngine:
+def make_engine(model: Path, context: ParallelContext, variant: Variant) -> FSDPEngine:
     return FSDPEngine(
         model,
         context=context,
-        optimizer=OPTIMIZER,
+        head=variant.head,
+        optimizer=OPTIMIZER.model_copy(update={"type": "muon"}) if variant.muon else OPTIMIZER,
+        lora=variant.lora,
         total_steps=100,
         micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=48),
+        compute_dtype=variant.dtype,
     )
 
 
-def train(engine: FSDPEngine, steps: Iterable[int]) -> Stats:
+def train(engine: AnyEngine, steps: Iterable[int]) -> Stats:
     actor = SFTInterface()
     return [actor.train_step(engine, share_of(batch(step), engine.context), version=step) for step in steps]
 
@@ -103,6 +123,7 @@ def play_layouts(
     layouts: Sequence[str],
     resumes: Sequence[tuple[str, str]],
     directory: Path,
+    make: MakeEngine = make_engine,
 ) -> None:
     """What one rank does.
 
@@ -115,20 +136,21 @@ def play_layouts(
         for layout in layouts:
             context = contexts[layout]
             if context is not None:
-                seen[f"{model.name} {layout}"] = _train_and_save(model, context, directory / model.name / layout)
+                engine = make(model, context, Variant())
+                seen[f"{model.name} {layout}"] = _train_and_save(engine, directory / model.name / layout)
     dist.barrier(group=world.group)  # what one layout has saved, ranks of another one read
     for model in models:
         for before, after in resumes:
             context = contexts[after]
             if context is not None:
-                engine = make_engine(model, context)
+                engine = make(model, context, Variant())
                 engine.load_state(directory / model.name / before / "state")
                 seen[f"{model.name} {before}>{after}"] = {"stats": train(engine, range(SAVED_AFTER, NUM_STEPS))}
     (directory / f"rank-{world.rank}.json").write_text(json.dumps(seen))
 
 
-def _train_and_save(model: Path, context: ParallelContext, directory: Path) -> dict[str, Any]:
-    engine = make_engine(model, context)
+def _train_and_save(engine: AnyEngine, directory: Path) -> dict[str, Any]:
+    context = engine.context
     stats = train(engine, range(SAVED_AFTER))
     engine.save_state(directory / "state")
     stats += train(engine, range(SAVED_AFTER, NUM_STEPS))
@@ -171,17 +193,6 @@ def _losses(model: Any, tokens: torch.Tensor, prompt_length: int) -> torch.Tenso
     return -logprobs.gather(1, tokens[1:, None])[prompt_length - 1 :, 0]
 
 
-@dataclass(frozen=True)
-class Variant:
-    """Another way to train than a language model's whole weights by AdamW."""
-
-    head: str = "lm"
-    muon: bool = False
-    lora: LoraConfig | None = None
-    dtype: torch.dtype = torch.float32
-    tolerance: float = 1e-4
-
-
 VARIANTS = {
     "value": Variant(head="value"),
     "scalar": Variant(head="scalar"),
@@ -191,9 +202,11 @@ VARIANTS = {
 }
 
 
-def train_variant(variant: Variant, model: Path, context: ParallelContext, directory: Path) -> dict[str, Any]:
+def train_variant(
+    variant: Variant, model: Path, context: ParallelContext, directory: Path, make: MakeEngine = make_engine
+) -> dict[str, Any]:
     """Two steps, with the memory given back in between; what the model says afterwards, and its weights."""
-    engine = _make_variant(variant, model, context)
+    engine = make(model, context, variant)
     stats = []
     for step in range(2):
         sample = share_of(batch(step), context)
@@ -211,26 +224,19 @@ def train_variant(variant: Variant, model: Path, context: ParallelContext, direc
     if variant.head == "lm":  # as ranks do that generate themselves, or evaluate by answers
         seen["generated"] = generate_greedily(engine.model, [[3, 5, 8], [13, 21]], max_new_tokens=6)
     if variant.lora is None:
-        follower = _make_variant(variant, model, context)
+        follower = make(model, context, variant)
         follower.import_weights(engine.export_weights(), eta=0.5)
         follower.save_weights(directory / "blend")
     return seen
 
 
-def _make_variant(variant: Variant, model: Path, context: ParallelContext) -> FSDPEngine:
-    return FSDPEngine(
-        model,
-        context=context,
-        head=variant.head,
-        optimizer=OPTIMIZER.model_copy(update={"type": "muon"}) if variant.muon else OPTIMIZER,
-        lora=variant.lora,
-        total_steps=100,
-        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=48),
-        compute_dtype=variant.dtype,
-    )
-
-
-def play_variants(world: ParallelContext, model: Path, cases: Sequence[tuple[str, str]], directory: Path) -> None:
+def play_variants(
+    world: ParallelContext,
+    model: Path,
+    cases: Sequence[tuple[str, str]],
+    directory: Path,
+    make: MakeEngine = make_engine,
+) -> None:
     """What one rank does of each (variant, layout)."""
     contexts = mesh_contexts(world, {layout: mesh_of(layout) for _, layout in cases})
     seen: dict[str, Any] = {}
@@ -238,5 +244,6 @@ def play_variants(world: ParallelContext, model: Path, cases: Sequence[tuple[str
         context = contexts[layout]
         if context is not None:
             case = f"{name} {layout}"
-            seen[case] = train_variant(VARIANTS[name], model, context, directory / case)
+            seen[case] = train_variant(VARIANTS[name], model, context, directory / case, make)
+    dist.barrier(group=world.group)  # rank 0 has the store in which others still form groups
     (directory / f"rank-{world.rank}.json").write_text(json.dumps(seen))

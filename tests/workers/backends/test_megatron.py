@@ -1,0 +1,192 @@
+"""The megatron backend trains like a plain loop over transformers, in every layout, and goes on where another stopped.
+
+A gang computes in process groups of its own: see `megatron/groups.py`; an object collective fails it (gang_helpers.py).
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoConfig
+
+from corral.experiments.inputs.decoder_config import decoder_sizes
+from corral.scheduling.megatron_memory import MegatronModel
+from corral.scheduling.parallel import ParallelDims
+from corral.workers.algorithms.base import response_mask
+from corral.workers.backends.base import LossOutput
+from corral.workers.backends.megatron.bridge import check_model
+from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.token_scores import TokenScores
+from corral.workers.data.sequence_sample import SequenceSample
+from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.layout_scene import (
+    VARIANTS,
+    Variant,
+    batch,
+    make_engine,
+    mesh_of,
+    plain_loop,
+    play_layouts,
+    play_variants,
+    save_tiny,
+    train_variant,
+)
+from tests.workers.backends.megatron_scene import make_megatron
+from tests.workers.backends.test_layouts import Scene, assert_goes_on_alike, assert_trained_alike
+from tests.workers.backends.training_helpers import read_weights
+
+FEW: dict[str, Any] = {
+    "models": ("qwen3",),
+    "layouts": ("d1", "d2t2", "t2p2"),
+    "resumes": (("d2t2", "t2p2"), ("t2p2", "d1")),
+}
+ALL: dict[str, Any] = {
+    "models": ("qwen2", "qwen3", "plain_llama"),
+    "layouts": ("d1", "d2", "t2", "p2", "d2t2", "d2p2", "t2p2", "d2t2p2"),
+    "resumes": (("d2", "p2"), ("p2", "t2"), ("t2", "d2p2"), ("d2p2", "d1"), ("d1", "d2t2p2"), ("d2t2p2", "d2t2")),
+}
+HEADS = (("value", "t2"), ("scalar", "t2"), ("value", "p2"))
+
+
+def make_scene(directory: Path, *, models: Any, layouts: Any, resumes: Any, world_size: int) -> Scene:
+    paths = [save_tiny(kind, directory / kind) for kind in models]
+    play(
+        play_layouts,
+        paths,
+        layouts,
+        resumes,
+        directory / "out",
+        make_megatron,
+        world_size=world_size,
+        directory=directory,
+    )
+    ranks = [json.loads((directory / "out" / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
+    return Scene(directory / "out", ranks, {path.name: plain_loop(path) for path in paths})
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return make_scene(tmp_path_factory.mktemp("few"), **FEW, world_size=4)
+
+
+@pytest.mark.parametrize("layout", FEW["layouts"])
+def test_a_layout_trains_like_a_plain_loop(layout: str, few: Scene) -> None:
+    assert_trained_alike(few, "qwen3", layout)
+
+
+@pytest.mark.parametrize(("before", "after"), FEW["resumes"])
+def test_a_layout_goes_on_where_another_one_stopped(before: str, after: str, few: Scene) -> None:
+    assert_goes_on_alike(few, "qwen3", before, after)
+
+
+@pytest.mark.slow
+def test_every_layout_of_every_model_trains_and_goes_on_alike(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, **ALL, world_size=8)
+    for kind in ALL["models"]:
+        for layout in ALL["layouts"]:
+            assert_trained_alike(scene, kind, layout)
+        for before, after in ALL["resumes"]:
+            assert_goes_on_alike(scene, kind, before, after)
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    directory = tmp_path_factory.mktemp("heads")
+    model = save_tiny("qwen2", directory / "model")
+    play(play_variants, model, HEADS, directory, make_megatron, world_size=4, directory=directory)
+    for name in {name for name, _ in HEADS}:
+        seen = train_variant(VARIANTS[name], model, ParallelContext(), directory / name)
+        (directory / f"{name}.json").write_text(json.dumps(seen))
+    return directory, [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.parametrize(("name", "layout"), HEADS)
+def test_critics_and_reward_models_train_as_with_the_fsdp_backend(
+    name: str, layout: str, heads: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    directory, ranks = heads
+    expected = json.loads((directory / f"{name}.json").read_text())
+    for rank in mesh_of(layout).ranks:
+        seen = ranks[rank][f"{name} {layout}"]
+        for stats, own in zip(seen["stats"], expected["stats"], strict=True):
+            assert stats == pytest.approx(own, rel=1e-4, abs=1e-5)
+        for key, values in expected["said"].items():
+            np.testing.assert_allclose(seen["said"][key], values, atol=1e-4)
+    saved, own_weights = read_weights(directory / f"{name} {layout}"), read_weights(directory / name)
+    assert saved.keys() == own_weights.keys()
+    for key, tensor in own_weights.items():
+        np.testing.assert_allclose(saved[key], tensor, atol=1e-4, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_parameters of type"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+    ],
+)
+def test_a_model_that_megatron_would_compute_otherwise_is_refused(
+    change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    config = AutoConfig.from_pretrained(save_tiny("qwen2", tmp_path))
+    check_model(config)
+    with pytest.raises(ValueError, match=f"{problem}.*use the fsdp backend"):
+        check_model(SimpleNamespace(**{"model_type": "qwen2"} | config.to_dict() | change))
+
+
+def test_weights_of_one_backend_blend_into_the_other(tmp_path: Path) -> None:
+    ours = make_megatron(save_tiny("qwen2", tmp_path / "ours"), ParallelContext(), Variant())
+    theirs = make_engine(save_tiny("qwen2", tmp_path / "theirs"), ParallelContext(), Variant())
+    before = {name: tensor.clone() for name, tensor in ours.export_weights()}
+    given = {name: tensor * 2.0 + 1.0 for name, tensor in theirs.export_weights()}
+    ours.import_weights(given.items(), eta=0.25)
+    after = dict(ours.export_weights())
+    assert after.keys() == before.keys()
+    for name, tensor in after.items():
+        np.testing.assert_allclose(tensor, 0.25 * given[name] + 0.75 * before[name], atol=1e-6, err_msg=name)
+    with pytest.raises(ValueError, match="is no weight of this model"):
+        ours.import_weights([("model.nothing", given["model.norm.weight"])])
+    with pytest.raises(ValueError, match="weights were not given"):
+        ours.import_weights([("model.norm.weight", given["model.norm.weight"])])
+
+
+def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
+    engine = make_megatron(save_tiny("qwen2", tmp_path), ParallelContext(), Variant(head="value"))
+    before = {name: tensor.clone() for name, tensor in engine.export_weights()}
+    sample = batch(0)
+
+    def not_finite(values: Any, micro_batch: Any) -> LossOutput:
+        return LossOutput(values.sum() * float("nan"))
+
+    stats = engine.train_batch(sample, loss_fn=not_finite, counted="prompt_mask")
+    assert (stats["train/skipped_nonfinite"], engine.step, engine.num_nonfinite) == (1.0, 0, 1)
+    assert all(np.array_equal(tensor, before[name]) for name, tensor in engine.export_weights())
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "plain_llama"])
+def test_the_memory_that_is_planned_for_is_what_an_engine_holds(kind: str, tmp_path: Path) -> None:
+    directory = save_tiny(kind, tmp_path)
+    engine = make_megatron(directory, ParallelContext(), Variant())
+    engine.train_batch(select_for_training(batch(0)), loss_fn=no_loss)
+    sizes = decoder_sizes(directory)
+    assert sizes is not None
+    held = MegatronModel(sizes, is_trained=True).on_gpu("actor", ParallelDims(), []).held
+    optimizer, _ = engine._require_optimizer()
+    moments = [state[name] for state in optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert engine.num_parameters * 4 == held["parameters"] == held["gradients"]
+    assert sum(moment.numel() * moment.element_size() for moment in moments) == held["optimizer"]
+    buffers = [buffer.grad_data.nbytes for buffer in engine._trainee.buffers]
+    assert held["gradients"] <= sum(buffers) < 1.1 * held["gradients"]  # Megatron rounds its buffers up
+
+
+def select_for_training(sample: SequenceSample) -> SequenceSample:
+    return sample.with_key("loss_mask", response_mask(sample))
+
+
+def no_loss(scores: TokenScores, _: MicroBatch) -> LossOutput:
+    return LossOutput(scores.logprobs.sum() * 1e-3)

@@ -1,0 +1,185 @@
+"""Hugging Face's names and tensors ◄──► Megatron's, for the parameters that this rank has.
+
+    config.json ── mbridge ──► TransformerConfig
+    q_proj, k_proj, v_proj   ◄── mbridge ──►  linear_qkv, whole  ◄── cut ──►  this rank's part
+    gate_proj, up_proj       ◄── mbridge ──►  linear_fc1, whole  ◄── cut ──►  this rank's part
+
+Which tensors belong together, and in which order their rows are, is mbridge's knowledge. Its own loading and saving is
+not used: it sends names between ranks as pickles, and takes Megatron's process-wide groups.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from mbridge import AutoBridge
+from mbridge.core.parallel_states import ParallelStates
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+_KNOWN: Final = ("llama", "qwen2", "qwen3")
+_FUSED_NAMES: Final = {
+    # Megatron's fused layers hold the norm before them, and mbridge knows those names only.
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+OUTPUT: Final = "output_layer.weight"
+"""A model's last layer, as Megatron names it."""
+_EMBEDDING: Final = "embedding.word_embeddings.weight"
+SCORE: Final = "score.weight"
+"""The last layer of a critic or a reward model, as directories name it."""
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight
+
+
+_PLAIN: Final = dict(
+    # What is only faster, and needs kernels that torch alone does not have.
+    apply_rope_fusion=False,
+    bias_activation_fusion=False,
+    bias_dropout_fusion=False,
+    gradient_accumulation_fusion=False,
+    masked_softmax_fusion=False,
+    persist_layer_norm=False,
+    # Weights are read, and nothing is drawn at random; without this step Megatron marks no parameter as cut.
+    init_method=_leave,
+    output_layer_init_method=_leave,
+    embedding_init_method=_leave,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    # A micro-batch gives its part of the mean over the global batch.
+    calculate_per_token_loss=True,
+    # gloo may still read what a stage sent.
+    deallocate_pipeline_outputs=False,
+)
+
+
+class Bridge:
+    """One model's two sets of names.
+
+    Raises:
+        ValueError: if the model is of a kind that would be computed otherwise than transformers does.
+    """
+
+    def __init__(self, config: Any, groups: ProcessGroupCollection, *, head: str, dtype: torch.dtype) -> None:
+        check_model(config)
+        config = copy.deepcopy(config)
+        config.rope_theta = config.rope_parameters["rope_theta"]  # where mbridge looks for it
+        self._head = head
+        self.has_tied_output = bool(config.tie_word_embeddings) and head == "lm"
+        self.tensor_ranks: int = groups.tp.size()
+        self.tensor_rank: int = groups.tp.rank()
+        self._bridge: Any = AutoBridge.from_config(
+            config,
+            dtype=dtype,
+            parallel_states=ParallelStates(
+                tp_size=groups.tp.size(),
+                tp_rank=groups.tp.rank(),
+                pp_size=groups.pp.size(),
+                pp_rank=groups.pp.rank(),
+                vpp_size=None,
+                cp_size=1,
+                ep_size=1,
+                etp_size=1,
+                tp_group=groups.tp,
+                pp_group=groups.pp,
+            ),
+        )
+        self._bridge.set_extra_args(**_PLAIN)
+        self.config: TransformerConfig = self._bridge.config
+        self.model_arguments: dict[str, Any] = self._bridge._get_gptmodel_args()
+
+    def names(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters of this stage by their names within the whole model.
+
+        An output that is tied to the embedding is a second copy of it where the last stage is not the first, and has
+        the embedding's name.
+        """
+        named: dict[str, nn.Parameter] = {}
+        for name, parameter in model.named_parameters():
+            parts = name.split(".", 3)
+            if name == OUTPUT and self.has_tied_output:
+                name = _EMBEDDING
+            elif name.startswith("decoder.layers."):
+                layer: Any = model.get_submodule(".".join(parts[:3]))
+                name = f"decoder.layers.{layer.layer_number - 1}.{_FUSED_NAMES.get(parts[3], parts[3])}"
+            named[name] = parameter
+        return named
+
+    def stored_names(self, name: str) -> list[str]:
+        """The tensors of a Hugging Face directory that a parameter of the whole model is made of."""
+        if name == OUTPUT and self._head != "lm":
+            return [SCORE]
+        stored: list[str] = self._bridge._weight_name_mapping_mcore_to_hf(name)
+        return stored
+
+    def to_stored(self, name: str, whole: Tensor) -> list[tuple[str, Tensor]]:
+        """A parameter of the whole model as the tensors of a directory."""
+        if name == OUTPUT:
+            return [(self.stored_names(name)[0], whole)]
+        names, tensors = self._bridge._weight_to_hf_format(name, whole)
+        return list(zip(names, tensors, strict=True))
+
+    def from_stored(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        """The inverse of `to_stored`, for the tensors in the order of `stored_names`."""
+        whole: Tensor = self._bridge._weight_to_mcore_format(name, list(tensors))
+        return whole
+
+    def join(self, name: str, parts: Sequence[Tensor], parameter: nn.Parameter) -> Tensor:
+        """The parts of any number of tensor-parallel ranks as one; of a parameter that each has whole, the first."""
+        if not is_cut(parameter):
+            return parts[0]
+        columns = zip(*(_halves(name, part) for part in parts), strict=True)
+        return torch.cat([torch.cat(column, dim=_cut_dimension(parameter)) for column in columns])
+
+    def cut(self, name: str, whole: Tensor, parameter: nn.Parameter, *, ranks: int) -> list[Tensor]:
+        """The inverse of `join`."""
+        if not is_cut(parameter):
+            return [whole] * ranks
+        cuts = [half.chunk(ranks, dim=_cut_dimension(parameter)) for half in _halves(name, whole)]
+        return [torch.cat(halves) for halves in zip(*cuts, strict=True)]
+
+    def own_part(self, name: str, whole: Tensor, parameter: nn.Parameter) -> Tensor:
+        """What this rank has of a parameter of the whole model."""
+        return self.cut(name, whole, parameter, ranks=self.tensor_ranks)[self.tensor_rank]
+
+
+def is_cut(parameter: nn.Parameter) -> bool:
+    """Whether each tensor-parallel rank has a part of it, and not the whole."""
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def _halves(name: str, tensor: Tensor) -> Sequence[Tensor]:
+    """Gate and up projection, each of which is cut over the ranks; of other parameters the whole."""
+    return tensor.chunk(2) if ".linear_fc1." in name and not name.endswith("layer_norm_weight") else (tensor,)
+
+
+def _cut_dimension(parameter: nn.Parameter) -> int:
+    dimension: int = getattr(parameter, "partition_dim")  # noqa: B009 - Megatron sets it, nn.Parameter has none
+    return dimension
+
+
+def check_model(config: Any) -> None:
+    """Refuse what mbridge takes without a word and computes otherwise.
+
+    Raises:
+        ValueError: naming the key of config.json.
+    """
+    problems: Mapping[str, bool] = {
+        f"model_type {config.model_type!r} (known are {', '.join(_KNOWN)})": config.model_type not in _KNOWN,
+        f"rope_parameters of type {config.rope_parameters.get('rope_type')!r}, not 'default'": (
+            config.rope_parameters.get("rope_type", "default") != "default"
+        ),
+        "use_sliding_window": bool(getattr(config, "use_sliding_window", False)),
+        "attention_bias": bool(getattr(config, "attention_bias", False)),
+        "mlp_bias": bool(getattr(config, "mlp_bias", False)),
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ValueError(
+                f"the megatron backend does not compute a model with {problem} as transformers does; use the fsdp "
+                "backend"
+            )

@@ -1,0 +1,52 @@
+"""A rank's place in a mesh ──► the process groups that Megatron computes in.
+
+    ParallelContext ── process_groups ──► ProcessGroupCollection, handed to model, schedule and optimizer
+
+Nothing of Megatron's own global state is set up, so that meshes of several roles may differ, and share some ranks.
+"""
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch._C._distributed_c10d import HashStore  # re-exported by torch.distributed, but not for type checkers
+
+from corral.workers.backends.parallel_context import ParallelContext
+
+
+def process_groups(context: ParallelContext) -> ProcessGroupCollection:
+    """The groups of this rank; experts are not spread over ranks.
+
+    Those of several ranks are `mesh_contexts`'s; the group of this rank alone is formed here, with nobody's help.
+    """
+    if not dist.is_initialized():  # a gang of one has formed no groups, and Megatron asks for its rank in many places
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # scratch memory, which its layers share whatever their groups
+        parallel_state._set_global_memory_buffer()
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+    def formed(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        return alone if group is None else group
+
+    data, tensor, pipeline = formed(context.dp_group), formed(context.tp_group), formed(context.pp_group)
+    model, mesh = formed(context.model_group), formed(context.group)
+    is_first, is_last = pipeline.rank() == 0, pipeline.rank() == pipeline.size() - 1
+    return ProcessGroupCollection(
+        tp=tensor,
+        pp=pipeline,
+        mp=model,
+        cp=alone,
+        tp_cp=tensor,
+        dp=data,
+        dp_cp=data,
+        tp_dp_cp=alone,
+        ep=alone,
+        expt_tp=tensor,
+        tp_ep=tensor,
+        tp_ep_pp=model,
+        expt_dp=data,
+        intra_dp_cp=data,
+        intra_expt_dp=data,
+        intra_dist_opt=mesh,
+        embd=formed(context.ends_group) if is_first or is_last else None,
+        pos_embd=None,
+    )

@@ -1,0 +1,201 @@
+"""Megatron's model of a Hugging Face configuration, over packed rows, with one of our heads on its last stage.
+
+    row of T tokens in n segments ──► embedding (first stage) ──► layers of this stage ──► hidden states to the next
+                                                 last stage: norm ──► head ──► scores [1, entries, numbers]
+
+Layers are megatron-core's own modules, whose names and numbers are the same with and without a GPU. Attention is
+`packed_attention`, the same as that of the fsdp backend.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor, nn
+
+from corral.workers.backends.chunked_head import score_tokens
+from corral.workers.backends.megatron.bridge import Bridge
+from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.packed_attention import packed_attention
+from corral.workers.backends.vocabulary_parallel import WHOLE_VOCABULARY, VocabularyShare
+
+
+@dataclass
+class PackedRow(PackedSeqParams):  # type: ignore[misc]
+    """Where the segments of a row begin and end, as Megatron's rotary embedding and our attention read it."""
+
+    segment_lengths: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, segment_lengths: Sequence[int], device: torch.device) -> "PackedRow":
+        bounds = torch.tensor([0, *accumulate(segment_lengths)], dtype=torch.int32, device=device)
+        longest = max(segment_lengths)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            segment_lengths=tuple(segment_lengths),
+        )
+
+
+class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
+    """What Megatron calls core attention: queries, keys and values of this rank's heads -> what each token takes."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, softmax_scale: float | None = None, **_: Any):
+        super().__init__(config=config)
+        self._scale = softmax_scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: PackedRow, **_: Any
+    ) -> Tensor:
+        """[T, heads, head_dim] each -> [T, heads * head_dim]."""
+        attended, _weights = packed_attention(
+            self,
+            query.transpose(0, 1)[None],
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
+            attention_mask,
+            segment_lengths=packed_seq_params.segment_lengths,
+            scaling=self._scale,
+        )
+        return attended[0].flatten(1)
+
+
+class RowNorm(nn.RMSNorm):
+    """RMSNorm whose gradient Megatron adds up over the ranks that have the other tokens of a row.
+
+    Its own wrapper of torch's norm refuses rows that are cut over ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class ScoringModel(GPTModel):  # type: ignore[misc]
+    """A stage of the model; the last one gives a head's scores in place of logits."""
+
+    def __init__(self, scoring: "Scoring", **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.scoring = scoring
+
+    def forward_row(self, micro_batch: MicroBatch, row: PackedRow, *, temperature: float) -> Tensor:
+        """Hidden states for the next stage, or the scores of a micro-batch: [entries, numbers] float32.
+
+        Args:
+            row: of the same tokens, padded to what the ranks of a layer can share evenly.
+        """
+        num_padding = sum(row.segment_lengths) - len(micro_batch.input_ids)
+        self.scoring.micro_batch, self.scoring.temperature = micro_batch, temperature
+        output: Tensor = self(
+            input_ids=nn.functional.pad(micro_batch.input_ids, (0, num_padding))[None],
+            position_ids=nn.functional.pad(micro_batch.position_ids, (0, num_padding))[None],
+            attention_mask=None,
+            packed_seq_params=row,
+        )
+        return output
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        """Megatron's seam between layers and output."""
+        if not self.post_process:
+            return hidden_states
+        weight = self.output_layer.weight
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        return self.scoring.scores(hidden_states, weight)
+
+
+class Scoring:
+    """The head of the last stage: hidden states of a row ──► scores of the micro-batch that the row was made of."""
+
+    def __init__(
+        self, head: str, config: TransformerConfig, groups: ProcessGroupCollection, *, vocabulary: int
+    ) -> None:
+        self.micro_batch: MicroBatch | None = None
+        self.temperature = 1.0
+        self._head = head
+        self._is_cut = config.sequence_parallel
+        self._group = groups.tp
+        self._dtype: torch.dtype = config.params_dtype
+        # The gather's own backward pass adds the parts of the gradient up.
+        self._share = (
+            VocabularyShare(groups.tp, groups.tp.rank() * vocabulary // groups.tp.size(), sums_hidden_gradient=False)
+            if groups.tp.size() > 1
+            else WHOLE_VOCABULARY
+        )
+
+    @property
+    def num_numbers(self) -> int:
+        """Of an entry: log-probability and entropy, or one value."""
+        return 2 if self._head == "lm" else 1
+
+    def num_entries(self, micro_batch: MicroBatch) -> int:
+        """How many scores a micro-batch gets."""
+        per_head = {"lm": micro_batch.labels, "value": micro_batch.input_ids, "scalar": micro_batch.last_tokens}
+        return len(per_head[self._head])
+
+    def scores(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """[tokens of this rank, 1, hidden] and the rows of the output layer that it has -> [entries, numbers]."""
+        micro_batch = self.micro_batch
+        assert micro_batch is not None, "a stage was run without a micro-batch"
+        if self._is_cut:
+            # Each rank's part of the vocabulary gives a part of the gradient; a score layer's is whole on each.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=self._head == "lm", group=self._group
+            )
+        hidden = hidden[:, 0]
+        if self._head == "lm":
+            scores = score_tokens(
+                hidden[micro_batch.predicting],
+                weight,
+                micro_batch.labels,
+                temperature=self.temperature,
+                dtype=self._dtype,
+                share=self._share,
+            )
+            return torch.stack([scores.logprobs, scores.entropy], dim=1)
+        places = micro_batch.last_tokens if self._head == "scalar" else slice(len(micro_batch.input_ids))
+        return nn.functional.linear(hidden[places].float(), weight.float())
+
+
+def make_model(bridge: Bridge, groups: ProcessGroupCollection, *, head: str) -> ScoringModel:
+    """This rank's part of the model, its weights not set yet."""
+    stage, num_stages = groups.pp.rank(), groups.pp.size()
+    arguments = bridge.model_arguments
+    model = ScoringModel(
+        Scoring(head, bridge.config, groups, vocabulary=arguments["vocab_size"]),
+        config=bridge.config,
+        transformer_layer_spec=_layer_spec(bridge.config, groups),
+        pre_process=stage == 0,
+        post_process=stage == num_stages - 1,
+        share_embeddings_and_output_weights=bridge.has_tied_output,
+        pg_collection=groups,
+        **arguments,
+    )
+    if model.post_process and head != "lm":
+        model.output_layer = nn.Linear(bridge.config.hidden_size, 1, bias=False)
+    return model
+
+
+def _layer_spec(config: TransformerConfig, groups: ProcessGroupCollection) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RowNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedCoreAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RowNorm
+    num_layers = get_num_layers_to_build(config, vp_stage=None, pp_rank=groups.pp.rank())
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RowNorm)

@@ -1,0 +1,112 @@
+"""Micro-batches through the stages of a model, forward and backward, by Megatron's schedules.
+
+    stage 0: embedding, layers ──hidden──► stage 1: layers, head ──► scores ──► loss ──► gradient ──► stage 1, stage 0
+                                                                       │
+      every rank gets the scores of every micro-batch, so that what  ◄─┘
+      an algorithm makes of them and counts is the same on all
+
+One stage runs all micro-batches one after the other; several run them 1F1B (Narayanan et al. 2021,
+https://arxiv.org/abs/2104.04473, section 2.2.1): one forward, one backward, so that few activations wait.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from corral.workers.backends.megatron.model import PackedRow, ScoringModel
+from corral.workers.backends.micro_batches import MicroBatch
+
+Loss = Callable[[Tensor, MicroBatch], Tensor]
+"""(scores [entries, numbers], micro-batch) -> scalar whose gradient is added up."""
+
+
+class Pipeline:
+    """One rank's stage in the schedule; all ranks of the model call the same methods with the same micro-batches."""
+
+    def __init__(self, stage: ScoringModel, trainee: Any, groups: ProcessGroupCollection) -> None:
+        """
+        Args:
+            trainee: the stage with buffers for its gradients, or the stage itself where nothing is trained.
+        """
+        self._stage = stage
+        self._trainee = trainee
+        self._groups = groups
+        self._row_multiple = groups.tp.size() if stage.config.sequence_parallel else 1
+
+    @property
+    def has_head(self) -> bool:
+        """Whether this rank is in the last stage."""
+        return bool(self._groups.pp.rank() == self._groups.pp.size() - 1)
+
+    def forward(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
+        """The scores of each micro-batch, on every rank: [entries, numbers] float32."""
+        collected: list[Tensor] = []
+
+        def keep(scores: Tensor, _: MicroBatch, non_loss_data: bool = False) -> Tensor:
+            collected.append(scores)
+            return scores
+
+        self._run(micro_batches, keep, temperature=temperature, forward_only=True, collect_non_loss_data=True)
+        return self._shared(collected, micro_batches)
+
+    def backward(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, temperature: float) -> None:
+        """Add up the gradients of all micro-batches over the ranks of the model; every rank sees each loss computed."""
+        collected: list[Tensor] = []
+
+        def lose(scores: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            collected.append(scores.detach())
+            return loss(scores, micro_batch), torch.ones((), dtype=torch.int, device=scores.device), {}
+
+        self._run(micro_batches, lose, temperature=temperature, forward_only=False)
+        shared = self._shared(collected, micro_batches)
+        if not self.has_head:
+            with torch.no_grad():
+                for scores, micro_batch in zip(shared, micro_batches, strict=True):
+                    loss(scores, micro_batch)
+
+    def _run(
+        self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], *, temperature: float, **how: Any
+    ) -> None:
+        def forward(rows: Iterator[MicroBatch], _: Any) -> tuple[Tensor, Callable[..., Any]]:
+            micro_batch = next(rows)
+            output = self._stage.forward_row(micro_batch, self._row(micro_batch), temperature=temperature)
+            return output, lambda scores, **options: finish(scores, micro_batch, **options)
+
+        pipeline = self._groups.pp
+        schedule = get_forward_backward_func(pp_size=pipeline.size(), vp_size=None)
+        if pipeline.size() > 1:
+            how["p2p_communicator"] = P2PCommunicator(pipeline, self._stage.config)
+        schedule(
+            forward_step_func=forward,
+            data_iterator=iter(micro_batches),
+            model=[self._trainee],
+            num_microbatches=len(micro_batches),
+            seq_length=1,  # stages tell each other the length of each row
+            micro_batch_size=1,
+            pg_collection=self._groups,
+            **how,
+        )
+
+    def _row(self, micro_batch: MicroBatch) -> PackedRow:
+        """The row of a micro-batch, and as many tokens more as make it divisible among the ranks of a layer."""
+        missing = -len(micro_batch.input_ids) % self._row_multiple
+        lengths = (*micro_batch.segment_lengths, missing) if missing else micro_batch.segment_lengths
+        return PackedRow.of(lengths, micro_batch.input_ids.device)
+
+    def _shared(self, collected: list[Tensor], micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """The scores that the last stage has, on all of them."""
+        pipeline = self._groups.pp
+        if pipeline.size() == 1:
+            return collected
+        sizes = [self._stage.scoring.num_entries(micro_batch) for micro_batch in micro_batches]
+        shape = (sum(sizes), self._stage.scoring.num_numbers)
+        device = micro_batches[0].input_ids.device
+        packed = torch.cat(collected) if self.has_head else torch.empty(shape, dtype=torch.float32, device=device)
+        dist.broadcast(packed, group=pipeline, group_src=pipeline.size() - 1)
+        return list(torch.split(packed, sizes))

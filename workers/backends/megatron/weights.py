@@ -1,0 +1,147 @@
+"""Whole tensors by Hugging Face's names ◄──► the parts that the ranks of a mesh hold.
+
+    directory, or another model ──(name, whole tensor)──► cut ──► this rank's parameters
+    parameters ── joined over the ranks of a layer ──► given to the other stages ──(name, whole tensor)──► every rank
+
+One parameter of the whole model is in memory at a time. Ranks agree once on what each stage has; from then on only
+tensors travel between them.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
+
+from corral.workers.backends.megatron.bridge import Bridge, is_cut
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A parameter of the whole model, as every stage knows it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    stage: int
+
+
+class StageWeights:
+    """The parameters of one rank's stage, and how they are given and taken.
+
+    All methods but `take_over` are collectives of the model's ranks.
+    """
+
+    def __init__(self, model: nn.Module, bridge: Bridge, groups: ProcessGroupCollection, device: torch.device) -> None:
+        self.parameters: dict[str, nn.Parameter] = bridge.names(model)
+        self._bridge = bridge
+        self._groups = groups
+        self._device = device
+        self.parts: list[Part] = self._agree()
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return sum(torch.Size(part.shape).numel() for part in self.parts)
+
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the whole model, as directories have it."""
+        return {
+            name: tuple(tensor.shape)
+            for part in self.parts
+            for name, tensor in self._bridge.to_stored(part.name, torch.empty(part.shape, device="meta"))
+        }
+
+    @torch.no_grad()
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the whole model, by its stored name, on every rank; each rank reads to the end."""
+        some = next(iter(self.parameters.values()))
+        for part in self.parts:
+            if part.stage == self._groups.pp.rank():
+                whole = self._joined(part.name, self.parameters[part.name]).contiguous()
+            else:
+                whole = torch.empty(part.shape, dtype=some.dtype, device=self._device)
+            if self._groups.pp.size() > 1:
+                dist.broadcast(whole, group=self._groups.pp, group_src=part.stage)
+            yield from self._bridge.to_stored(part.name, whole)
+
+    @torch.no_grad()
+    def take_over(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
+        """Move every parameter towards what is given: own = eta * given + (1 - eta) * own; no collective.
+
+        Args:
+            weights: every tensor of the whole model once, in any order, type and place.
+
+        Raises:
+            ValueError: if they are not exactly those of the model.
+        """
+        if not 0.0 <= eta <= 1.0:
+            raise ValueError(f"eta must be in [0, 1], got {eta}: own = eta * given + (1 - eta) * own")
+        home = {stored: part.name for part in self.parts for stored in self._bridge.stored_names(part.name)}
+        missing = dict.fromkeys(home)
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for stored, tensor in weights:
+            if stored not in missing:
+                problem = "was given twice" if stored in home else "is no weight of this model"
+                raise ValueError(f"weight {stored!r} {problem}; it has {', '.join(sorted(home)[:3])}, ...")
+            del missing[stored]
+            name = home[stored]
+            if name not in self.parameters:
+                continue
+            pieces = waiting.setdefault(name, {})
+            pieces[stored] = tensor.detach()
+            wanted = self._bridge.stored_names(name)
+            if len(pieces) == len(wanted):
+                self._write(name, [waiting[name][piece] for piece in wanted], eta)
+                del waiting[name]
+        if missing:
+            raise ValueError(f"{len(missing)} of {len(home)} weights were not given, such as {min(missing)!r}")
+
+    def _write(self, name: str, pieces: list[Tensor], eta: float) -> None:
+        parameter = self.parameters[name]
+        given = self._bridge.own_part(name, self._bridge.from_stored(name, pieces), parameter)
+        if given.shape != parameter.shape:
+            raise ValueError(
+                f"weight {name!r} has shape {tuple(given.shape)}, the model's has {tuple(parameter.shape)}"
+            )
+        own = parameter.data
+        if eta == 1.0:
+            own.copy_(given)
+        else:
+            own.lerp_(given.to(own), eta)
+
+    def _joined(self, name: str, parameter: nn.Parameter) -> Tensor:
+        group = self._groups.tp
+        if group.size() == 1 or not is_cut(parameter):
+            return parameter.detach()
+        parts = [torch.empty_like(parameter) for _ in range(group.size())]
+        dist.all_gather(parts, parameter.detach().contiguous(), group=group)
+        return self._bridge.join(name, parts, parameter)
+
+    def _agree(self) -> list[Part]:
+        """What each stage has; of a parameter that two have, the first one's counts."""
+        parts: dict[str, Part] = {}
+        for stage in range(self._groups.pp.size()):
+            for name, shape in json.loads(self._text_from(stage, json.dumps(self._own_shapes()))):
+                parts.setdefault(name, Part(name, tuple(shape), stage))
+        return list(parts.values())
+
+    def _own_shapes(self) -> list[tuple[str, list[int]]]:
+        """By name; shapes of whole parameters."""
+        return [(name, list(self._joined(name, parameter).shape)) for name, parameter in self.parameters.items()]
+
+    def _text_from(self, stage: int, text: str) -> str:
+        """The text of one stage, on all of them."""
+        group = self._groups.pp
+        if group.size() == 1:
+            return text
+        content = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        length = torch.tensor([len(content)])
+        dist.broadcast(length, group=group, group_src=stage)
+        if group.rank() != stage:
+            content = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(content, group=group, group_src=stage)
+        return bytes(content.tolist()).decode()
