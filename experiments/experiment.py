@@ -210,7 +210,7 @@ class Experiment(FrozenConfig):
         allocation, problems = check_allocation(self.allocation, roles=self.roles, generates=self.generates)
         yield from problems
         if allocation is not None and not problems:
-            yield from check_layouts(self.meshes, self.models)
+            yield from check_layouts(self.parsed_allocation, self.meshes, self.models)
             group_problems = [
                 *check_groups(self.group_by_kind, self.expected_counts),
                 *check_containers(self.group_by_kind, self.cluster),
@@ -352,6 +352,7 @@ class Experiment(FrozenConfig):
             ModelRoleSpec(
                 role=role,
                 model=model.weights_alone(),
+                backend="megatron" if self.parsed_allocation.training_of(role).backend == "megatron" else "fsdp",
                 head=self.heads.get(role, "lm"),
                 optimizer=model.optimizer if isinstance(model, TrainedModelConfig) else None,
                 lora=model.lora if isinstance(model, TrainedModelConfig) else None,

@@ -11,11 +11,11 @@ from dataclasses import replace
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem, display_path, split_remedy
 from corral.experiments.inputs.model_directory import attention_heads, model_type, transformer_shape
+from corral.experiments.megatron_checks import check_megatron
 from corral.scheduling.allocation import EVERY_ROLE, Allocation
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelDims
 
-BUILT_TRAINING_BACKENDS = ("fsdp",)
 TENSOR_PARALLEL_MODELS = ("llama", "qwen2", "qwen3")
 """Models whose layers `workers/backends/tensor_parallel.py` knows how to cut, by their model_type."""
 
@@ -35,12 +35,9 @@ def check_training_side(allocation: Allocation, *, roles: tuple[str, ...]) -> It
                 yield ConfigProblem(
                     message=f"the allocation names role {role!r}; this experiment has {named}", hint="remove it"
                 )
-        if engine.backend not in BUILT_TRAINING_BACKENDS:
-            message = f"training backend {engine.backend!r} is not built yet in this version"
-            yield ConfigProblem(message=message, hint=f"use the PyTorch-native backend: fsdp:d{engine.dims.world_size}")
-        if engine.dims.pp > 1:
-            message = f"pipeline parallel training ({engine.dims}) is not built yet in this version"
-            yield ConfigProblem(message=message, hint=f"use d, t and c: fsdp:d{engine.dims.world_size}")
+        if engine.dims.pp > 1 and engine.backend != "megatron":
+            message = f"the {engine.backend} backend has no pipeline parallel training ({engine.dims})"
+            yield ConfigProblem(message=message, hint=f"use d, t and c, or megatron:{engine.dims.short}")
     try:
         allocation.meshes(roles)
     except ValueError as error:
@@ -48,7 +45,9 @@ def check_training_side(allocation: Allocation, *, roles: tuple[str, ...]) -> It
         yield ConfigProblem(message=message, hint=hint)
 
 
-def check_layouts(meshes: Mapping[str, Mesh], models: Mapping[str, ModelConfig]) -> Iterator[ConfigProblem]:
+def check_layouts(
+    allocation: Allocation, meshes: Mapping[str, Mesh], models: Mapping[str, ModelConfig]
+) -> Iterator[ConfigProblem]:
     """Models that the layouts of their roles cannot divide.
 
     Args:
@@ -58,6 +57,9 @@ def check_layouts(meshes: Mapping[str, Mesh], models: Mapping[str, ModelConfig])
     """
     for role, model in models.items():
         dims = meshes[role].dims
+        if allocation.training_of(role).backend == "megatron":
+            yield from check_megatron(role, model, dims)
+            continue
         for problem in (*_of_sizes(model, dims), *_of_kind(model, dims)):
             yield replace(problem, message=f"{problem.message} ({role}, {dims.short})", path=_ALLOCATION)
 

@@ -62,6 +62,8 @@ class ModelRoleSpec(FrozenConfig):
     """Which of the role's models: replicas hold the same parameters in another layout or place."""
     model: ModelConfig
     """Its weights."""
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """What holds and trains it."""
     head: Head = "lm"
     """What it makes of tokens."""
     optimizer: OptimizerConfig | None
@@ -201,8 +203,6 @@ class ModelWorkerSpec(FrozenConfig):
     """Global rank."""
     world_size: int = Field(ge=1)
     """Training ranks of all meshes."""
-    backend: Literal["fsdp"] = "fsdp"
-    """Training backend."""
     roles: list[ModelRoleSpec]
     """Models that this rank holds a part of."""
     calls: list[ModelFunctionCall]

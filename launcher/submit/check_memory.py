@@ -146,7 +146,7 @@ class _Checks:
         if share is None:
             return None
         named = [role for one in allocation.training for role in one.roles if role != EVERY_ROLE]
-        models = {str(name): memory.config_of(name) for name in names}
+        models = {name.role: memory.config_of(name) for name in names}
 
         def may_run(dims: ParallelDims) -> bool:
             if dims.dp > self.plan.master.train_batch_size or not self._on_one_node(dims):
@@ -154,7 +154,7 @@ class _Checks:
             changed = _with_layout(allocation, share, dims)
             layout = Mesh(ranks=tuple(range(dims.world_size)), dims=dims)
             problems = check_allocation(str(changed), roles=named, generates=allocation.generation is not None)[1]
-            return not problems and not any(check_layouts(dict.fromkeys(models, layout), models))
+            return not problems and not any(check_layouts(changed, dict.fromkeys(models, layout), models))
 
         found = nearest_layout(
             mesh.dims,

@@ -474,10 +474,39 @@ CONTRADICTION_CASES = (
         line=5,
     ),
     BrokenCase(
-        name="megatron-is-not-built",
-        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d2"),
-        words=("megatron", "not built yet", "fsdp:d2"),
+        name="a-vocabulary-that-megatron-cannot-halve",
+        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:t2"),
+        files={
+            "model/config.json": '{"model_type": "qwen2", "num_hidden_layers": 3, "hidden_size": 8, '
+            '"intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 15, '
+            '"max_position_embeddings": 64, "eos_token_id": 1}',
+        },
+        words=("t2 cannot divide the 15 tokens of the vocabulary", "t may be 1, 3"),
         line=4,
+    ),
+    BrokenCase(
+        name="layers-that-stages-cannot-share",
+        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:p2"),
+        files={
+            "model/config.json": '{"model_type": "qwen2", "num_hidden_layers": 3, "hidden_size": 8, '
+            '"intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 15, '
+            '"max_position_embeddings": 64, "eos_token_id": 1}',
+        },
+        words=("p2 cannot divide the 3 layers", "p may be 1, 3"),
+        line=4,
+    ),
+    BrokenCase(
+        name="a-model-that-megatron-does-not-know",
+        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d1"),
+        files={"model/config.json": '{"model_type": "gemma3", "vocab_size": 14, "eos_token_id": 1}'},
+        words=("does not know models of type 'gemma3'", "use fsdp"),
+        line=4,
+    ),
+    BrokenCase(
+        name="adapters-with-megatron",
+        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d1"),
+        overrides=("actor.lora.rank=4", "actor.lora.alpha=8"),
+        words=("adapters are trained by the fsdp backend only", "leave lora out"),
     ),
     BrokenCase(
         name="heads-that-context-parallel-ranks-cannot-share",
@@ -529,9 +558,9 @@ CONTRADICTION_CASES = (
         line=4,
     ),
     BrokenCase(
-        name="pipeline-parallelism-is-not-built",
+        name="stages-with-fsdp",
         edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d2p2"),
-        words=("pipeline", "not built yet", "fsdp:d4"),
+        words=("the fsdp backend has no pipeline parallel training", "megatron:d2p2"),
         line=4,
     ),
     BrokenCase(

@@ -23,6 +23,10 @@ ROLES = ("actor", "critic", "ref")
         pytest.param("actor,ref=fsdp:d1,critic,reward=fsdp:d2", 1, id="disjoint"),
         pytest.param("actor,ref=fsdp:d2,critic,reward=fsdp:d1@1", 1, id="overlapping"),
         pytest.param("actor=fsdp:d2,ref=fsdp:d1@2,critic,reward=fsdp:d2@1", 1, id="reference elsewhere"),
+        pytest.param("actor=megatron:t2,ref=fsdp:d1@2,critic,reward=fsdp:d2@1", 1, id="both backends"),
+        pytest.param(
+            "actor=megatron:p2,critic=megatron:t2@1,ref,reward=fsdp:d1", 1, id="stages", marks=pytest.mark.slow
+        ),
         pytest.param("actor,ref=fsdp:d2,critic,reward=fsdp:d2@1", 1, id="2 and 2", marks=pytest.mark.slow),
         pytest.param("actor,ref=fsdp:d1,critic,reward=fsdp:d1@1", 1, id="1 and 1", marks=pytest.mark.slow),
         pytest.param("actor,ref=fsdp:d2,critic=fsdp:d1,reward=fsdp:d1", 1, id="three", marks=pytest.mark.slow),

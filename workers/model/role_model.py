@@ -9,9 +9,10 @@ Everything here but `describe` contains collectives of the model's mesh: its ran
 
 import gc
 import json
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import torch
@@ -21,6 +22,7 @@ from corral.experiments.worker_specs import BehaviourSpec, ModelRoleSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 from corral.workers.algorithms.base import ModelInterface, check_call
 from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
+from corral.workers.backends.base import AnyEngine
 from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.train_state import Numbers
@@ -28,6 +30,9 @@ from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.lifecycle.worker import BadConfigurationError
 from corral.workers.requests.messages import ModelConfigReply, TrainReply
+
+if TYPE_CHECKING:
+    from corral.workers.backends.megatron.engine import MegatronEngine
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -52,7 +57,7 @@ class RoleModel:
         self.spec = spec
         self.context = context
         self._total_steps = total_steps
-        self._engine: FSDPEngine | None = None
+        self._engine: AnyEngine | None = None
         self._behaviour = behaviour
         self._seed = seed
         self._calls = [
@@ -65,7 +70,7 @@ class RoleModel:
         self._interfaces = self._make_interfaces()
 
     @property
-    def engine(self) -> FSDPEngine:
+    def engine(self) -> AnyEngine:
         """The engine.
 
         Raises:
@@ -143,7 +148,7 @@ class RoleModel:
             vocab_size=int(config.get("vocab_size", 0)),
         )
 
-    def _ready_engine(self, call: ModelFunctionCall) -> FSDPEngine:
+    def _ready_engine(self, call: ModelFunctionCall) -> AnyEngine:
         self.engine.micro_batches = call.micro_batches
         return self.engine
 
@@ -171,20 +176,51 @@ class RoleModel:
                 raise BadConfigurationError(f"model {self.spec.model_name} cannot run {name}: {error}") from error
         return interfaces
 
-    def _make_engine(self, directory: Path) -> FSDPEngine:
-        lora = self.spec.lora
-        if lora is not None and directory != self.spec.model.path:
+    def _make_engine(self, directory: Path) -> AnyEngine:
+        spec = self.spec
+        updates_per_step = spec.ppo.updates_per_step if spec.ppo is not None else 1
+        total_steps = self._total_steps * updates_per_step
+        if spec.backend == "megatron":
+            megatron = _megatron_engine()
+            return megatron(
+                directory,
+                context=self.context,
+                head=spec.head,
+                optimizer=spec.optimizer,
+                total_steps=total_steps,
+                seed=self._seed,
+                compute_dtype=_DTYPES[spec.model.dtype],
+            )
+        lora = spec.lora
+        if lora is not None and directory != spec.model.path:
             # A commit's weights are merged: adapters belong beside those that they were trained beside, and its state
             # has what has become of those that training started from.
-            lora, directory = lora.model_copy(update={"adapter": None}), self.spec.model.path
-        updates_per_step = self.spec.ppo.updates_per_step if self.spec.ppo is not None else 1
+            lora, directory = lora.model_copy(update={"adapter": None}), spec.model.path
         return FSDPEngine(
             directory,
             context=self.context,
-            head=self.spec.head,
-            optimizer=self.spec.optimizer,
+            head=spec.head,
+            optimizer=spec.optimizer,
             lora=lora,
-            total_steps=self._total_steps * updates_per_step,
+            total_steps=total_steps,
             seed=self._seed,
-            compute_dtype=_DTYPES[self.spec.model.dtype],
+            compute_dtype=_DTYPES[spec.model.dtype],
         )
+
+
+def _megatron_engine() -> "type[MegatronEngine]":
+    """Imported where it is used: megatron-core is heavy, and not installed everywhere.
+
+    Raises:
+        BadConfigurationError: if it is not here.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of fused kernels that are not installed, one warning for each
+            from corral.workers.backends.megatron.engine import MegatronEngine
+    except ImportError as error:
+        raise BadConfigurationError(
+            f"the allocation has a megatron backend, and this worker cannot import it ({error}): run make megatron, or "
+            "pip install 'corral-rl[megatron]' in the workers' environment"
+        ) from error
+    return MegatronEngine

@@ -1,0 +1,91 @@
+"""What the megatron backend cannot hold or divide, said at submission: each with the numbers that would do.
+
+allocation "actor=megatron:d1t2p2" ──► model type, heads, layers, vocabulary ──► ConfigProblems
+                                  └──► adapters, optimizer, installation
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+
+from corral.experiments.config.model import ModelConfig, TrainedModelConfig
+from corral.experiments.errors import ConfigProblem, display_path
+from corral.experiments.inputs.decoder_config import decoder_sizes
+from corral.experiments.inputs.model_directory import model_type
+from corral.scheduling.parallel import ParallelDims
+
+KNOWN_MODELS = ("llama", "qwen2", "qwen3")
+"""Models of which Megatron computes what transformers does, by their model_type."""
+_ALLOCATION = ("allocation",)
+_PACKAGES = ("megatron.core", "mbridge")
+
+
+def check_megatron(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
+    """Mistakes of one role whose backend is megatron."""
+    for problem in _problems(role, model, dims):
+        yield problem if problem.path else replace(problem, path=_ALLOCATION)
+
+
+def _problems(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
+    name = display_path(model.path)
+    kind = model_type(model.path)
+    if kind is not None and kind not in KNOWN_MODELS:
+        yield ConfigProblem(
+            message=f"the megatron backend does not know models of type {kind!r} ({role}, {name})",
+            hint=f"use fsdp; megatron knows {', '.join(KNOWN_MODELS)}",
+        )
+    if dims.cp > 1:
+        yield ConfigProblem(
+            message=f"context parallel training (c{dims.cp}) is not built for the megatron backend ({role})",
+            hint="use fsdp for it, or t and p, which also divide a row's memory",
+        )
+    if isinstance(model, TrainedModelConfig):
+        yield from _of_training(role, model)
+    yield from _of_sizes(role, model, dims)
+    missing = [package for package in _PACKAGES if not _is_installed(package)]
+    if missing:
+        yield ConfigProblem(
+            message=f"the allocation has a megatron backend, and {missing[0]} is not installed",
+            hint="run make megatron, or pip install 'corral-rl[megatron]'",
+        )
+
+
+def _of_training(role: str, model: TrainedModelConfig) -> Iterator[ConfigProblem]:
+    if model.lora is not None:
+        yield ConfigProblem(
+            message="adapters are trained by the fsdp backend only",
+            hint="use fsdp in the allocation, or leave lora out",
+            path=(role, "lora"),
+        )
+    if model.optimizer.type != "adamw":
+        yield ConfigProblem(
+            message=f"the megatron backend trains with adamw, not with {model.optimizer.type}",
+            hint="set adamw, or use fsdp in the allocation",
+            path=(role, "optimizer", "type"),
+        )
+
+
+def _of_sizes(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
+    sizes = decoder_sizes(model.path)
+    if sizes is None:
+        return
+    divided = (
+        ("t", dims.tp, "key and value heads", sizes.num_key_value_heads),
+        ("t", dims.tp, "tokens of the vocabulary", sizes.vocab_size),
+        ("t", dims.tp, "columns of the MLP", sizes.intermediate_size),
+        ("p", dims.pp, "layers", sizes.num_layers),
+    )
+    for letter, size, what, number in divided:
+        if number % size:
+            nearest = [str(n) for n in range(1, number + 1) if number % n == 0 and n <= 2 * size]
+            yield ConfigProblem(
+                message=f"{letter}{size} cannot divide the {number} {what} of {display_path(model.path)} ({role})",
+                hint=f"{letter} may be {', '.join(nearest)}",
+            )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # its parent is missing
+        return False
