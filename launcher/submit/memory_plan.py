@@ -20,6 +20,7 @@ from corral.experiments.worker_specs import GenerationServerSpec, ModelRoleSpec,
 from corral.launcher.submit.dataflow_text import answers_per_prompt
 from corral.scheduling.decoder_sizes import DecoderSizes, tensor_shapes
 from corral.scheduling.gpu_memory import CallOnGpu, ModelOnGpu, Peak, peak_of
+from corral.scheduling.megatron_memory import MegatronModel
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, OffloadHook
 from corral.scheduling.parallel import ParallelDims
@@ -71,7 +72,7 @@ class TrainingMemory:
 
     plan: RunPlan
     roles: Mapping[ModelName, ModelRoleSpec]
-    models: Mapping[ModelName, RoleModel | None]
+    models: Mapping[ModelName, RoleModel | MegatronModel | None]
     """By name; None of a type that is not known."""
 
     @classmethod
@@ -174,10 +175,17 @@ def _on_gpu(call: ModelFunctionCall) -> CallOnGpu:
     return CallOnGpu(name=call.name, model=str(call.model_name), offloads=offloads)
 
 
-def _model_of(role: ModelRoleSpec) -> RoleModel | None:
+def _model_of(role: ModelRoleSpec) -> RoleModel | MegatronModel | None:
     sizes = decoder_sizes(role.model.path)
     if sizes is None:
         return None
+    if role.backend == "megatron":
+        return MegatronModel(
+            sizes,
+            output="vocabulary" if role.head == "lm" else "score",
+            is_trained=role.optimizer is not None,
+            compute_bytes=NUMBER_BYTES[role.model.dtype],
+        )
     return RoleModel(
         sizes,
         output="vocabulary" if role.head == "lm" else "score",
