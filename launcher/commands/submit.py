@@ -21,6 +21,24 @@ if TYPE_CHECKING:
 _NAME_TRIES = 100  # of as many who submit at the same time, the last one needs as many
 
 
+DryRun = Annotated[
+    Literal["plan", "script", "graph"] | None,
+    typer.Option(
+        "--dry-run",
+        help="Check and show the plan, or print the batch script (=script) or the dataflow graph as a Mermaid chart "
+        "(=graph); write nothing.",
+    ),
+]
+Shape = Annotated[
+    str | None,
+    typer.Option(
+        "--shape",
+        metavar="NODESxGPUSxMEMORY",
+        help="With --dry-run: plan for a cluster that need not be there, such as 4x8x80G.",
+    ),
+]
+
+
 def submit(
     experiment: Annotated[Path | None, typer.Argument(metavar="EXPERIMENT", help="The experiment file (YAML).")] = None,
     trial: Annotated[
@@ -39,22 +57,8 @@ def submit(
         typer.Option("--sbatch-arg", metavar="OPTION", help="Further option of sbatch, as --licenses=a:1; repeatable."),
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="Run on this machine, without SLURM.")] = False,
-    dry_run: Annotated[
-        Literal["plan", "script", "graph"] | None,
-        typer.Option(
-            "--dry-run",
-            help="Check and show the plan, or print the batch script (=script) or the dataflow graph as a Mermaid "
-            "chart (=graph); write nothing.",
-        ),
-    ] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            "--shape",
-            metavar="NODESxGPUSxMEMORY",
-            help="With --dry-run: plan for a cluster that need not be there, such as 4x8x80G.",
-        ),
-    ] = None,
+    dry_run: DryRun = None,
+    shape: Shape = None,
     no_checks: Annotated[
         bool,
         typer.Option("--no-checks", help="Submit without comparing the trial with the cluster; SLURM alone decides."),
