@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from corral.experiments.config.rollout import SamplingConfig, UpdateMode, WeightsConfig
+from corral.experiments.generation_checks import check_update_mode
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, write_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.engine.engine import GenerationEngine, StagedModel
@@ -514,7 +515,9 @@ def test_rollout_workers_get_whole_groups_over_an_update_in_the_middle_of_a_chun
 ) -> None:
     """More answers than the server decodes at a time, so that some of them wait in its queue."""
     if mode == "in_place" and isinstance(served.backend, SglangBackend):
-        pytest.skip("refused at submission, see test_load_experiment.py")
+        [problem] = check_update_mode(WeightsConfig(update_mode=mode), backend="sglang")
+        assert "set it to retract" in problem.hint
+        return
     tried = list[Setback | None]()
 
     async def route(uid: str, tokens: int, setback: Setback | None) -> str | None:
