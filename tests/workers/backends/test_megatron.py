@@ -1,6 +1,7 @@
 """The megatron backend trains like a plain loop over transformers, in every layout, and goes on where another stopped.
 
-A gang computes in process groups of its own: see `megatron/groups.py`; an object collective fails it (gang_helpers.py).
+Engines are made in processes of their own, in which the CPU stands in for a GPU; an object collective fails a rank of
+theirs (gang_helpers.py).
 """
 
 import json
@@ -137,8 +138,12 @@ def test_a_model_that_megatron_would_compute_otherwise_is_refused(
 
 
 def test_weights_of_one_backend_blend_into_the_other(tmp_path: Path) -> None:
-    ours = make_megatron(save_tiny("qwen2", tmp_path / "ours"), ParallelContext(), Variant())
-    theirs = make_engine(save_tiny("qwen2", tmp_path / "theirs"), ParallelContext(), Variant())
+    play(blend, tmp_path, world_size=1, directory=tmp_path)
+
+
+def blend(_: ParallelContext, directory: Path) -> None:
+    ours = make_megatron(save_tiny("qwen2", directory / "ours"), ParallelContext(), Variant())
+    theirs = make_engine(save_tiny("qwen2", directory / "theirs"), ParallelContext(), Variant())
     before = {name: tensor.clone() for name, tensor in ours.export_weights()}
     given = {name: tensor * 2.0 + 1.0 for name, tensor in theirs.export_weights()}
     ours.import_weights(given.items(), eta=0.25)
@@ -153,32 +158,39 @@ def test_weights_of_one_backend_blend_into_the_other(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
-    engine = make_megatron(save_tiny("qwen2", tmp_path), ParallelContext(), Variant(head="value"))
+    play(step_without_a_number, tmp_path, world_size=1, directory=tmp_path)
+
+
+def step_without_a_number(_: ParallelContext, directory: Path) -> None:
+    engine = make_megatron(save_tiny("qwen2", directory / "model"), ParallelContext(), Variant(head="value"))
     before = {name: tensor.clone() for name, tensor in engine.export_weights()}
-    sample = batch(0)
 
     def not_finite(values: Any, micro_batch: Any) -> LossOutput:
         return LossOutput(values.sum() * float("nan"))
 
-    stats = engine.train_batch(sample, loss_fn=not_finite, counted="prompt_mask")
+    stats = engine.train_batch(batch(0), loss_fn=not_finite, counted="prompt_mask")
     assert (stats["train/skipped_nonfinite"], engine.step, engine.num_nonfinite) == (1.0, 0, 1)
     assert all(np.array_equal(tensor, before[name]) for name, tensor in engine.export_weights())
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "plain_llama"])
-def test_the_memory_that_is_planned_for_is_what_an_engine_holds(kind: str, tmp_path: Path) -> None:
-    directory = save_tiny(kind, tmp_path)
-    engine = make_megatron(directory, ParallelContext(), Variant())
-    engine.train_batch(select_for_training(batch(0)), loss_fn=no_loss)
-    sizes = decoder_sizes(directory)
-    assert sizes is not None
-    held = MegatronModel(sizes, is_trained=True).on_gpu("actor", ParallelDims(), []).held
-    optimizer, _ = engine._require_optimizer()
-    moments = [state[name] for state in optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    assert engine.num_parameters * 4 == held["parameters"] == held["gradients"]
-    assert sum(moment.numel() * moment.element_size() for moment in moments) == held["optimizer"]
-    buffers = [buffer.grad_data.nbytes for buffer in engine._trainee.buffers]
-    assert held["gradients"] <= sum(buffers) < 1.1 * held["gradients"]  # Megatron rounds its buffers up
+def test_the_memory_that_is_planned_for_is_what_an_engine_holds(tmp_path: Path) -> None:
+    play(hold_what_was_planned, tmp_path, world_size=1, directory=tmp_path)
+
+
+def hold_what_was_planned(_: ParallelContext, directory: Path) -> None:
+    for kind in ("qwen2", "qwen3", "plain_llama"):
+        model = save_tiny(kind, directory / kind)
+        engine = make_megatron(model, ParallelContext(), Variant())
+        engine.train_batch(select_for_training(batch(0)), loss_fn=no_loss)
+        sizes = decoder_sizes(model)
+        assert sizes is not None
+        held = MegatronModel(sizes, is_trained=True).on_gpu("actor", ParallelDims(), []).held
+        optimizer, _config = engine._require_optimizer()
+        moments = [state[name] for state in optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        assert engine.num_parameters * 4 == held["parameters"] == held["gradients"]
+        assert sum(moment.numel() * moment.element_size() for moment in moments) == held["optimizer"]
+        buffers = [buffer.grad_data.nbytes for buffer in engine._trainee.buffers]
+        assert held["gradients"] <= sum(buffers) < 1.1 * held["gradients"]  # Megatron rounds its buffers up
 
 
 def select_for_training(sample: SequenceSample) -> SequenceSample:
