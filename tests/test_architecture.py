@@ -20,6 +20,23 @@ ALLOWED = {
 }
 RANKS: dict[str, list[set[str]]] = {
     # Each room, or module that has none, by floor, from the ground up: a floor imports floors below it only.
+    "scheduling": [
+        {
+            "frozen",
+            "keys",
+            "layout_kind",
+            "parallel",
+            "policy_version",
+            "redistribution",
+            "slurm_formats",
+            "staleness",
+        },
+        {"cadence", "job_options", "memory", "packing", "worker_information"},
+        {"mesh", "scheduling"},
+        {"allocation", "cluster_shape", "model_function_call", "placement"},
+        {"dataflow", "graph_keys"},
+        {"step_plan"},
+    ],
     "launcher": [
         {"files", "layout", "terminal", "trial"},
         {"runners"},

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from corral.experiments.inputs.model_directory import read_config
-from corral.scheduling.decoder_sizes import DecoderSizes
+from corral.scheduling.memory.decoder_sizes import DecoderSizes
 
 _QWEN3_HEAD_DIM = 128  # of transformers' Qwen3Config, where config.json leaves it out
 _SIZES = MappingProxyType(

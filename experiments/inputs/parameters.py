@@ -16,7 +16,7 @@ from corral.experiments.inputs.adapter_directory import check_adapter
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.model_directory import Shapes, has_tied_output, weight_shapes
 from corral.experiments.worker_specs import Head, ParameterCounts
-from corral.scheduling.decoder_sizes import tensor_shapes
+from corral.scheduling.memory.decoder_sizes import tensor_shapes
 
 _WEIGHT = ".weight"
 _OUTPUT = "lm_head.weight"

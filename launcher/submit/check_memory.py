@@ -27,12 +27,12 @@ from corral.launcher.submit.memory_plan import (
     server_use,
 )
 from corral.scheduling.allocation import EVERY_ROLE, Allocation, Share, parse_allocation
-from corral.scheduling.gpu_memory import GIB, Peak, gpu_bytes_for, usable_bytes
+from corral.scheduling.memory.gpu import GIB, Peak, gpu_bytes_for, usable_bytes
+from corral.scheduling.memory.nearest_layout import nearest_layout
+from corral.scheduling.memory.server import ANSWER
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelName, parse_model_name
-from corral.scheduling.nearest_layout import nearest_layout
 from corral.scheduling.parallel import ParallelDims
-from corral.scheduling.server_memory import ANSWER
 from corral.scheduling.worker_information import fold_numbers
 
 MIB = 1 << 20

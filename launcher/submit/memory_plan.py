@@ -18,14 +18,14 @@ from corral.experiments.inputs.parameters import adapted_layers
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import GenerationServerSpec, ModelRoleSpec, ModelWorkerSpec, RolloutWorkerSpec
 from corral.launcher.submit.dataflow_text import answers_per_prompt
-from corral.scheduling.decoder_sizes import DecoderSizes, tensor_shapes
-from corral.scheduling.gpu_memory import CallOnGpu, ModelOnGpu, Peak, peak_of
-from corral.scheduling.megatron_memory import MegatronModel
+from corral.scheduling.memory.decoder_sizes import DecoderSizes, tensor_shapes
+from corral.scheduling.memory.fsdp import Adapters, CallKind, CallSizes, RoleModel
+from corral.scheduling.memory.gpu import CallOnGpu, ModelOnGpu, Peak, peak_of
+from corral.scheduling.memory.megatron import MegatronModel
+from corral.scheduling.memory.server import ANSWER, server_on_gpu
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, OffloadHook
 from corral.scheduling.parallel import ParallelDims
-from corral.scheduling.role_memory import Adapters, CallKind, CallSizes, RoleModel
-from corral.scheduling.server_memory import ANSWER, server_on_gpu
 from corral.scheduling.worker_information import WorkerKind
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from corral.launcher.submit.memory_plan import GpuUse
-from corral.scheduling.gpu_memory import CONTEXT_BYTES, FRAGMENTATION, GIB, PARTS, Part, Peak, usable_bytes
-from corral.scheduling.server_memory import ANSWER
+from corral.scheduling.memory.gpu import CONTEXT_BYTES, FRAGMENTATION, GIB, PARTS, Part, Peak, usable_bytes
+from corral.scheduling.memory.server import ANSWER
 from corral.scheduling.worker_information import fold_numbers
 
 _HEADINGS: dict[Part, str] = {

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from corral.experiments.inputs.decoder_config import decoder_sizes
-from corral.scheduling.decoder_sizes import num_parameters, tensor_shapes
+from corral.scheduling.memory.decoder_sizes import num_parameters, tensor_shapes
 
 TINY: dict[str, Any] = {
     "hidden_size": 48,

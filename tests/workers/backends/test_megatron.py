@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoConfig
 
 from corral.experiments.inputs.decoder_config import decoder_sizes
-from corral.scheduling.megatron_memory import MegatronModel
+from corral.scheduling.memory.megatron import MegatronModel
 from corral.scheduling.parallel import ParallelDims
 from corral.workers.algorithms.base import response_mask
 from corral.workers.backends.base import LossOutput

@@ -26,13 +26,13 @@ from transformers import (
 
 from corral.experiments.config.model import LoraConfig, OptimizerConfig
 from corral.experiments.inputs.decoder_config import decoder_sizes
-from corral.scheduling.activation_memory import HEAD_CHUNK_BYTES, ends_bytes_per_token, layer_bytes_per_token
-from corral.scheduling.decoder_sizes import DecoderSizes, Output
-from corral.scheduling.gpu_memory import Parts
+from corral.scheduling.memory.activations import HEAD_CHUNK_BYTES, ends_bytes_per_token, layer_bytes_per_token
+from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output
+from corral.scheduling.memory.fsdp import Adapters, CallSizes, RoleModel
+from corral.scheduling.memory.gpu import Parts
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
-from corral.scheduling.role_memory import Adapters, CallSizes, RoleModel
 from corral.workers.backends import chunked_head
 from corral.workers.backends.base import LossOutput
 from corral.workers.backends.fsdp import FSDPEngine

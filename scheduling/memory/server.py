@@ -11,10 +11,10 @@ SGLang's graphs and its workspaces are of the reserve, and what `sglang.flags` c
 
 import math
 
-from corral.scheduling.activation_memory import FLOAT32_BYTES
-from corral.scheduling.decoder_sizes import DecoderSizes, Shape, tensor_shapes
-from corral.scheduling.gpu_memory import ModelOnGpu
-from corral.scheduling.role_memory import key_value_bytes_per_token
+from corral.scheduling.memory.activations import FLOAT32_BYTES
+from corral.scheduling.memory.decoder_sizes import DecoderSizes, Shape, tensor_shapes
+from corral.scheduling.memory.fsdp import key_value_bytes_per_token
+from corral.scheduling.memory.gpu import ModelOnGpu
 
 ANSWER = "answer"
 """What a server does, as the one call on its model."""

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.nearest_layout import distance, layouts_of, nearest_layout
+from corral.scheduling.memory.nearest_layout import distance, layouts_of, nearest_layout
 from corral.scheduling.parallel import ParallelDims
 
 MAX_GPUS = 24

@@ -16,11 +16,11 @@ Each figure is that of the stage with most: the first or the last.
 
 import math
 
-from corral.scheduling.activation_memory import FLOAT32_BYTES, head_bytes, layer_bytes_per_token, share_of
-from corral.scheduling.decoder_sizes import DecoderSizes, Output, tensor_shapes
-from corral.scheduling.gpu_memory import ModelOnGpu, Part, Parts
+from corral.scheduling.memory.activations import FLOAT32_BYTES, head_bytes, layer_bytes_per_token, share_of
+from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output, tensor_shapes
+from corral.scheduling.memory.fsdp import CallSizes
+from corral.scheduling.memory.gpu import ModelOnGpu, Part, Parts
 from corral.scheduling.parallel import ParallelDims
-from corral.scheduling.role_memory import CallSizes
 
 _MATRIX = 2  # dimensions; norms and biases, which have one, count as whole on every rank
 _EMBEDDING, _OUTPUTS = "model.embed_tokens.weight", ("lm_head.weight", "score.weight")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from corral.scheduling.decoder_sizes import DecoderSizes, num_parameters
-from corral.scheduling.megatron_memory import MegatronModel
+from corral.scheduling.memory.decoder_sizes import DecoderSizes, num_parameters
+from corral.scheduling.memory.fsdp import CallSizes
+from corral.scheduling.memory.megatron import MegatronModel
 from corral.scheduling.parallel import ParallelDims
-from corral.scheduling.role_memory import CallSizes
 
 SIZES = DecoderSizes(
     num_layers=8,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.gpu_memory import GIB, CallOnGpu, ModelOnGpu, gpu_bytes_for, peak_of, usable_bytes
+from corral.scheduling.memory.gpu import GIB, CallOnGpu, ModelOnGpu, gpu_bytes_for, peak_of, usable_bytes
 
 ACTOR = ModelOnGpu(
     name="actor",

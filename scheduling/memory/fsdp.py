@@ -6,7 +6,7 @@
     gradients    float32, cut alike, of what is trained; let go after each step     FSDPEngine.train_batch
     optimizer    AdamW: two moments, and a step count per tensor                    workers/backends/optimizers.py
                  Muon: one moment for the matrices of the layers
-    activations  what autograd keeps of all layers, and one layer's worth to        activation_memory.py
+    activations  what autograd keeps of all layers, and one layer's worth to        scheduling/memory/activations.py
                  work in; without gradients that alone
     buffers      where a model is cut: its ends whole from the beginning of a       FSDP2: the outermost module stays
                  forward pass to the end of the backward one, three layers whole,   whole, and the next layer comes
@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from corral.scheduling.activation_memory import (
+from corral.scheduling.memory.activations import (
     FLOAT32_BYTES,
     adapter_bytes_per_token,
     ends_bytes_per_token,
@@ -32,8 +32,8 @@ from corral.scheduling.activation_memory import (
     layer_bytes_per_token,
     share_of,
 )
-from corral.scheduling.decoder_sizes import DecoderSizes, Output, Shape, tensor_shapes
-from corral.scheduling.gpu_memory import ModelOnGpu, Part, Parts
+from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output, Shape, tensor_shapes
+from corral.scheduling.memory.gpu import ModelOnGpu, Part, Parts
 from corral.scheduling.parallel import ParallelDims
 
 CallKind = Literal["train", "infer", "generate"]

@@ -21,7 +21,7 @@ Found with torch.autograd.graph.saved_tensors_hooks on tiny models, and counted 
 computed anew in the backward pass today.
 """
 
-from corral.scheduling.decoder_sizes import DecoderSizes
+from corral.scheduling.memory.decoder_sizes import DecoderSizes
 
 FLOAT32_BYTES = 4
 _INDEX_BYTES = 8  # of int64
