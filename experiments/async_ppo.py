@@ -10,7 +10,16 @@ All five kinds of workers take part.
 from collections.abc import Iterator
 from typing import ClassVar
 
-from corral.experiments.checks import check_allocation, check_concurrency, check_imports
+from corral.experiments.checks.algorithm import check_concurrency, check_imports
+from corral.experiments.checks.allocation import check_allocation
+from corral.experiments.checks.generation import (
+    check_heads,
+    check_parallel_flags,
+    check_quantization,
+    check_server_gpus,
+    check_sglang,
+    check_update_mode,
+)
 from corral.experiments.config.rollout import (
     EngineConfig,
     GenerationConfig,
@@ -20,14 +29,6 @@ from corral.experiments.config.rollout import (
 )
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig
-from corral.experiments.generation_checks import (
-    check_heads,
-    check_parallel_flags,
-    check_quantization,
-    check_server_gpus,
-    check_sglang,
-    check_update_mode,
-)
 from corral.experiments.host_memory import memory_warning, server_memory
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.policy import TRAJECTORY_KEYS, PolicyExperiment

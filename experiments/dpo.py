@@ -8,7 +8,7 @@ The reference may have ranks of its own: actor=fsdp:d1,ref=fsdp:d1. It is the sa
 
 from collections.abc import Iterator
 
-from corral.experiments.checks import check_model, check_vocabulary
+from corral.experiments.checks.data import check_model, check_vocabulary
 from corral.experiments.config.algorithm import DPOConfig
 from corral.experiments.config.data import RowKind
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig

@@ -13,15 +13,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from corral.experiments.checks import (
-    check_allocation,
-    check_batch,
-    check_containers,
-    check_dataset,
-    check_evaluation,
-    check_groups,
-    check_placement,
-)
+from corral.experiments.checks.allocation import check_allocation
+from corral.experiments.checks.data import check_batch, check_dataset, check_evaluation
+from corral.experiments.checks.groups import check_containers, check_groups, check_placement
+from corral.experiments.checks.training import check_layouts
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.cluster import (
     ClusterConfig,
@@ -41,7 +36,6 @@ from corral.experiments.inputs.declared_keys import keys_of_graph
 from corral.experiments.inputs.model_directory import ModelFacts, transformer_shape
 from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.inputs.tokens import LengthLimits
-from corral.experiments.training_checks import check_layouts
 from corral.experiments.trial.directory import validate_name
 from corral.experiments.worker_specs import (
     BehaviourSpec,

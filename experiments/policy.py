@@ -14,14 +14,8 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from corral.experiments.checks import (
-    MODEL_CONTEXT,
-    check_import,
-    check_length,
-    check_model,
-    check_ppo,
-    check_vocabulary,
-)
+from corral.experiments.checks.algorithm import check_import, check_ppo
+from corral.experiments.checks.data import MODEL_CONTEXT, check_length, check_model, check_vocabulary
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.data import RowKind
 from corral.experiments.config.model import (

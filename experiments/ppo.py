@@ -11,7 +11,7 @@ their own, which takes its weights over before each step: a share of the allocat
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from corral.experiments.checks import check_imports
+from corral.experiments.checks.algorithm import check_imports
 from corral.experiments.config.rollout import EngineConfig, GenerationConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig

@@ -9,7 +9,7 @@ Workers: the master and the model workers; the latter read the rows themselves.
 from abc import abstractmethod
 from collections.abc import Iterator
 
-from corral.experiments.checks import check_model
+from corral.experiments.checks.data import check_model
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment import Experiment
 from corral.experiments.experiment_config import ExperimentConfig

@@ -12,11 +12,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from corral.experiments.checks import check_allocation
+from corral.experiments.checks.allocation import check_allocation
+from corral.experiments.checks.generation import check_heads
+from corral.experiments.checks.training import check_layouts
 from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource
-from corral.experiments.generation_checks import check_heads
 from corral.experiments.plan import RunPlan
-from corral.experiments.training_checks import check_layouts
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.launcher.submit.memory_plan import (
     GpuUse,

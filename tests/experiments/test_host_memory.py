@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from corral.experiments import generation_checks
 from corral.experiments.async_ppo import AsyncPPOExperiment
+from corral.experiments.checks import generation as generation_checks
 from corral.experiments.config.model import LoraConfig, TrainedModelConfig
 from corral.experiments.config.rollout import EngineConfig, WeightsConfig
 from corral.experiments.host_memory import EMBEDDED_MB, server_memory

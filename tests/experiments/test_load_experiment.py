@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments import generation_checks
 from corral.experiments.async_ppo import AsyncPPOExperiment
+from corral.experiments.checks import generation as generation_checks
 from corral.experiments.errors import ConfigError
 from corral.experiments.registry import EXPERIMENTS, load_experiment
 from corral.experiments.sft import SFTExperiment

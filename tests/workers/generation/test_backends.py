@@ -17,8 +17,8 @@ import psutil
 import pytest
 import torch
 
+from corral.experiments.checks.generation import check_update_mode
 from corral.experiments.config.rollout import SamplingConfig, UpdateMode, WeightsConfig
-from corral.experiments.generation_checks import check_update_mode
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, write_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.engine.engine import GenerationEngine, StagedModel

@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from corral.experiments.checks.megatron import check_megatron
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem, display_path, split_remedy
 from corral.experiments.inputs.model_directory import attention_heads, model_type, transformer_shape
-from corral.experiments.megatron_checks import check_megatron
 from corral.scheduling.allocation import EVERY_ROLE, Allocation
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelDims

@@ -1,0 +1,85 @@
+"""Checks of the algorithm and the code that it names: settings that contradict each other, imports that fail."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.config.rollout import GenerationConfig, RolloutConfig
+from corral.experiments.errors import ConfigProblem, KeyPath, dotted
+from corral.experiments.inputs.import_paths import check_import_path
+
+
+def check_ppo(
+    ppo: PPOConfig, *, has_ref: bool, train_batch_size: int, dp: int, has_critic: bool = False
+) -> Iterator[ConfigProblem]:
+    """Settings of the algorithm that contradict each other, the rest of the experiment, or the ranks that train.
+
+    Args:
+        dp: data-parallel ranks of the actor, each of which cuts its own answers into mini-batches.
+    """
+    if ppo.kl.coef > 0.0 and not has_ref:
+        yield ConfigProblem(
+            message=f"ppo.kl.coef {ppo.kl.coef} needs a reference model, and there is none",
+            hint="give ref.path (the model that the actor starts from), or set ppo.kl.coef: 0",
+            path=("ppo", "kl", "coef"),
+            shown=str(ppo.kl.coef),
+        )
+    if ppo.needs_critic and not has_critic:
+        yield ConfigProblem(
+            message=f"ppo.advantage {ppo.advantage} needs a critic, and there is none",
+            hint="give a critic, or set ppo.advantage: group_relative",
+            path=("ppo", "advantage"),
+            shown=ppo.advantage,
+        )
+    if ppo.compares_answers and ppo.group_size < 2:
+        yield ConfigProblem(
+            message=f"{ppo.advantage} advantages compare the answers to one prompt: with group_size 1 they are all 0",
+            hint="ppo.group_size: 8 is usual, 2 the least",
+            path=("ppo", "group_size"),
+            shown=str(ppo.group_size),
+        )
+    answers = train_batch_size * ppo.group_size // dp
+    if ppo.n_minibatches > answers >= 1:
+        prompts = -(-ppo.n_minibatches * dp // ppo.group_size)
+        yield ConfigProblem(
+            message=(
+                f"ppo.n_minibatches {ppo.n_minibatches} is more than the answers of a data-parallel rank: "
+                f"{train_batch_size} prompts x {ppo.group_size} answers / {dp} ranks = {answers}"
+            ),
+            hint=f"at most {answers}, or raise train_batch_size to at least {prompts}",
+            path=("ppo", "n_minibatches"),
+            shown=str(ppo.n_minibatches),
+        )
+    for name, import_path in (("loss", ppo.loss), ("advantage", ppo.advantage)):
+        if ":" in import_path:
+            yield from check_import(("ppo", name), import_path)
+
+
+def check_concurrency(rollout: RolloutConfig, *, train_batch_size: int) -> Iterator[ConfigProblem]:
+    """More prompts in flight than the staleness bound ever admits."""
+    most = (rollout.max_head_offpolicyness + 1) * train_batch_size
+    if rollout.max_concurrent_rollouts is not None and rollout.max_concurrent_rollouts > most:
+        yield ConfigProblem(
+            message=(
+                f"rollout.max_concurrent_rollouts {rollout.max_concurrent_rollouts} can never be reached: "
+                f"the staleness bound admits (max_head_offpolicyness {rollout.max_head_offpolicyness} + 1) "
+                f"x train_batch_size {train_batch_size} = {most}"
+            ),
+            hint=f"at most {most}, or leave it out; raise max_head_offpolicyness for more",
+            path=("rollout", "max_concurrent_rollouts"),
+            shown=str(rollout.max_concurrent_rollouts),
+        )
+
+
+def check_imports(rollout: GenerationConfig) -> Iterator[ConfigProblem]:
+    """Agents and rewards that do not exist."""
+    if isinstance(rollout, RolloutConfig):
+        yield from check_import(("rollout", "agent"), rollout.agent, must_be_async=True)
+    yield from check_import(("rollout", "reward"), rollout.reward)
+
+
+def check_import(path: KeyPath, import_path: str, *, must_be_async: bool = False) -> Iterator[ConfigProblem]:
+    """What is wrong with the import path at this key."""
+    problem = check_import_path(import_path, must_be_async=must_be_async)
+    if problem is not None:
+        yield replace(problem, message=f"{dotted(path)}: {problem.message}", path=path, shown=import_path)

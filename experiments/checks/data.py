@@ -1,0 +1,127 @@
+"""Checks of rows, batches and models: what the files hold, and whether lengths and vocabularies go together."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
+from corral.experiments.config.model import ModelConfig
+from corral.experiments.errors import ConfigProblem, KeyPath, display_path, dotted, split_remedy
+from corral.experiments.inputs.dataset_file import DatasetReader
+from corral.experiments.inputs.model_directory import ModelFacts, inspect_model
+from corral.experiments.inputs.parameters import check_lora
+from corral.experiments.inputs.tokens import LengthLimits
+from corral.scheduling.mesh import Mesh
+
+MODEL_CONTEXT = "the model's max_position_embeddings"
+
+_MAX_LONG_ROWS = 3  # more of the same kind would only scroll the first ones away
+
+
+def check_dataset(
+    config: DatasetConfig, path: KeyPath, *, kind: RowKind, limits: LengthLimits
+) -> tuple[int | None, list[ConfigProblem]]:
+    """Rows of a dataset (None if it is broken), and what is wrong with it."""
+    reader = DatasetReader(config=config, kind=kind)
+    too_long: list[ConfigProblem] = []
+    try:
+        for row in reader:
+            if excess := limits.find_excess(row.prompt, row.answers):
+                place = f"{display_path(config.path)}:{row.line}"
+                hint = f"shorten or remove the row, or raise {dotted(path)}.max_prompt_tokens and what has to hold it"
+                too_long.append(ConfigProblem(message=f"{place}: {excess}", hint=hint))
+                if len(too_long) >= _MAX_LONG_ROWS:
+                    break
+    except ValueError as error:
+        message, hint = split_remedy(str(error))
+        too_long.append(ConfigProblem(message=message, hint=hint))
+    where = (*path, "path")
+    problems = [
+        replace(problem, path=where, shown=display_path(config.path)) for problem in (*reader.problems, *too_long)
+    ]
+    return (None if problems else reader.num_rows), problems
+
+
+def check_batch(
+    *, num_rows: int, epochs: int, train_batch_size: int, meshes: Mapping[str, Mesh]
+) -> Iterator[ConfigProblem]:
+    """A batch that the data never fills, or that leaves ranks without work.
+
+    Args:
+        meshes: the ranks of each role; none if the allocation is broken.
+    """
+    path, shown = ("train_batch_size",), str(train_batch_size)
+    if train_batch_size > num_rows * epochs:
+        yield ConfigProblem(
+            message=f"train_batch_size {train_batch_size} is more than the dataset's {num_rows} rows x {epochs} epochs",
+            hint=f"at most {num_rows * epochs} fits; or raise control.total_train_epochs",
+            path=path,
+            shown=shown,
+        )
+    too_wide = {role: mesh.dims.dp for role, mesh in meshes.items() if mesh.dims.dp > train_batch_size}
+    if too_wide:
+        ranks = ", ".join(f"{dp} of {role}" for role, dp in too_wide.items())
+        yield ConfigProblem(
+            message=f"train_batch_size {train_batch_size} leaves data-parallel ranks without work: there are {ranks}",
+            hint=f"at least {max(too_wide.values())}, or at most d{train_batch_size} in the allocation",
+            path=path,
+            shown=shown,
+        )
+
+
+def check_model(config: ModelConfig, path: KeyPath) -> tuple[ModelFacts | None, list[ConfigProblem]]:
+    """What is known of a model on disk, and what is wrong with it."""
+    facts, problems = inspect_model(config.path)
+    of_path = [replace(problem, path=(*path, "path"), shown=display_path(config.path)) for problem in problems]
+    of_lora = [replace(problem, path=(*path, *problem.path)) for problem in check_lora(config)]
+    return facts, [*of_path, *of_lora]
+
+
+def check_vocabulary(
+    model: ModelConfig, facts: ModelFacts | None, actor: ModelFacts | None, *, key: str
+) -> Iterator[ConfigProblem]:
+    """A model beside the actor whose tokens are not the actor's."""
+    if actor is not None and facts is not None and actor.vocab_size != facts.vocab_size:
+        yield ConfigProblem(
+            message=f"{key} has a vocabulary of {facts.vocab_size}, the actor one of {actor.vocab_size}",
+            hint="use the model that the actor starts from, or one with the same tokenizer",
+            path=(key, "path"),
+            shown=str(model.path),
+        )
+
+
+def check_length(
+    *, max_prompt_tokens: int, max_new_tokens: int, limit: int | None, limit_name: str, path: KeyPath
+) -> Iterator[ConfigProblem]:
+    """Prompts and answers that together exceed a limit; `path` is the key of max_new_tokens."""
+    needed = max_prompt_tokens + max_new_tokens
+    remedy = "use a model with a longer context" if limit_name == MODEL_CONTEXT else f"raise {limit_name}"
+    if limit is not None and needed > limit:
+        yield ConfigProblem(
+            message=(
+                f"{max_prompt_tokens} prompt tokens + {max_new_tokens} new tokens = {needed} do not fit "
+                f"{limit_name} = {limit}"
+            ),
+            hint=f"lower max_new_tokens or the dataset's max_prompt_tokens, or {remedy}",
+            path=path,
+        )
+
+
+def check_evaluation(
+    evaluation: EvaluationConfig, facts: ModelFacts | None, *, kind: RowKind, limits: LengthLimits, answers: bool
+) -> Iterator[ConfigProblem]:
+    """Held-out rows that are broken or too long for the model.
+
+    Args:
+        limits: of the rows; those of the training data, but for the prompts.
+        answers: whether the model answers the prompts.
+    """
+    limits = replace(limits, max_prompt_tokens=evaluation.dataset.max_prompt_tokens)
+    yield from check_dataset(evaluation.dataset, ("evaluation", "dataset"), kind=kind, limits=limits)[1]
+    if facts is not None and answers:
+        yield from check_length(
+            max_prompt_tokens=evaluation.dataset.max_prompt_tokens,
+            max_new_tokens=evaluation.max_new_tokens,
+            limit=facts.max_position_embeddings,
+            limit_name=MODEL_CONTEXT,
+            path=("evaluation", "max_new_tokens"),
+        )

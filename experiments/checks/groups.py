@@ -1,0 +1,129 @@
+"""Checks of groups of workers: as many as the allocation says, images that can run, nodes that they fit on."""
+
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+
+from corral.experiments.config.cluster import ClusterConfig, GroupConfig
+from corral.experiments.errors import ConfigProblem, KeyPath, show_value
+from corral.scheduling.placement import NodeShape, place
+from corral.scheduling.scheduling import ExperimentScheduling, TasksGroup
+from corral.scheduling.worker_information import WorkerKind
+
+# What the file leaves open, only the cluster can tell.
+_ANY_NODE = NodeShape(cpus=1 << 20, gpus=1 << 12, mem_mb=1 << 40)
+
+
+def check_groups(
+    groups: Mapping[WorkerKind, GroupConfig], expected_count: Mapping[WorkerKind, int | None]
+) -> Iterator[ConfigProblem]:
+    """Counts that contradict the allocation, and settings of groups that nobody would read.
+
+    Args:
+        groups: what the experiment says.
+        expected_count: by kind that the experiment has; None where the user may choose.
+    """
+    for kind, group in groups.items():
+        path: KeyPath = ("groups", kind)
+        if kind not in expected_count:
+            if group.model_fields_set:
+                hint = f"remove it; there are {', '.join(expected_count)}"
+                yield ConfigProblem(message=f"this experiment has no {kind}", hint=hint, path=path)
+            continue
+        expected = expected_count[kind]
+        if group.count is not None and expected is not None and group.count != expected:
+            reason = (
+                "a trial has one" if kind in ("master_worker", "gserver_manager") else f"the allocation says {expected}"
+            )
+            yield ConfigProblem(
+                message=f"groups.{kind}.count is {group.count}, but {reason}",
+                hint=f"remove the count, or {'write 1' if reason.endswith('one') else 'change the allocation'}",
+                path=(*path, "count"),
+                shown=str(group.count),
+            )
+        if kind != "generation_server" and group.scheduling is not None and group.scheduling.gpu > 1:
+            yield ConfigProblem(
+                message=f"a worker drives at most 1 GPU, got {group.scheduling.gpu}",
+                hint="raise d in the allocation instead",
+                path=(*path, "scheduling", "gpu"),
+                shown=str(group.scheduling.gpu),
+            )
+
+
+def check_containers(groups: Mapping[WorkerKind, GroupConfig], cluster: ClusterConfig) -> Iterator[ConfigProblem]:
+    """Images that nothing could run, and mounts without an image."""
+    for kind, group in groups.items():
+        for path, scheduling in (
+            (("groups", kind, "scheduling"), group.scheduling),
+            (("groups", kind, "elastic", "scheduling"), group.elastic.scheduling if group.elastic else None),
+        ):
+            if scheduling is None:
+                continue
+            if scheduling.container_image is not None and cluster.container_runtime is None:
+                yield ConfigProblem(
+                    message="container_image needs cluster.container_runtime, which is not set",
+                    hint="set cluster.container_runtime to apptainer, singularity or pyxis, whichever this site has",
+                    path=(*path, "container_image"),
+                    shown=scheduling.container_image,
+                )
+            if scheduling.container_mounts and scheduling.container_image is None:
+                yield ConfigProblem(
+                    message="container_mounts has no effect without container_image",
+                    hint="set container_image, or remove it",
+                    path=(*path, "container_mounts"),
+                    shown=show_value(scheduling.container_mounts),
+                )
+
+
+def check_placement(scheduling: ExperimentScheduling, cluster: ClusterConfig) -> Iterator[ConfigProblem]:
+    """Groups that do not fit the nodes that the configuration describes."""
+    shape = cluster.node_shape(_ANY_NODE)
+    try:
+        place(scheduling, shape, max_nodes=cluster.max_nodes)
+    except ValueError as error:
+        sizes = {"CPUs": cluster.cpus_per_node, "GPUs": cluster.gpus_per_node, "MB": cluster.mem_per_node}
+        size = ", ".join(f"{number} {unit}" for unit, number in sizes.items() if number is not None)
+        nearest = "; ".join(_what_fits(scheduling, shape, max_nodes=cluster.max_nodes))
+        otherwise = "change the groups' scheduling (gpu: 0 runs on CPUs), the allocation, or the cluster's description"
+        yield ConfigProblem(
+            message=f"the groups cannot be placed on {cluster.max_nodes or 'any number of'} node(s) of {size}: {error}",
+            hint=f"{nearest}; or {otherwise}" if nearest else otherwise,
+            path=("cluster",),
+        )
+
+
+def _what_fits(scheduling: ExperimentScheduling, shape: NodeShape, *, max_nodes: int | None) -> Iterator[str]:
+    """The nearest numbers with which the groups could be placed; nothing where a single task is too large."""
+    try:
+        enough = place(scheduling, shape).num_nodes
+    except ValueError:
+        return
+    yield f"{enough} such nodes are enough (cluster.max_nodes)"
+    ranks, rollout = scheduling["model_worker"], scheduling.get("rollout_worker")
+    follows = rollout is not None and rollout.count == ranks.count
+    kinds: tuple[WorkerKind, ...] = ("model_worker", "rollout_worker") if follows else ("model_worker",)
+    if count := _most_that_fit(scheduling, kinds, shape, max_nodes=max_nodes):
+        also = ", with as many rollout workers," if follows else ""
+        yield f"{count} of {ranks.count} model workers{also} fit beside the others"
+    servers = scheduling.get("generation_server")
+    if servers and (count := _most_that_fit(scheduling, ("generation_server",), shape, max_nodes=max_nodes)):
+        yield f"{count} of {servers.count} generation servers fit beside the others"
+
+
+def _most_that_fit(
+    scheduling: ExperimentScheduling, kinds: Sequence[WorkerKind], shape: NodeShape, *, max_nodes: int | None
+) -> int:
+    """The most tasks that each group of these kinds, which are equally many, may have; 0 if not even one fits."""
+
+    def is_too_many(count: int) -> bool:
+        fewer: dict[str, TasksGroup] = {kind: scheduling[kind].model_copy(update={"count": count}) for kind in kinds}
+        return not _fits(scheduling.model_copy(update=fewer), shape, max_nodes=max_nodes)
+
+    return bisect.bisect_left(range(1, scheduling[kinds[0]].count), True, key=is_too_many)
+
+
+def _fits(scheduling: ExperimentScheduling, shape: NodeShape, *, max_nodes: int | None) -> bool:
+    try:
+        place(scheduling, shape, max_nodes=max_nodes)
+    except ValueError:
+        return False
+    return True
