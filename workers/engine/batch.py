@@ -9,7 +9,7 @@
               retract:  running requests lose their cache and are computed again, under the weights of then, at resume
               in_place: running requests keep their cache, made by the weights of before
 
-Requests join and leave between steps. Nothing here knows threads or sockets: loop.py runs it, http_api.py serves it.
+Requests join and leave between steps. Nothing here knows threads or sockets: loop.py runs it, http serves it.
 """
 
 from __future__ import annotations

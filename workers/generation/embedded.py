@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.engine.engine import GenerationEngine
-from corral.workers.engine.http_api import EngineServer
+from corral.workers.engine.http.api import EngineServer
 from corral.workers.engine.progress import Progress
 from corral.workers.engine.weights import WeightsRejectedError
 from corral.workers.generation.http_calls import ServerError

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import pytest
 
 from corral.workers.engine.engine import GenerationEngine, RequestOutput, WeightsRejectedError
-from corral.workers.engine.http_api import EngineServer
+from corral.workers.engine.http.api import EngineServer
 from tests.workers.engine.tiny_models import (
     add_tokenizer,
     load_reference,

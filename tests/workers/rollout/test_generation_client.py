@@ -11,7 +11,7 @@ import pytest
 
 from corral.experiments.config.rollout import SamplingConfig
 from corral.workers.engine.engine import GenerationEngine
-from corral.workers.engine.http_api import EngineServer
+from corral.workers.engine.http.api import EngineServer
 from corral.workers.rollout.generation_client import GenerationClient, Setback
 from tests.workers.engine.tiny_models import save_tiny_model
 

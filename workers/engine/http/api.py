@@ -1,7 +1,7 @@
 """HTTP front of the embedded engine: the subset of SGLang's API that rollout workers and the manager speak.
 
     client --HTTP--> [ key | size | schema | limits ] --> EngineLoop (its own thread) --> future --> JSON
-                        401   413    400      400         /generate: generate_endpoint.py
+                        401   413    400      400         /generate: generate.py
 
     POST /generate /abort_request /pause_generation /continue_generation /update_weights_from_disk /weights_checker
     GET|POST /flush_cache      GET /health /ready /get_model_info /get_server_info /metrics
@@ -26,8 +26,8 @@ from typing import TypeVar
 from aiohttp import web
 
 from corral.workers.engine.engine import GenerationEngine, PauseMode, StagedModel
-from corral.workers.engine.generate_endpoint import GenerateEndpoint
-from corral.workers.engine.http_messages import (
+from corral.workers.engine.http.generate import GenerateEndpoint
+from corral.workers.engine.http.messages import (
     AbortBody,
     BadRequestError,
     CheckWeightsBody,

@@ -25,7 +25,7 @@ from typing import Any
 from aiohttp import web
 
 from corral.workers.engine.answer_text import DecodeText, TextForm, answer_text
-from corral.workers.engine.http_messages import BadRequestError, GenerateBody, error_body, generate_reply, parse
+from corral.workers.engine.http.messages import BadRequestError, GenerateBody, error_body, generate_reply, parse
 from corral.workers.engine.loop import EngineLoop, EngineStoppedError
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
 
