@@ -47,11 +47,11 @@ from corral.name_resolve import MemoryNameService  # noqa: E402
 from corral.scheduling.dataflow import build_dataflow, dataset_keys  # noqa: E402
 from corral.scheduling.policy_version import Lineage  # noqa: E402
 from corral.workers.lifecycle.worker import WorkerContext  # noqa: E402
-from corral.workers.master.calls import MeshCalls  # noqa: E402
 from corral.workers.master.garbage import rare_collections  # noqa: E402
 from corral.workers.master.sample_source import TrajectorySource  # noqa: E402
 from corral.workers.master.sequence_buffer import SequenceBuffer  # noqa: E402
-from corral.workers.master.step_runner import StepRunner  # noqa: E402
+from corral.workers.master.step.calls import MeshCalls  # noqa: E402
+from corral.workers.master.step.runner import StepRunner  # noqa: E402
 from corral.workers.master.trainer_gang import TrainerGang  # noqa: E402
 from tests.experiments.broken_yaml import write_inputs  # noqa: E402
 

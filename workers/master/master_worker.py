@@ -56,7 +56,7 @@ A whole asynchronous step:
             model workers; where a record stands is decided by sender_book.py and receiver_book.py
      6      model/trajectory_inbox.py, data_store.py and samples.py there, arrivals.py, sample_source.py and
             sequence_buffer.py here, the rule in scheduling/staleness.py
-     7      step_runner.py: a coroutine for each call, with step_state.py (whose inputs are there) and rank_locks.py
+     7      step/runner.py: a coroutine for each call, with state.py (whose inputs are there) and rank_locks.py
             (whose ranks are free); calls.py: what a call consists of, with dealing.py (who works on which samples) and
             transfers.py (what has to move); trainer_gang.py, which asks the ranks. There model/model_worker.py, with
             models.py, role_model.py, data_plane.py, reallocation.py, which run algorithms/ on backends/fsdp.py

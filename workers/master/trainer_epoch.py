@@ -22,14 +22,14 @@ import msgspec
 
 from corral.scheduling.cadence import BEFORE_THE_RUN, Cadence, Moment
 from corral.scheduling.policy_version import PolicyVersion
-from corral.workers.master.calls import MeshCalls
 from corral.workers.master.disk import Disk, LogWatch
 from corral.workers.master.durable_state import DurableState
 from corral.workers.master.epoch_parts import EpochParts
 from corral.workers.master.held_out import HeldOut
 from corral.workers.master.loaded_models import check_reallocations, check_rows
-from corral.workers.master.step_outcome import StepOutcome
-from corral.workers.master.step_runner import Progress, StepRunner
+from corral.workers.master.step.calls import MeshCalls
+from corral.workers.master.step.outcome import StepOutcome
+from corral.workers.master.step.runner import Progress, StepRunner
 from corral.workers.requests.messages import TrainNotice
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@
     start(requests by rank) ──► run in the order of the rank's requests            calls, weights, checkpoints
 
 It binds the epoch's request stream, and dies with the first model worker that does. Which calls are started when is
-decided in step_runner.py, what a call consists of in calls.py.
+decided in step/runner.py, what a call consists of in step/calls.py.
 """
 
 import asyncio

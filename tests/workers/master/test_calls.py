@@ -16,8 +16,8 @@ from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.scheduling.parallel import ParallelDims
 from corral.scheduling.policy_version import Lineage
-from corral.workers.master.calls import MeshCalls
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
+from corral.workers.master.step.calls import MeshCalls
 from corral.workers.requests.messages import (
     DataTransfer,
     Evaluate,

@@ -7,8 +7,8 @@ import pytest
 
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.model_function_call import ModelFunctionCall
-from corral.workers.master.rank_locks import RankLocks
-from corral.workers.master.step_runner import CallResult, Progress, StepResult, StepRunner
+from corral.workers.master.step.rank_locks import RankLocks
+from corral.workers.master.step.runner import CallResult, Progress, StepResult, StepRunner
 from corral.workers.requests.messages import TrainReply
 
 RANKS = {"actor": {0, 1}, "ref": {0, 1}, "critic": {2, 3}, "reward": {2, 3}}

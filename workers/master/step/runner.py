@@ -19,9 +19,9 @@ from typing import Protocol
 
 from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.model_function_call import ModelFunctionCall
-from corral.workers.master.all_or_first import all_or_first_error
-from corral.workers.master.rank_locks import RankLocks
-from corral.workers.master.step_state import StepState
+from corral.workers.master.step.all_or_first import all_or_first_error
+from corral.workers.master.step.rank_locks import RankLocks
+from corral.workers.master.step.state import StepState
 from corral.workers.requests.messages import TrainReply
 
 

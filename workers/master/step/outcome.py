@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from corral.scheduling.dataflow import DataflowGraph
-from corral.workers.master.step_runner import CallTimes, StepResult
+from corral.workers.master.step.runner import CallTimes, StepResult
 from corral.workers.requests.messages import TrainNotice, TrainReply
 
 

@@ -28,13 +28,13 @@ from corral.scheduling.model_function_call import (
 )
 from corral.scheduling.policy_version import Lineage
 from corral.workers.data.sequence_sample import key_specs
-from corral.workers.master.all_or_first import all_or_first_error
 from corral.workers.master.arrivals import buffered
-from corral.workers.master.dealing import Dealer, Shares
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer, note_held
-from corral.workers.master.step_runner import CallResult
+from corral.workers.master.step.all_or_first import all_or_first_error
+from corral.workers.master.step.dealing import Dealer, Shares
+from corral.workers.master.step.runner import CallResult
+from corral.workers.master.step.transfers import TransferPlanner
 from corral.workers.master.trainer_gang import TrainerGang
-from corral.workers.master.transfers import TransferPlanner
 from corral.workers.requests.messages import (
     Evaluate,
     Generate,
