@@ -11,28 +11,28 @@ from dataclasses import replace
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem, display_path
 from corral.experiments.inputs.decoder_config import decoder_sizes
-from corral.experiments.inputs.model_directory import model_type
+from corral.experiments.inputs.model_directory import read_config
+from corral.experiments.inputs.model_kinds import megatron_refusals
 from corral.scheduling.parallel import ParallelDims
 
-KNOWN_MODELS = ("llama", "qwen2", "qwen3")
-"""Models of which Megatron computes what transformers does, by their model_type."""
 _ALLOCATION = ("allocation",)
 _PACKAGES = ("megatron.core", "mbridge")
 
 
 def check_megatron(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
-    """Mistakes of one role whose backend is megatron."""
+    """Mistakes of one role whose backend is megatron; what cannot be read of its model is not checked here."""
     for problem in _problems(role, model, dims):
         yield problem if problem.path else replace(problem, path=_ALLOCATION)
 
 
 def _problems(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
     name = display_path(model.path)
-    kind = model_type(model.path)
-    if kind is not None and kind not in KNOWN_MODELS:
+    config = read_config(model.path)
+    for refused in () if config is None else megatron_refusals(config):
         yield ConfigProblem(
-            message=f"the megatron backend does not know models of type {kind!r} ({role}, {name})",
-            hint=f"use fsdp; megatron knows {', '.join(KNOWN_MODELS)}",
+            message=f"the megatron backend does not compute a model with {refused} as transformers does "
+            f"({role}, {name})",
+            hint="use the fsdp backend",
         )
     if dims.cp > 1:
         yield ConfigProblem(

@@ -12,12 +12,10 @@ from corral.experiments.checks.megatron import check_megatron
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem, display_path, split_remedy
 from corral.experiments.inputs.model_directory import attention_heads, model_type, transformer_shape
+from corral.experiments.inputs.model_kinds import TENSOR_PARALLEL_MODELS
 from corral.scheduling.allocation import EVERY_ROLE, Allocation
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelDims
-
-TENSOR_PARALLEL_MODELS = ("llama", "qwen2", "qwen3")
-"""Models whose layers `workers/backends/tensor_parallel.py` knows how to cut, by their model_type."""
 
 _ALLOCATION = ("allocation",)
 

@@ -499,7 +499,17 @@ CONTRADICTION_CASES = (
         name="a-model-that-megatron-does-not-know",
         edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d1"),
         files={"model/config.json": '{"model_type": "gemma3", "vocab_size": 14, "eos_token_id": 1}'},
-        words=("does not know models of type 'gemma3'", "use fsdp"),
+        words=("does not compute a model with model_type 'gemma3'", "use the fsdp backend"),
+        line=4,
+    ),
+    BrokenCase(
+        name="rotary-positions-that-megatron-would-leave-out",
+        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d1"),
+        files={
+            "model/config.json": '{"model_type": "qwen3", "rope_scaling": {"type": "linear", "factor": 2.0}, '
+            '"vocab_size": 14, "eos_token_id": 1}'
+        },
+        words=("rotary positions of type 'linear'", "use the fsdp backend"),
         line=4,
     ),
     BrokenCase(

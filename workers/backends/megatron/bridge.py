@@ -19,7 +19,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-_KNOWN: Final = ("llama", "qwen2", "qwen3")
+from corral.experiments.inputs.model_kinds import megatron_refusals
+
 _FUSED_NAMES: Final = {
     # Megatron's fused layers hold the norm before them, and mbridge knows those names only.
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -65,7 +66,7 @@ class Bridge:
     """
 
     def __init__(self, config: Any, groups: ProcessGroupCollection, *, head: str, dtype: torch.dtype) -> None:
-        check_model(config)
+        check_model(config.to_dict())
         config = copy.deepcopy(config)
         config.rope_theta = config.rope_parameters["rope_theta"]  # where mbridge looks for it
         self._head = head
@@ -162,24 +163,14 @@ def _cut_dimension(parameter: nn.Parameter) -> int:
     return dimension
 
 
-def check_model(config: Any) -> None:
+def check_model(config: Mapping[str, Any]) -> None:
     """Refuse what mbridge takes without a word and computes otherwise.
 
     Raises:
         ValueError: naming the key of config.json.
     """
-    problems: Mapping[str, bool] = {
-        f"model_type {config.model_type!r} (known are {', '.join(_KNOWN)})": config.model_type not in _KNOWN,
-        f"rope_parameters of type {config.rope_parameters.get('rope_type')!r}, not 'default'": (
-            config.rope_parameters.get("rope_type", "default") != "default"
-        ),
-        "use_sliding_window": bool(getattr(config, "use_sliding_window", False)),
-        "attention_bias": bool(getattr(config, "attention_bias", False)),
-        "mlp_bias": bool(getattr(config, "mlp_bias", False)),
-    }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise ValueError(
-                f"the megatron backend does not compute a model with {problem} as transformers does; use the fsdp "
-                "backend"
-            )
+    if refused := list(megatron_refusals(config)):
+        raise ValueError(
+            f"the megatron backend does not compute a model with {' and '.join(refused)} as transformers does; use the "
+            "fsdp backend"
+        )
