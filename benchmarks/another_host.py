@@ -42,7 +42,7 @@ class AnotherHost:
 
     def stage(self, version: SealedDirectory) -> None:
         """Let it hold a version, and no other."""
-        body = {"version": "0.0", "weights": str(version.path), "digest": version.sha256, "timeout_s": DEADLINE_S}
+        body = {"version": "0.0", "weights": str(version.path), "digest": version.digest, "timeout_s": DEADLINE_S}
         headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
         with closing(http.client.HTTPConnection(urlsplit(self.control).netloc, timeout=DEADLINE_S)) as connection:
             connection.request("POST", "/stage", json.dumps(body), headers)
@@ -52,7 +52,7 @@ class AnotherHost:
 
     def plain_copy(self, names: Sequence[str], version: SealedDirectory, into: Path) -> float:
         """Seconds to copy files of the version that it holds, one after the other, each over a connection."""
-        [held] = self.folder.rglob(version.sha256)
+        [held] = self.folder.rglob(version.digest)
         buffer, started = memoryview(bytearray(PIECE_BYTES)), time.perf_counter()
         into.mkdir()
         for name in names:
@@ -76,7 +76,7 @@ def another_host(host_directory: Path, version: SealedDirectory) -> Iterator[Ano
     giver = [sys.executable, "-m", "tests.workers.generation.giving_process", str(folder), str(version.path)]
     sender = [sys.executable, str(Path(__file__))]
     with (
-        subprocess.Popen([*giver, version.sha256], cwd=ROOT, stdout=subprocess.PIPE, text=True) as giving,
+        subprocess.Popen([*giver, version.digest], cwd=ROOT, stdout=subprocess.PIPE, text=True) as giving,
         subprocess.Popen(sender, stdout=subprocess.PIPE, text=True) as sending,
     ):
         try:

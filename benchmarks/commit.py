@@ -8,12 +8,11 @@ ledger and disk thread; only the messages go through a pipe.
 
 Prints, per commit, seconds of wall clock, of the rank's and of the master's CPU, and the bytes that each has read of
 the files. Beside them, in the same run and for the same files, what it took when the master sealed a directory by
-reading it: fsync and SHA-256 of every file in four threads, of the weights once more in the commit.
+reading it: fsync and digest of every file in four threads, of the weights once more in the commit.
 """
 
 import argparse
 import asyncio
-import hashlib
 import multiprocessing
 import os
 import statistics
@@ -39,6 +38,7 @@ from corral.scheduling.mesh import Mesh  # noqa: E402
 from corral.scheduling.parallel import ParallelDims  # noqa: E402
 from corral.scheduling.policy_version import Lineage, PolicyVersion  # noqa: E402
 from corral.workers.checkpoint.checkpoint import RecoveryPoint, last_valid_commit  # noqa: E402
+from corral.workers.checkpoint.content_digest import ContentDigest  # noqa: E402
 from corral.workers.checkpoint.durable_file import FileEntry  # noqa: E402
 from corral.workers.checkpoint.ledger import Ledger  # noqa: E402
 from corral.workers.master.disk import Disk  # noqa: E402
@@ -199,7 +199,7 @@ def seal_by_reading(directory: Path) -> Cost:
     """What the master did before: fsync and hash every file of a directory."""
 
     def seal(path: Path) -> str:
-        digest = hashlib.sha256()
+        digest = ContentDigest()
         piece = memoryview(bytearray(4 * MB))
         with open(path, "rb", buffering=0) as file:
             os.fsync(file.fileno())

@@ -90,9 +90,9 @@ def _write_log(directory: TrialDirectory) -> None:
         writer.commit(
             step=step,
             directory=f"checkpoints/step-{step}",
-            manifest_sha256="0" * 64,
+            manifest_digest="0" * 64,
             ledger_file="ledger/x",
-            ledger_sha256="0" * 64,
+            ledger_digest="0" * 64,
             trained=8,
             dropped=0,
         )

@@ -267,7 +267,7 @@ def update(
     if not is_hot:
         drop_from_page_cache(version.directory)
     sources = [other.control] if other is not None else []
-    served.bring_to(tag, version.directory, digest=version.sealed.sha256, sources=sources)
+    served.bring_to(tag, version.directory, digest=version.sealed.digest, sources=sources)
     time.sleep(SETTLE_S)  # the prefixes of the requests are read again
     tokens.is_over.set()
     served.client.order("/abort_request", abort_all=True)

@@ -47,6 +47,7 @@ from corral.experiments.trial.log_state import (
 
 MAX_ENTRY_BYTES: Final = 4096
 _DECODER: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(Claim | Commit | FallBack | Stop | Done)
+_OLDER_FIELD: Final = b'"manifest_sha256":'  # of commits before they had BLAKE3 digests
 _MAX_REASON_CHARACTERS: Final = 500  # at most 2000 bytes of an entry
 _MAX_TRIES: Final = 5  # ESTALE and lost replies of a file server heal on reopening, or not at all
 _VISIBLE_TIMEOUT_S: Final = 75.0  # NFS clients may cache "no such file" for up to 60 s
@@ -300,6 +301,11 @@ class TrialLog:
                 raise ValueError(f"more than {MAX_ENTRY_BYTES} bytes")
             entry: Entry = _DECODER.decode(data)
         except (ValueError, msgspec.MsgspecError) as error:
+            if _OLDER_FIELD in data:
+                raise CorruptLogError(
+                    f"{self._path}/{slot:08d} was written by an older version of corral, with SHA-256 "
+                    "digests; go on with that version, or start a new trial from the weights of its last checkpoint"
+                ) from error
             raise CorruptLogError(
                 f"{self._path}/{slot:08d} is not a trial log entry ({error}); restore the file from a backup, "
                 f"or start a new trial from the last good checkpoint"
@@ -354,9 +360,9 @@ class LogWriter:
         *,
         step: int,
         directory: str,
-        manifest_sha256: str,
+        manifest_digest: str,
         ledger_file: str,
-        ledger_sha256: str,
+        ledger_digest: str,
         trained: int,
         dropped: int,
     ) -> LoggedCommit:
@@ -370,9 +376,9 @@ class LogWriter:
             step=step,
             parent=self.parent_slot,
             directory=directory,
-            manifest_sha256=manifest_sha256,
+            manifest_digest=manifest_digest,
             ledger_file=ledger_file,
-            ledger_sha256=ledger_sha256,
+            ledger_digest=ledger_digest,
             trained=trained,
             dropped=dropped,
             nonce=_new_nonce(),

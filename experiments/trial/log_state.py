@@ -72,10 +72,11 @@ class Commit(_Entry, frozen=True, kw_only=True):
     """Slot of the commit that this one continues; 0 if it continues the initial weights."""
     directory: str
     """Relative to the trial directory."""
-    manifest_sha256: str
+    manifest_digest: str
+    """BLAKE3, which stands for all files of `directory`."""
     ledger_file: str
     """Relative to the trial directory."""
-    ledger_sha256: str
+    ledger_digest: str
     trained: int
     """How many samples this commit adds as trained."""
     dropped: int

@@ -44,7 +44,7 @@ def test_a_trial_falls_back_past_a_damaged_checkpoint_and_goes_on(start_trial: C
     assert [entry["epoch"] for entry in fallbacks] == [2, 3]
     living = {f"v{commit['step']:08d}-e{commit['epoch']}" for commit in History.of(trial).lineage()}
     assert {path.name for path in trial.directory.weights_path.iterdir()} <= living
-    assert all("train_state-00000-of-00001.safetensors: expected SHA-256" in entry["reason"] for entry in fallbacks)
+    assert all("train_state-00000-of-00001.safetensors: expected BLAKE3" in entry["reason"] for entry in fallbacks)
 
 
 def damage_newest_state(trial: Trial) -> None:

@@ -118,9 +118,9 @@ def commit_steps(directory: TrialDirectory, num_steps: int, pause_s: float, *, a
         writer.commit(
             step=step,
             directory=f"checkpoints/step-{step}",
-            manifest_sha256="0",
+            manifest_digest="0",
             ledger_file=f"ledger/step-{step}",
-            ledger_sha256="0",
+            ledger_digest="0",
             trained=1,
             dropped=0,
         )

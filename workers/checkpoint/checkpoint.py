@@ -86,7 +86,7 @@ def verify_checkpoint(
         CorruptCheckpointError: something is missing or damaged.
     """
     directory = _directory_of(trial_directory, commit)
-    manifest = verify_manifest(directory, commit.manifest_sha256, on_progress=on_progress)
+    manifest = verify_manifest(directory, commit.manifest_digest, on_progress=on_progress)
     if LEDGER_NAME not in manifest.files:
         raise CorruptCheckpointError(f"{directory}: expected {LEDGER_NAME} among its files, got none")
     written = manifest.extra.get("epoch"), manifest.extra.get("step")
@@ -103,11 +103,11 @@ def committed_ledger(trial_directory: TrialDirectory, commit: Commit) -> Ledger:
         CorruptCheckpointError: the checkpoint is gone or damaged.
     """
     directory = _directory_of(trial_directory, commit)
-    entry = read_manifest(directory, commit.manifest_sha256).files.get(LEDGER_NAME)
+    entry = read_manifest(directory, commit.manifest_digest).files.get(LEDGER_NAME)
     if entry is None:
         raise CorruptCheckpointError(f"{directory}: expected {LEDGER_NAME} among its files, got none")
     try:
-        return read_whole(directory, sha256=entry.sha256)
+        return read_whole(directory, digest=entry.digest)
     except CorruptLedgerError as error:
         raise CorruptCheckpointError(str(error)) from error
 
@@ -154,8 +154,8 @@ class CheckpointWriter:
         self._files[LEDGER_NAME] = write_whole(self.path, ledger)
 
     def write_manifest(self, extra: Mapping[str, Any]) -> str:
-        """Seals the checkpoint; returns the SHA-256 that the commit entry names."""
-        return write_manifest(self.path, self._files, {"epoch": self.epoch, "step": self.step, **extra}).sha256
+        """Seals the checkpoint; returns the digest that the commit entry names."""
+        return write_manifest(self.path, self._files, {"epoch": self.epoch, "step": self.step, **extra}).digest
 
 
 @dataclass(frozen=True, slots=True)

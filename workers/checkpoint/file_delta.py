@@ -28,7 +28,7 @@ Numbers: TypeAlias = npt.NDArray[Any]
 DELTA_SUFFIX: Final = ".delta"
 """Of the name of a delta, after that of its file."""
 
-_MAGIC: Final = b"corral delta 1\n"
+_MAGIC: Final = b"corral delta 2\n"
 _HEADER_LENGTH: Final = struct.Struct("<I")
 _FRAME: Final = struct.Struct("<II")  # bytes of the file that it covers, bytes of it
 _COUNTS: Final = struct.Struct("<II")  # elements that change, bytes of their gaps

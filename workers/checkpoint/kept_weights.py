@@ -25,7 +25,7 @@ def link_weights(version: SealedDirectory, target: Path) -> SealedDirectory:
     if not any(name.endswith(DELTA_SUFFIX) for name in version.files):
         link_files(version.path, target)
         return SealedDirectory(target, version.files)
-    extra = read_manifest(version.path, version.sha256).extra
+    extra = read_manifest(version.path, version.digest).extra
     link_files(version.path, target, wants=_is_kept)
     return write_manifest(target, {name: entry for name, entry in version.files.items() if _is_kept(name)}, extra)
 

@@ -12,7 +12,6 @@ That no sample counts twice rests on this refusal alone: a step whose batch hold
 receivers know what they hold, and the master's buffer what it has seen, only saves sending and training in vain.
 """
 
-import hashlib
 import secrets as random_tokens
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ import msgspec
 
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.log_state import Commit
+from corral.workers.checkpoint.content_digest import digest_of, mismatch
 from corral.workers.checkpoint.durable_file import FileEntry, write_durable
 from corral.workers.checkpoint.uid_table import UidTable
 
@@ -160,12 +160,12 @@ def write_delta(trial_directory: TrialDirectory, delta: LedgerDelta) -> tuple[st
     """Writes the delta durably.
 
     Returns:
-        (path relative to the trial directory, SHA-256), for the commit entry.
+        (path relative to the trial directory, digest), for the commit entry.
     """
     data = msgspec.json.encode(delta)
     path = trial_directory.ledger_path / f"{delta.epoch}-{delta.step}-{random_tokens.token_hex(4)}.json"
     atomic_write(path, data)
-    return trial_directory.relative(path), hashlib.sha256(data).hexdigest()
+    return trial_directory.relative(path), digest_of(data)
 
 
 def read_delta(trial_directory: TrialDirectory, commit: Commit) -> LedgerDelta:
@@ -178,7 +178,7 @@ def read_delta(trial_directory: TrialDirectory, commit: Commit) -> LedgerDelta:
         path = trial_directory.inside(commit.ledger_file)
     except ValueError as error:
         raise CorruptLedgerError(f"ledger file {commit.ledger_file} cannot be read ({error})") from error
-    delta = _read(path, sha256=commit.ledger_sha256)
+    delta = _read(path, digest=commit.ledger_digest)
     held = (delta.epoch, delta.step, delta.trained_count, len(delta.dropped))
     named = (commit.epoch, commit.step, commit.trained, commit.dropped)
     if held != named:
@@ -193,26 +193,26 @@ def write_whole(checkpoint: Path, ledger: LedgerDelta) -> FileEntry:
     return write_durable(checkpoint / LEDGER_NAME, [msgspec.json.encode(ledger)])
 
 
-def read_whole(checkpoint: Path, *, sha256: str) -> Ledger:
+def read_whole(checkpoint: Path, *, digest: str) -> Ledger:
     """The whole ledger that lies in a checkpoint.
 
     Args:
-        sha256: of the file, as the checkpoint's manifest has it.
+        digest: of the file, as the checkpoint's manifest has it.
 
     Raises:
         CorruptLedgerError: the file is missing or another one.
     """
-    return Ledger.of(_read(checkpoint / LEDGER_NAME, sha256=sha256))
+    return Ledger.of(_read(checkpoint / LEDGER_NAME, digest=digest))
 
 
-def _read(path: Path, *, sha256: str) -> LedgerDelta:
+def _read(path: Path, *, digest: str) -> LedgerDelta:
     try:
         data = path.read_bytes()
     except OSError as error:
         raise CorruptLedgerError(f"ledger file {path} cannot be read ({error})") from error
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != sha256:
-        raise CorruptLedgerError(f"ledger file {path} has SHA-256 {digest}, but its commit vouches for {sha256}")
+    actual = digest_of(data)
+    if actual != digest:
+        raise CorruptLedgerError(f"ledger file {path}: {mismatch(digest, actual)}")
     try:
         return msgspec.json.decode(data, type=LedgerDelta)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -7,7 +7,6 @@ Sealing reads nothing: it trusts the digests of those who wrote. Only a reader r
 piece that was hashed (`on_progress`), so that a deadline can be one without progress, whatever the size.
 """
 
-import hashlib
 import logging
 import os
 import stat
@@ -22,6 +21,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from corral.experiments.trial.directory import atomic_write, fsync_directory
+from corral.workers.checkpoint.content_digest import DIGEST_NAME, ContentDigest, digest_of, mismatch
 from corral.workers.checkpoint.durable_file import PIECE_BYTES, FileEntry, no_progress
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,10 @@ T = TypeVar("T")
 MANIFEST_NAME: Final = "manifest.json"
 _HASH_THREADS: Final = 4  # hashing releases the interpreter lock; more threads saturate the file system instead
 _RETRY_PAUSES_S: Final = (1.0, 5.0, 20.0)  # a file server that failed over, or a handle that went stale
+
+
+_FORMAT: Final = 2
+"""Of manifests; those of 1 held SHA-256 in a field of that name."""
 
 
 class CorruptCheckpointError(Exception):
@@ -44,7 +48,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """By path relative to the directory, with '/' between parts."""
     extra: dict[str, Any]
     """JSON that belongs to the files, e.g. step, epoch, layout."""
-    version: int = 1
+    version: int = _FORMAT
+
+
+class _AnyManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What manifests of all formats have."""
+
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +66,9 @@ class SealedDirectory:
     """All of them, the manifest too."""
 
     @property
-    def sha256(self) -> str:
+    def digest(self) -> str:
         """Of the manifest, which stands for the whole content."""
-        return self.files[MANIFEST_NAME].sha256
+        return self.files[MANIFEST_NAME].digest
 
 
 def write_manifest(directory: Path, files: Mapping[str, FileEntry], extra: Mapping[str, Any]) -> SealedDirectory:
@@ -79,15 +89,15 @@ def write_manifest(directory: Path, files: Mapping[str, FileEntry], extra: Mappi
     atomic_write(directory / MANIFEST_NAME, data)
     # The directory's own name must be on disk, too, before a commit names it.
     fsync_directory(directory.parent)
-    manifest = FileEntry(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    manifest = FileEntry(size=len(data), digest=digest_of(data))
     return SealedDirectory(directory, {**files, MANIFEST_NAME: manifest})
 
 
-def read_manifest(directory: Path, sha256: str | None) -> Manifest:
+def read_manifest(directory: Path, digest: str | None) -> Manifest:
     """The manifest alone, without looking at the files.
 
     Raises:
-        CorruptCheckpointError: it is missing, damaged, or not the one with this SHA-256.
+        CorruptCheckpointError: it is missing, damaged, of an older format, or not the one with this digest.
     """
     path = directory / MANIFEST_NAME
     try:
@@ -96,26 +106,31 @@ def read_manifest(directory: Path, sha256: str | None) -> Manifest:
         raise CorruptCheckpointError(
             f"{path} cannot be read ({error}); the directory was never finished, or lost it"
         ) from error
-    actual = hashlib.sha256(data).hexdigest()
-    if sha256 is not None and actual != sha256:
-        raise CorruptCheckpointError(f"{path}: expected SHA-256 {sha256}, got {actual}")
+    actual = digest_of(data)
+    if digest is not None and actual != digest:
+        raise CorruptCheckpointError(f"{path}: {mismatch(digest, actual)}")
     try:
+        if (version := msgspec.json.decode(data, type=_AnyManifest).version) != _FORMAT:
+            raise CorruptCheckpointError(
+                f"{path}: expected a manifest of format {_FORMAT}, whose digests are {DIGEST_NAME}, got format "
+                f"{version}: another version of corral wrote it; to start from its files as they are, remove it"
+            )
         return msgspec.json.decode(data, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(f"{path}: expected a manifest, got something else ({error})") from error
 
 
-def verify_manifest(directory: Path, sha256: str | None, *, on_progress: Callable[[], None] = no_progress) -> Manifest:
+def verify_manifest(directory: Path, digest: str | None, *, on_progress: Callable[[], None] = no_progress) -> Manifest:
     """Reads every file of `directory` and compares it with the manifest.
 
     Args:
-        sha256: of the manifest itself; None trusts the manifest that is there.
+        digest: of the manifest itself; None trusts the manifest that is there.
         on_progress: called in any thread for every piece that was read; what it raises ends the work.
 
     Raises:
         CorruptCheckpointError: at the first file that differs, is missing, or is not listed.
     """
-    manifest = read_manifest(directory, sha256)
+    manifest = read_manifest(directory, digest)
     try:
         present = {path.relative_to(directory).as_posix() for path in _content(directory)}
     except (OSError, ValueError) as error:
@@ -161,7 +176,7 @@ def _problem_of(path: Path, expected: FileEntry, on_progress: Callable[[], None]
             if not stat.S_ISREG(status.st_mode) or status.st_size != expected.size:
                 return f"{path}: expected {expected.size} bytes, got {status.st_size}"
             actual = _digest(file, on_progress)
-        return "" if actual == expected.sha256 else f"{path}: expected SHA-256 {expected.sha256}, got {actual}"
+        return "" if actual == expected.digest else f"{path}: {mismatch(expected.digest, actual)}"
 
     try:
         return _patiently(problem)
@@ -183,7 +198,7 @@ def _patiently(read: Callable[[], T]) -> T:
 
 
 def _digest(file: RawIOBase, on_progress: Callable[[], None]) -> str:
-    digest = hashlib.sha256()
+    digest = ContentDigest()
     piece = memoryview(bytearray(PIECE_BYTES))
     while size := file.readinto(piece):
         digest.update(piece[:size])

@@ -19,7 +19,7 @@ class PublishedWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     weights: str
     """Their directory."""
     digest: str | None
-    """SHA-256 of their manifest; None for initial weights, which this trial has not written."""
+    """Digest of their manifest; None for initial weights, which this trial has not written."""
 
     @property
     def policy_version(self) -> PolicyVersion:

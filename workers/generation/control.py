@@ -37,7 +37,7 @@ class BringTo(BaseModel):
     weights: str = Field(min_length=1)
     """A directory."""
     digest: str | None
-    """SHA-256 of its manifest; None where whoever published it knows none."""
+    """Digest of its manifest; None where whoever published it knows none."""
     timeout_s: float = Field(gt=0.0)
     """Longest time that staging them may take, and again reading them."""
     sources: list[str] = Field(default=[])

@@ -100,7 +100,7 @@ class WeightUpdates:
         """Load `weights` unless the server holds `version` already; what becomes of running requests is the mode's.
 
         Args:
-            digest: SHA-256 of their manifest; None where whoever published them knows none.
+            digest: of their manifest; None where whoever published them knows none.
             timeout_s: longest time for staging them, and again for the server to read them.
             sources: control URLs of workers on other hosts that hold them.
 

@@ -85,14 +85,14 @@ class DurableState:
         Guarantee: their digest is known from those who wrote them, or from the commit, which names the manifest of the
         whole checkpoint; it is not that of whatever is in the directory now.
         """
-        digest = self._written.sha256 if self._written is not None else await self._disk.run(self._committed_digest)
+        digest = self._written.digest if self._written is not None else await self._disk.run(self._committed_digest)
         return PublishedWeights(version=str(version), weights=str(self.weights), digest=digest)
 
     def _committed_digest(self) -> str | None:
         checkpoint, commit = self._checkpoint(), self._parts.recovery.commit
         if checkpoint is None or commit is None:
             return None
-        return read_manifest(checkpoint, commit.manifest_sha256).files[f"{WEIGHTS}/{MANIFEST_NAME}"].sha256
+        return read_manifest(checkpoint, commit.manifest_digest).files[f"{WEIGHTS}/{MANIFEST_NAME}"].digest
 
     async def write_first_version(self, version: PolicyVersion) -> None:
         """Write what the trial starts from, where no directory has it and nothing is committed yet."""
@@ -155,13 +155,13 @@ class DurableState:
         extra: dict[str, Any] = {"version": str(version), _LINE_SIZES: msgspec.to_builtins(self._lines.seal())}
         digest = checkpoint.write_manifest(extra)
         delta = parts.ledger.delta_for(epoch=epoch, step=step)
-        ledger_file, ledger_sha256 = write_delta(parts.trial, delta)
+        ledger_file, ledger_digest = write_delta(parts.trial, delta)
         parts.writer.commit(
             step=step,
             directory=checkpoint.relative_path,
-            manifest_sha256=digest,
+            manifest_digest=digest,
             ledger_file=ledger_file,
-            ledger_sha256=ledger_sha256,
+            ledger_digest=ledger_digest,
             trained=delta.trained_count,
             dropped=len(delta.dropped),
         )
@@ -182,7 +182,7 @@ class DurableState:
         if commit is None:
             lines.cut_back(LineSizes(metrics=0, trajectories=0))
         else:
-            manifest = read_manifest(parts.trial.inside(commit.directory), commit.manifest_sha256)
+            manifest = read_manifest(parts.trial.inside(commit.directory), commit.manifest_digest)
             lines.cut_back(msgspec.convert(manifest.extra[_LINE_SIZES], LineSizes))
         return lines
 

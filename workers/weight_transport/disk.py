@@ -3,12 +3,12 @@
 directory ──verified where it is──► the same directory ──► the server reads it again, standing still
 """
 
-import hashlib
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from corral.workers.checkpoint.content_digest import digest_of
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, verify_manifest
 from corral.workers.weight_transport.patience import Patience
 from corral.workers.weight_transport.transport import StagedVersion, StagingError
@@ -54,6 +54,6 @@ def has_manifest(weights: Path, digest: str | None) -> bool:
     return digest is not None or (weights / MANIFEST_NAME).exists()
 
 
-def digest_of(weights: Path) -> str:
-    """SHA-256 of the manifest that is there."""
-    return hashlib.sha256((weights / MANIFEST_NAME).read_bytes()).hexdigest()
+def manifest_digest(weights: Path) -> str:
+    """Of the manifest that is there."""
+    return digest_of((weights / MANIFEST_NAME).read_bytes())

@@ -9,7 +9,6 @@ Which way that is, `deltas.py` and `adapters.py` say. Neither need know which ve
 compared with what was published.
 """
 
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
@@ -21,6 +20,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from corral.workers.checkpoint.content_digest import ContentDigest, mismatch
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.checkpoint.manifest import CorruptCheckpointError, Manifest, read_manifest
 from corral.workers.weight_transport.patience import Patience
@@ -148,12 +148,12 @@ class _Maker:
             return None
 
     def _write(self, name: str, way: Way) -> None:
-        digest = hashlib.sha256()
+        digest = ContentDigest()
         with open(self.into / name, "xb", buffering=0) as file, closing(way.pieces) as pieces:
             for piece in pieces:
                 digest.update(piece)
                 while piece:  # one write(2) may take less on a nearly full disk
                     piece = piece[file.write(piece) :]
                 self.on_progress()
-        if (actual := digest.hexdigest()) != self.files[name].sha256:
-            raise NoWayError(f"expected SHA-256 {self.files[name].sha256}, got {actual}")
+        if (actual := digest.hexdigest()) != self.files[name].digest:
+            raise NoWayError(mismatch(self.files[name].digest, actual))

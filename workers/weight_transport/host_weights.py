@@ -89,7 +89,7 @@ class HostWeights:
         Guarantee: of all workers of the host that ask at the same time, one writes, and the others get what it wrote.
 
         Args:
-            digest: SHA-256 of its manifest.
+            digest: of its manifest.
             size_bytes: of all its files.
 
         Raises:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from corral.workers.checkpoint.manifest import Manifest, read_manifest
-from corral.workers.weight_transport.disk import DiskTransport, digest_of, has_manifest
+from corral.workers.weight_transport.disk import DiskTransport, has_manifest, manifest_digest
 from corral.workers.weight_transport.host_weights import HostWeights, NoRoomError
 from corral.workers.weight_transport.patience import Patience
 from corral.workers.weight_transport.peers import Peers
@@ -80,7 +80,7 @@ class SharedMemoryTransport:
         patience = Patience.of(f"version {version}", timeout_s=timeout_s, given_up=self._given_up)
         try:
             with self._lock:
-                path, arrived = self._obtain(weights, digest or digest_of(weights), sources, patience)
+                path, arrived = self._obtain(weights, digest or manifest_digest(weights), sources, patience)
         except NoRoomError as error:
             logger.warning("version %s is read from %s by each server of this host: %s", version, weights, error)
             return self._disk.stage(version, weights, digest, timeout_s=timeout_s)

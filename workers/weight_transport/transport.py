@@ -70,7 +70,7 @@ class WeightTransport(Protocol):
         Args:
             version: its tag, for messages.
             weights: its directory on the shared file system.
-            digest: SHA-256 of its manifest; None trusts the manifest that is there, or the files where there is none.
+            digest: of its manifest; None trusts the manifest that is there, or the files where there is none.
             timeout_s: longest time that it may take.
             sources: control URLs of workers on other hosts that hold it, for who asks other hosts at all.
 

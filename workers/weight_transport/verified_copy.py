@@ -1,10 +1,9 @@
 """A version's files, copied and hashed in one go: what they come from is read once.
 
 file, or another host ──read──► piece ──write──► the copy
-                                  └───another thread: SHA-256──► the manifest's? ──► CorruptCheckpointError if not
+                                  └───another thread: digest──► the manifest's? ──► CorruptCheckpointError if not
 """
 
-import hashlib
 import os
 import stat
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Final, Protocol
 
+from corral.workers.checkpoint.content_digest import ContentDigest, mismatch
 from corral.workers.checkpoint.durable_file import PIECE_BYTES, FileEntry
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, CorruptCheckpointError, Manifest
 
@@ -80,7 +80,7 @@ def copy_file(
         OSError: `target` could not be written; and whatever `reading` raises.
     """
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    digest = hashlib.sha256()
+    digest = ContentDigest()
     buffers = [memoryview(bytearray(min(PIECE_BYTES, expected.size + 1))) for _ in range(_PIECES)]
     hashed: list[Future[None]] = []
     with open(target, "xb", buffering=0) as writing, ThreadPoolExecutor(1) as hasher:
@@ -95,8 +95,8 @@ def copy_file(
             while remaining:  # one write(2) may take less on a nearly full disk
                 remaining = remaining[writing.write(remaining) :]
             on_progress()
-    if (actual := digest.hexdigest()) != expected.sha256:
-        raise CorruptCheckpointError(f"{origin}: expected SHA-256 {expected.sha256}, got {actual}")
+    if (actual := digest.hexdigest()) != expected.digest:
+        raise CorruptCheckpointError(f"{origin}: {mismatch(expected.digest, actual)}")
 
 
 def _opened(source: Path, expected: FileEntry) -> FileIO:

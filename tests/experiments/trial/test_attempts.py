@@ -57,9 +57,9 @@ def commit(directory: TrialDirectory) -> None:
     writer.commit(
         step=last.step + 1 if last else 1,
         directory="checkpoints/x",
-        manifest_sha256="0",
+        manifest_digest="0",
         ledger_file="x",
-        ledger_sha256="0",
+        ledger_digest="0",
         trained=1,
         dropped=0,
     )
@@ -206,9 +206,9 @@ def committed(*slots: int) -> LogState:
             step=slot,
             parent=0,
             directory="x",
-            manifest_sha256="0",
+            manifest_digest="0",
             ledger_file="x",
-            ledger_sha256="0",
+            ledger_digest="0",
             trained=1,
             dropped=0,
         )

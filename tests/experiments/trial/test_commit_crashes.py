@@ -85,13 +85,13 @@ def _attempt(trial: TrialDirectory, spool: Spool) -> None:
         checkpoint.add_ledger(ledger.whole(epoch=writer.epoch, step=step))
         digest = checkpoint.write_manifest({})
         delta = ledger.delta_for(epoch=writer.epoch, step=step)
-        ledger_file, ledger_sha256 = write_delta(trial, delta)
+        ledger_file, ledger_digest = write_delta(trial, delta)
         writer.commit(
             step=step,
             directory=checkpoint.relative_path,
-            manifest_sha256=digest,
+            manifest_digest=digest,
             ledger_file=ledger_file,
-            ledger_sha256=ledger_sha256,
+            ledger_digest=ledger_digest,
             trained=1,
             dropped=0,
         )

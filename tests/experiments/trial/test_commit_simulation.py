@@ -231,9 +231,9 @@ def _commit(
         logged = writer.commit(
             step=step,
             directory=directory,
-            manifest_sha256=process.name,
+            manifest_digest=process.name,
             ledger_file=ledger_file,
-            ledger_sha256="",
+            ledger_digest="",
             trained=len(delta),
             dropped=0,
         )
@@ -381,7 +381,7 @@ def _require_correct(world: World) -> None:
         trained |= delta
         for shard in range(2):
             # The manifest digest stands for the writer here: one writer, one content.
-            if world.shards.get((commit.directory, shard)) != (commit.manifest_sha256, frozenset(trained)):
+            if world.shards.get((commit.directory, shard)) != (commit.manifest_digest, frozenset(trained)):
                 raise Violation(f"{logged} names a checkpoint that is torn or mixes two writers")
     if trained != set(range(_NUM_SAMPLES)):
         raise Violation(f"samples {sorted(set(range(_NUM_SAMPLES)) - trained)} were never trained")

@@ -38,9 +38,9 @@ def _commit(writer: LogWriter, step: int) -> LoggedCommit:
     return writer.commit(
         step=step,
         directory=f"checkpoints/step-{step:08d}-e{writer.epoch}",
-        manifest_sha256="a" * 64,
+        manifest_digest="a" * 64,
         ledger_file=f"ledger/{writer.epoch}-{step}.json",
-        ledger_sha256="b" * 64,
+        ledger_digest="b" * 64,
         trained=4,
         dropped=0,
     )
@@ -209,7 +209,7 @@ def _claim(epoch: int) -> Claim:
 
 
 def _entry(epoch: int, step: int, parent: int) -> Commit:
-    texts = dict.fromkeys(["directory", "manifest_sha256", "ledger_file", "ledger_sha256", "nonce"], "x")
+    texts = dict.fromkeys(["directory", "manifest_digest", "ledger_file", "ledger_digest", "nonce"], "x")
     return Commit(epoch=epoch, step=step, parent=parent, trained=0, dropped=0, **texts)
 
 
@@ -252,6 +252,14 @@ def test_a_damaged_slot_is_named_and_never_skipped(path: Path, content: bytes) -
         TrialLog(path).read()
     with pytest.raises(CorruptLogError):
         TrialLog(path).claim("job 2")
+
+
+def test_a_commit_of_an_older_version_is_refused_as_that(path: Path) -> None:
+    _commit(TrialLog(path).claim("job 1"), 1)
+    content = (path / "00000002").read_bytes().replace(b"_digest", b"_sha256")
+    (path / "00000002").write_bytes(content)
+    with pytest.raises(CorruptLogError, match="00000002 was written by an older version of corral"):
+        TrialLog(path).read()
 
 
 def test_a_slot_cut_at_any_byte_is_refused(path: Path) -> None:
@@ -403,7 +411,7 @@ def test_a_killed_writer_loses_no_commit_that_it_was_told_of(path: Path) -> None
         "writer = TrialLog(Path(sys.argv[1])).claim('job', resume=True)\n"
         "last = writer.state.last_commit\nfirst = last.step + 1 if last else 1\n"
         "for step in itertools.count(first):\n"
-        "    writer.commit(step=step, directory='d', manifest_sha256='m', ledger_file='l', ledger_sha256='s',"
+        "    writer.commit(step=step, directory='d', manifest_digest='m', ledger_file='l', ledger_digest='s',"
         " trained=0, dropped=0)\n"
         "    print(step, flush=True)\n"
     )

@@ -26,9 +26,9 @@ def commit(writer: LogWriter, step: int) -> None:
     writer.commit(
         step=step,
         directory=f"checkpoints/step-{step:08d}-e{writer.epoch}-00000000",
-        manifest_sha256="",
+        manifest_digest="",
         ledger_file=f"ledger/{writer.epoch}-{step}-00000000.json",
-        ledger_sha256="",
+        ledger_digest="",
         trained=0,
         dropped=0,
     )

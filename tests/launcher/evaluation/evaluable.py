@@ -52,9 +52,9 @@ def make_evaluable_trial(
         writer.commit(
             step=step,
             directory=name,
-            manifest_sha256="0" * 64,
+            manifest_digest="0" * 64,
             ledger_file=f"ledger/1-{step}.json",
-            ledger_sha256="0" * 64,
+            ledger_digest="0" * 64,
             trained=1,
             dropped=0,
         )

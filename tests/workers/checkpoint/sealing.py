@@ -1,7 +1,8 @@
 """Checkpoints as tests make them: files that anybody has put somewhere, described by reading them."""
 
-import hashlib
 from pathlib import Path
+
+from blake3 import blake3
 
 from corral.workers.checkpoint.durable_file import FileEntry
 
@@ -10,7 +11,7 @@ def describe(directory: Path) -> dict[str, FileEntry]:
     """All files below a directory but hidden ones, by path, as `write_durable` would have described them."""
     return {
         path.relative_to(directory).as_posix(): FileEntry(
-            size=path.stat().st_size, sha256=hashlib.sha256(path.read_bytes()).hexdigest()
+            size=path.stat().st_size, digest=blake3(path.read_bytes()).hexdigest()
         )
         for path in sorted(directory.rglob("*"))
         if path.is_file() and not path.name.startswith(".")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -53,13 +54,13 @@ def _save(trial: TrialDirectory, writer: LogWriter, step: int, trained: list[str
     new.add_ledger(ledger.whole(epoch=writer.epoch, step=step))
     digest = new.write_manifest({"layout": "d2"})
     delta = ledger.delta_for(epoch=writer.epoch, step=step)
-    file, ledger_sha256 = write_delta(trial, delta)
+    file, ledger_digest = write_delta(trial, delta)
     return writer.commit(
         step=step,
         directory=new.relative_path,
-        manifest_sha256=digest,
+        manifest_digest=digest,
         ledger_file=file,
-        ledger_sha256=ledger_sha256,
+        ledger_digest=ledger_digest,
         trained=len(trained),
         dropped=0,
     )
@@ -85,10 +86,10 @@ def test_a_manifest_seals_every_file_with_size_and_digest(tmp_path: Path) -> Non
     (folder / "sub" / "manifest.json").write_bytes(b"not the manifest")
     (folder / ".nfs0001").write_bytes(b"removed while open")
     sealed = write_manifest(folder, describe(folder), {"version": "1.3"})
-    manifest = verify_manifest(folder, sealed.sha256)
+    manifest = verify_manifest(folder, sealed.digest)
     assert sealed.files == describe(folder) and sealed.path == folder
     assert manifest.files["a.safetensors"].size == 3
-    assert manifest.files["a.safetensors"].sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert manifest.files["a.safetensors"].digest == "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
     assert sorted(manifest.files) == ["a.safetensors", "sub/empty", "sub/manifest.json"]
     assert manifest.extra == {"version": "1.3"} and verify_manifest(folder, None) == manifest
 
@@ -129,7 +130,7 @@ def test_deltas_stay_behind_when_a_version_is_kept_and_the_rest_is_whole(trial: 
     new.write_manifest({})
     shutil.rmtree(path)
     kept = new.path / WEIGHTS
-    assert verify_manifest(kept, describe(new.path)[f"{WEIGHTS}/manifest.json"].sha256).extra == {"version": "1.2"}
+    assert verify_manifest(kept, describe(new.path)[f"{WEIGHTS}/manifest.json"].digest).extra == {"version": "1.2"}
     names = {"model.safetensors", "config.json", f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}", "manifest.json"}
     assert set(describe(kept)) == names
     assert verify_manifest(new.path, None).files.keys() == {f"{WEIGHTS}/{name}" for name in names}
@@ -157,19 +158,19 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "flipped bit": (
         _edit("state/actor/rank-0.safetensors", lambda data: data[:9] + b"\x00" + data[10:]),
-        "SHA-256 .* got",
+        "BLAKE3 .* got",
     ),
-    "zeroed shard": (_edit("state/actor/rank-0.safetensors", lambda data: bytes(len(data))), "SHA-256 .* got"),
+    "zeroed shard": (_edit("state/actor/rank-0.safetensors", lambda data: bytes(len(data))), "BLAKE3 .* got"),
     "grown shard": (_edit("state/actor/state.json", lambda data: data + b" "), "state.json: expected 2 bytes, got 3"),
     "missing shard": (
         lambda folder: (folder / "weights" / "model.safetensors").unlink(),
         "model.safetensors: .* no file",
     ),
     "missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "never finished"),
-    "truncated manifest": (_edit("manifest.json", lambda data: data[:-10]), "manifest.json: expected SHA-256"),
-    "other manifest": (_edit("manifest.json", lambda data: data.replace(b"d2", b"d4")), "expected SHA-256"),
+    "truncated manifest": (_edit("manifest.json", lambda data: data[:-10]), "manifest.json: expected BLAKE3"),
+    "other manifest": (_edit("manifest.json", lambda data: data.replace(b"d2", b"d4")), "expected BLAKE3"),
     "unlisted shard": (lambda folder: (folder / "rank-1.safetensors").touch(), "no such file"),
-    "flipped ledger": (_edit("ledger.json", lambda data: data.replace(b"0:b", b"0:c")), "ledger.json: .* SHA-256"),
+    "flipped ledger": (_edit("ledger.json", lambda data: data.replace(b"0:b", b"0:c")), "ledger.json: .* BLAKE3"),
     "missing ledger": (lambda folder: (folder / "ledger.json").unlink(), "ledger.json: .* no file"),
     "shard by link": (_replace_by_link, "neither a file nor a folder"),
     "missing directory": (shutil.rmtree, "cannot be read"),
@@ -229,9 +230,9 @@ def test_a_checkpoint_without_a_ledger_is_no_place_to_continue_from(trial: Trial
     writer = TrialLog(trial.log_path).claim("job 1")
     good = _save(trial, writer, 1, ["0:1"])
     bare = CheckpointWriter(trial, epoch=1, step=2)
-    fields = {name: getattr(good.commit, name) for name in ("ledger_file", "ledger_sha256", "trained", "dropped")}
+    fields = {name: getattr(good.commit, name) for name in ("ledger_file", "ledger_digest", "trained", "dropped")}
     digest = bare.write_manifest({})
-    writer.commit(step=2, directory=bare.relative_path, manifest_sha256=digest, **fields)
+    writer.commit(step=2, directory=bare.relative_path, manifest_digest=digest, **fields)
     point = last_valid_commit(writer.state, trial)
     assert point.commit == good.commit and "expected ledger.json" in point.rejected[0].reason
 
@@ -254,7 +255,7 @@ def test_every_piece_that_is_hashed_counts_as_progress(trial: TrialDirectory, mo
     pieces: list[int] = []
     file = write_durable(folder / "rank-0", [os.urandom(50), os.urandom(1000)], on_progress=lambda: pieces.append(1))
     assert len(pieces) == 11
-    digest = write_manifest(folder, {"rank-0": file}, {}).sha256
+    digest = write_manifest(folder, {"rank-0": file}, {}).digest
     verify_manifest(folder, digest, on_progress=lambda: pieces.append(1))
     assert len(pieces) == 22
 
@@ -316,7 +317,7 @@ def test_any_change_of_any_byte_is_noticed(trial: TrialDirectory, data: st.DataO
         folder.mkdir()
         for index in range(3):
             (folder / f"rank-{index}").write_bytes(os.urandom(64))
-        (trial.path / "digest").write_text(write_manifest(folder, describe(folder), {}).sha256)
+        (trial.path / "digest").write_text(write_manifest(folder, describe(folder), {}).digest)
     path = folder / data.draw(st.sampled_from(["rank-0", "rank-1", "rank-2", "manifest.json"]))
     whole = path.read_bytes()
     cut = data.draw(st.integers(0, len(whole) - 1))
@@ -338,12 +339,21 @@ def test_swapped_shards_are_noticed(trial: TrialDirectory) -> None:
     folder.mkdir()
     for index in range(2):
         (folder / f"rank-{index}").write_bytes(bytes([index]) * 64)
-    digest = write_manifest(folder, describe(folder), {}).sha256
+    digest = write_manifest(folder, describe(folder), {}).digest
     os.rename(folder / "rank-0", folder / "x")
     os.rename(folder / "rank-1", folder / "rank-0")
     os.rename(folder / "x", folder / "rank-1")
-    with pytest.raises(CorruptCheckpointError, match="rank-0: expected SHA-256"):
+    with pytest.raises(CorruptCheckpointError, match="rank-0: expected BLAKE3"):
         verify_manifest(folder, digest)
+
+
+def test_a_manifest_of_an_older_version_is_refused_by_its_format(tmp_path: Path) -> None:
+    entry = {"size": 3, "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
+    content = {"files": {"a": entry}, "extra": {}, "version": 1}
+    (tmp_path / "a").write_bytes(b"abc")
+    (tmp_path / "manifest.json").write_bytes(msgspec.json.encode(content))
+    with pytest.raises(CorruptCheckpointError, match="expected a manifest of format 2.* got format 1"):
+        verify_manifest(tmp_path, None)
 
 
 def test_two_attempts_at_one_step_never_share_a_directory(trial: TrialDirectory) -> None:

@@ -37,9 +37,9 @@ class Trainer:
         return self.writer.commit(
             step=step,
             directory=checkpoint.relative_path,
-            manifest_sha256=manifest,
+            manifest_digest=manifest,
             ledger_file=file,
-            ledger_sha256=digest,
+            ledger_digest=digest,
             trained=len(trained),
             dropped=len(dropped),
         )

@@ -1,11 +1,11 @@
 """A delta gives the new file bit for bit, or says what is wrong; and it is as small as what has changed."""
 
-import hashlib
 import io
 from pathlib import Path
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -104,7 +104,7 @@ def changed_bfloat16(num_elements: int, *, share: float) -> tuple[bytes, bytes]:
 
 
 def entry(content: bytes) -> FileEntry:
-    return FileEntry(size=len(content), sha256=hashlib.sha256(content).hexdigest())
+    return FileEntry(size=len(content), digest=blake3(content).hexdigest())
 
 
 def encode(base: bytes, new: bytes, *, piece_bytes: int = 2**20, itemsize: int = 2, max_bytes: int = 2**30) -> bytes:
@@ -212,9 +212,9 @@ def test_a_torn_or_garbled_delta_never_gives_another_file(data: st.DataObject) -
     ("content", "says"),
     [
         (b"", "expected b'corral delta"),
-        (b"corral delta 1\n\xff\xff\xff\xff", "header of at most"),
-        (b"corral delta 1\n\x02\x00\x00\x00[]", "expected a delta's header"),
-        (b"corral delta 1\n\x02\x00", "ends 2 bytes too early"),
+        (b"corral delta 2\n\xff\xff\xff\xff", "header of at most"),
+        (b"corral delta 2\n\x02\x00\x00\x00[]", "expected a delta's header"),
+        (b"corral delta 2\n\x02\x00", "ends 2 bytes too early"),
     ],
 )
 def test_what_is_no_delta_is_refused(content: bytes, says: str) -> None:

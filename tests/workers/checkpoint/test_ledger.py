@@ -1,8 +1,8 @@
-import hashlib
 import json
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,9 +34,9 @@ def _commit(trial: TrialDirectory, delta: LedgerDelta) -> Commit:
         step=delta.step,
         parent=0,
         directory="checkpoints/x",
-        manifest_sha256="0" * 64,
+        manifest_digest="0" * 64,
         ledger_file=file,
-        ledger_sha256=digest,
+        ledger_digest=digest,
         trained=delta.trained_count,
         dropped=len(delta.dropped),
         nonce="n",
@@ -135,12 +135,12 @@ def test_the_whole_ledger_of_a_checkpoint_is_that_which_its_manifest_names(tmp_p
     ledger.train(1, ["0:a"])
     ledger.drop("0:b", "stale")
     write_whole(tmp_path, ledger.whole(epoch=1, step=1))
-    digest = hashlib.sha256((tmp_path / "ledger.json").read_bytes()).hexdigest()
-    assert read_whole(tmp_path, sha256=digest).trained == {"0:a": 1}
+    digest = blake3((tmp_path / "ledger.json").read_bytes()).hexdigest()
+    assert read_whole(tmp_path, digest=digest).trained == {"0:a": 1}
     (tmp_path / "ledger.json").unlink()
     write_whole(tmp_path, ledger.whole(epoch=1, step=2))
-    with pytest.raises(CorruptLedgerError, match=f"its commit vouches for {digest}"):
-        read_whole(tmp_path, sha256=digest)
+    with pytest.raises(CorruptLedgerError, match=f"expected BLAKE3 {digest}"):
+        read_whole(tmp_path, digest=digest)
 
 
 def test_a_delta_must_hold_what_its_commit_counts(trial: TrialDirectory) -> None:

@@ -311,13 +311,13 @@ def test_torn_weights_are_refused_before_the_server_hears_of_them(
     torn = tmp_path / "v1"
     shutil.copytree(models[1], torn)
     write_manifest(torn, describe(torn), {})
-    with pytest.raises(WeightsTornError, match=f"manifest.json: expected SHA-256 {'0' * 64}"):
+    with pytest.raises(WeightsTornError, match=f"manifest.json: expected BLAKE3 {'0' * 64}"):
         served.bring_to("0.1", torn, digest="0" * 64)
     content = bytearray((torn / "model.safetensors").read_bytes())
     content[-1] ^= 1  # still a valid file of the right size, which any engine would load
     (torn / "model.safetensors").write_bytes(content)
     [running] = served.start_running([SHORT], **IN_FLIGHT)
-    with pytest.raises(WeightsTornError, match="model.safetensors: expected SHA-256"):
+    with pytest.raises(WeightsTornError, match="model.safetensors: expected BLAKE3"):
         served.bring_to("0.1", torn)
     answer = running.result(DEADLINE_S)
     assert spans_of(answer) == [("0.0", 0, 400)] and answer["meta_info"]["num_retractions"] == 0
@@ -338,12 +338,12 @@ def test_published_weights_are_read_once_and_what_they_cost_is_told(
     shutil.copytree(models[1], published)
     sealed = write_manifest(published, describe(published), {})
     [running] = served.start_running([SHORT], **IN_FLIGHT)
-    served.bring_to("0.1", published, digest=sealed.sha256)
+    served.bring_to("0.1", published, digest=sealed.digest)
     shutil.rmtree(published)
     update = served.updates.last
     assert update is not None and update.version == "0.1" and update.staged_s > 0.0 and update.stopped_s > 0.0
     assert update.bytes_read == sum(entry.size for entry in sealed.files.values())
-    assert Path(served.client.get("/get_model_info")["model_path"]).name == sealed.sha256  # in the host's memory
+    assert Path(served.client.get("/get_model_info")["model_path"]).name == sealed.digest  # in the host's memory
     [(old, _, switch), (new, _, end)] = spans_of(running.result(DEADLINE_S))
     assert (old, new, end) == ("0.0", "0.1", 400) and 0 < switch < 400
     answer = served.client.generate(SHORT, max_new_tokens=12, temperature=0, ignore_eos=True)
@@ -356,7 +356,7 @@ def test_weights_from_another_host_are_taken_over_with_requests_in_flight(
     published = tmp_path / "v1"
     shutil.copytree(models[1], published)
     sealed = write_manifest(published, describe(published), {})
-    weights = PublishedWeights(version="0.1", weights=str(published), digest=sealed.sha256)
+    weights = PublishedWeights(version="0.1", weights=str(published), digest=sealed.digest)
     memory = tmp_path / "memory"
     memory.mkdir()
     config = WeightsConfig(transport="broadcast", host_directory=memory)
@@ -367,7 +367,7 @@ def test_weights_from_another_host_are_taken_over_with_requests_in_flight(
         for name in sealed.files.keys() - {MANIFEST_NAME}:
             (published / name).unlink()
         [running] = taking.start_running([SHORT], **IN_FLIGHT)
-        taking.bring_to("0.1", published, digest=sealed.sha256, sources=[giver.control])
+        taking.bring_to("0.1", published, digest=sealed.digest, sources=[giver.control])
         update = taking.updates.last
         [(old, _, switch), (new, _, end)] = spans_of(running.result(DEADLINE_S))
         answer = taking.client.generate(SHORT, max_new_tokens=12, temperature=0, ignore_eos=True)
@@ -394,11 +394,11 @@ def test_a_delta_is_taken_over_as_the_whole_weights_are_with_requests_in_flight(
         WeightsConfig(transport="delta"), trial_uuid=uuid.uuid4().hex, worker="server", admin_key=ADMIN_KEY
     )
     with served.taking(transport) as taking:
-        taking.bring_to("0.1", versions[0].path, digest=versions[0].sha256)
+        taking.bring_to("0.1", versions[0].path, digest=versions[0].digest)
         bytes_read = [bytes_of_last_update(taking)]
         for old, version in enumerate(versions[1:]):
             [running] = taking.start_running([SHORT], **IN_FLIGHT)
-            taking.bring_to(f"0.{old + 2}", version.path, digest=version.sha256)
+            taking.bring_to(f"0.{old + 2}", version.path, digest=version.digest)
             bytes_read.append(bytes_of_last_update(taking))
             answer = running.result(DEADLINE_S)
             ids = answer["output_ids"]
@@ -429,7 +429,7 @@ def test_after_fifty_adapters_a_server_has_the_bits_of_the_last_merged_weights(
             files = {"model.safetensors": merged(weights, adapter, dtype=torch.float32)}
             version = publish_adapted(tmp_path / f"v{number}", files, adapter, base=models[0])
             running = taking.start_running([SHORT], **IN_FLIGHT) if number == 50 else []
-            taking.bring_to(f"0.{number}", version.path, digest=version.sha256)
+            taking.bring_to(f"0.{number}", version.path, digest=version.digest)
             if number > 2:  # the first was read whole, and with the second the base
                 assert bytes_of_last_update(taking) < 0.15 * (version.path / "model.safetensors").stat().st_size
     [(old, _, switch), (new, _, end)] = spans_of(running[0].result(DEADLINE_S))

@@ -81,7 +81,7 @@ def test_a_source_that_gives_other_bytes_is_refused_and_another_one_is_taken(
     staged = hosts.stage(receiver, published, wrong.control, right.control)
     assert staged.failed_sources == [wrong.control] and receiver.num_read == 0
     assert content_of(memory_of(receiver, published)) == content_of(published.directory)
-    assert f"{wrong.control}/weights/{published.digest}/model-00000.bin: expected SHA-256" in caplog.text
+    assert f"{wrong.control}/weights/{published.digest}/model-00000.bin: expected BLAKE3" in caplog.text
 
 
 def test_where_no_source_gives_it_the_shared_file_system_is_read(
@@ -97,7 +97,7 @@ def test_where_no_source_gives_it_the_shared_file_system_is_read(
     assert f"answered 404: this worker does not hold {published.digest}" in caplog.text
     assert "3 of 3 files of" in caplog.text and "are read from the shared file system" in caplog.text
     flip_a_byte(published.directory / "model-00000.bin")
-    with pytest.raises(ServerError, match="were refused: .*model-00000.bin: expected SHA-256"):
+    with pytest.raises(ServerError, match="were refused: .*model-00000.bin: expected BLAKE3"):
         hosts.stage(other, published, nobody)
 
 

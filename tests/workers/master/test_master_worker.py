@@ -128,7 +128,7 @@ def test_a_commit_gives_the_epochs_their_whole_budget_back(
 
     async def run_epoch(writer: Any, gang: Any) -> NoReturn:
         if writer.epoch == 3:
-            texts = dict.fromkeys(["directory", "manifest_sha256", "ledger_file", "ledger_sha256"], "x")
+            texts = dict.fromkeys(["directory", "manifest_digest", "ledger_file", "ledger_digest"], "x")
             writer.commit(step=1, trained=0, dropped=0, **texts)
         raise GangLostError("model_worker/0 died")
 

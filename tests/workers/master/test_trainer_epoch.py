@@ -1,7 +1,6 @@
 """What the master makes of its model workers' answers, and of its own death, with a real trial directory and log."""
 
 import asyncio
-import hashlib
 import json
 import logging
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from blake3 import blake3
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
@@ -220,7 +220,7 @@ def test_the_digest_of_their_manifest_is_published_with_the_weights(
             published = gang.published_weights()
             manifest = published.directory / "manifest.json"
             if manifest.exists():
-                digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
+                digest = blake3(manifest.read_bytes()).hexdigest()
                 assert published.digest == digest, published
             else:
                 assert published.digest is None
@@ -288,7 +288,7 @@ def test_what_no_directory_has_is_written_as_version_0_by_each_epoch_until_somet
             if name == "train_step" and not gang.trained:
                 now = gang.published_weights()
                 starts.append((now.version, now.directory.relative_to(trial.path).as_posix().partition("-e")[0]))
-                assert now.digest == hashlib.sha256((now.directory / "manifest.json").read_bytes()).hexdigest()
+                assert now.digest == blake3((now.directory / "manifest.json").read_bytes()).hexdigest()
             if name == "train_step" and len(gang.trained) == dies_after:
                 raise KilledError(name)
 

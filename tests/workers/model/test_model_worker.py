@@ -175,7 +175,7 @@ class Recorder:
 
 
 SAMPLES = [SampleMetadata(uid="0:a", keys=("input_ids",), num_tokens=[3])]
-FILES = {"model.safetensors": FileEntry(sha256="0" * 64, size=7)}
+FILES = {"model.safetensors": FileEntry(digest="0" * 64, size=7)}
 ANSWERS: dict[str, Any] = {
     "fetch": SAMPLES,
     "load_rows": SAMPLES,

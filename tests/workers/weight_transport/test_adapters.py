@@ -59,7 +59,7 @@ def transport(tmp_path: Path) -> Iterator[WeightTransport]:
 
 def stage(transport: WeightTransport, version: SealedDirectory) -> StagedVersion:
     """What is staged is what was published, bit for bit, however it came."""
-    staged = transport.stage(version.path.name, version.path, version.sha256, timeout_s=LONG_S)
+    staged = transport.stage(version.path.name, version.path, version.digest, timeout_s=LONG_S)
     assert staged.path != version.path
     published = {path.name: path.read_bytes() for path in version.path.iterdir() if path.is_file()}
     here = content_of(staged.path)
@@ -170,5 +170,5 @@ def test_a_version_without_adapter_is_read_whole(transport: WeightTransport, tra
     plain.mkdir()
     save_file({"a": torch.ones(3)}, plain / "model.safetensors")
     sealed = write_manifest(plain, describe(plain), {})
-    staged = transport.stage("plain", plain, sealed.sha256, timeout_s=LONG_S)
+    staged = transport.stage("plain", plain, sealed.digest, timeout_s=LONG_S)
     assert content_of(staged.path) == content_of(plain)

@@ -13,7 +13,7 @@ SIZE = 100
 
 
 def content(number: int) -> FileEntry:
-    return FileEntry(size=SIZE, sha256=f"{number:064x}")
+    return FileEntry(size=SIZE, digest=f"{number:064x}")
 
 
 def delta(base: int, result: int, size: int) -> Delta:
@@ -34,7 +34,7 @@ def all_ways(held: set[int], wanted: int, known: Sequence[Delta]) -> Iterator[li
     for last in known:
         if last.result == content(wanted):
             rest = [one for one in known if one.result != last.result]
-            yield from ([*way, last] for way in all_ways(held, int(last.base.sha256, 16), rest))
+            yield from ([*way, last] for way in all_ways(held, int(last.base.digest, 16), rest))
 
 
 @given(deltas(), st.sets(st.integers(0, 4)))

@@ -60,7 +60,7 @@ def transport(tmp_path: Path) -> Iterator[WeightTransport]:
 
 def stage(transport: WeightTransport, version: SealedDirectory) -> StagedVersion:
     """What is staged is what was published, bit for bit and without deltas, however it came."""
-    staged = transport.stage(version.path.name, version.path, version.sha256, timeout_s=LONG_S)
+    staged = transport.stage(version.path.name, version.path, version.digest, timeout_s=LONG_S)
     published = content_of(version.path)
     assert content_of(staged.path) == {name: published[name] for name in published if not name.endswith(".delta")}
     assert staged.path != version.path
@@ -188,7 +188,7 @@ def test_a_damaged_delta_is_named_and_its_file_read_whole(
     damage(second.path / f"{name}.delta")
     expected = small(second) - second.files[f"{name}.delta"].size + second.files[name].size
     published = content_of(second.path)
-    staged = transport.stage("v2-e1", second.path, second.sha256, timeout_s=LONG_S)
+    staged = transport.stage("v2-e1", second.path, second.digest, timeout_s=LONG_S)
     assert content_of(staged.path)[name] == published[name] and staged.bytes_read == expected
     [record] = [record for record in caplog.records if record.levelname == "WARNING"]
     assert f"v2-e1/{name} is read whole" in record.message and says in record.message
@@ -234,7 +234,7 @@ def test_what_memory_has_lost_is_found_by_the_digest_of_the_result(
     stage(transport, second)
     [record] = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "model-00001-of-00003.safetensors is read whole" in record.message
-    assert "expected SHA-256" in record.message
+    assert "expected BLAKE3" in record.message
 
 
 def test_whole_files_that_are_torn_are_refused_even_where_deltas_are_not(
@@ -243,12 +243,12 @@ def test_whole_files_that_are_torn_are_refused_even_where_deltas_are_not(
     stage(transport, trainer.write("v1-e1"))
     second = trainer.write("v2-e1")
     tear(second.path / "model-00002-of-00003.safetensors")
-    staged = transport.stage("v2-e1", second.path, second.sha256, timeout_s=LONG_S)
+    staged = transport.stage("v2-e1", second.path, second.digest, timeout_s=LONG_S)
     assert describe(staged.path)["model-00002-of-00003.safetensors"] == second.files["model-00002-of-00003.safetensors"]
     third = trainer.write("v3-e1", share=1.0)  # has no deltas
     flip_a_byte(third.path / "model-00002-of-00003.safetensors")
-    with pytest.raises(CorruptCheckpointError, match="model-00002-of-00003.safetensors: expected SHA-256"):
-        transport.stage("v3-e1", third.path, third.sha256, timeout_s=LONG_S)
+    with pytest.raises(CorruptCheckpointError, match="model-00002-of-00003.safetensors: expected BLAKE3"):
+        transport.stage("v3-e1", third.path, third.digest, timeout_s=LONG_S)
 
 
 def test_memory_that_is_full_in_the_middle_of_a_delta_sends_servers_to_the_shared_directory(
@@ -262,7 +262,7 @@ def test_memory_that_is_full_in_the_middle_of_a_delta_sends_servers_to_the_share
 
     monkeypatch.setattr(deltas_module, "apply_delta", full)
     monkeypatch.setattr(from_held, "copy_verified", full)
-    staged = transport.stage("v2-e1", second.path, second.sha256, timeout_s=LONG_S)
+    staged = transport.stage("v2-e1", second.path, second.digest, timeout_s=LONG_S)
     assert staged.path == second.path
 
 
@@ -271,6 +271,6 @@ def test_who_gives_up_ends_the_building(transport: WeightTransport, trainer: Tra
     second = trainer.write("v2-e1")
     (tmp_path / "into").mkdir()
     with pytest.raises(StagingError, match="was not staged within 0 s"):
-        manifest = read_manifest(second.path, second.sha256)
+        manifest = read_manifest(second.path, second.digest)
         fill_with_deltas(second.path, manifest, tmp_path / "into", [held], patience(0.0))
     assert not (tmp_path / "into" / MANIFEST_NAME).exists()

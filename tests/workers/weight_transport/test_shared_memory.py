@@ -147,10 +147,10 @@ def test_torn_weights_and_another_manifest_are_refused_and_nothing_of_them_stays
     transport = leaving.enter_context(closing(worker(root)))
     present = versions.stage(transport, 1)
     digest = make_version(versions.path(2), seed=2)
-    with pytest.raises(CorruptCheckpointError, match=rf"manifest.json: expected SHA-256 {'0' * 64}, got {digest}"):
+    with pytest.raises(CorruptCheckpointError, match=rf"manifest.json: expected BLAKE3 {'0' * 64}, got {digest}"):
         transport.stage("0.2", versions.path(2), "0" * 64, timeout_s=LONG_S)
     flip_a_byte(versions.path(2) / "model-00000.safetensors")
-    with pytest.raises(CorruptCheckpointError, match="model-00000.safetensors: expected SHA-256"):
+    with pytest.raises(CorruptCheckpointError, match="model-00000.safetensors: expected BLAKE3"):
         transport.stage("0.2", versions.path(2), digest, timeout_s=LONG_S)
     assert held_in(root) == {versions.digests[1]} and content_of(present.path) == content_of(versions.path(1))
     flip_a_byte(versions.path(2) / "model-00000.safetensors")
@@ -167,7 +167,7 @@ def test_without_room_servers_read_the_shared_directory_and_the_log_says_so(
     assert staged.path == versions.path(1) and staged.bytes_read == 5_000_018
     assert "has room for 1,000 bytes, and the version needs 5,000,018" in caplog.text and held_in(root) == set()
     flip_a_byte(versions.path(1) / "model-00000.safetensors")
-    with pytest.raises(CorruptCheckpointError, match="expected SHA-256"):
+    with pytest.raises(CorruptCheckpointError, match="expected BLAKE3"):
         versions.stage(transport, 1)
 
 

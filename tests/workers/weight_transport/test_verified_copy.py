@@ -40,7 +40,7 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
     file = tmp_path / "v" / "model-00000.safetensors"
     whole = file.read_bytes()
     flip_a_byte(file)
-    with pytest.raises(CorruptCheckpointError, match="model-00000.safetensors: expected SHA-256"):
+    with pytest.raises(CorruptCheckpointError, match="model-00000.safetensors: expected BLAKE3"):
         copied(tmp_path, manifest)
     file.write_bytes(whole[:-1])
     with pytest.raises(CorruptCheckpointError, match="expected 5000001 bytes, got 5000000"):

@@ -23,7 +23,7 @@ def make_version(
     random = np.random.default_rng(seed)
     for number, size in enumerate(sizes):
         (directory / f"model-{number:05d}{suffix}").write_bytes(random.bytes(size))
-    return write_manifest(directory, describe(directory), {"version": f"0.{seed}"}).sha256
+    return write_manifest(directory, describe(directory), {"version": f"0.{seed}"}).digest
 
 
 def joined(tmp_path: Path, transport: str, *, number: int = 0) -> WeightTransport:
