@@ -16,7 +16,9 @@ import msgspec
 
 from corral.workers.checkpoint.content_digest import ContentDigest
 
-PIECE_BYTES: Final = 4 * 2**20  # hashed in 1 ms; half of it is in a core's cache still, and calls cost nothing beside it
+PIECE_BYTES: Final = (
+    4 * 2**20
+)  # hashed in 1 ms; half of it is in a core's cache still, and calls cost nothing beside it
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

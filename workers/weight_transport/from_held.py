@@ -28,7 +28,7 @@ from corral.workers.weight_transport.verified_copy import copy_verified
 
 logger = logging.getLogger(__name__)
 
-_THREADS: Final = 4  # hashing is what takes longest, and is done file by file
+_THREADS: Final = 4  # files at a time, each in one thread
 
 
 class NoWayError(Exception):

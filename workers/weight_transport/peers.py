@@ -29,7 +29,7 @@ from corral.workers.weight_transport.verified_copy import check_names, copy_file
 
 logger = logging.getLogger(__name__)
 
-_THREADS: Final = 4  # files at a time: hashing is what takes longest
+_THREADS: Final = 4  # files at a time, each over a connection
 _SILENCE_S: Final = 20.0  # longer than a host that computes leaves a socket alone, shorter than any version takes
 
 

@@ -1,15 +1,14 @@
 """A version's files, copied and hashed in one go: what they come from is read once.
 
 file, or another host ──read──► piece ──write──► the copy
-                                  └───another thread: digest──► the manifest's? ──► CorruptCheckpointError if not
+                                  └───► digest ──► the manifest's? ──► CorruptCheckpointError if not
 """
 
 import os
 import stat
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
-from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Final, Protocol
 
@@ -17,8 +16,7 @@ from corral.workers.checkpoint.content_digest import ContentDigest, mismatch
 from corral.workers.checkpoint.durable_file import PIECE_BYTES, FileEntry
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, CorruptCheckpointError, Manifest
 
-_COPY_THREADS: Final = 4  # hashing is what takes longest, and is done file by file
-_PIECES: Final = 4  # what is read may be so far ahead of what is hashed
+_COPY_THREADS: Final = 4  # files at a time; a piece of each is hashed where it was read, while the kernel reads ahead
 
 
 class Reader(Protocol):
@@ -81,17 +79,11 @@ def copy_file(
     """
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     digest = ContentDigest()
-    buffers = [memoryview(bytearray(min(PIECE_BYTES, expected.size + 1))) for _ in range(_PIECES)]
-    hashed: list[Future[None]] = []
-    with open(target, "xb", buffering=0) as writing, ThreadPoolExecutor(1) as hasher:
-        for number in count():
-            if number >= _PIECES:
-                hashed[number - _PIECES].result()  # its buffer is free again
-            size = reading.readinto(buffers[number % _PIECES])
-            if not size:
-                break
-            remaining = piece = buffers[number % _PIECES][:size]
-            hashed.append(hasher.submit(digest.update, piece))
+    buffer = memoryview(bytearray(min(PIECE_BYTES, expected.size + 1)))
+    with open(target, "xb", buffering=0) as writing:
+        while size := reading.readinto(buffer):
+            remaining = piece = buffer[:size]
+            digest.update(piece)
             while remaining:  # one write(2) may take less on a nearly full disk
                 remaining = remaining[writing.write(remaining) :]
             on_progress()
