@@ -3,7 +3,7 @@
     parameters   float32, cut over t tensor-parallel ranks by rows or columns,      tensor_parallel.py
                  then by rows over d x c ranks: ceil(rows / ranks) each             torch's fully_shard (FSDP2)
                  frozen matrices beside adapters: in the type of the products       workers/backends/lora.py
-    gradients    float32, cut alike, of what is trained; let go after each step     FSDPEngine.train_batch
+    gradients    float32, cut alike, of what is trained; let go after each step     MeshEngine.train_batch
     optimizer    AdamW: two moments, and a step count per tensor                    workers/backends/optimizers.py
                  Muon: one moment for the matrices of the layers
     activations  what autograd keeps of all layers, and one layer's worth to        scheduling/memory/activations.py

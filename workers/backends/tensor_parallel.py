@@ -209,16 +209,21 @@ def sum_gradients_of_own_heads(parameters: Iterable[tuple[str, nn.Parameter]], g
         gradient.copy_(total.view_as(gradient))
 
 
-def squared_norm(parameters: Iterable[nn.Parameter], *, tensor_ranks: int) -> float:
-    """This rank's part of the squared norm of all gradients; copies on tensor-parallel ranks count once in all."""
+def squared_norm(parameters: Iterable[nn.Parameter], *, tensor_ranks: int, device: torch.device) -> Tensor:
+    """This rank's part of the squared norm of all gradients; copies on tensor-parallel ranks count once in all.
+
+    A float64 scalar on the device, which nobody has waited for.
+    """
     cut: list[Tensor] = []
     copied: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is not None:
             is_copied = tensor_ranks > 1 and not is_cut_by_tensor(parameter)
             (copied if is_copied else cut).append(local(parameter.grad))
-    return _squared(cut) + _squared(copied) / tensor_ranks
+    return _squared(cut, device) + _squared(copied, device) / tensor_ranks
 
 
-def _squared(gradients: list[Tensor]) -> float:
-    return float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
+def _squared(gradients: list[Tensor], device: torch.device) -> Tensor:
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.nn.utils.get_total_norm(gradients).double().square()

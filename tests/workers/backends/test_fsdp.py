@@ -23,6 +23,7 @@ from corral.workers.backends.token_scores import TokenScores
 from corral.workers.checkpoint.manifest import write_manifest
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.training_helpers import (
+    NumbersRead,
     load_reference,
     make_sample,
     optimizer_config,
@@ -387,6 +388,18 @@ def test_a_batch_without_a_token_to_train_on_is_skipped(model_directory: Path) -
     nothing.data["loss_mask"] = np.zeros_like(np.asarray(nothing.data["loss_mask"]))
     assert engine.train_batch(nothing, loss_fn=negative_logprobs)["train/skipped_empty"] == 1.0
     assert engine.step == 0
+
+
+def test_a_step_reads_no_more_numbers_for_more_micro_batches(model_directory: Path) -> None:
+    reads = []
+    for max_tokens in (30, 100):
+        engine = make_engine(model_directory, max_tokens=max_tokens)
+        with NumbersRead() as numbers:
+            engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
+            engine.forward(trainable_sample())
+        reads.append(numbers.count)
+    assert len(plan_micro_batches(trainable_sample(), MicroBatchSpec(max_tokens_per_micro_batch=30))) > 2
+    assert reads[0] == reads[1]
 
 
 def test_gradients_are_clipped_to_the_configured_norm(model_directory: Path, tmp_path: Path) -> None:

@@ -114,3 +114,15 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta and self._dtype in (None, tensor.dtype):
                 self.numel = max(self.numel, local(tensor).numel())
         return result
+
+
+class NumbersRead(TorchDispatchMode):
+    """How often a number of a tensor is read, for which the host waits until the device has made it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))

@@ -46,6 +46,8 @@ class Pipeline:
 
     def forward(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
         """The scores of each micro-batch, on every rank: [entries, numbers] float32."""
+        if not micro_batches:
+            return []  # Megatron's schedules want one
         collected: list[Tensor] = []
 
         def keep(scores: Tensor, _: MicroBatch, non_loss_data: bool = False) -> Tensor:
