@@ -1,6 +1,6 @@
 """What the megatron backend cannot hold or divide, said at submission: each with the numbers that would do.
 
-allocation "actor=megatron:d1t2p2" ──► model type, heads, layers, vocabulary ──► ConfigProblems
+allocation "actor=megatron:t2p2c2" ──► model type, heads, layers, vocabulary ──► ConfigProblems
                                   └──► adapters, optimizer, installation
 """
 
@@ -34,11 +34,6 @@ def _problems(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
             f"({role}, {name})",
             hint="use the fsdp backend",
         )
-    if dims.cp > 1:
-        yield ConfigProblem(
-            message=f"context parallel training (c{dims.cp}) is not built for the megatron backend ({role})",
-            hint="use fsdp for it, or t and p, which also divide a row's memory",
-        )
     if isinstance(model, TrainedModelConfig):
         yield from _of_training(role, model)
     yield from _of_sizes(role, model, dims)
@@ -69,11 +64,13 @@ def _of_sizes(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
     sizes = decoder_sizes(model.path)
     if sizes is None:
         return
+    left_by_t = f" left by t{dims.tp}" if dims.tp > 1 else ""
     divided = (
         ("t", dims.tp, "key and value heads", sizes.num_key_value_heads),
         ("t", dims.tp, "tokens of the vocabulary", sizes.vocab_size),
         ("t", dims.tp, "columns of the MLP", sizes.intermediate_size),
         ("p", dims.pp, "layers", sizes.num_layers),
+        ("c", dims.cp, f"attention heads{left_by_t}", sizes.num_heads // dims.tp),
     )
     for letter, size, what, number in divided:
         if number % size:

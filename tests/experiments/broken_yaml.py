@@ -496,6 +496,17 @@ CONTRADICTION_CASES = (
         line=4,
     ),
     BrokenCase(
+        name="heads-that-context-parallel-ranks-of-megatron-cannot-share",
+        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:t2c4"),
+        files={
+            "model/config.json": '{"model_type": "qwen2", "num_hidden_layers": 3, "hidden_size": 8, '
+            '"intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, '
+            '"max_position_embeddings": 64, "eos_token_id": 1}',
+        },
+        words=("c4 cannot divide the 2 attention heads left by t2", "c may be 1, 2"),
+        line=4,
+    ),
+    BrokenCase(
         name="a-model-that-megatron-does-not-know",
         edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d1"),
         files={"model/config.json": '{"model_type": "gemma3", "vocab_size": 14, "eos_token_id": 1}'},

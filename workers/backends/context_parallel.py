@@ -7,7 +7,8 @@
     scores of the part ── RowPart.join ──► scores of the whole row, on every rank
 
 for c ranks, H heads, S = T / c tokens (T is padded by a segment of its own that predicts nothing), D head_dim. Labels
-are made on the whole row before it is cut: the last token of a part predicts the first one of the next.
+are made on the whole row before it is cut: the last token of a part predicts the first one of the next. Both backends
+cut rows here, and exchange and join what they are cut into.
 
 Every rank computes the same loss from the whole row's scores, whatever the loss compares, and each sends back the
 gradient of its own part only. So the ranks' gradients are parts of one sum, and are added up like those of other data.
@@ -39,17 +40,29 @@ class RowPart:
     counts: Mapping[KeyLayout, tuple[int, ...]]
     """Scores of each rank, by their layout, without those of padding."""
 
-    def join(self, scores: Tensor, layout: KeyLayout, group: dist.ProcessGroup) -> Tensor:
-        """The scores of the whole row, from those of each rank's part; a collective, with gradient to the own part."""
+    def join(self, scores: Tensor, layout: KeyLayout, group: dist.ProcessGroup | None) -> Tensor:
+        """The scores of the whole row, from those of each rank's part; a collective, with gradient to the own part.
+
+        Args:
+            scores: [S', ...]: those of this part in the layout, and perhaps of padding behind them.
+            group: the ranks that have the parts; None where the part is the row.
+        """
         counts = self.counts[layout]
-        joined: Tensor = _Join.apply(scores[: counts[self.rank]], counts, self.rank, group)  # type: ignore[no-untyped-call]
+        own = scores[: counts[self.rank]]
+        if group is None:
+            return own
+        joined: Tensor = _Join.apply(own, counts, self.rank, group)  # type: ignore[no-untyped-call]
         return joined
 
 
-def cut_row(micro_batch: MicroBatch, *, rank: int, num_ranks: int) -> RowPart:
-    """The part of one of the ranks; the counts are made on the host, so that no device is waited for."""
+def cut_row(micro_batch: MicroBatch, *, rank: int, num_ranks: int, part_multiple: int = 1) -> RowPart:
+    """The part of one of the ranks; the counts are made on the host, so that no device is waited for.
+
+    Args:
+        part_multiple: what the length of a part is a multiple of.
+    """
     num_tokens = sum(micro_batch.segment_lengths)
-    padding = -num_tokens % num_ranks
+    padding = -num_tokens % (num_ranks * part_multiple)
     width = (num_tokens + padding) // num_ranks
     bounds = [min(part * width, num_tokens) for part in range(num_ranks + 1)]
     before = {
@@ -163,9 +176,11 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, scores: Tensor, counts: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> Tensor:
         ctx.start, ctx.count = sum(counts[:rank]), counts[rank]
         longest = max(counts)
-        gathered = scores.new_empty(len(counts) * longest)
-        dist.all_gather_single(gathered, F.pad(scores, (0, longest - counts[rank])), group=group)
-        return torch.cat([row[:count] for row, count in zip(gathered.view(-1, longest), counts, strict=True)])
+        padded = torch.cat([scores, scores.new_zeros((longest - counts[rank], *scores.shape[1:]))])
+        gathered = scores.new_empty((len(counts) * longest, *scores.shape[1:]))
+        dist.all_gather_single(gathered, padded, group=group)
+        parts = torch.split(gathered, longest)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:

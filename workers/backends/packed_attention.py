@@ -85,7 +85,12 @@ def share_attention(model: Any, group: dist.ProcessGroup) -> None:
         attention = getattr(layer, "self_attn", None)
         if not isinstance(attention, nn.Module):
             raise ValueError(f"{type(layer).__name__} has no self_attn that ranks could share; use c1")
-        setattr(attention, _GROUP, group)
+        share_heads(attention, group)
+
+
+def share_heads(attention: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let `packed_attention` of one layer exchange the tokens of this rank for some heads of all tokens of a group."""
+    setattr(attention, _GROUP, group)
 
 
 def _attend(

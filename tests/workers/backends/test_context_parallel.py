@@ -38,6 +38,17 @@ def test_parts_are_equally_long_and_make_the_row_with_padding_behind_it(answers:
     assert {sum(part.segment_lengths) for part in parts} == {num_ranks * parts[0].input_ids.shape[0]}
 
 
+@given(lengths, st.integers(1, 3), st.integers(1, 4))
+def test_parts_are_as_long_as_those_who_share_them_need(answers: list[int], num_ranks: int, multiple: int) -> None:
+    row = row_of(answers)
+    parts = [cut_row(row, rank=rank, num_ranks=num_ranks, part_multiple=multiple) for rank in range(num_ranks)]
+    (width,) = {part.micro_batch.input_ids.shape[0] for part in parts}
+    assert width % multiple == 0 and 0 <= num_ranks * width - row.input_ids.shape[0] < num_ranks * multiple
+    for part in parts:
+        assert sum(part.micro_batch.segment_lengths) == num_ranks * width
+        assert sum(part.counts[KeyLayout.PER_TOKEN]) == row.input_ids.shape[0]
+
+
 @given(lengths, st.integers(1, 5))
 def test_each_token_is_predicted_by_the_rank_that_has_the_one_before_it(answers: list[int], num_ranks: int) -> None:
     row = row_of(answers)

@@ -41,12 +41,12 @@ from tests.workers.backends.training_helpers import read_weights
 
 FEW: dict[str, Any] = {
     "models": ("qwen3",),
-    "layouts": ("d1", "d2t2", "t2p2"),
-    "resumes": (("d2t2", "t2p2"), ("t2p2", "d1")),
+    "layouts": ("d2t2", "t2p2", "t2c2"),
+    "resumes": (("d2t2", "t2c2"), ("t2c2", "t2p2"), ("t2p2", "d2t2")),
 }
-LAYOUTS = ("d1", "d2", "t2", "p2", "d2t2", "d2p2", "t2p2", "d2t2p2")
+LAYOUTS = ("d1", "d2", "t2", "p2", "c2", "d2t2", "d2p2", "d2c2", "t2p2", "t2c2", "c2p2", "d2t2p2")
 RESUMES = tuple(zip(LAYOUTS, (*LAYOUTS[3:], *LAYOUTS[:3]), strict=True))
-HEADS = (("value", "t2"), ("scalar", "t2"), ("value", "p2"))
+HEADS = (("value", "t2c2"), ("scalar", "c2"), ("scalar", "t2"), ("value", "p2"))
 
 
 def make_scene(directory: Path, *, models: Any, layouts: Any, resumes: Any, world_size: int) -> Scene:

@@ -1,4 +1,4 @@
-"""The megatron backend: data, tensor and pipeline parallel training of a model by megatron-core.
+"""The megatron backend: data, tensor, pipeline and context parallel training of a model by megatron-core.
 
 micro-batches ─► stages of the model (pipeline.py) ─► scores ─► loss ─► gradients, added up over the ranks
                                                       distributed optimizer: norm over all ranks, step ◄┘
@@ -83,7 +83,7 @@ class MegatronEngine(MeshEngine):
         model_parallel_cuda_manual_seed(seed, tp_rank=context.coords.tp_rank, ep_rank=0, etp_rank=0)
         self._hf_config: Any = AutoConfig.from_pretrained(model_directory, local_files_only=True)
         self._bridge = Bridge(self._hf_config, self._groups, head=head, dtype=compute_dtype)
-        stage = make_model(self._bridge, self._groups, head=head).to(context.device)
+        stage = make_model(self._bridge, self._groups, head=head, cp_group=context.cp_group).to(context.device)
         self._weights = StageWeights(stage, self._bridge, self._groups, context.device)
         self._weights.take_over(_stored_tensors(model_directory, needed=self._weights.stored_shapes()))
         self._trainee: Any = stage
@@ -91,7 +91,7 @@ class MegatronEngine(MeshEngine):
             self._trainee = with_gradients(stage, self._groups)
             self._optimizer = make_optimizer(self._trainee, optimizer, self._groups)
             stage.config.finalize_model_grads_func = self._finish_gradients
-        self._pipeline = Pipeline(stage, self._trainee, self._groups)
+        self._pipeline = Pipeline(stage, self._trainee, self._groups, context)
         self.num_parameters = self.num_trained = self._weights.num_parameters
         if context.is_first:
             self._companions = companion_files(model_directory, self._hf_config, self._head, dtype=compute_dtype)

@@ -17,6 +17,8 @@ def process_groups(context: ParallelContext) -> ProcessGroupCollection:
     """The groups of this rank; experts are not spread over ranks.
 
     Those of several ranks are `mesh_contexts`'s; the group of this rank alone is formed here, with nobody's help.
+    Megatron is told of no context-parallel ranks (model.py says why): they share optimizer and gradients with the
+    data-parallel ones, as if each had short sequences of its own.
     """
     if not dist.is_initialized():  # a gang of one has formed no groups, and Megatron asks for its rank in many places
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -27,7 +29,8 @@ def process_groups(context: ParallelContext) -> ProcessGroupCollection:
     def formed(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         return alone if group is None else group
 
-    data, tensor, pipeline = formed(context.dp_group), formed(context.tp_group), formed(context.pp_group)
+    data, sharing = formed(context.dp_group), formed(context.shard_group)
+    tensor, pipeline = formed(context.tp_group), formed(context.pp_group)
     model, mesh = formed(context.model_group), formed(context.group)
     is_first, is_last = pipeline.rank() == 0, pipeline.rank() == pipeline.size() - 1
     return ProcessGroupCollection(
@@ -37,15 +40,15 @@ def process_groups(context: ParallelContext) -> ProcessGroupCollection:
         cp=alone,
         tp_cp=tensor,
         dp=data,
-        dp_cp=data,
+        dp_cp=sharing,
         tp_dp_cp=alone,
         ep=alone,
         expt_tp=tensor,
         tp_ep=tensor,
         tp_ep_pp=model,
-        expt_dp=data,
-        intra_dp_cp=data,
-        intra_expt_dp=data,
+        expt_dp=sharing,
+        intra_dp_cp=sharing,
+        intra_expt_dp=sharing,
         intra_dist_opt=mesh,
         embd=formed(context.ends_group) if is_first or is_last else None,
         pos_embd=None,

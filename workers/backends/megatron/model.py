@@ -4,15 +4,16 @@
                                                  last stage: norm ──► head ──► scores [1, entries, numbers]
 
 Layers are megatron-core's own modules, whose names and numbers are the same with and without a GPU. Attention is
-`packed_attention`, the same as that of the fsdp backend.
+`packed_attention`, the same as that of the fsdp backend, and so are the parts that a row is cut into
+(context_parallel.py). Of these Megatron knows nothing: it would cut each sequence into two pieces for each rank, and
+take positions to go with them; here it is given those of the tokens that a rank has.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -23,30 +24,34 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor, nn
 
+from corral.scheduling.keys import KeyLayout
 from corral.workers.backends.chunked_head import score_tokens
+from corral.workers.backends.heads import head_named
 from corral.workers.backends.megatron.bridge import Bridge
 from corral.workers.backends.micro_batches import MicroBatch
-from corral.workers.backends.packed_attention import packed_attention
+from corral.workers.backends.packed_attention import packed_attention, share_heads
 from corral.workers.backends.vocabulary_parallel import WHOLE_VOCABULARY, VocabularyShare
 
 
 @dataclass
 class PackedRow(PackedSeqParams):  # type: ignore[misc]
-    """Where the segments of a row begin and end, as Megatron's rotary embedding and our attention read it."""
+    """What Megatron's rotary embedding is told of the tokens of this rank, and our attention of the whole row."""
 
     segment_lengths: tuple[int, ...] = ()
+    """Of the whole row."""
 
     @classmethod
-    def of(cls, segment_lengths: Sequence[int], device: torch.device) -> "PackedRow":
-        bounds = torch.tensor([0, *accumulate(segment_lengths)], dtype=torch.int32, device=device)
-        longest = max(segment_lengths)
+    def of(cls, micro_batch: MicroBatch) -> "PackedRow":
+        # One stretch of tokens, since `ScoringModel` finds their angles; on the host, as every layer reads it there.
+        bounds = torch.tensor([0, len(micro_batch.input_ids)], dtype=torch.int32)
+        longest = max(micro_batch.segment_lengths)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            segment_lengths=tuple(segment_lengths),
+            segment_lengths=micro_batch.segment_lengths,
         )
 
 
@@ -91,21 +96,25 @@ class ScoringModel(GPTModel):  # type: ignore[misc]
         super().__init__(**arguments)
         self.scoring = scoring
 
-    def forward_row(self, micro_batch: MicroBatch, row: PackedRow, *, temperature: float) -> Tensor:
-        """Hidden states for the next stage, or the scores of a micro-batch: [entries, numbers] float32.
+    def forward_row(self, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
+        """Hidden states for the next stage, or the scores of this rank's tokens: [entries, numbers] float32.
 
         Args:
-            row: of the same tokens, padded to what the ranks of a layer can share evenly.
+            micro_batch: the tokens of this rank, as many as the ranks of a layer can share evenly.
         """
-        num_padding = sum(row.segment_lengths) - len(micro_batch.input_ids)
         self.scoring.micro_batch, self.scoring.temperature = micro_batch, temperature
         output: Tensor = self(
-            input_ids=nn.functional.pad(micro_batch.input_ids, (0, num_padding))[None],
-            position_ids=nn.functional.pad(micro_batch.position_ids, (0, num_padding))[None],
+            input_ids=micro_batch.input_ids[None],
+            position_ids=micro_batch.position_ids[None],
             attention_mask=None,
-            packed_seq_params=row,
+            packed_seq_params=PackedRow.of(micro_batch),
         )
         return output
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **arguments: Any) -> tuple[Any, ...]:
+        """Megatron's seam before the layers: the angles of all positions become those of the tokens of this rank."""
+        embedded, angles, *others = super()._preprocess(input_ids, position_ids, **arguments)
+        return embedded, angles[position_ids[0]], *others
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """Megatron's seam between layers and output."""
@@ -141,13 +150,21 @@ class Scoring:
         """Of an entry: log-probability and entropy, or one value."""
         return 2 if self._head == "lm" else 1
 
+    @property
+    def layout(self) -> KeyLayout:
+        """How many scores an answer gets."""
+        (layout,) = set(head_named(self._head).layouts.values())
+        return layout
+
     def num_entries(self, micro_batch: MicroBatch) -> int:
         """How many scores a micro-batch gets."""
-        per_head = {"lm": micro_batch.labels, "value": micro_batch.input_ids, "scalar": micro_batch.last_tokens}
-        return len(per_head[self._head])
+        return sum(self.layout.lengths(micro_batch.segment_lengths))
 
     def scores(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[tokens of this rank, 1, hidden] and the rows of the output layer that it has -> [entries, numbers]."""
+        """[tokens of this rank, 1, hidden] and the rows of the output layer that it has -> [entries, numbers].
+
+        Of a critic the tokens of padding have scores, too, behind the others.
+        """
         micro_batch = self.micro_batch
         assert micro_batch is not None, "a stage was run without a micro-batch"
         if self._is_cut:
@@ -166,12 +183,18 @@ class Scoring:
                 share=self._share,
             )
             return torch.stack([scores.logprobs, scores.entropy], dim=1)
-        places = micro_batch.last_tokens if self._head == "scalar" else slice(len(micro_batch.input_ids))
-        return nn.functional.linear(hidden[places].float(), weight.float())
+        own = hidden[micro_batch.last_tokens] if self._head == "scalar" else hidden
+        return nn.functional.linear(own.float(), weight.float())
 
 
-def make_model(bridge: Bridge, groups: ProcessGroupCollection, *, head: str) -> ScoringModel:
-    """This rank's part of the model, its weights not set yet."""
+def make_model(
+    bridge: Bridge, groups: ProcessGroupCollection, *, head: str, cp_group: dist.ProcessGroup | None = None
+) -> ScoringModel:
+    """This rank's part of the model, its weights not set yet.
+
+    Args:
+        cp_group: the ranks that have the other tokens of this rank's rows, and share attention with it.
+    """
     stage, num_stages = groups.pp.rank(), groups.pp.size()
     arguments = bridge.model_arguments
     model = ScoringModel(
@@ -186,6 +209,9 @@ def make_model(bridge: Bridge, groups: ProcessGroupCollection, *, head: str) -> 
     )
     if model.post_process and head != "lm":
         model.output_layer = nn.Linear(bridge.config.hidden_size, 1, bias=False)
+    if cp_group is not None:
+        for layer in model.decoder.layers:
+            share_heads(layer.self_attention.core_attention, cp_group)
     return model
 
 

@@ -1,6 +1,6 @@
-"""Megatron's distributed optimizer: each data-parallel rank keeps and updates its share of the parameters and moments.
+"""Megatron's distributed optimizer: each of d x c ranks keeps and updates its share of the parameters and moments.
 
-gradients ── added up over the data-parallel ranks, each gets its share ──► AdamW ──► parameters, gathered again
+gradients ── added up over the d x c ranks, each gets its share ──► AdamW ──► parameters, gathered again
 """
 
 from typing import Any

@@ -1,9 +1,10 @@
 """Micro-batches through the stages of a model, forward and backward, by Megatron's schedules.
 
+    micro-batch ── cut_row ──► this rank's tokens
     stage 0: embedding, layers ──hidden──► stage 1: layers, head ──► scores ──► loss ──► gradient ──► stage 1, stage 0
                                                                        │
-      every rank gets the scores of every micro-batch, so that what  ◄─┘
-      an algorithm makes of them and counts is the same on all
+      every rank gets the scores of every whole micro-batch, so that ◄─┘
+      what an algorithm makes of them and counts is the same on all
 
 One stage runs all micro-batches one after the other; several run them 1F1B (Narayanan et al. 2021,
 https://arxiv.org/abs/2104.04473, section 2.2.1): one forward, one backward, so that few activations wait.
@@ -19,8 +20,10 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from corral.workers.backends.megatron.model import PackedRow, ScoringModel
+from corral.workers.backends.context_parallel import RowPart, cut_row
+from corral.workers.backends.megatron.model import ScoringModel
 from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.parallel_context import ParallelContext
 
 Loss = Callable[[Tensor, MicroBatch], Tensor]
 """(scores [entries, numbers], micro-batch) -> scalar whose gradient is added up."""
@@ -29,15 +32,19 @@ Loss = Callable[[Tensor, MicroBatch], Tensor]
 class Pipeline:
     """One rank's stage in the schedule; all ranks of the model call the same methods with the same micro-batches."""
 
-    def __init__(self, stage: ScoringModel, trainee: Any, groups: ProcessGroupCollection) -> None:
+    def __init__(
+        self, stage: ScoringModel, trainee: Any, groups: ProcessGroupCollection, context: ParallelContext
+    ) -> None:
         """
         Args:
             trainee: the stage with buffers for its gradients, or the stage itself where nothing is trained.
+            context: this rank's place, which says what part of a row it has.
         """
         self._stage = stage
         self._trainee = trainee
         self._groups = groups
-        self._row_multiple = groups.tp.size() if stage.config.sequence_parallel else 1
+        self._context = context
+        self._part_multiple = groups.tp.size() if stage.config.sequence_parallel else 1
 
     @property
     def has_head(self) -> bool:
@@ -77,8 +84,9 @@ class Pipeline:
     ) -> None:
         def forward(rows: Iterator[MicroBatch], _: Any) -> tuple[Tensor, Callable[..., Any]]:
             micro_batch = next(rows)
-            output = self._stage.forward_row(micro_batch, self._row(micro_batch), temperature=temperature)
-            return output, lambda scores, **options: finish(scores, micro_batch, **options)
+            part = self._part(micro_batch)
+            output = self._stage.forward_row(part.micro_batch, temperature=temperature)
+            return output, lambda scores, **options: finish(self._joined(part, scores), micro_batch, **options)
 
         pipeline = self._groups.pp
         schedule = get_forward_backward_func(pp_size=pipeline.size(), vp_size=None)
@@ -95,11 +103,16 @@ class Pipeline:
             **how,
         )
 
-    def _row(self, micro_batch: MicroBatch) -> PackedRow:
-        """The row of a micro-batch, and as many tokens more as make it divisible among the ranks of a layer."""
-        missing = -len(micro_batch.input_ids) % self._row_multiple
-        lengths = (*micro_batch.segment_lengths, missing) if missing else micro_batch.segment_lengths
-        return PackedRow.of(lengths, micro_batch.input_ids.device)
+    def _part(self, micro_batch: MicroBatch) -> RowPart:
+        """This rank's tokens, and as many more as make them divisible among the ranks of a layer."""
+        context = self._context
+        return cut_row(
+            micro_batch, rank=context.coords.cp_rank, num_ranks=context.cp_size, part_multiple=self._part_multiple
+        )
+
+    def _joined(self, part: RowPart, scores: Tensor) -> Tensor:
+        """The scores of the whole row, on every rank that has a part of it."""
+        return part.join(scores, self._stage.scoring.layout, self._context.cp_group)
 
     def _shared(self, collected: list[Tensor], micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The scores that the last stage has, on all of them."""
