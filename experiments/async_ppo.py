@@ -31,7 +31,7 @@ from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig
 from corral.experiments.host_memory import memory_warning, server_memory
 from corral.experiments.inputs.sglang_environment import sglang_python
-from corral.experiments.policy import TRAJECTORY_KEYS, PolicyExperiment
+from corral.experiments.policy import PolicyExperiment
 from corral.experiments.worker_specs import (
     BehaviourSpec,
     DatasetSpec,
@@ -83,7 +83,7 @@ class AsyncPPOExperiment(PolicyExperiment):
 
     def initial_setup(self) -> ExperimentConfig:
         dataset = self.read_dataset()
-        graph = build_dataflow([*self.training_calls(), *self.evaluate_calls()], TRAJECTORY_KEYS)
+        graph = build_dataflow([*self.training_calls(), *self.evaluate_calls()], self.trajectory_keys)
         workers = self.trainer_specs(
             dataset,
             graph,
@@ -143,6 +143,7 @@ class AsyncPPOExperiment(PolicyExperiment):
                 engine=self.engine,
                 sglang=self.sglang.model_copy(update={"python": python}),
                 weights=self.weights,
+                records_experts=self.routed_experts is not None,
                 memory_mb=self._server_memory(group.scheduling_of(index)),
             )
             for index in range(self.num_workers("generation_server"))
@@ -160,6 +161,7 @@ class AsyncPPOExperiment(PolicyExperiment):
                 train_batch_size=self.train_batch_size,
                 total_train_epochs=self.control.total_train_epochs,
                 rollout=self.rollout,
+                experts=self.routed_experts,
             )
             for index in range(count)
         ]

@@ -51,6 +51,7 @@ from corral.experiments.worker_specs import (
 from corral.scheduling.allocation import Allocation, parse_allocation
 from corral.scheduling.cadence import Frequency
 from corral.scheduling.dataflow import DataflowGraph
+from corral.scheduling.keys import Key
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PostHook, PublishWeightsHook
 from corral.scheduling.packing import MicroBatchSpec
@@ -340,6 +341,11 @@ class Experiment(FrozenConfig):
             post_hooks=(*publish, *post_hooks),
         )
 
+    @property
+    def model_keys(self) -> tuple[Key, ...]:
+        """Keys of samples whose shape follows from a model."""
+        return ()
+
     def role_specs(self) -> list[ModelRoleSpec]:
         """What model workers are told of each role."""
         return [
@@ -377,6 +383,7 @@ class Experiment(FrozenConfig):
             graph.calls,
             graph.dataset_keys,
             others=[name for role in roles if role.ppo is not None for name in (role.ppo.loss, role.ppo.advantage)],
+            given=self.model_keys,
         )
         master = MasterWorkerSpec(
             calls=list(graph.calls),

@@ -29,9 +29,11 @@ from corral.experiments.config.rollout import EXACT_MATCH, GenerationConfig
 from corral.experiments.errors import ConfigProblem, dotted
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.declared_keys import names_of_keys
-from corral.experiments.inputs.model_directory import ModelFacts
+from corral.experiments.inputs.decoder_config import decoder_sizes
+from corral.experiments.inputs.model_directory import ModelFacts, model_type
 from corral.experiments.inputs.tokens import LengthLimits
-from corral.experiments.worker_specs import ModelRoleSpec, RewardSpec
+from corral.experiments.worker_specs import ModelRoleSpec, RewardSpec, RoutedExpertsSpec
+from corral.scheduling.keys import ROUTED_EXPERTS, Key
 from corral.scheduling.model_function_call import (
     CallType,
     ModelFunctionCall,
@@ -41,6 +43,8 @@ from corral.scheduling.model_function_call import (
     PushWeightsHook,
 )
 
+REPLAYED_MODELS = ("qwen3_moe",)
+"""Mixtures of experts whose routers a trainer can tell whom to choose, by their model_type."""
 TRAJECTORY_KEYS = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask")
 MODEL_REWARDS = "model_rewards"
 """What the graph calls the scores of a reward model, beside the `rewards` of the reward function."""
@@ -75,13 +79,36 @@ class PolicyExperiment(Experiment):
         # A reward of one's own may judge without a reference.
         return "answers" if self.generation.reward == EXACT_MATCH else "prompts"
 
+    @property
+    def routed_experts(self) -> RoutedExpertsSpec | None:
+        """The experts that samples carry from who makes them to who trains on them; None where they carry none."""
+        sizes = decoder_sizes(self.actor.path) if self.ppo.router_replay else None
+        if sizes is None or not sizes.sparse_layers or model_type(self.actor.path) not in REPLAYED_MODELS:
+            return None
+        return RoutedExpertsSpec(
+            num_layers=sizes.num_layers,
+            expert_layers=tuple(sorted(sizes.sparse_layers)),
+            num_experts=sizes.num_experts,
+            top_k=sizes.experts_per_token,
+        )
+
+    @property
+    def trajectory_keys(self) -> tuple[str, ...]:
+        """What comes with the answers."""
+        return TRAJECTORY_KEYS if self.routed_experts is None else (*TRAJECTORY_KEYS, ROUTED_EXPERTS)
+
+    @property
+    def model_keys(self) -> tuple[Key, ...]:
+        return () if self.routed_experts is None else (self.routed_experts.key,)
+
     def training_calls(self) -> list[ModelFunctionCall]:
         """The model function calls from answers to new weights."""
         made: list[ModelFunctionCall] = []
         masked = ("input_ids", "prompt_mask")
         if self.ppo.use_decoupled_loss:
+            routed = masked if self.routed_experts is None else (*masked, ROUTED_EXPERTS)
             made.append(
-                self._inference("actor_inf", "actor", self.actor.interface, masked, logprobs="proximal_logprobs")
+                self._inference("actor_inf", "actor", self.actor.interface, routed, logprobs="proximal_logprobs")
             )
         if self.ref is not None:
             made.append(self._inference("ref_inf", "ref", "ppo_actor", masked, logprobs="ref_logprobs"))
@@ -117,7 +144,7 @@ class PolicyExperiment(Experiment):
 
     def _answer_keys(self) -> tuple[str, ...]:
         """What comes with the answers, and is read."""
-        return tuple(key for key in TRAJECTORY_KEYS if key != "rewards" or self.reward_model is None)
+        return tuple(key for key in self.trajectory_keys if key != "rewards" or self.reward_model is None)
 
     def _critic_keys(self) -> tuple[str, ...]:
         """No more than it reads: a critic on ranks of its own then waits for nothing of the actor's."""
@@ -198,7 +225,7 @@ class PolicyExperiment(Experiment):
         for name, model in interfaces.items():
             if model is not None and ":" in model.interface:
                 yield from check_import((name, "interface"), model.interface)
-        made = {*TRAJECTORY_KEYS, *(key for call in self.training_calls() for key in call.output_keys)}
+        made = {*self.trajectory_keys, *(key for call in self.training_calls() for key in call.output_keys)}
         made |= {"rewards", *names_of_keys(self.ppo.advantage, "outputs")}
         for path, import_path, call_type in (
             (("actor", "interface"), self.actor.interface, CallType.TRAIN_STEP),
@@ -245,5 +272,16 @@ class PolicyExperiment(Experiment):
                 "actor.lora.dropout acts in train steps alone, so the ratios of the policy loss are not 1 even where "
                 "nothing has changed; leave it at 0 for PPO"
             )
+        if self.ppo.router_replay and self.routed_experts is None:
+            yield from self._warnings_of_replay()
         if not self.ppo.use_decoupled_loss and "behav_imp_weight_cap" in self.ppo.model_fields_set:
             yield "ppo.behav_imp_weight_cap has no effect without ppo.use_decoupled_loss"
+
+    def _warnings_of_replay(self) -> Iterator[str]:
+        """Of a mixture whose routers nobody can tell whom to choose; a model without experts needs none."""
+        sizes, kind = decoder_sizes(self.actor.path), model_type(self.actor.path)
+        if sizes is not None and sizes.sparse_layers:
+            yield (
+                f"ppo.router_replay has no effect on models of type {kind}: the trainer chooses the experts of each "
+                f"token anew, and other ones than the generator here and there; it replays {', '.join(REPLAYED_MODELS)}"
+            )

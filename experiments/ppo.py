@@ -16,7 +16,7 @@ from corral.experiments.config.rollout import EngineConfig, GenerationConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig
 from corral.experiments.inputs.parameters import count_parameters
-from corral.experiments.policy import TRAJECTORY_KEYS, PolicyExperiment
+from corral.experiments.policy import PolicyExperiment
 from corral.experiments.worker_specs import BehaviourSpec, GenerationSpec, ModelRoleSpec
 from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.mesh import Mesh
@@ -74,7 +74,7 @@ class PPOExperiment(PolicyExperiment):
             call_type=CallType.GENERATE,
             implementation=GENERATE,
             n_seqs=min(self.actor.n_seqs or self.train_batch_size, self.train_batch_size),
-            output_keys=TRAJECTORY_KEYS,
+            output_keys=self.trajectory_keys,
             pre_hooks=(PullWeightsHook(source=ModelName("actor")),) if self.has_replica else (),
         )
 
@@ -100,6 +100,7 @@ class PPOExperiment(PolicyExperiment):
                 sampling=self.rollout.sampling,
                 group_size=self.ppo.group_size,
                 max_running_requests=self.engine.max_running_requests,
+                experts=self.routed_experts,
             ),
         )
         return ExperimentConfig(graph=graph, workers=tuple(workers))

@@ -20,7 +20,7 @@ from corral.experiments.config.rollout import (
     WeightsConfig,
 )
 from corral.scheduling.cadence import Frequency
-from corral.scheduling.keys import Key
+from corral.scheduling.keys import Key, routed_experts_key
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelFunctionCall, ModelName
 from corral.scheduling.packing import TransformerShape
@@ -113,6 +113,24 @@ class BehaviourSpec(FrozenConfig):
         return self.dtype == "float32" and not self.rounded_by and not self.keeps_cache
 
 
+class RoutedExpertsSpec(FrozenConfig):
+    """What generators say of the experts of a mixture, and samples carry of it; see `routed_experts_key`."""
+
+    num_layers: int = Field(ge=1)
+    """Layers of the model; generators name experts for all of them."""
+    expert_layers: tuple[int, ...] = Field(min_length=1)
+    """Those that are mixtures."""
+    num_experts: int = Field(ge=1)
+    """Of each mixture."""
+    top_k: int = Field(ge=1)
+    """Experts of a token in each mixture."""
+
+    @property
+    def key(self) -> Key:
+        """How samples carry it."""
+        return routed_experts_key(num_layers=len(self.expert_layers), top_k=self.top_k)
+
+
 class GenerationSpec(FrozenConfig):
     """How a model worker answers prompts, where `generate` is a call of the graph."""
 
@@ -122,6 +140,8 @@ class GenerationSpec(FrozenConfig):
     """Answers to one prompt."""
     max_running_requests: int = Field(ge=1)
     """Answers that one data-parallel rank decodes at a time."""
+    experts: RoutedExpertsSpec | None = None
+    """The experts that samples carry; None where they carry none."""
 
 
 class MasterWorkerSpec(FrozenConfig):
@@ -248,6 +268,8 @@ class GenerationServerSpec(FrozenConfig):
     """How SGLang is started; `python` is never None where `backend` is `sglang`."""
     weights: WeightsConfig = WeightsConfig()
     """How new weights get here."""
+    records_experts: bool = False
+    """Whether it is asked for the experts of each token."""
     memory_mb: dict[str, int] = {}
     """The least that it takes of its host's memory, in MB by what for; of the versions there, as if it wrote them."""
 
@@ -275,6 +297,8 @@ class RolloutWorkerSpec(FrozenConfig):
     train_batch_size: int = Field(ge=1)
     total_train_epochs: int = Field(ge=1)
     rollout: RolloutConfig
+    experts: RoutedExpertsSpec | None = None
+    """The experts that samples carry; None where they carry none."""
 
 
 WorkerSpec = Annotated[

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 Declared = TypeVar("Declared")
 
-DTYPES = ("bool", "uint8", "int32", "int64", "float32", "float64")
+DTYPES = ("bool", "uint8", "int16", "int32", "int64", "float32", "float64")
 """Types that travel between processes as they are."""
 
 
@@ -55,17 +55,22 @@ class Key:
     layout: KeyLayout
     dtype: str
     """Name of numpy's type, one of `DTYPES`."""
+    shape: tuple[int, ...]
+    """Of what stands at each place that the layout counts, () for one number; its numbers lie one after the other."""
 
-    def __init__(self, name: str, layout: str, dtype: str) -> None:
+    def __init__(self, name: str, layout: str, dtype: str, shape: tuple[int, ...] = ()) -> None:
         if not name.isidentifier():
             raise ValueError(f"a key's name consists of letters, digits and _, not starting with a digit; got {name!r}")
         if layout not in list(KeyLayout):
             raise ValueError(f"key {name!r} has the layout {layout!r}; layouts are {', '.join(KeyLayout)}")
         if dtype not in DTYPES:
             raise ValueError(f"key {name!r} has the type {dtype!r}; types are {', '.join(DTYPES)}")
+        if any(size < 1 for size in shape):
+            raise ValueError(f"key {name!r} has the shape {shape}; every size is at least 1")
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "layout", KeyLayout(layout))
         object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "shape", tuple(shape))
 
 
 BUILT_IN_KEYS: Mapping[str, Key] = MappingProxyType(
@@ -91,6 +96,18 @@ BUILT_IN_KEYS: Mapping[str, Key] = MappingProxyType(
         )
     }
 )
+
+
+ROUTED_EXPERTS = "routed_experts"
+
+
+def routed_experts_key(*, num_layers: int, top_k: int) -> Key:
+    """Who computed each token of a mixture: by its layers with experts, in order, the `top_k` experts of the layer.
+
+    -1 stands where the generator did not say, and has the trainer choose; so it does for the last token of an answer,
+    which no generator has read. The rows are those of the weights that made the token after.
+    """
+    return Key(ROUTED_EXPERTS, "per_token", "int16", (num_layers, top_k))
 
 
 def built_in(*names: str) -> tuple[Key, ...]:
@@ -126,7 +143,10 @@ def merge_keys(declared: Iterable[Key]) -> dict[str, Key]:
         other = keys.setdefault(key.name, key)
         if other != key:
             raise ValueError(
-                f"key {key.name!r} is declared as {key.layout} {key.dtype} and as {other.layout} {other.dtype}; "
-                "give one of them another name"
+                f"key {key.name!r} is declared as {_form(key)} and as {_form(other)}; give one of them another name"
             )
     return keys
+
+
+def _form(key: Key) -> str:
+    return f"{key.layout} {key.dtype}" + (f" {list(key.shape)}" if key.shape else "")

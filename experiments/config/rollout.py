@@ -84,6 +84,7 @@ SGLANG_FLAGS_SET_HERE = frozenset(
         "api-key",
         "config",
         "dtype",
+        "enable-return-routed-experts",
         "host",
         "max-running-requests",
         "max-total-tokens",

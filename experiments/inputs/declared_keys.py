@@ -64,12 +64,16 @@ def names_of_keys(
 
 
 def keys_of_graph(
-    calls: Sequence[ModelFunctionCall], dataset_keys: Iterable[str], others: Iterable[str] = ()
+    calls: Sequence[ModelFunctionCall],
+    dataset_keys: Iterable[str],
+    others: Iterable[str] = (),
+    given: Iterable[Key] = (),
 ) -> tuple[Key, ...]:
     """The keys of a graph that are not built in; see `graph_keys`.
 
     Args:
         others: import paths of what else declares keys: losses and advantages.
+        given: keys that everybody knows besides, since they follow from the configuration.
 
     Raises:
         ConfigError: if a file that one of them names cannot be found, or declares a key that cannot be read.
@@ -83,7 +87,7 @@ def keys_of_graph(
             problems += found
     if problems:
         raise ConfigError(problems)
-    return graph_keys(calls, declared, dataset_keys)
+    return graph_keys(calls, declared, dataset_keys, given=given)
 
 
 def _source(import_path: str) -> Path | None:
@@ -157,4 +161,4 @@ def _key(call: ast.Call) -> Key:
     texts = {name: value.value for name, value in arguments.items() if isinstance(value, ast.Constant)}
     if texts.keys() != {"name", "layout", "dtype"} or not all(isinstance(text, str) for text in texts.values()):
         raise ValueError("a Key has a name, a layout and a type, each a plain string, so that it can be read as text")
-    return Key(**{name: str(text) for name, text in texts.items()})
+    return Key(str(texts["name"]), str(texts["layout"]), str(texts["dtype"]))

@@ -28,7 +28,7 @@ def call(name: str, implementation: str, *, reads: tuple[str, ...], makes: dict[
     [
         (("two words", "per_answer", "float32"), "consists of letters"),
         (("margin", "per_prompt", "float32"), "layouts are per_token, per_shifted_token, per_answer"),
-        (("margin", "per_answer", "float16"), "types are bool, uint8, int32"),
+        (("margin", "per_answer", "float16"), "types are bool, uint8, int16, int32"),
     ],
 )
 def test_a_key_that_cannot_be_stored_is_refused(arguments: tuple[str, str, str], message: str) -> None:

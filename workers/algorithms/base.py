@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from corral.scheduling.keys import Key
+from corral.scheduling.keys import ROUTED_EXPERTS, Key
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.backends.base import AnyEngine, LossOutput, TrainEngine
@@ -146,9 +146,12 @@ def response_mask(sample: SequenceSample) -> npt.NDArray[np.bool_]:
 def compute_logprobs(
     engine: TrainEngine[TokenScores], sample: SequenceSample, *, temperature: float = 1.0
 ) -> npt.NDArray[np.float32]:
-    """Log-probability of every response token under the engine's weights, packed; 0 on prompt tokens."""
+    """Log-probability of every response token under the engine's weights, packed; 0 on prompt tokens.
 
-    logprobs = engine.forward(sample.select_keys(["input_ids"]), temperature=temperature)["logprobs"]
+    Where the sample has `routed_experts`, by those experts.
+    """
+    read = [key for key in ("input_ids", ROUTED_EXPERTS) if key in sample.seqlens]
+    logprobs = engine.forward(sample.select_keys(read), temperature=temperature)["logprobs"]
     return np.where(response_mask(sample), logprobs, np.float32(0.0))
 
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from corral.scheduling.keys import KeyLayout
 from corral.workers.backends.chunked_head import chunked_head, install_chunked_head
 from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.router_replay import tell_routers
 from corral.workers.backends.token_scores import TokenScores
 
 ScoresT = TypeVar("ScoresT")
@@ -127,6 +128,7 @@ def forward_row(model: Any, micro_batch: MicroBatch, **arguments: Any) -> Tensor
     Args:
         arguments: what the model's forward pass is told besides the row itself.
     """
+    tell_routers(model, micro_batch.routed_experts)
     output: Tensor = model(
         input_ids=micro_batch.input_ids[None],
         position_ids=micro_batch.position_ids[None],

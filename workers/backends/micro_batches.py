@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from corral.scheduling.keys import KeyLayout
+from corral.scheduling.keys import ROUTED_EXPERTS, KeyLayout
 from corral.scheduling.packing import MicroBatchSpec, pack_first_fit_decreasing
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices, key_spec
 
@@ -42,7 +42,10 @@ class MicroBatch:
     last_tokens: Tensor
     """[n] int64: the place of each segment's last token in the row."""
     tensors: dict[str, Tensor]
-    """Every key of the sample but input_ids, cut to these answers. Keys per shifted token align with `labels`."""
+    """Every key of the sample but input_ids and the experts, cut to these answers. Keys per shifted token align with
+    `labels`."""
+    routed_experts: Tensor | None = None
+    """[T, layers with experts, top_k] int16: who computes each token, -1 where the model chooses; None chooses all."""
 
     @property
     def is_padding(self) -> bool:
@@ -83,6 +86,8 @@ def make_micro_batches(
             key: torch.cat([torch.as_tensor(array[slices[key][answer]]) for answer in answers])
             for key, array in sample.data.items()
         }
+        if ROUTED_EXPERTS in tensors:
+            tensors[ROUTED_EXPERTS] = tensors[ROUTED_EXPERTS].view(-1, *key_spec(ROUTED_EXPERTS, sample.specs).shape)
         segment_lengths = tuple(slices["input_ids"][a].stop - slices["input_ids"][a].start for a in answers)
         yield _pack(tuple(answers), segment_lengths, tensors, device)
     for _ in range(count - len(plan)):
@@ -92,9 +97,9 @@ def make_micro_batches(
 def _padding_tensors(sample: SequenceSample) -> dict[str, Tensor]:
     """One answer of zeros in every key of the sample, so that losses see the same keys in padding as elsewhere."""
     tensors = {"input_ids": torch.zeros(_PADDING_TOKENS, dtype=torch.int64)}
-    for key in sample.data.keys() - {"input_ids"}:
+    for key in sample.data.keys() - {"input_ids", ROUTED_EXPERTS}:
         spec = key_spec(key, sample.specs)
-        tensors[key] = torch.as_tensor(np.zeros(spec.layout.length(_PADDING_TOKENS), spec.dtype))
+        tensors[key] = torch.as_tensor(np.zeros(spec.length(_PADDING_TOKENS), spec.dtype))
     return tensors
 
 
@@ -104,6 +109,7 @@ def _pack(
     input_ids = tensors.pop("input_ids").to(torch.int64)
     position_ids = torch.cat([torch.arange(length) for length in segment_lengths])
     has_next = torch.ones(input_ids.shape[0], dtype=torch.bool)
+    routed_experts = tensors.pop(ROUTED_EXPERTS, None)
     last_tokens = torch.tensor(segment_lengths).cumsum(0) - 1
     has_next[last_tokens] = False
     predicting = has_next.nonzero().squeeze(1)
@@ -116,6 +122,7 @@ def _pack(
         labels=input_ids[predicting + 1].to(device),
         last_tokens=last_tokens.to(device),
         tensors={key: tensor.to(device) for key, tensor in tensors.items()},
+        routed_experts=None if routed_experts is None else routed_experts.to(device),
     )
 
 

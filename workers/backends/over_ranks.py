@@ -18,6 +18,7 @@ from corral.workers.backends.lora import add_adapters, frozen_products, trained
 from corral.workers.backends.low_precision import cast_per_use
 from corral.workers.backends.packed_attention import share_attention
 from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.router_replay import install_router_replay
 from corral.workers.backends.sharding import TENSOR, device_mesh, shard
 from corral.workers.backends.tensor_parallel import cut_layers
 
@@ -50,6 +51,7 @@ def load_over_ranks(
             read_adapter(lora.adapter, trained(dict(model.named_parameters())))
     cast_per_use(model)
     head.install(model)
+    install_router_replay(model)
     if mesh is not None and context.tp_size > 1:
         cut_layers(model, mesh[TENSOR])
     if context.cp_group is not None:

@@ -8,12 +8,16 @@ all samples in one flat array, answer after answer, and `seqlens` says where eac
     data    = {"input_ids": 12 token ids,     "old_logprobs": 9 numbers,       "rewards": 3 numbers}
                `--- 0:a, answer 0 (4) | 0:a, answer 1 (3) | 0:b, answer 0 (5)
 
+A key whose values are arrays themselves (its declared `shape`) has their numbers one after the other, and `seqlens`
+counts the numbers.
+
 Arrays are numpy: what an algorithm computes with torch on the way comes back as numpy.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -31,11 +35,22 @@ class KeySpec:
 
     layout: KeyLayout
     dtype: np.dtype[Any]
+    shape: tuple[int, ...] = ()
+    """Of the value at each place, see `Key`."""
 
     @classmethod
     def of(cls, key: Key) -> "KeySpec":
         """The same declaration, for arrays."""
-        return cls(key.layout, np.dtype(key.dtype))
+        return cls(key.layout, np.dtype(key.dtype), key.shape)
+
+    def length(self, num_tokens: int) -> int:
+        """Numbers of an answer of so many tokens."""
+        return self.lengths((num_tokens,))[0]
+
+    def lengths(self, num_tokens: Sequence[int]) -> list[int]:
+        """The same of several answers."""
+        lengths = self.layout.lengths(num_tokens)
+        return [length * prod(self.shape) for length in lengths] if self.shape else lengths
 
 
 KeySpecs = Mapping[str, KeySpec]
@@ -235,8 +250,8 @@ class SequenceSample:
         if isinstance(key, Key):
             specs = specs if specs.get(key.name) == KeySpec.of(key) else {**specs, key.name: KeySpec.of(key)}
             key = key.name
-        layout = key_spec(key, specs).layout
-        lengths = [[layout.length(length) for length in group] for group in self.seqlens["input_ids"]]
+        spec = key_spec(key, specs)
+        lengths = [spec.lengths(group) for group in self.seqlens["input_ids"]]
         return SequenceSample(self.uids, self.seqlens | {key: lengths}, self.data | {key: array}, specs)
 
     # --- measuring --------------------------------------------------------------------------------------------------
@@ -269,9 +284,10 @@ def _answer_arrays(
     """The answers' values of one key, cast and checked against their numbers of tokens."""
     if len(values) != len(num_tokens):
         raise ValueError(f"sample {uid!r} has {len(values)} answers in {key!r} but {len(num_tokens)} in 'input_ids'")
-    arrays = [np.atleast_1d(np.asarray(value, dtype=spec.dtype)) for value in values]
+    arrays = [np.asarray(value, dtype=spec.dtype) for value in values]
+    arrays = [array.reshape(-1) if spec.shape else np.atleast_1d(array) for array in arrays]
     for answer, (array, tokens) in enumerate(zip(arrays, num_tokens, strict=True)):
-        expected = spec.layout.length(tokens)
+        expected = spec.length(tokens)
         if array.shape != (expected,):
             raise ValueError(
                 f"sample {uid!r}, answer {answer}: {key!r} is {spec.layout.value} and needs {expected} values "

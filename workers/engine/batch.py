@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from corral.workers.engine.answer_text import DecodeText
 from corral.workers.engine.attention import TokenAttention
+from corral.workers.engine.chosen_experts import ChosenExperts
 from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.penalties import PenaltyBatch
 from corral.workers.engine.prefill import Prefill
@@ -50,6 +51,19 @@ class EngineLimits:
     context_length: int
     max_total_tokens: int
     has_tokenizer: bool
+    has_experts: bool
+
+    def check_experts(self, request: GenerationRequest) -> None:
+        """ValueError if a request asks for experts that there are not."""
+        if request.experts_from is None:
+            return
+        if not self.has_experts:
+            raise ValueError("return_routed_experts needs a mixture of experts, and the model has no experts")
+        if request.experts_from > len(request.prompt):
+            raise ValueError(
+                f"routed_experts_start_len must be at most the prompt's {len(request.prompt)} tokens, got "
+                f"{request.experts_from}"
+            )
 
     def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
         """Refuse a request that the model cannot run.
@@ -118,6 +132,7 @@ class ContinuousBatch:
             context_length=decoder.context_length,
             max_total_tokens=max_total_tokens,
             has_tokenizer=load_text_decoder is not None,
+            has_experts=bool(decoder.expert_layers),
         )
 
     @property
@@ -155,6 +170,7 @@ class ContinuousBatch:
             ValueError: if it does not fit the limits, or has stop strings and the tokenizer cannot be used.
         """
         self.limits.check(request.prompt, request.sampling)
+        self.limits.check_experts(request)
         sampling = request.sampling
         seed = sampling.sampling_seed
         if seed is None:
@@ -166,6 +182,7 @@ class ContinuousBatch:
                 stop_token_ids=sampling.stop_token_ids | self._eos_token_ids,
                 stop_strings=self._stop_strings(sampling),
                 uniforms=TokenUniforms.of(seed),
+                experts=None if request.experts_from is None else ChosenExperts(request.experts_from),
             )
         )
 
@@ -264,7 +281,12 @@ class ContinuousBatch:
             dtype=self._decoder.dtype,
             softmax_scale=self._decoder.softmax_scale,
         )
-        logits = self._decoder.logits(self._decoder.hidden_states(token_ids, positions, attend))
+        chosen: list[Tensor] | None = [] if any(active.experts is not None for active in running) else None
+        logits = self._decoder.logits(self._decoder.hidden_states(token_ids, positions, attend, chosen=chosen))
+        if chosen is not None:
+            rows = self._decoder.expert_rows(chosen)
+            for row, active in enumerate(running):
+                active.note_experts(rows[row : row + 1], start=newest_positions[row])
         if self._sampling is None:
             self._sampling = self._sampling_batch(running)
         return self._append(list(running), logits, self._sampling, first_row=0)

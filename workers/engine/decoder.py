@@ -18,13 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from corral.workers.engine.cache import KVCache
+from corral.workers.engine.chosen_experts import Rows, experts_by_layer
 from corral.workers.engine.int8_linear import DTYPES as QUANTIZABLE_DTYPES
 from corral.workers.engine.int8_linear import Int8Linear
 from corral.workers.engine.layer import Layer, layer_tensors, norm_of, whole
 from corral.workers.engine.linear import Linear
+from corral.workers.engine.mlp import Mixture
 
 Quantization = Literal["int8"]
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 # Types whose frequencies do not depend on the sequence length, so one table serves every request.
 _STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -83,7 +85,7 @@ class Decoder:
             raise ValueError(f"weights of dtype {self._embedding.dtype} cannot be quantised; use float32 or bfloat16")
         make_product = Linear if quantization is None else Int8Linear
         self._layers: Sequence[Layer] = [
-            Layer.of(layer, make_product, dtype=self.dtype) for layer in module.model.layers
+            Layer.of(layer, make_product, config, dtype=self.dtype) for layer in module.model.layers
         ]
         self._norm = norm_of(module.model.norm)
         is_tied = module.lm_head.weight is module.model.embed_tokens.weight
@@ -102,6 +104,11 @@ class Decoder:
     @property
     def num_layers(self) -> int:
         return len(self._layers)
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """The layers that are mixtures of experts."""
+        return [index for index, layer in enumerate(self._layers) if isinstance(layer.mlp, Mixture)]
 
     @property
     def device(self) -> torch.device:
@@ -146,8 +153,14 @@ class Decoder:
         sign[: self.head_dim // 2] = -1  # rotate_half(x) * sin == roll(x, D / 2) * (sign * sin), in half the operations
         self._rotary_table = torch.stack((cos[0], sin[0] * sign), dim=1).unsqueeze(2)
 
-    def hidden_states(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """[T, hidden] after the last norm. token_ids and positions: [T] int64, positions within `reserve_positions`."""
+    def hidden_states(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, *, chosen: list[Tensor] | None = None
+    ) -> Tensor:
+        """[T, hidden] after the last norm. token_ids and positions: [T] int64, positions within `reserve_positions`.
+
+        Args:
+            chosen: each layer with experts appends those of each token, [T, k] int64; None where nobody asks.
+        """
         cos, signed_sin = self._rotary_table.index_select(0, positions).unbind(1)
         hidden = F.embedding(token_ids, self._embedding)
         for index, layer in enumerate(self._layers):
@@ -155,10 +168,12 @@ class Decoder:
             queries_keys = self._rotate(queries_keys, cos, signed_sin)
             queries, keys = queries_keys[:, : self._num_heads], queries_keys[:, self._num_heads :]
             layer.o_proj.add_to(hidden, attend(index, queries, keys, values))
-            normed = layer.mlp_norm(hidden)
-            gated = layer.activation(layer.gate_proj(normed)).mul_(layer.up_proj(normed))
-            layer.down_proj.add_to(hidden, gated)
+            layer.mlp.add_to(hidden, layer.mlp_norm(hidden), chosen)
         return self._norm(hidden)
+
+    def expert_rows(self, chosen: Sequence[Tensor]) -> Rows:
+        """What one pass has appended to `chosen`, token by token."""
+        return experts_by_layer(chosen, expert_layers=self.expert_layers, num_layers=self.num_layers)
 
     def _heads(self, layer: Layer, normed: Tensor) -> tuple[Tensor, Tensor]:
         """(queries and keys [T, H + K, D], values [T, K, D]) of inputs [T, hidden]."""

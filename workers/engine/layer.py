@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from corral.workers.engine.linear import LayerTensors, MatrixProduct
+from corral.workers.engine.mlp import DenseMLP, MakeProduct, Mixture
 from corral.workers.engine.norm import RMSNorm
 
 
@@ -31,21 +31,17 @@ class Layer:
     k_norm: RMSNorm | None
     o_proj: MatrixProduct
     mlp_norm: RMSNorm
-    gate_proj: MatrixProduct
-    up_proj: MatrixProduct
-    down_proj: MatrixProduct
-    activation: Callable[[Tensor], Tensor]
-    """May overwrite its argument."""
+    mlp: DenseMLP | Mixture
 
     @classmethod
-    def of(cls, module: Any, make_product: Callable[..., MatrixProduct], *, dtype: torch.dtype) -> Layer:
+    def of(cls, module: Any, make_product: MakeProduct, config: Any, *, dtype: torch.dtype) -> Layer:
         """Of a layer of a transformers module.
 
         Args:
-            make_product: of the tensors of one or several layers (`LayerTensors`).
+            config: of the whole model.
             dtype: of the model, see `layer_tensors`.
         """
-        attention, mlp = module.self_attn, module.mlp
+        attention = module.self_attn
 
         def product(*linears: Any) -> MatrixProduct:
             return make_product(*(layer_tensors(linear, dtype) for linear in linears))
@@ -57,19 +53,18 @@ class Layer:
             k_norm=norm_of(attention.k_norm) if hasattr(attention, "k_norm") else None,
             o_proj=product(attention.o_proj),
             mlp_norm=norm_of(module.post_attention_layernorm),
-            gate_proj=product(mlp.gate_proj),
-            up_proj=product(mlp.up_proj),
-            down_proj=product(mlp.down_proj),
-            activation=_silu_ if isinstance(mlp.act_fn, torch.nn.SiLU) else mlp.act_fn,
+            mlp=_mlp_of(module.mlp, make_product, config, dtype=dtype),
         )
 
     @property
     def products(self) -> tuple[MatrixProduct, ...]:
-        return (self.qkv_proj, self.o_proj, self.gate_proj, self.up_proj, self.down_proj)
+        return (self.qkv_proj, self.o_proj, *self.mlp.products)
 
 
-def _silu_(inputs: Tensor) -> Tensor:
-    return F.silu(inputs, inplace=True)
+def _mlp_of(module: Any, make_product: MakeProduct, config: Any, *, dtype: torch.dtype) -> DenseMLP | Mixture:
+    if not hasattr(module, "experts"):
+        return DenseMLP.of(module, make_product, lambda linear: layer_tensors(linear, dtype))
+    return Mixture.of(module, make_product, lambda parameter: whole(parameter).to(dtype), config)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -61,17 +61,24 @@ class Prefill:
             prompt_of_row=source_index,
             softmax_scale=self._decoder.softmax_scale,
         )
+        asked = any(admitted[o].experts is not None for context in contexts for o in offsets_by_context[context])
+        chosen: list[Tensor] | None = [] if asked else None
         hidden = self._decoder.hidden_states(
             torch.tensor(padded, device=device).view(-1),
             torch.arange(width, device=device).repeat(len(contexts)),
             attend,
+            chosen=chosen,
         ).view(len(contexts), width, -1)
         last = torch.tensor([len(context) - 1 for context in contexts], device=device)
         last_logits = self._decoder.logits(hidden[torch.arange(len(contexts), device=device), last])
         logits[offsets] = last_logits[source_index]
+        rows = None if chosen is None else self._decoder.expert_rows(chosen)
         for index, context in enumerate(contexts):
             for copy, offset in enumerate(offsets_by_context[context]):
                 self._note(admitted[offset], hidden[index], is_copy=copy > 0)
+                if rows is not None:
+                    first = index * width
+                    admitted[offset].note_experts(rows[first : first + len(context)], start=0)
 
     def _note(self, active: ActiveRequest, hidden: Tensor, *, is_copy: bool) -> None:
         """Record what only the first prefill of a request tells. hidden: [width, hidden]."""

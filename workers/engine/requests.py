@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from corral.scheduling.policy_version import VersionSpan
+from corral.workers.engine.chosen_experts import ChosenExperts, Rows
 from corral.workers.engine.penalties import PenalizedRow
 from corral.workers.engine.sampling import SamplingParams
 from corral.workers.engine.stop_strings import StopStrings
@@ -51,6 +52,8 @@ class GenerationRequest:
     """First prompt position whose log-probability is wanted; None wants none."""
     wants_original_logprobs: bool = False
     """Whether those of the answer are wanted at temperature 1, too."""
+    experts_from: int | None = None
+    """First token of prompt and answer whose experts are wanted; None wants none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,9 @@ class RequestOutput:
     num_retractions: int
     cached_tokens: int
     """Prompt tokens that were not computed because another request of the same batch had the same prompt."""
+    experts: Rows | None = None
+    """Of the tokens from `experts_from` to the one before the last; None where they were not asked for, or nothing was
+    computed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,6 +99,8 @@ class ActiveRequest:
     """(version, first output token that it made), in order."""
     num_retractions: int = 0
     cached_tokens: int = 0
+    experts: ChosenExperts | None = None
+    """None where nobody asks."""
 
     @property
     def reserved_tokens(self) -> int:
@@ -127,6 +135,11 @@ class ActiveRequest:
             return LengthFinish(end)
         return None
 
+    def note_experts(self, rows: Rows, *, start: int) -> None:
+        """Who computed the tokens from `start` on; forgotten where nobody asks."""
+        if self.experts is not None:
+            self.experts.note(rows, start=start)
+
     def penalized(self, row: int) -> PenalizedRow:
         """Its penalties, as a row of a batch."""
         sampling = self.request.sampling
@@ -154,6 +167,7 @@ class ActiveRequest:
             weight_versions=self._spans(),
             num_retractions=self.num_retractions,
             cached_tokens=self.cached_tokens,
+            experts=None if self.experts is None or reason is None else self.experts.before(self.num_tokens - 1),
         )
 
     def _spans(self) -> tuple[VersionSpan, ...]:

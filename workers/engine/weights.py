@@ -43,18 +43,58 @@ class StagedWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a parameter that has a tensor of its own in files: an expert's."""
+
+    parameter: str
+    expert: int
+    rows: slice
+
+
+@dataclass(frozen=True, slots=True)
 class WeightLayout:
     """The names, shapes and dtype that a weight directory must have."""
 
     shapes: Mapping[str, tuple[int, ...]]
+    """By the names in files."""
+    pieces: Mapping[str, Piece]
+    """By the names in files, of those tensors that are parts of a parameter; all others are parameters."""
+    fused: Mapping[str, tuple[int, ...]]
+    """The shapes of the parameters that consist of pieces."""
     dtype: torch.dtype
     has_tied_head: bool
 
     @classmethod
     def of(cls, model: nn.Module) -> WeightLayout:
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        shapes: dict[str, tuple[int, ...]] = {}
+        pieces: dict[str, Piece] = {}
+        fused: dict[str, tuple[int, ...]] = {}
+        for name, parameter in model.named_parameters():
+            own = dict(_pieces_of(name, parameter.shape))
+            shapes |= {stored: _shape_of(piece, parameter.shape) for stored, piece in own.items()}
+            pieces |= own
+            (fused if own else shapes)[name] = tuple(parameter.shape)
         any_parameter = next(model.parameters())
-        return cls(shapes=shapes, dtype=any_parameter.dtype, has_tied_head=_TIED_HEAD not in shapes)
+        return cls(shapes, pieces, fused, dtype=any_parameter.dtype, has_tied_head=_TIED_HEAD not in shapes)
+
+
+def _pieces_of(parameter: str, shape: torch.Size) -> Iterator[tuple[str, Piece]]:
+    """transformers has all experts of a layer in one tensor, and files have them one by one."""
+    mixture, _, name = parameter.rpartition(".")
+    if not mixture.endswith(".experts"):
+        return
+    num_rows = shape[1]
+    parts = {
+        "gate_up_proj": {"gate_proj": slice(0, num_rows // 2), "up_proj": slice(num_rows // 2, num_rows)},
+        "down_proj": {"down_proj": slice(0, num_rows)},
+    }
+    for expert in range(shape[0]):
+        for part, rows in parts[name].items():
+            yield f"{mixture}.{expert}.{part}.weight", Piece(parameter, expert, rows)
+
+
+def _shape_of(piece: Piece, shape: torch.Size) -> tuple[int, ...]:
+    return (piece.rows.stop - piece.rows.start, shape[2])
 
 
 def stage_weights(directory: Path, layout: WeightLayout) -> StagedWeights:
@@ -69,7 +109,7 @@ def stage_weights(directory: Path, layout: WeightLayout) -> StagedWeights:
     with _rejecting(directory):
         files = _weight_files(directory)
         _check_names(layout, files)
-        tensors = dict(_read_tensors(directory, layout, files))
+        tensors = _assembled(_read_tensors(directory, layout, files), layout)
     if layout.has_tied_head:
         _take_out_tied_head(tensors)
     return StagedWeights(directory=directory, tensors=tensors)
@@ -137,6 +177,18 @@ def _read_tensors(directory: Path, layout: WeightLayout, files: Mapping[str, str
             if not bool(torch.isfinite(tensor).all()):
                 raise WeightsRejectedError(f"tensor {name} holds NaN or infinity as {layout.dtype}")
             yield name, tensor
+
+
+def _assembled(stored: Iterable[tuple[str, Tensor]], layout: WeightLayout) -> dict[str, Tensor]:
+    """The parameters, from the tensors of the files."""
+    tensors = {name: torch.empty(shape, dtype=layout.dtype) for name, shape in layout.fused.items()}
+    for name, tensor in stored:
+        piece = layout.pieces.get(name)
+        if piece is None:
+            tensors[name] = tensor
+        else:
+            tensors[piece.parameter][piece.expert, piece.rows] = tensor
+    return tensors
 
 
 def _read_values(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

@@ -51,6 +51,8 @@ def sglang_command(
         "log-level-http": "warning",  # else a line for every request
         "sleep-on-idle": True,  # an idle scheduler would otherwise keep a core busy
     }
+    if spec.records_experts:
+        ours["enable-return-routed-experts"] = True
     if not has_gpu:
         ours |= {"device": "cpu", "attention-backend": "torch_native"}
     flags = ours | sglang.flags

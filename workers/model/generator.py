@@ -30,6 +30,7 @@ from corral.workers.lifecycle.user_code import load_callable
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.rollout.partial_rollout import PartialAnswer
+from corral.workers.rollout.routed_experts import AnswerExperts
 from corral.workers.rollout.trajectories import make_sample
 
 NOT_FINITE = "not_finite"
@@ -100,7 +101,12 @@ class Generator:
             version=version,
         )
         outputs = batch.generate(
-            GenerationRequest(request_id=f"{number}/{answer}", prompt=tuple(prompt), sampling=self._sampling(seed))
+            GenerationRequest(
+                request_id=f"{number}/{answer}",
+                prompt=tuple(prompt),
+                sampling=self._sampling(seed),
+                experts_from=None if generation.experts is None else 0,
+            )
             for number, (prompt, order) in enumerate(zip(prompts, orders, strict=True))
             for answer, seed in enumerate(group_seeds(self._seed, order=order, group_size=generation.group_size))
         )
@@ -124,12 +130,17 @@ class Generator:
     def _as_answer(self, output: RequestOutput) -> PartialAnswer | None:
         if isinstance(output.finish_reason, AbortFinish):  # of a batch that nobody aborts: no finite number to draw by
             return None
+        experts = None
+        if self._generation.experts is not None and output.experts is not None:
+            experts = AnswerExperts(self._generation.experts, output.prompt)
+            experts.append(output.experts[:, list(self._generation.experts.expert_layers)])
         return PartialAnswer(
             max_new_tokens=self._generation.sampling.max_new_tokens,
             output_ids=list(output.output_ids),
             logprobs=list(output.output_logprobs),
             spans=list(output.weight_versions),
             stopped=isinstance(output.finish_reason, StopFinish),
+            experts=experts,
         )
 
     async def _judge_all(
@@ -168,4 +179,5 @@ class Generator:
             rewards: list[Any] = await asyncio.gather(*(judge(row.fields, answer) for answer in answers))
         except RewardFailedError:
             return Generated(uid, order, None, dropped_because=REWARD_ERROR)
-        return Generated(uid, order, make_sample(uid, JudgedGroup(prompt, answers, rewards)))
+        judged = JudgedGroup(prompt, answers, rewards)
+        return Generated(uid, order, make_sample(uid, judged, experts=self._generation.experts))

@@ -52,16 +52,14 @@ class IncomingParcel:
         if unknown := [uid for uid in parcel.uids if uid not in num_tokens]:
             raise ValueError(f"samples {unknown[:3]} are to come from rank {parcel.source}, but nobody said how long")
         specs = {key: declared[key] for key in keys_in_order(parcel, declared)}
-        # Once for each layout: there are few, and many samples.
-        lengths = {
-            layout: [layout.lengths(num_tokens[uid]) for uid in parcel.uids]
-            for layout in {spec.layout for spec in specs.values()}
-        }
-        totals = {layout: [sum(of_uid) for of_uid in of_layout] for layout, of_layout in lengths.items()}
+        # Once for each way to count: there are few, and many samples.
+        counting = {(spec.layout, spec.shape): spec for spec in specs.values()}
+        lengths = {way: [spec.lengths(num_tokens[uid]) for uid in parcel.uids] for way, spec in counting.items()}
+        totals = {way: [sum(of_uid) for of_uid in counted] for way, counted in lengths.items()}
         return cls(
             parcel,
-            {key: lengths[spec.layout] for key, spec in specs.items()},
-            [total for spec in specs.values() for total in totals[spec.layout]],
+            {key: lengths[spec.layout, spec.shape] for key, spec in specs.items()},
+            [total for spec in specs.values() for total in totals[spec.layout, spec.shape]],
             [spec.dtype for spec in specs.values() for _ in parcel.uids],
             declared,
         )

@@ -61,7 +61,7 @@ class TrajectoryInbox:
         self._delivery_by_uid[uid] = header.uid
         if header.status == "finished" and uid not in self._store:
             seqlens = {key: [lengths] for key, lengths in header.seqlens.items()}
-            self._store.put(SequenceSample([uid], seqlens, dict(tensors)))
+            self._store.put(SequenceSample([uid], seqlens, dict(tensors), self._store.specs))
         return SampleMetadata(
             uid=uid,
             keys=tuple(header.seqlens),

@@ -19,7 +19,9 @@ from typing import Any
 import aiohttp
 
 from corral.experiments.config.rollout import SamplingConfig
+from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.workers.rollout.partial_rollout import MalformedChunkError, PartialAnswer
+from corral.workers.rollout.routed_experts import AnswerExperts
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,8 @@ class GenerationClient:
     stop_token_ids: Sequence[int]
     new_tokens_per_chunk: int
     request_timeout_s: float
+    experts: RoutedExpertsSpec | None = None
+    """Of a mixture, if it is wanted to be known who computed each token."""
 
     async def sample_group(self, uid: str, prompt_ids: Sequence[int], *, seeds: Sequence[int]) -> list[PartialAnswer]:
         """Sample one answer to a prompt for each of `seeds`; the same ones, by whichever servers, for the same weights.
@@ -73,7 +77,14 @@ class GenerationClient:
                 answers, and that time does not count.
         """
         max_new_tokens = self.sampling.max_new_tokens
-        answers = [PartialAnswer(max_new_tokens=max_new_tokens, sampling_seed=seed) for seed in seeds]
+        answers = [
+            PartialAnswer(
+                max_new_tokens=max_new_tokens,
+                sampling_seed=seed,
+                experts=None if self.experts is None else AnswerExperts(self.experts, prompt_ids),
+            )
+            for seed in seeds
+        ]
         setback: Setback | None = None
         last_tried = "none"
         num_busy = 0
@@ -127,6 +138,10 @@ class GenerationClient:
             ],
             "return_logprob": True,
         }
+        # One number for all of them; those that know more leave out what they know.
+        experts_from = min((answer.experts.num_rows for answer in answers if answer.experts is not None), default=0)
+        if self.experts is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": experts_from}
         try:
             async with self.session.post(
                 f"{url}/generate", json=body, timeout=aiohttp.ClientTimeout(total=self.request_timeout_s)
@@ -136,7 +151,8 @@ class GenerationClient:
                 chunks = await response.json()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             return Setback(url, is_busy=False, lost=str(error) or type(error).__name__)
-        return None if _take_in(chunks, answers, url) else Setback(url, is_busy=False)
+        took_in = _take_in(chunks, answers, url, num_prompt_tokens=len(prompt_ids), experts_from=experts_from)
+        return None if took_in else Setback(url, is_busy=False)
 
 
 def _judge_refusal(url: str, status: int, text: str) -> Setback:
@@ -149,13 +165,13 @@ def _judge_refusal(url: str, status: int, text: str) -> Setback:
     return Setback(url, is_busy=is_busy)
 
 
-def _take_in(chunks: Any, answers: list[PartialAnswer], url: str) -> bool:
+def _take_in(chunks: Any, answers: list[PartialAnswer], url: str, *, num_prompt_tokens: int, experts_from: int) -> bool:
     if not isinstance(chunks, list) or len(chunks) != len(answers):
         logger.warning("%s/generate answered something else than %d replies", url, len(answers))
         return False
     try:
         for answer, chunk in zip(answers, chunks, strict=True):
-            answer.extend(chunk)
+            answer.extend(chunk, num_prompt_tokens=num_prompt_tokens, experts_from=experts_from)
     except MalformedChunkError as error:
         logger.warning("%s: %s", url, error)
         return False

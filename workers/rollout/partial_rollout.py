@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from corral.scheduling.policy_version import PolicyVersion, VersionSpan
+from corral.workers.rollout.routed_experts import AnswerExperts
 
 
 class MalformedChunkError(ValueError):
@@ -37,6 +38,8 @@ class PartialAnswer:
     sampling_seed: int | None = None
     """Sent with each chunk, so that chunks draw what the answer would have drawn in one go; None: the server's choice.
     """
+    experts: AnswerExperts | None = None
+    """Who computed its tokens and the prompt's; None where nobody asks."""
 
     @property
     def remaining(self) -> int:
@@ -51,11 +54,15 @@ class PartialAnswer:
         """The version of each token."""
         return [PolicyVersion.parse(span.version) for span in self.spans for _ in range(span.start, span.end)]
 
-    def extend(self, chunk: Mapping[str, Any]) -> None:
+    def extend(self, chunk: Mapping[str, Any], *, num_prompt_tokens: int = 0, experts_from: int = 0) -> None:
         """Take in one reply of /generate, complete or aborted.
 
+        Args:
+            num_prompt_tokens: of the answer's prompt; they count where experts do.
+            experts_from: first token whose experts were asked for.
+
         Raises:
-            MalformedChunkError: if ids, logprobs and version spans disagree; nothing was taken in.
+            MalformedChunkError: if ids, logprobs, version spans and experts disagree; nothing was taken in.
         """
         try:
             ids: Sequence[int] = chunk["output_ids"]
@@ -71,6 +78,9 @@ class PartialAnswer:
             raise MalformedChunkError(f"a reply of /generate lacks or garbles a field: {error!r}") from error
         self._check(ids, logprobs, spans)
         offset = len(self.output_ids)
+        self._take_in_experts(
+            meta, start=experts_from, num_tokens=num_prompt_tokens + offset + len(ids), is_aborted=reason == "abort"
+        )
         self.output_ids.extend(ids)
         self.logprobs.extend(logprobs)
         for span in spans:
@@ -89,6 +99,21 @@ class PartialAnswer:
             )
         if len(ids) > self.remaining:
             raise MalformedChunkError(f"{len(ids)} tokens came back where at most {self.remaining} were asked for")
+
+    def _take_in_experts(self, meta: Mapping[str, Any], *, start: int, num_tokens: int, is_aborted: bool) -> None:
+        """An aborted request may have come to an end before anybody could say them; the next chunk says them."""
+        text = meta.get("routed_experts")
+        if self.experts is None or (text is None and is_aborted):
+            return
+        if text is None:
+            raise MalformedChunkError(
+                "a reply of /generate lacks routed_experts, which were asked for; a server of SGLang needs "
+                "--enable-return-routed-experts"
+            )
+        try:
+            self.experts.append(self.experts.rows_in(text, start=start, num_tokens=num_tokens))
+        except ValueError as error:
+            raise MalformedChunkError(f"a reply of /generate garbles a field: {error}") from error
 
     def _add_span(self, span: VersionSpan) -> None:
         if span.start == span.end:

@@ -123,6 +123,7 @@ class RolloutWorker(Worker):
             stop_token_ids=self._stop_token_ids,
             new_tokens_per_chunk=spec.rollout.new_tokens_per_chunk,
             request_timeout_s=spec.rollout.request_timeout_s,
+            experts=spec.experts,
         )
         judge = RewardJudge(
             load_callable(spec.rollout.reward),

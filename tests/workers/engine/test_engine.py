@@ -69,7 +69,7 @@ def assert_close(actual: Sequence[float], expected: torch.Tensor, *, tolerance: 
     torch.testing.assert_close(torch.tensor(list(actual)), expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe", "llama"])
 def test_greedy_tokens_and_logprobs_of_a_ragged_batch_equal_transformers(model_type: str, tmp_path: Path) -> None:
     directory = save_tiny_model(tmp_path / "model", seed=3, model_type=model_type)
     reference = load_reference(directory)
@@ -458,7 +458,7 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(tmp_path: Path) -> No
     from transformers import GPT2Config, Qwen2Config
 
     GPT2Config().save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(UnsupportedModelError, match="llama, qwen2, qwen3, not 'gpt2'"):
+    with pytest.raises(UnsupportedModelError, match="llama, qwen2, qwen3, qwen3_moe, not 'gpt2'"):
         GenerationEngine(tmp_path / "gpt2")
     Qwen2Config(use_sliding_window=True, sliding_window=16, max_window_layers=0).save_pretrained(tmp_path / "sliding")
     with pytest.raises(UnsupportedModelError, match="full attention only"):

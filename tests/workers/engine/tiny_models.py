@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 VOCAB_SIZE = 64
 CONTEXT_LENGTH = 4096
 EOS_TOKEN_ID = 63
+NUM_EXPERTS, TOP_K = 8, 2
+EXPERT_LAYERS = [0, 2]
+"""Of the mixture, which has a dense layer between them."""
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -39,6 +42,15 @@ def save_tiny_model(
     configs: dict[str, Any] = {
         "qwen2": lambda: Qwen2Config(**shape, tie_word_embeddings=False),
         "qwen3": lambda: Qwen3Config(**shape, head_dim=32, tie_word_embeddings=True),
+        "qwen3_moe": lambda: Qwen3MoeConfig(
+            **{**shape, "num_hidden_layers": 3},
+            head_dim=32,
+            num_experts=NUM_EXPERTS,
+            num_experts_per_tok=TOP_K,
+            moe_intermediate_size=48,
+            mlp_only_layers=[1],
+            norm_topk_prob=True,
+        ),
         "llama": lambda: LlamaConfig(
             **shape,
             attention_bias=True,

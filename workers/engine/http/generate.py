@@ -120,19 +120,19 @@ class GenerateEndpoint:
             self._loop.engine.limits.check(prompt, samplings[0])
             if start is not None and start >= len(prompt):
                 raise BadRequestError(f"logprob_start_len must be below the prompt's {len(prompt)} tokens, got {start}")
-            requests += [
-                (
-                    GenerationRequest(
-                        request_id=uuid.uuid4().hex,
-                        prompt=tuple(prompt),
-                        sampling=params,
-                        input_logprobs_from=start,
-                        wants_original_logprobs=body.return_original_logprob,
-                    ),
-                    form,
+            made = [
+                GenerationRequest(
+                    request_id=uuid.uuid4().hex,
+                    prompt=tuple(prompt),
+                    sampling=params,
+                    input_logprobs_from=start,
+                    wants_original_logprobs=body.return_original_logprob,
+                    experts_from=body.routed_experts_start_len if body.return_routed_experts else None,
                 )
                 for params in samplings
             ]
+            self._loop.engine.limits.check_experts(made[0])
+            requests += [(request, form) for request in made]
         return [_Planned(rid, request, form) for rid, (request, form) in zip(body.names(), requests, strict=True)]
 
     @contextmanager

@@ -11,11 +11,13 @@ believes in it.
 
 from __future__ import annotations
 
+import base64
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
+import numpy as np
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -28,6 +30,7 @@ from pydantic import (
 )
 
 from corral.workers.engine.answer_text import TextForm
+from corral.workers.engine.chosen_experts import Rows
 from corral.workers.engine.requests import AbortFinish, FinishReason, LengthFinish, RequestOutput, StopFinish
 from corral.workers.engine.sampling import SamplingParams
 
@@ -133,6 +136,10 @@ class GenerateBody(_Body):
     such field; its servers that are started with SGLANG_RETURN_ORIGINAL_LOGPROB=1 give only these."""
     logprob_start_len: int = Field(default=-1, ge=-1)
     """First prompt position whose log-probability is returned; -1 returns none."""
+    return_routed_experts: bool = False
+    """Whether `routed_experts` comes with a finished answer: the experts of each token, see `encode_experts`."""
+    routed_experts_start_len: int = Field(default=0, ge=0)
+    """First token of prompt and answer whose experts are returned."""
     rid: str | list[str] | None = None
     """Name for /abort_request: one for all prompts, or one per prompt."""
     stream: bool = False
@@ -287,6 +294,11 @@ def _triples(logprobs: Sequence[float | None], token_ids: Sequence[int]) -> list
     return [[logprob, token_id, None] for logprob, token_id in zip(logprobs, token_ids, strict=True)]
 
 
+def encode_experts(rows: Rows) -> str:
+    """[tokens, layers, top_k] as base64 of int32, row by row: all layers of the model, 0 in those without experts."""
+    return base64.b64encode(np.ascontiguousarray(rows, "<i4").tobytes()).decode("ascii")
+
+
 def generate_reply(
     output: RequestOutput, body: GenerateBody, *, rid: str, text: str | None, latency_s: float
 ) -> dict[str, Any]:
@@ -312,5 +324,7 @@ def generate_reply(
         if body.return_original_logprob:
             meta_info["output_token_original_logprobs"] = _triples(output.original_logprobs, output.output_ids)
         meta_info["output_token_logprobs_length"] = len(output.output_ids)
+    if output.experts is not None:
+        meta_info["routed_experts"] = encode_experts(output.experts)
     reply = {"output_ids": list(output.output_ids), "meta_info": meta_info}
     return reply if text is None else {"text": text, **reply}

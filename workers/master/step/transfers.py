@@ -90,8 +90,8 @@ class TransferPlanner:
         names = tuple(keys)
         if names not in self._coefficients:
             specs = [key_spec(name, self.specs) for name in names]
-            per_answer = sum(spec.dtype.itemsize * spec.layout.length(0) for spec in specs)
-            per_token = sum(spec.dtype.itemsize * spec.layout.length(1) for spec in specs) - per_answer
+            per_answer = sum(spec.dtype.itemsize * spec.length(0) for spec in specs)
+            per_token = sum(spec.dtype.itemsize * spec.length(1) for spec in specs) - per_answer
             self._coefficients[names] = per_token, per_answer
         per_token, per_answer = self._coefficients[names]
         return per_token * sum(sample.num_tokens) + per_answer * len(sample.num_tokens)

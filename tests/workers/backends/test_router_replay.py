@@ -1,0 +1,106 @@
+"""A trainer that is told which experts computed each token takes these, in every layout, and learns like a plain loop."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from corral.scheduling.keys import ROUTED_EXPERTS
+from corral.workers.algorithms.base import compute_logprobs
+from corral.workers.backends.parallel_context import ParallelContext
+from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.replay_scene import (
+    make_engine,
+    plain_logprobs,
+    plain_loop,
+    play_layouts,
+    routed_batch,
+    save_tiny_mixture,
+    share_of,
+    train,
+)
+from tests.workers.backends.training_helpers import read_weights, save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_mixture(tmp_path_factory.mktemp("models") / "mixture")
+
+
+@pytest.fixture(scope="module")
+def plain(mixture: Path) -> tuple[Any, list[float]]:
+    return plain_loop(mixture)
+
+
+def responses_of(logprobs: Any) -> np.ndarray[Any, Any]:
+    """Without the zeros that stand on prompt tokens."""
+    values = np.asarray(logprobs)
+    return values[values != 0.0]
+
+
+def expected_logprobs(model: Any, sample: Any) -> np.ndarray[Any, Any]:
+    with torch.no_grad():
+        return torch.cat(plain_logprobs(model, sample)).numpy()
+
+
+def load_plain(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
+
+
+def test_log_probabilities_are_those_of_the_experts_that_samples_name(mixture: Path) -> None:
+    engine, sample = make_engine(mixture, ParallelContext()), routed_batch(0)
+    told = responses_of(compute_logprobs(engine, sample))
+    np.testing.assert_allclose(told, expected_logprobs(load_plain(mixture), sample), atol=1e-5)
+    keys = [key for key in sample.seqlens if key != ROUTED_EXPERTS]
+    own = responses_of(compute_logprobs(engine, sample.select_keys(keys)))
+    assert np.abs(own - told).mean() > 0.05  # whom the routers choose themselves says something else
+    np.testing.assert_array_equal(responses_of(compute_logprobs(engine, sample)), told)
+
+
+def assert_trained_like(plain: tuple[Any, list[float]], weights: Path, norms: list[float]) -> None:
+    model, expected = plain
+    assert norms == pytest.approx(expected, rel=1e-4)
+    saved = read_weights(weights)
+    stored = {name: p for name, p in model.named_parameters() if ".experts." not in name}
+    for layer in (0, 2):
+        experts = model.model.layers[layer].mlp.experts
+        for number in range(experts.num_experts):
+            prefix = f"model.layers.{layer}.mlp.experts.{number}"
+            gate, up = experts.gate_up_proj[number].chunk(2)
+            stored |= {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
+            stored[f"{prefix}.down_proj.weight"] = experts.down_proj[number]
+    assert stored.keys() == saved.keys()
+    for name, parameter in stored.items():
+        np.testing.assert_allclose(saved[name], parameter.detach(), atol=1e-4, err_msg=name)
+
+
+def test_training_takes_the_experts_that_samples_name(
+    mixture: Path, plain: tuple[Any, list[float]], tmp_path: Path
+) -> None:
+    engine = make_engine(mixture, ParallelContext())
+    assert_trained_like(plain, tmp_path, train(engine, tmp_path))
+
+
+def test_a_model_without_routers_cannot_be_told(tmp_path: Path) -> None:
+    engine = make_engine(save_tiny_model(tmp_path / "dense"), ParallelContext())
+    with pytest.raises(ValueError, match="no routers that could be told; set ppo.router_replay to false"):
+        compute_logprobs(engine, routed_batch(0))
+
+
+@pytest.mark.slow
+def test_layouts_of_two_ranks_take_the_experts_that_samples_name(
+    mixture: Path, plain: tuple[Any, list[float]], tmp_path: Path
+) -> None:
+    play(play_layouts, mixture, ("d2", "c2"), tmp_path, world_size=2, directory=tmp_path)
+    before = load_plain(mixture)
+    for rank in range(2):
+        for layout, seen in json.loads((tmp_path / f"rank-{rank}.json").read_text()).items():
+            assert_trained_like(plain, tmp_path / layout, seen["norms"])
+            own = routed_batch(0)
+            if layout == "d2":
+                own = own.select([uid for number, uid in enumerate(own.uids) if number % 2 == seen["dp_rank"]])
+            np.testing.assert_allclose(responses_of(seen["logprobs"]), expected_logprobs(before, own), atol=1e-5)

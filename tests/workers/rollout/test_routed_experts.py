@@ -1,0 +1,143 @@
+"""The experts of an answer come together over its chunks, and into the sample: each row as it was said first."""
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corral.experiments.config.rollout import SamplingConfig
+from corral.experiments.worker_specs import RoutedExpertsSpec
+from corral.workers.engine.engine import GenerationEngine
+from corral.workers.engine.http_api import EngineServer
+from corral.workers.rollout.agents import JudgedGroup
+from corral.workers.rollout.generation_client import GenerationClient, Setback
+from corral.workers.rollout.partial_rollout import MalformedChunkError, PartialAnswer
+from corral.workers.rollout.routed_experts import AnswerExperts
+from corral.workers.rollout.trajectories import make_sample
+from tests.workers.engine.tiny_models import EXPERT_LAYERS, NUM_EXPERTS, TOP_K, save_tiny_model
+
+SPEC = RoutedExpertsSpec(num_layers=3, expert_layers=tuple(EXPERT_LAYERS), num_experts=NUM_EXPERTS, top_k=TOP_K)
+PROMPT = [7, 9, 11]
+DEADLINE_S = 20.0
+
+
+def text_of(rows: npt.NDArray[Any]) -> str:
+    """As SGLang 0.5 writes it: base64.b64encode of the bytes of an int32 tensor [tokens, layers, k]."""
+    return base64.b64encode(rows.astype(np.int32).tobytes()).decode()
+
+
+def draw_rows(num_tokens: int, *, seed: int) -> npt.NDArray[np.int64]:
+    """For all layers; what stands in the dense one has no meaning."""
+    return np.random.default_rng(seed).integers(0, NUM_EXPERTS, (num_tokens, SPEC.num_layers, TOP_K))
+
+
+def chunk(num_tokens: int, *, reason: str, experts: str | None) -> dict[str, Any]:
+    meta: dict[str, Any] = {
+        "output_token_logprobs": [[-0.5, 1, None]] * num_tokens,
+        "weight_versions": [{"version": "1.1", "start": 0, "end": num_tokens}],
+        "finish_reason": {"type": reason},
+    }
+    return {"output_ids": [1] * num_tokens, "meta_info": meta | ({} if experts is None else {"routed_experts": experts})}
+
+
+def sample_rows(answer: PartialAnswer, prompt: list[int] = PROMPT) -> npt.NDArray[np.int16]:
+    """[tokens, layers with experts, k] of the sample that an answer becomes."""
+    sample = make_sample("0:a", JudgedGroup(prompt_ids=prompt, answers=[answer], rewards=[1.0]), experts=SPEC)
+    assert sample.data["routed_experts"].dtype == np.int16
+    assert sample.seqlens["routed_experts"][0][0] == len(sample.data["input_ids"]) * len(EXPERT_LAYERS) * TOP_K
+    return sample.data["routed_experts"].reshape(-1, len(EXPERT_LAYERS), TOP_K)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), min_size=1, max_size=6))
+def test_a_row_is_what_the_chunk_said_whose_weights_made_the_token_after_it(
+    chunks: list[tuple[int, int, bool]],
+) -> None:
+    """Of each chunk: its tokens, how far before what is known it was asked, whether it was lost with an abort."""
+    answer = PartialAnswer(max_new_tokens=100, experts=AnswerExperts(SPEC, PROMPT))
+    assert answer.experts is not None
+    expected = np.full((len(PROMPT) + sum(tokens for tokens, _, _ in chunks), 2, TOP_K), -1)
+    known = total = 0
+    total = len(PROMPT)
+    for number, (tokens, overlap, is_lost) in enumerate(chunks):
+        start = max(0, answer.experts.num_rows - overlap)
+        total += tokens
+        rows = draw_rows(total - 1 - start, seed=number)
+        text = None if is_lost else text_of(rows)
+        answer.extend(chunk(tokens, reason="abort", experts=text), num_prompt_tokens=3, experts_from=start)
+        if not is_lost:
+            expected[known : total - 1] = rows[known - start :][:, EXPERT_LAYERS]
+            known = total - 1
+    np.testing.assert_array_equal(sample_rows(answer), expected)
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (None, "needs --enable-return-routed-experts"),
+        ("no base64", "is no base64 of int32"),
+        (text_of(draw_rows(3, seed=0)), "has 18 numbers; 4 tokens x 3 layers x 2 experts were to come"),
+        (text_of(draw_rows(4, seed=0) + 1), "names experts 1 to 8; a layer has 8, from 0"),
+    ],
+)
+def test_experts_that_are_not_those_of_the_tokens_are_refused(experts: str | None, message: str) -> None:
+    answer = PartialAnswer(max_new_tokens=4, experts=AnswerExperts(SPEC, PROMPT))
+    with pytest.raises(MalformedChunkError, match=message):
+        answer.extend(chunk(2, reason="length", experts=experts), num_prompt_tokens=3)
+    assert not answer.output_ids
+
+
+def test_an_agent_that_makes_an_answer_of_its_own_has_the_trainer_choose() -> None:
+    answer = PartialAnswer(max_new_tokens=4, experts=AnswerExperts(SPEC, PROMPT))
+    answer.extend(chunk(2, reason="length", experts=text_of(draw_rows(4, seed=0))), num_prompt_tokens=3)
+    assert (sample_rows(answer)[:4] >= 0).all()
+    assert (sample_rows(answer, [7, 9]) == -1).all()  # after another prompt than it was asked with
+    answer.experts = None
+    assert (sample_rows(answer) == -1).all()
+
+
+async def _answers(model: Path, *, num_servers: int, chunk_tokens: int, seeds: Sequence[int]) -> list[PartialAnswer]:
+    """Of a group that goes to one embedded engine after the other, chunk by chunk."""
+    async with AsyncExitStack() as stack:
+        urls = []
+        for _ in range(num_servers):
+            server = EngineServer(GenerationEngine(model, version="0.0"), "key", "127.0.0.1")
+            stack.push_async_callback(server.stop)
+            urls.append(f"http://127.0.0.1:{await server.start()}")
+        headers = {"Authorization": "Bearer key"}
+        session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers))
+
+        async def route(uid: str, tokens: int, setback: Setback | None) -> str | None:
+            assert setback is None
+            urls.append(urls.pop(0))
+            return urls[-1]
+
+        client = GenerationClient(
+            session,
+            route,
+            sampling=SamplingConfig(max_new_tokens=12),
+            stop_token_ids=[0],
+            new_tokens_per_chunk=chunk_tokens,
+            request_timeout_s=DEADLINE_S,
+            experts=SPEC,
+        )
+        return await client.sample_group("0:a", PROMPT, seeds=seeds)
+
+
+def test_answers_have_the_same_experts_whatever_the_chunks_and_the_servers(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", model_type="qwen3_moe")
+    in_one_go = asyncio.run(_answers(model, num_servers=1, chunk_tokens=12, seeds=range(4)))
+    in_chunks = asyncio.run(_answers(model, num_servers=2, chunk_tokens=5, seeds=range(4)))
+    for whole, pieces in zip(in_one_go, in_chunks, strict=True):
+        rows = sample_rows(whole)
+        assert whole.output_ids == pieces.output_ids and len(np.unique(rows)) > NUM_EXPERTS // 2
+        assert (rows[:-1] >= 0).all() and (rows[-1] == -1).all()
+        np.testing.assert_array_equal(np.sort(rows), np.sort(sample_rows(pieces)))

@@ -1,0 +1,92 @@
+"""Routers of a mixture of experts that can be told whom to choose: the experts that made a token compute it again.
+
+    the generator's rows of a micro-batch ──► RoutedExperts.rows ──┐ by layer
+    hidden [T, H] ──► ReplayingRouter of a layer: its own logits ──┴──► experts [T, k], their weights of today
+
+A generator and a trainer round differently, and where two experts are nearly equal, another one answers: a jump, where
+rounding alone would be a step (rollout routing replay, Ma et al. 2025, https://arxiv.org/abs/2510.11370). Replay says
+which experts compute a token. How much each counts comes from the present weights, with gradient, as ever.
+
+Every router finds its rows by its layer, each time that it is asked: so a layer that is computed once more for the
+backward pass gets the same experts, whatever has been computed in between.
+"""
+
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+_ROUTED: Final = "routed_experts_of_the_present_row"  # of a model whose routers can be told
+
+
+class RoutedExperts:
+    """Who computes the tokens of the micro-batch that a model has at present: one for all routers of a model."""
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None
+        """[T, layers with experts, top_k], see `MicroBatch`. It stays until the backward pass has ended."""
+
+    def of_layer(self, layer: int) -> Tensor | None:
+        """[T, top_k] of one of the layers with experts, counted from the first."""
+        return None if self.rows is None else self.rows[:, layer]
+
+
+class ReplayingRouter(nn.Module):
+    """Chooses as the router that it replaces, whose weight it has, but where it is told whom to choose."""
+
+    def __init__(self, router: Qwen3MoeTopKRouter, routed: RoutedExperts, *, layer: int) -> None:
+        """
+        Args:
+            layer: among those with experts, counted from 0.
+        """
+        super().__init__()
+        self.weight: nn.Parameter = router.weight
+        self._top_k = int(router.top_k)
+        self._normalizes = bool(router.norm_topk_prob)
+        self._routed = routed
+        self._layer = layer
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [T, H] -> (logits [T, E], weights [T, k] in their dtype, experts [T, k] int64)."""
+        logits = F.linear(hidden_states, self.weight)
+        probabilities = F.softmax(logits, dtype=torch.float32, dim=-1)
+        experts = torch.topk(probabilities, self._top_k, dim=-1).indices
+        if (told := self._routed.of_layer(self._layer)) is not None:
+            is_told = (told >= 0).all(dim=-1, keepdim=True)
+            experts = torch.where(is_told, told.long(), experts)
+        weights = probabilities.gather(-1, experts)
+        if self._normalizes:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return logits, weights.to(logits.dtype), experts
+
+
+def install_router_replay(model: Any) -> None:
+    """Give a model routers that can be told whom to choose, if it has any; before it is cut over ranks."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, Qwen3MoeTopKRouter)]
+    if not found:
+        return
+    routed = RoutedExperts()
+    for layer, (name, router) in enumerate(found):
+        model.set_submodule(name, ReplayingRouter(router, routed, layer=layer))
+    setattr(model, _ROUTED, routed)
+
+
+def tell_routers(model: Any, rows: Tensor | None) -> None:
+    """Whom to choose in the next forward pass of a model, and in the backward pass after it.
+
+    Args:
+        rows: see `MicroBatch.routed_experts`; None lets the routers choose.
+
+    Raises:
+        ValueError: if nobody listens.
+    """
+    routed: RoutedExperts | None = getattr(model, _ROUTED, None)
+    if routed is not None:
+        routed.rows = rows
+    elif rows is not None:
+        raise ValueError(
+            f"samples say which experts to choose, and a {type(model).__name__} has no routers that could be told; set "
+            "ppo.router_replay to false"
+        )

@@ -1,0 +1,81 @@
+"""The experts of one answer of a mixture, put together from what generation servers say of its chunks.
+
+    chunk 1: base64 of int32 [tokens, layers, k] ──┐ layers with experts only
+    chunk 2: from where chunk 1 has ended ─────────┴──► AnswerExperts ──► [tokens of prompt and answer, layers, k] int16
+                                                                            -1 where nobody has said it
+
+Row t belongs to the token after t, as its log-probability does: it says who computed what that token was drawn from.
+So a row stays as it came first, by the weights that made that token; a later chunk reads the tokens before it again, by
+newer weights, and its rows of these are left out. The last token has no row: nobody has read it.
+"""
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from corral.experiments.worker_specs import RoutedExpertsSpec
+
+Rows = npt.NDArray[np.int16]
+_UNKNOWN: Final = -1
+_WIRE_DTYPE: Final = np.dtype("<i4")
+
+
+class AnswerExperts:
+    """Grows with the answer to one prompt."""
+
+    def __init__(self, spec: RoutedExpertsSpec, prompt_ids: Sequence[int]) -> None:
+        self._spec = spec
+        self._prompt_ids = list(prompt_ids)
+        self._pieces: list[Rows] = []
+        self.num_rows = 0
+        """Tokens of prompt and answer whose experts are known: all before this one."""
+
+    def rows_in(self, text: str, *, start: int, num_tokens: int) -> Rows:
+        """The rows that a server's text adds to those that are known; nothing is taken in.
+
+        Args:
+            text: `routed_experts` of a reply.
+            start: first token that was asked for, at most `num_rows`.
+            num_tokens: of prompt and answer with this chunk.
+
+        Raises:
+            ValueError: if it is something else than one row for each token from `start` on, but for the last.
+        """
+        spec, expected = self._spec, max(0, num_tokens - 1 - start)
+        try:
+            values = np.frombuffer(base64.b64decode(text, validate=True), _WIRE_DTYPE)
+        except (binascii.Error, ValueError, TypeError) as error:
+            raise ValueError(f"routed_experts is no base64 of int32: {error}") from error
+        if values.size != expected * spec.num_layers * spec.top_k:
+            raise ValueError(
+                f"routed_experts has {values.size} numbers; {expected} tokens x {spec.num_layers} layers x "
+                f"{spec.top_k} experts were to come"
+            )
+        rows = values.reshape(expected, spec.num_layers, spec.top_k)[:, list(spec.expert_layers)]
+        if rows.size and not 0 <= rows.min() <= rows.max() < spec.num_experts:
+            raise ValueError(
+                f"routed_experts names experts {rows.min()} to {rows.max()}; a layer has {spec.num_experts}, from 0"
+            )
+        return rows[self.num_rows - start :].astype(np.int16)
+
+    def append(self, rows: Rows) -> None:
+        """Take in the rows after those that are known."""
+        self._pieces.append(rows)
+        self.num_rows += len(rows)
+
+    def of(self, prompt_ids: Sequence[int], *, num_tokens: int) -> Rows:
+        """[num_tokens, layers with experts, top_k] of prompt and answer; nothing is known after another prompt."""
+        rows = nothing_known(self._spec, num_tokens=num_tokens)
+        if self._pieces and list(prompt_ids) == self._prompt_ids:
+            known = np.concatenate(self._pieces)[:num_tokens]  # an agent may have cut the answer
+            rows[: len(known)] = known
+        return rows
+
+
+def nothing_known(spec: RoutedExpertsSpec, *, num_tokens: int) -> Rows:
+    """Rows that let the trainer choose."""
+    return np.full((num_tokens, len(spec.expert_layers), spec.top_k), _UNKNOWN, np.int16)
