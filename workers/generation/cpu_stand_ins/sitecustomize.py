@@ -3,6 +3,7 @@
     import torchvision ──► its two compiled operators are declared: the wheel's are built for CUDA and do not load
     import triton      ──► the package if it is installed, else the empty one that SGLang carries for Apple's machines
     import sglang.srt.lora ──► tensors that it wants in pinned memory are in any: torch refuses to pin without a GPU
+    import sglang.srt.state_capturer ──► the same of the memory that it keeps routed experts in, which CUDA would pin
 
 Nothing is imported before it is asked for, no file of SGLang is changed, and where there is a GPU this file is not on
 the path; see `corral.workers.generation.sglang_command`.
@@ -39,6 +40,17 @@ def leave_memory_unpinned() -> None:
     for name in ("arange", "empty", "tensor", "zeros"):
         setattr(torch, name, without_pinning(getattr(torch, name)))
     setattr(torch.Tensor, "pin_memory", lambda tensor, *arguments: tensor)  # noqa: B010 - it is a method to mypy
+
+
+def leave_host_pools_unpinned() -> None:
+    """SGLang has another way to pin the pools that it keeps on the host: it registers them with CUDA."""
+    pools: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
+    allocate = pools.alloc_with_host_register
+
+    def unpinned(*arguments: Any, pin_memory: bool, **options: Any) -> Any:
+        return allocate(*arguments, pin_memory=False, **options)
+
+    pools.ALLOC_MEMORY_FUNCS["cpu"] = unpinned
 
 
 class _Constant:
@@ -97,23 +109,22 @@ def _load_stubs() -> Any:
 
 
 class StandInFinder(MetaPathFinder):
-    """Acts on the first import of torchvision, of triton and of SGLang's adapters; all else is found as ever."""
+    """Acts on the first import of torchvision, of triton and of parts of SGLang; all else is found as ever."""
 
     def __init__(self) -> None:
         self._triton: EmptyTriton | None = None
-        self._has_seen_torchvision = False
-        self._has_seen_adapters = False
+        self._before: dict[str, Callable[[], None]] = {
+            "torchvision": declare_torchvision_operators,
+            "sglang.srt.lora": leave_memory_unpinned,
+            "sglang.srt.state_capturer": leave_host_pools_unpinned,
+        }
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname == "torchvision" and not self._has_seen_torchvision:
-            self._has_seen_torchvision = True
-            if PathFinder.find_spec(fullname) is not None:
-                declare_torchvision_operators()
-        if fullname == "sglang.srt.lora" and not self._has_seen_adapters:
-            self._has_seen_adapters = True
-            leave_memory_unpinned()
+        act = self._before.pop(fullname, None)
+        if act is not None and (path is not None or PathFinder.find_spec(fullname) is not None):
+            act()
         if fullname == "triton" and self._triton is None and PathFinder.find_spec(fullname) is None:
             self._triton = EmptyTriton()
         if self._triton is not None and fullname.partition(".")[0] == "triton":
