@@ -13,7 +13,8 @@ from pathlib import Path
 from corral.experiments.config.cluster import GroupConfig
 from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangConfig, WeightsConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, show_value, split_remedy
-from corral.experiments.inputs.model_directory import attention_heads
+from corral.experiments.inputs.decoder_config import decoder_sizes
+from corral.experiments.inputs.model_directory import attention_heads, model_type
 from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
 from corral.scheduling.allocation import Allocation
 
@@ -202,6 +203,21 @@ def check_heads(model: Path, flags: Mapping[str, FlagValue], *, gpus_per_server:
             message=f"{gpus_per_server} GPUs cannot share the {queries} attention heads ({keys} of keys and values) of "
             f"{display_path(model)} equally",
             hint=f"{' or '.join(f't{size}' for size in fitting)} works",
+            path=("allocation",),
+        )
+
+
+def check_dense_layers(model: Path) -> Iterator[ConfigProblem]:
+    """A mixture of which SGLang would compute other layers than it has: it takes them all to have experts."""
+    sizes = decoder_sizes(model)
+    if sizes is None or model_type(model) != "qwen3_moe":
+        return
+    dense = sorted(set(range(sizes.num_layers)) - sizes.sparse_layers)
+    if dense:
+        yield ConfigProblem(
+            message=f"layers {', '.join(map(str, dense[:3]))}{' ...' if len(dense) > 3 else ''} of "
+            f"{display_path(model)} have no experts, and SGLang computes every layer of a qwen3_moe with experts",
+            hint="use the embedded engine: hf:d1 in place of sglang:d1",
             path=("allocation",),
         )
 

@@ -13,8 +13,15 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.experiment_config import ExperimentConfig
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
-from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec, RolloutWorkerSpec
+from corral.experiments.worker_specs import (
+    GenerationServerSpec,
+    MasterWorkerSpec,
+    ModelWorkerSpec,
+    RolloutWorkerSpec,
+    RoutedExpertsSpec,
+)
 from corral.scheduling.dataflow import build_dataflow, dataset_keys
+from corral.scheduling.keys import Key
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_PPO, VALID_SFT, write_inputs
 
 
@@ -60,6 +67,41 @@ def test_the_trainer_is_told_how_the_answers_are_made(folder: Path) -> None:
     behaviour = rank.behaviour
     assert (behaviour.dtype, behaviour.rounded_by) == ("bfloat16", ("engine.quantization",))
     assert (behaviour.sampling.temperature, behaviour.sampling.top_p) == (0.7, 0.9)
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "mlp_only_layers": [1],
+}
+
+
+def readers_of_experts(plan: RunPlan) -> set[str]:
+    return {call.name for call in plan.master.calls if "routed_experts" in call.input_keys}
+
+
+def test_the_experts_of_a_mixture_go_with_its_samples_to_whoever_computes_its_policy(folder: Path) -> None:
+    assert not readers_of_experts(_plan(folder / "ppo.yaml"))  # a model without experts has nothing to replay
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps(config | MIXTURE))
+    plan = RunPlan.from_json(_plan(folder / "ppo.yaml").to_json())
+    assert readers_of_experts(plan) == {"actor_inf", "actor_train"}
+    key = Key("routed_experts", "per_token", "int16", (2, 2))
+    ranks = [worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec)]
+    assert all(worker.declared_keys == (key,) for worker in (plan.master, *ranks))
+    (rollout,) = [worker for worker in plan.workers if isinstance(worker, RolloutWorkerSpec)]
+    assert rollout.experts == RoutedExpertsSpec(num_layers=3, expert_layers=(0, 2), num_experts=4, top_k=2)
+    servers = [worker for worker in plan.workers if isinstance(worker, GenerationServerSpec)]
+    assert servers and all(server.records_experts for server in servers)
+    without = _plan(folder / "ppo.yaml", "ppo.router_replay=false")
+    assert not readers_of_experts(without) and not without.master.declared_keys
 
 
 def test_equal_experiments_have_equal_digests_and_others_not(folder: Path) -> None:

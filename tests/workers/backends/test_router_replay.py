@@ -1,4 +1,4 @@
-"""A trainer that is told which experts computed each token takes these, in every layout, and learns like a plain loop."""
+"""A trainer that is told which experts made each token takes these, in every layout, and learns like a plain loop."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,6 @@ from tests.workers.backends.replay_scene import (
     play_layouts,
     routed_batch,
     save_tiny_mixture,
-    share_of,
     train,
 )
 from tests.workers.backends.training_helpers import read_weights, save_tiny_model

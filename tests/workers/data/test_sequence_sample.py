@@ -179,3 +179,17 @@ def test_a_table_of_declared_keys_reads_groups_and_empty_samples() -> None:
 def test_the_module_does_not_import_torch() -> None:
     program = "import sys, corral.workers.data.sequence_sample; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
+
+
+def test_a_key_whose_values_are_arrays_is_cut_with_the_tokens_that_they_belong_to() -> None:
+    pairs = Key("pairs", "per_token", "int16", (3, 2))
+    rows = [np.arange(length * 6).reshape(length, 3, 2) + 100 * length for length in (4, 2)]
+    sample = SequenceSample.from_group(
+        "0:a", {"input_ids": [[1, 2, 3, 4], [5, 6]], "pairs": rows}, specs=key_specs([pairs])
+    )
+    assert sample.seqlens["pairs"] == [[24, 12]] and sample.data["pairs"].dtype == np.int16
+    second = sample.ungroup().select(["0:a#1"])
+    np.testing.assert_array_equal(second.data["pairs"].reshape(-1, 3, 2), rows[1])
+    assert_same(sample.select_keys(["input_ids"]).with_key(pairs, sample.data["pairs"]), sample)
+    with pytest.raises(ValueError, match="needs 12 values for 2 tokens"):
+        SequenceSample.from_group("0:a", {"input_ids": [[5, 6]], "pairs": [np.zeros((2, 2))]}, specs=key_specs([pairs]))

@@ -1,4 +1,4 @@
-"""A mixture of experts in the embedded engine: whom each token chose is what transformers would choose, and stays so."""
+"""A mixture of experts in the embedded engine: whom each token chose is whom transformers chooses, and stays so."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,9 +42,7 @@ def choices(model: Any, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
     def hook_of(layer: int) -> Any:
         return lambda module, inputs, outputs: chosen.update({layer: outputs[2]})
 
-    hooks = [
-        model.model.layers[layer].mlp.gate.register_forward_hook(hook_of(layer)) for layer in EXPERT_LAYERS
-    ]
+    hooks = [model.model.layers[layer].mlp.gate.register_forward_hook(hook_of(layer)) for layer in EXPERT_LAYERS]
     with torch.no_grad():
         model(torch.tensor([list(tokens)]))
     for hook in hooks:

@@ -63,7 +63,7 @@ def random_sample(
 ) -> SequenceSample:
     """Bits of every kind: not-a-numbers, huge token ids, and true where a bool is."""
     rng = np.random.default_rng(abs(hash((uid, *lengths))) % 2**32)
-    seqlens = {key: [[specs[key].layout.length(tokens) for tokens in lengths]] for key in keys}
+    seqlens = {key: [[specs[key].length(tokens) for tokens in lengths]] for key in keys}
     data = {key: _bits(rng, specs[key].dtype, sum(seqlens[key][0])) for key in keys}
     return SequenceSample([uid], seqlens, data, specs)
 

@@ -27,6 +27,7 @@ from tests.workers.model.planes import DEADLINE_S, Rank, connected_ranks, on_all
 WIDE = {
     "test_positions": KeySpec(KeyLayout.PER_TOKEN, np.dtype(np.int64)),
     "test_bfloat16_values": KeySpec(KeyLayout.PER_SHIFTED_TOKEN, np.dtype(np.uint16)),
+    "test_experts": KeySpec(KeyLayout.PER_TOKEN, np.dtype(np.int16), (2, 3)),
 }
 SPECS = {**KEY_LAYOUTS, **WIDE}
 KEYS = ("input_ids", "prompt_mask", "old_logprobs", "rewards", *WIDE)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.workers.engine.engine import GenerationEngine
-from corral.workers.engine.http_api import EngineServer
+from corral.workers.engine.http.api import EngineServer
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.partial_rollout import MalformedChunkError, PartialAnswer
@@ -46,7 +46,10 @@ def chunk(num_tokens: int, *, reason: str, experts: str | None) -> dict[str, Any
         "weight_versions": [{"version": "1.1", "start": 0, "end": num_tokens}],
         "finish_reason": {"type": reason},
     }
-    return {"output_ids": [1] * num_tokens, "meta_info": meta | ({} if experts is None else {"routed_experts": experts})}
+    return {
+        "output_ids": [1] * num_tokens,
+        "meta_info": meta | ({} if experts is None else {"routed_experts": experts}),
+    }
 
 
 def sample_rows(answer: PartialAnswer, prompt: list[int] = PROMPT) -> npt.NDArray[np.int16]:
