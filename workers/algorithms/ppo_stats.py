@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from corral.scheduling.keys import ROUTED_EXPERTS
 from corral.workers.algorithms.base import response_mask
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
@@ -27,6 +28,8 @@ def batch_stats(sample: SequenceSample, *, version: int, context: ParallelContex
         staleness = (version - np.asarray(sample.data["versions"], dtype=np.int64))[responses]
         sums["staleness"] = float(staleness.sum())
         maxima["staleness"] = float(staleness.max(initial=0))
+    if ROUTED_EXPERTS in sample.data:
+        sums["replayed"] = float(_is_told(sample)[responses].sum())
     total, largest = context.sum_over_ranks(sums), context.max_over_ranks(maxima)
     num_answers, num_tokens = max(total["answers"], 1.0), max(total["response_tokens"], 1.0)
     mean = total["rewards"] / num_answers
@@ -42,7 +45,18 @@ def batch_stats(sample: SequenceSample, *, version: int, context: ParallelContex
         stats["no_eos_fraction"] = total["no_eos"] / num_answers
     if "staleness" in total:
         stats |= {"staleness/mean": total["staleness"] / num_tokens, "staleness/max": largest["staleness"]}
+    if "replayed" in total:
+        stats["ppo/replayed_fraction"] = total["replayed"] / num_tokens
     return stats
+
+
+def _is_told(sample: SequenceSample) -> npt.NDArray[np.bool_]:
+    """By shifted token, whether the experts are known that computed what it was drawn from."""
+    rows = sample.data[ROUTED_EXPERTS].reshape(sample.total_length(), -1)
+    has_next = np.ones(len(rows), np.bool_)
+    has_next[np.cumsum(sample.answer_lengths(), dtype=np.int64) - 1] = False
+    is_told: npt.NDArray[np.bool_] = rows.min(axis=1) >= 0
+    return is_told[has_next]
 
 
 def _response_lengths(sample: SequenceSample, responses: npt.NDArray[np.bool_]) -> list[int]:

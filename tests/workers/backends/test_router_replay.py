@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from corral.scheduling.keys import ROUTED_EXPERTS
-from corral.workers.algorithms.base import compute_logprobs
+from corral.workers.algorithms.base import compute_logprobs, response_mask
+from corral.workers.algorithms.ppo_stats import batch_stats
 from corral.workers.backends.parallel_context import ParallelContext
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.replay_scene import (
@@ -19,6 +20,7 @@ from tests.workers.backends.replay_scene import (
     plain_loop,
     play_layouts,
     routed_batch,
+    rows_of,
     save_tiny_mixture,
     train,
 )
@@ -82,6 +84,18 @@ def test_training_takes_the_experts_that_samples_name(
 ) -> None:
     engine = make_engine(mixture, ParallelContext())
     assert_trained_like(plain, tmp_path, train(engine, tmp_path))
+
+
+def test_a_batch_says_how_many_of_its_tokens_know_their_experts() -> None:
+    sample = routed_batch(0)
+    stats = batch_stats(sample.with_key("loss_mask", response_mask(sample)), version=3, context=ParallelContext())
+    unknown, num_tokens = 0, 0
+    for rows, length in zip(rows_of(sample), sample.answer_lengths(), strict=True):
+        drawn_from = rows[1 : length - 1]  # after a prompt of two tokens, the second is what the first response saw
+        num_tokens += length - 2
+        unknown += int((drawn_from[:, 0, 0] < 0).sum())
+    assert unknown > 0
+    assert stats["ppo/replayed_fraction"] == pytest.approx(1 - unknown / num_tokens)
 
 
 def test_a_model_without_routers_cannot_be_told(tmp_path: Path) -> None:

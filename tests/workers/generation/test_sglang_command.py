@@ -23,15 +23,18 @@ from corral.workers.generation.sglang_command import (
 from tests.workers.generation.servers import server_spec
 
 
-def command(flags: dict[str, Any] | None = None, *, with_gpu: bool = True, num_ranks: int = 1) -> list[str]:
+def command(
+    flags: dict[str, Any] | None = None, *, with_gpu: bool = True, num_ranks: int = 1, records_experts: bool = False
+) -> list[str]:
+    spec = server_spec(
+        "sglang",
+        Path("/models/a"),
+        tensor_parallel_size=num_ranks,
+        python="/opt/sglang/bin/python",
+        flags=flags or {},
+    )
     return sglang_command(
-        server_spec(
-            "sglang",
-            Path("/models/a"),
-            tensor_parallel_size=num_ranks,
-            python="/opt/sglang/bin/python",
-            flags=flags or {},
-        ),
+        spec.model_copy(update={"records_experts": records_experts}),
         host="10.0.0.7",
         port=4711,
         seed=5,
@@ -57,8 +60,14 @@ def test_the_command_line_says_what_the_trial_says() -> None:
     } >= SGLANG_FLAGS_SET_HERE - {
         "api-key",
         "admin-api-key",
+        "enable-return-routed-experts",
         "model",
     }
+
+
+def test_a_server_of_a_mixture_is_started_so_that_it_can_say_whom_a_token_chose() -> None:
+    assert "--enable-return-routed-experts" in command(records_experts=True)
+    assert "--enable-return-routed-experts" not in command()
 
 
 def test_a_machine_without_a_gpu_gets_what_it_lacks_and_one_with_a_gpu_gets_nothing() -> None:

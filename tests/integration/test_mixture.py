@@ -1,0 +1,39 @@
+"""GRPO of a tiny mixture: the experts that made each token travel with it to the trainer, which takes them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from corral.workers.data.arithmetic import write_model
+from tests.integration.evidence import (
+    check_every_sample_was_consumed_once,
+    check_generator_and_trainer_agreed,
+    check_no_token_was_too_old,
+    check_nothing_is_left,
+)
+from tests.integration.trial_helpers import Trial
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("maker", ["hf", "sglang"])
+def test_a_mixture_is_trained_by_the_experts_that_made_its_answers(
+    start_trial: Callable[..., Trial], tmp_path: Path, maker: str
+) -> None:
+    write_model(tmp_path / "mixture", seed=1, hidden_size=32, num_layers=2, num_experts=4)
+    trial = start_trial(
+        num_rows=32,
+        overrides={
+            "allocation": f"{maker}:d1+fsdp:d1",
+            "actor.path": tmp_path / "mixture",
+            "rollout.new_tokens_per_chunk": 2,  # an answer has several chunks
+            "evaluation.every_steps": 1000,
+        },
+    )
+    trial.wait_for_end()
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
+    check_no_token_was_too_old(trial, eta=1)
+    assert trial.train_steps() == [1, 2, 3, 4]
+    assert [line["ppo/replayed_fraction"] for line in trial.metrics() if "ppo/loss" in line] == [1.0] * 4
+    check_generator_and_trainer_agreed(trial)
