@@ -8,12 +8,17 @@ STAMP := $(VENV)/.installed
 SGLANG_VENV ?= .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 MEGATRON_STAMP := $(VENV)/.installed-megatron
+# `make gpu`: DEVICE=cpu tries its steps out; WHEELS=DIR runs it without a network on top of PYTHON, which has torch.
+DEVICE ?= cuda
+WHEELS ?=
+WHEELS_PYTHON ?= 3.12
+GPU_VENV := build/gpu-venv
 # Tests wait for SLURM's timers as much as they compute: three processes of them keep two cores busy.
 TEST_PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup sglang megatron setup-slurm demo recipes quantized test test-all test-slurm test-fast lint typecheck docs bench damage clean
+.PHONY: setup sglang megatron setup-slurm demo recipes quantized test test-all test-slurm test-fast lint typecheck docs bench gpu wheels damage clean
 
 setup: $(STAMP)  ## create .venv and install corral with its development tools
 
@@ -87,6 +92,16 @@ bench: setup  ## the benchmarks; each prints ratios from one run
 	$(BIN)/python benchmarks/weight_update.py
 	$(BIN)/python benchmarks/control_plane.py --ranks 16 64 --samples 512 --steps 2 --idle-s 2
 	$(BIN)/python benchmarks/split_placement.py
+
+gpu:  ## on a GPU: tests, throughput, MFU, the arithmetic trial, in gpu-report.md; ARGS="--only tests": a part of it
+	@sh .ci/need-gpu $(DEVICE)
+	@if [ -n "$(WHEELS)" ]; then sh .ci/gpu-venv "$(PYTHON)" $(GPU_VENV) "$(WHEELS)"; else $(MAKE) --no-print-directory megatron; fi
+	@$(if $(WHEELS),$(GPU_VENV)/bin,$(BIN))/python -m benchmarks.gpu --device $(DEVICE) $(ARGS)
+
+wheels:  ## fetch into wheels/ what `make gpu WHEELS=wheels` needs on a machine with WHEELS_PYTHON and without a network
+	@$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --dest wheels --python-version $(WHEELS_PYTHON) \
+		--platform manylinux_2_28_x86_64 --platform manylinux_2_26_x86_64 --platform manylinux_2_17_x86_64 \
+		--platform manylinux2014_x86_64 --requirement .ci/gpu-wheels.txt
 
 damage: setup  ## damage every file of a trial in every way, resume it each time, and print what follows
 	$(BIN)/python -m tests.damage.table

@@ -36,9 +36,9 @@ def run_necessary(model: Any, batch_size: int) -> None:
     config = model.config
     num_layers, num_kv_heads = config.num_hidden_layers, config.num_key_value_heads
     head_dim = config.hidden_size // config.num_attention_heads
-    dtype = head.weight.dtype
-    cache = torch.randn(num_layers, 2, batch_size, num_kv_heads, PROMPT_TOKENS + NEW_TOKENS, head_dim, dtype=dtype)
-    queries = torch.randn(batch_size, num_kv_heads, config.num_attention_heads // num_kv_heads, head_dim, dtype=dtype)
+    kind: Any = {"dtype": head.weight.dtype, "device": head.weight.device}
+    cache = torch.randn(num_layers, 2, batch_size, num_kv_heads, PROMPT_TOKENS + NEW_TOKENS, head_dim, **kind)
+    queries = torch.randn(batch_size, num_kv_heads, config.num_attention_heads // num_kv_heads, head_dim, **kind)
     per_layer = len(layers_linears) // num_layers
     prompts, inputs = (_inputs(linears, num_rows=rows) for rows in (batch_size * PROMPT_TOKENS, batch_size))
     with torch.inference_mode():
@@ -61,5 +61,8 @@ def _linears(model: Any) -> list[torch.nn.Linear]:
 def _inputs(linears: list[torch.nn.Linear], *, num_rows: int) -> dict[int, Tensor]:
     """[num_rows, width] for each width that a layer takes."""
     return {
-        linear.in_features: torch.randn(num_rows, linear.in_features, dtype=linear.weight.dtype) for linear in linears
+        linear.in_features: torch.randn(
+            num_rows, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device
+        )
+        for linear in linears
     }

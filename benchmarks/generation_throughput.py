@@ -1,12 +1,14 @@
 """Tokens per CPU second of the embedded engine, beside transformers.generate, SGLang, and what none goes below.
 
     OMP_NUM_THREADS=1 python benchmarks/generation_throughput.py
+    python benchmarks/generation_throughput.py --device cuda --dtype bfloat16 --model 0.5B
 
 One thread, one random Qwen2 of 3.4 M parameters, prompts of 32 tokens, 128 new tokens each, sampled at temperature 1.
 The engine and transformers run in this process; SGLang, where it is installed, is a server as a trial starts it, asked
 over HTTP. All take turns, so that they see the same machine; a ratio is the median of the ratios of the rounds. CPU
 seconds are steady on a busy machine, wall seconds are what a user waits for. All answers have one length here: with
-answers of several lengths generate() would go on computing rows that have ended.
+answers of several lengths generate() would go on computing rows that have ended. On a GPU ratios are of wall seconds,
+and greedy answers may differ: products of another shape are rounded otherwise.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.engine_parts import PARTS, clocked_parts  # noqa: E402 - found through the line above
 from benchmarks.generation_bounds import NEW_TOKENS, PROMPT_TOKENS, run_necessary, run_products  # noqa: E402 - as above
 from benchmarks.sglang_server import MeasuredSglang, serving_sglang  # noqa: E402 - as above
+from benchmarks.training import sizes  # noqa: E402 - as above
 
 VOCAB_SIZE = 1024
 BATCH_SIZES = (1, 16, 64)
@@ -71,6 +74,8 @@ def measure(
     """cpu_seconds: used so far by the process that computes."""
     cpu, wall = cpu_seconds(), time.perf_counter()
     run()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return Speed(cpu=num_tokens / (cpu_seconds() - cpu), wall=num_tokens / (time.perf_counter() - wall))
 
 
@@ -100,7 +105,10 @@ def compare(
     engine: GenerationEngine, model: Any, sglang: MeasuredSglang | None, *, batch_size: int, num_rounds: int
 ) -> tuple[str, str]:
     """One line of each of the two tables."""
-    prompts = torch.randint(0, VOCAB_SIZE, (batch_size, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
+    is_cpu = model.device.type == "cpu"
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, model.config.vocab_size, (batch_size, PROMPT_TOKENS), generator=generator)
+    prompts = prompts.to(model.device)
     greedy = run_engine(engine, prompts, temperature=0)  # warms up too
     is_same = greedy == run_transformers(model, prompts, temperature=0)
     if sglang is not None:
@@ -120,7 +128,7 @@ def compare(
             rounds["SGLang"].append(measure_sglang(sglang, prompts))
         for part, share in measure_shares(runs["engine"]).items():
             shares[part].append(share)
-    line = table_line(rounds, batch_size=batch_size, is_same=is_same)
+    line = table_line(rounds, batch_size=batch_size, is_same=is_same, clock="cpu" if is_cpu else "wall")
     return line, shares_line(shares, batch_size=batch_size)
 
 
@@ -141,14 +149,16 @@ def measure_sglang(sglang: MeasuredSglang, prompts: torch.Tensor) -> Speed:
     )
 
 
-def table_line(rounds: dict[str, list[Speed]], *, batch_size: int, is_same: bool) -> str:
+def table_line(rounds: dict[str, list[Speed]], *, batch_size: int, is_same: bool, clock: str) -> str:
+    """clock: the one that ratios are of."""
+
     def median(name: str, clock: str) -> str:
         values = [getattr(speed, clock) for speed in rounds[name]]
         return f"{statistics.median(values):8,.0f}" if values else f"{'-':>8}"
 
     def ratio(name: str) -> str:
         pairs = zip(rounds["engine"], rounds[name], strict=False)
-        ratios = [engine.cpu / other.cpu for engine, other in pairs]
+        ratios = [getattr(engine, clock) / getattr(other, clock) for engine, other in pairs]
         return f"{statistics.median(ratios):12.2f}" if ratios else f"{'-':>12}"
 
     speeds = " | ".join(f"{median(name, 'cpu')} {median(name, 'wall')}" for name in rounds)
@@ -162,7 +172,7 @@ def shares_line(shares: dict[str, list[float]], *, batch_size: int) -> str:
 
 
 def print_head() -> None:
-    print("tokens per second of CPU time and of wall time; the engine's per CPU second divided by that of the others")
+    print("tokens per second of CPU time and of wall time; the engine's divided by that of the others")
     print("products: a step's matrix products; necessary: with attention and prompts (generation_bounds.py)")
     divided = "engine divided by that of".center(13 * len(COLUMNS[1:]) - 1)
     print("      | " + " | ".join(f"{name:>17}" for name in COLUMNS) + f" | {divided} | same")
@@ -177,8 +187,12 @@ def print_shares(lines: Sequence[str]) -> None:
 
 
 @contextmanager
-def sglang_if_installed(model: Path, *, dtype: str) -> Iterator[MeasuredSglang | None]:
+def sglang_if_installed(model: Path, *, dtype: str, device: str) -> Iterator[MeasuredSglang | None]:
     """None, and a line that says why, where there is no SGLang."""
+    if device != "cpu":
+        print("without SGLang: its scheduler's CPU seconds are what is measured of it")
+        yield None
+        return
     try:
         version = sglang_version(sglang_python(SglangConfig()))
     except ValueError as error:
@@ -196,15 +210,20 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="turns that all of them take per batch size")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="of weights, cache and activations")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", choices=sizes.SIZES, metavar="SIZE", help=f"random, of {', '.join(sizes.SIZES)}")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        save_random_model(directory)
-        engine = GenerationEngine(directory, dtype=arguments.dtype)
+        if arguments.model is None:
+            save_random_model(directory)
+        else:
+            sizes.save_random_model(sizes.SIZES[arguments.model], directory, dtype=DTYPES[arguments.dtype])
+        engine = GenerationEngine(directory, dtype=arguments.dtype, device=arguments.device)
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[arguments.dtype])
-        model.eval()
-        with sglang_if_installed(directory, dtype=arguments.dtype) as sglang:
+        model.to(arguments.device).eval()
+        with sglang_if_installed(directory, dtype=arguments.dtype, device=arguments.device) as sglang:
             print_head()
             shares = []
             for batch_size in BATCH_SIZES:

@@ -12,5 +12,9 @@ settings.load_profile("corral")
 _LONG = ("tests/slurm/", "tests/integration/", "tests/damage/")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="of tests/gpu; cpu tries the tests out")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(_LONG))

@@ -122,13 +122,14 @@ def serve(way: str, *, device: str, dtype: str, questions: Iterable[str], answer
     """Answer a line of JSON with one, until there are no more."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     trainer: Trainer | None = None
-    memory = DeviceMemory(device) if device != "cpu" else HostMemory()
+    place = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
+    memory = HostMemory() if device == "cpu" else DeviceMemory(place)
     for line in questions:
         question = json.loads(line)
         answer: dict[str, Any] = {}
         if question["do"] == "start":
             memory.begin()
-            kind = {"device": torch.device(device), "dtype": getattr(torch, dtype)}
+            kind = {"device": place, "dtype": getattr(torch, dtype)}
             try:
                 trainer = make_trainer(WAYS[way], SIZES[question["size"]], Path(question["directory"]), **kind)
                 trainer.step()
@@ -175,8 +176,8 @@ class HostMemory:
 class DeviceMemory:
     """Of one GPU, as torch's allocator counts it."""
 
-    def __init__(self, device: str) -> None:
-        self._device = torch.device(device)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def begin(self) -> None:
         torch.cuda.empty_cache()

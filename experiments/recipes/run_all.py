@@ -86,6 +86,12 @@ def _examples_below(value: Any, key: str) -> Iterator[tuple[str, str]]:
         yield key, value.removeprefix(EXAMPLES)
 
 
+def gpu_settings(recipe: Path) -> list[str]:
+    """Overrides that give a GPU to each worker that the recipe keeps on the CPU: it computes there by itself."""
+    groups = read_yaml(recipe)[0].get("groups", {})
+    return [f"groups.{name}.scheduling.gpu=1" for name, group in groups.items() if "gpu" in group["scheduling"]]
+
+
 def read_values(metrics: Path, name: str) -> list[float]:
     """A number of every line of metrics.jsonl that has it."""
     if not metrics.exists():
@@ -125,13 +131,13 @@ def train(recipe: Path, *, root: Path, trial: str, data: Path, sft_export: Path,
     return root / str(read_yaml(recipe)[0]["name"]) / trial / "metrics.jsonl"
 
 
-def run(recipe: Path, *, root: Path, trial: str, data: Path) -> Result:
+def run(recipe: Path, *, root: Path, trial: str, data: Path, overrides: Sequence[str] = ()) -> Result:
     """Train a recipe to its end, and look at what has become of the promised number."""
     promise = PROMISES[kind_of(recipe)]
     print(f"== {recipe.name}: {promise.words}", flush=True)
     started = time.monotonic()
     sft_export = root / "arithmetic-sft" / trial / "exports" / "final"
-    metrics = train(recipe, root=root, trial=trial, data=data, sft_export=sft_export)
+    metrics = train(recipe, root=root, trial=trial, data=data, sft_export=sft_export, overrides=overrides)
     values = read_values(metrics, promise.metric)
     return Result(recipe=recipe.name, promise=promise, values=values, seconds=time.monotonic() - started)
 
@@ -149,6 +155,7 @@ def main() -> int:
     parser.add_argument("only", nargs="*", help="words of recipes' names, such as dpo; SFT always runs first")
     default = Path(os.environ.get("CORRAL_FILEROOT", "~/corral")).expanduser()
     parser.add_argument("--fileroot", type=Path, default=default, help="where trials and data go")
+    parser.add_argument("--gpu", action="store_true", help="a GPU for each trainer rank and generation server")
     arguments = parser.parse_args()
     root: Path = arguments.fileroot.absolute()
     data = make_data(root)
@@ -158,7 +165,10 @@ def main() -> int:
         for path in all_recipes()
         if not arguments.only or kind_of(path) == "sft" or any(word in path.name for word in arguments.only)
     ]
-    results = [run(path, root=root, trial=trial, data=data) for path in chosen]
+    results = [
+        run(path, root=root, trial=trial, data=data, overrides=gpu_settings(path) if arguments.gpu else ())
+        for path in chosen
+    ]
     print(f"\n{render(results)}")
     return int(not all(result.is_good for result in results))
 

@@ -226,10 +226,9 @@ def init_parallel(
         raise ValueError(
             f"a gang of {world_size} ranks needs a rendezvous store: host_store on rank 0, connect_store on the others"
         )
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     try:
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+            collectives_of(device), store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
         )
     except dist.DistError as error:
         raise TimeoutError(
@@ -244,6 +243,11 @@ def init_parallel(
         shard_group=dist.group.WORLD,
         timeout_s=timeout_s,
     )
+
+
+def collectives_of(device: torch.device) -> str:
+    """What carries the tensors of ranks that compute on such devices, as torch names it; those on the CPU by gloo."""
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def mesh_contexts(world: ParallelContext, meshes: Mapping[str, Mesh]) -> dict[str, ParallelContext | None]:

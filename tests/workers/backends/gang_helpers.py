@@ -1,6 +1,7 @@
 """Ranks as processes: each joins a gang of its own start over loopback and plays its part."""
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,11 @@ Part = Callable[..., None]
 """(world, *arguments) -> nothing: what one rank does; what it saw it writes to files."""
 
 
-def play(part: Part, *arguments: Any, world_size: int, directory: Path) -> None:
+def play(part: Part, *arguments: Any, world_size: int, directory: Path, device: str = "cpu") -> None:
     """Have `world_size` processes play the part together, and end them with the deadline at the latest.
+
+    Args:
+        device: "cpu", or "cuda" for a GPU each.
 
     Raises:
         AssertionError: if one of them did not come to its end.
@@ -27,7 +31,7 @@ def play(part: Part, *arguments: Any, world_size: int, directory: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.workers.backends.imports_of_a_rank"])
     ranks = [
-        context.Process(target=_play_rank, args=(part, rank, world_size, directory, arguments))
+        context.Process(target=_play_rank, args=(part, rank, world_size, directory, device, arguments))
         for rank in range(world_size)
     ]
     for process in ranks:
@@ -43,28 +47,34 @@ def play(part: Part, *arguments: Any, world_size: int, directory: Path) -> None:
     assert exit_codes == [0] * world_size, f"exit codes by rank: {exit_codes}"
 
 
-def _play_rank(part: Part, rank: int, world_size: int, directory: Path, arguments: tuple[Any, ...]) -> None:
+def _play_rank(
+    part: Part, rank: int, world_size: int, directory: Path, device: str, arguments: tuple[Any, ...]
+) -> None:
+    if device != "cpu":  # a rank sees one GPU, as the launcher has it
+        all_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(world_size)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = all_gpus.split(",")[rank]
+        device = "cuda:0"
     c10d._object_to_tensor = _refuse_objects
     torch.set_num_threads(1)
-    world = _rendezvous(rank, world_size, directory)
+    world = _rendezvous(rank, world_size, directory, device)
     part(world, *arguments)
     world.close()
 
 
-def _rendezvous(rank: int, world_size: int, directory: Path) -> ParallelContext:
+def _rendezvous(rank: int, world_size: int, directory: Path, device: str) -> ParallelContext:
     address_file = directory / "address"
     if rank == 0:
         store, address = host_store("127.0.0.1", timeout_s=DEADLINE_S)
         (directory / "address.part").write_text(address)
         (directory / "address.part").rename(address_file)
-        return init_parallel(rank=0, world_size=world_size, store=store, timeout_s=DEADLINE_S)
+        return init_parallel(rank=0, world_size=world_size, store=store, device=device, timeout_s=DEADLINE_S)
     deadline = time.monotonic() + DEADLINE_S
     while not address_file.exists():
         if time.monotonic() > deadline:
             raise TimeoutError("rank 0 published no address")
         time.sleep(0.02)
     store = connect_store(address_file.read_text(), timeout_s=DEADLINE_S)
-    return init_parallel(rank=rank, world_size=world_size, store=store, timeout_s=DEADLINE_S)
+    return init_parallel(rank=rank, world_size=world_size, store=store, device=device, timeout_s=DEADLINE_S)
 
 
 def _refuse_objects(*_: Any, **__: Any) -> None:

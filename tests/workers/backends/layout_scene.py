@@ -52,7 +52,7 @@ MakeEngine = Callable[[Path, ParallelContext, Variant], AnyEngine]
 """A backend's engine of a tiny model."""
 
 
-def save_tiny(kind: str, directory: Path) -> Path:
+def save_tiny(kind: str, directory: Path, *, seed: int = 1) -> Path:
     """A random model of two layers.
 
     The embedding of qwen3 is its output, too, and its heads are wider than their share; llama has a bias everywhere,
@@ -62,7 +62,7 @@ def save_tiny(kind: str, directory: Path) -> Path:
         kind
     ]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     config = config_class(
         hidden_size=32,
         intermediate_size=48,

@@ -16,4 +16,5 @@ def make_megatron(model: Path, context: ParallelContext, variant: Variant) -> Me
         optimizer=OPTIMIZER,
         total_steps=100,
         micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=48),
+        compute_dtype=variant.dtype,
     )

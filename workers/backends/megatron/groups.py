@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import HashStore  # re-exported by torch.distributed, but not for type checkers
 
-from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.parallel_context import ParallelContext, collectives_of
 
 
 def process_groups(context: ParallelContext) -> ProcessGroupCollection:
@@ -21,7 +21,7 @@ def process_groups(context: ParallelContext) -> ProcessGroupCollection:
     data-parallel ones, as if each had short sequences of its own.
     """
     if not dist.is_initialized():  # a gang of one has formed no groups, and Megatron asks for its rank in many places
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(collectives_of(context.device), store=HashStore(), rank=0, world_size=1)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # scratch memory, which its layers share whatever their groups
         parallel_state._set_global_memory_buffer()
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)

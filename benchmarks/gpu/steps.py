@@ -1,0 +1,70 @@
+"""What is run on a GPU, in this order: tests, throughputs, the arithmetic trial.
+
+A step is a command of its own, with a deadline of its own: one that fails or hangs leaves the others to be run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One command of the report."""
+
+    name: str
+    shows: str
+    command: Sequence[str]
+    """Run in the repository's root; the first word is a Python."""
+    timeout_s: float
+    environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """In place of what the driver's own process has."""
+
+
+def steps(*, device: str, sizes: Sequence[str], visible: Sequence[str], fileroot: str) -> list[Step]:
+    """All steps.
+
+    Args:
+        device: "cuda", or "cpu" to try the steps out, which then take the sizes of a CPU.
+        sizes: of the models that are trained, see `benchmarks.training.sizes`; the first one generates, too.
+        visible: GPUs, as CUDA_VISIBLE_DEVICES names them.
+        fileroot: where the trial goes.
+    """
+    has_gpu = device != "cpu"
+    dtype = "bfloat16" if has_gpu else "float32"
+    # Trainer and generation server want a GPU each; where there is one only, both are told that theirs is that one.
+    pair = {"CUDA_VISIBLE_DEVICES": ",".join((*visible, visible[0])[:2])} if has_gpu else {}
+    return [
+        Step(
+            name="tests",
+            shows="device placement, NCCL, bfloat16, parity with the CPU, generation and new weights",
+            command=[sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--device", device]
+            + ["tests/gpu", "tests/workers/backends/test_chunked_head.py", "-m", "gpu"],
+            timeout_s=600.0,
+        ),
+        Step(
+            name="generation",
+            shows="tokens per second of the embedded engine",
+            command=[sys.executable, "benchmarks/generation_throughput.py", "--device", device, "--dtype", dtype]
+            + ["--rounds", "3", "--model", sizes[0]],
+            timeout_s=600.0,
+        ),
+        Step(
+            name="training",
+            shows="tokens per second, MFU and peak memory of the training engines, on models of random weights",
+            command=[sys.executable, "benchmarks/train_throughput.py", "--device", device, "--dtype", dtype]
+            + ["--rounds", "5", "--sizes", *sizes],
+            timeout_s=1800.0,
+        ),
+        Step(
+            name="trial",
+            shows="the arithmetic trial: SFT, then asynchronous GRPO",
+            command=[sys.executable, "-m", "corral.experiments.recipes.run_all", "arithmetic_grpo"]
+            + ["--fileroot", fileroot, *(["--gpu"] if has_gpu else [])],
+            timeout_s=1200.0,
+            environment=pair,
+        ),
+    ]
