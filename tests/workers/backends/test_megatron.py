@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoConfig
 
 from corral.experiments.inputs.decoder_config import decoder_sizes
@@ -47,6 +48,7 @@ FEW: dict[str, Any] = {
 LAYOUTS = ("d1", "d2", "t2", "p2", "c2", "d2t2", "d2p2", "d2c2", "t2p2", "t2c2", "c2p2", "d2t2p2")
 RESUMES = tuple(zip(LAYOUTS, (*LAYOUTS[3:], *LAYOUTS[:3]), strict=True))
 HEADS = (("value", "t2c2"), ("scalar", "c2"), ("scalar", "t2"), ("value", "p2"))
+LOW = ("bfloat16", "p2")
 
 
 def make_scene(directory: Path, *, models: Any, layouts: Any, resumes: Any, world_size: int) -> Scene:
@@ -94,8 +96,8 @@ def test_every_layout_of_a_model_trains_and_goes_on_alike(kind: str, tmp_path: P
 def heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     directory = tmp_path_factory.mktemp("heads")
     model = save_tiny("qwen2", directory / "model")
-    play(play_variants, model, HEADS, directory, make_megatron, world_size=4, directory=directory)
-    for name in {name for name, _ in HEADS}:
+    play(play_variants, model, (*HEADS, LOW), directory, make_megatron, world_size=4, directory=directory)
+    for name in {name for name, _ in (*HEADS, LOW)}:
         seen = train_variant(VARIANTS[name], model, ParallelContext(), directory / name)
         (directory / f"{name}.json").write_text(json.dumps(seen))
     return directory, [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(4)]
@@ -117,6 +119,18 @@ def test_critics_and_reward_models_train_as_with_the_fsdp_backend(
     assert saved.keys() == own_weights.keys()
     for key, tensor in own_weights.items():
         np.testing.assert_allclose(saved[key], tensor, atol=1e-4, err_msg=key)
+
+
+def test_weights_of_every_stage_are_bfloat16_where_products_are(heads: tuple[Path, list[dict[str, Any]]]) -> None:
+    directory, ranks = heads
+    expected = json.loads((directory / "bfloat16.json").read_text())
+    for rank in mesh_of("p2").ranks:
+        for stats, own in zip(ranks[rank]["bfloat16 p2"]["stats"], expected["stats"], strict=True):
+            assert stats["sft/loss"] == pytest.approx(own["sft/loss"], rel=VARIANTS["bfloat16"].tolerance)
+    saved, own_weights = read_weights(directory / "bfloat16 p2"), read_weights(directory / "bfloat16")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    for key, tensor in own_weights.items():
+        np.testing.assert_allclose(saved[key].float(), tensor.float(), atol=VARIANTS["bfloat16"].tolerance, err_msg=key)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ class RowNorm(nn.RMSNorm):
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps)
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
@@ -208,7 +208,7 @@ def make_model(
         **arguments,
     )
     if model.post_process and head != "lm":
-        model.output_layer = nn.Linear(bridge.config.hidden_size, 1, bias=False)
+        model.output_layer = nn.Linear(bridge.config.hidden_size, 1, bias=False, dtype=bridge.config.params_dtype)
     if cp_group is not None:
         for layer in model.decoder.layers:
             share_heads(layer.self_attention.core_attention, cp_group)
