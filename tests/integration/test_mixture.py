@@ -12,6 +12,7 @@ from tests.integration.evidence import (
     check_no_token_was_too_old,
     check_nothing_is_left,
 )
+from tests.integration.test_synchronous_ppo import synchronous
 from tests.integration.trial_helpers import Trial
 
 
@@ -36,4 +37,17 @@ def test_a_mixture_is_trained_by_the_experts_that_made_its_answers(
     check_no_token_was_too_old(trial, eta=1)
     assert trial.train_steps() == [1, 2, 3, 4]
     assert [line["ppo/replayed_fraction"] for line in trial.metrics() if "ppo/loss" in line] == [1.0] * 4
+    check_generator_and_trainer_agreed(trial)
+
+
+@pytest.mark.slow
+def test_a_mixture_that_generates_in_the_graph_replays_its_own_choice(
+    start_trial: Callable[..., Trial], tmp_path: Path
+) -> None:
+    write_model(tmp_path / "mixture", seed=1, hidden_size=32, num_layers=2, num_experts=4)
+    overrides = {"actor.path": tmp_path / "mixture", "evaluation": "null"}
+    trial = start_trial(num_rows=16, overrides=overrides, file=synchronous(tmp_path))
+    trial.wait_for_end()
+    check_nothing_is_left(trial)
+    assert [line["ppo/replayed_fraction"] for line in trial.metrics() if "ppo/loss" in line] == [1.0] * 2
     check_generator_and_trainer_agreed(trial)

@@ -22,12 +22,14 @@ from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.engine.batch import generate_greedily
 from tests.workers.backends.training_helpers import VOCAB_SIZE, make_sample, optimizer_config
 
 LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12]]
 NUM_STEPS = 3
 NUM_EXPERTS, TOP_K = 6, 2
 EXPERT_LAYERS = [0, 2]  # a dense one between them
+GREEDY_PROMPTS = [[3, 5, 8], [13, 21]]
 OPTIMIZER = optimizer_config(lr=2e-3, eps=1e-3)  # near 0, Adam makes large steps of small differences
 
 
@@ -174,5 +176,6 @@ def play_layouts(world: ParallelContext, model: Path, layouts: Sequence[str], di
             "logprobs": compute_logprobs(engine, own).tolist(),
             "norms": train(engine, directory / layout),
             "dp_rank": context.dp_rank,
+            "generated": generate_greedily(engine.model, GREEDY_PROMPTS, max_new_tokens=6),
         }
     (directory / f"rank-{world.rank}.json").write_text(json.dumps(seen))

@@ -13,8 +13,10 @@ from corral.scheduling.keys import ROUTED_EXPERTS
 from corral.workers.algorithms.base import compute_logprobs, response_mask
 from corral.workers.algorithms.ppo_stats import batch_stats
 from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.engine.batch import generate_greedily
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.replay_scene import (
+    GREEDY_PROMPTS,
     make_engine,
     plain_logprobs,
     plain_loop,
@@ -113,6 +115,8 @@ def test_layouts_of_two_ranks_take_the_experts_that_samples_name(
     for rank in range(2):
         for layout, seen in json.loads((tmp_path / f"rank-{rank}.json").read_text()).items():
             assert_trained_like(plain, tmp_path / layout, seen["norms"])
+            trained = load_plain(tmp_path / layout)
+            assert seen["generated"] == generate_greedily(trained, GREEDY_PROMPTS, max_new_tokens=6)
             own = routed_batch(0)
             if layout == "d2":
                 own = own.select([uid for number, uid in enumerate(own.uids) if number % 2 == seen["dp_rank"]])

@@ -175,7 +175,8 @@ def test_unreadable_weights_are_refused(old_directory: Path, new_directory: Path
 def test_reading_weights_again_and_again_leaves_nothing_behind(tmp_path: Path) -> None:
     tensors = {f"w{index}": torch.zeros(1) for index in range(1000)}
     save_file(tensors, tmp_path / "model.safetensors")
-    layout = WeightLayout(shapes=dict.fromkeys(tensors, (1,)), dtype=torch.float32, has_tied_head=False)
+    shapes = dict.fromkeys(tensors, (1,))
+    layout = WeightLayout(shapes, pieces={}, fused={}, dtype=torch.float32, has_tied_head=False)
     held = []
     for times in (10, 60):
         for _ in range(times):
