@@ -96,6 +96,7 @@ class AsyncPPOExperiment(PolicyExperiment):
                 dtype=self.engine.dtype,
                 rounded_by=self.rounding_settings,
                 keeps_cache=self.weights.update_mode == "in_place",
+                routes_anew=self.routes_anew,
             ),
         )
         workers += self._generation_servers()

@@ -93,6 +93,12 @@ class PolicyExperiment(Experiment):
         )
 
     @property
+    def routes_anew(self) -> bool:
+        """Whether the actor is a mixture that is not told whom the generator chose."""
+        sizes = decoder_sizes(self.actor.path)
+        return sizes is not None and bool(sizes.sparse_layers) and self.routed_experts is None
+
+    @property
     def trajectory_keys(self) -> tuple[str, ...]:
         """What comes with the answers."""
         return TRAJECTORY_KEYS if self.routed_experts is None else (*TRAJECTORY_KEYS, ROUTED_EXPERTS)
@@ -272,16 +278,11 @@ class PolicyExperiment(Experiment):
                 "actor.lora.dropout acts in train steps alone, so the ratios of the policy loss are not 1 even where "
                 "nothing has changed; leave it at 0 for PPO"
             )
-        if self.ppo.router_replay and self.routed_experts is None:
-            yield from self._warnings_of_replay()
+        if self.ppo.router_replay and self.routes_anew:
+            yield (
+                f"ppo.router_replay has no effect on models of type {model_type(self.actor.path)}: the trainer chooses "
+                "the experts of each token anew, and other ones than the generator here and there; it replays "
+                f"{', '.join(REPLAYED_MODELS)}"
+            )
         if not self.ppo.use_decoupled_loss and "behav_imp_weight_cap" in self.ppo.model_fields_set:
             yield "ppo.behav_imp_weight_cap has no effect without ppo.use_decoupled_loss"
-
-    def _warnings_of_replay(self) -> Iterator[str]:
-        """Of a mixture whose routers nobody can tell whom to choose; a model without experts needs none."""
-        sizes, kind = decoder_sizes(self.actor.path), model_type(self.actor.path)
-        if sizes is not None and sizes.sparse_layers:
-            yield (
-                f"ppo.router_replay has no effect on models of type {kind}: the trainer chooses the experts of each "
-                f"token anew, and other ones than the generator here and there; it replays {', '.join(REPLAYED_MODELS)}"
-            )

@@ -95,7 +95,8 @@ class PPOExperiment(PolicyExperiment):
             graph,
             self.role_specs(),
             reward=self.reward_spec(),
-            behaviour=BehaviourSpec(sampling=self.rollout.sampling),  # on the trainer's float32 weights as they are
+            # On the trainer's float32 weights as they are.
+            behaviour=BehaviourSpec(sampling=self.rollout.sampling, routes_anew=self.routes_anew),
             generation=GenerationSpec(
                 sampling=self.rollout.sampling,
                 group_size=self.ppo.group_size,

@@ -107,6 +107,9 @@ class BehaviourSpec(FrozenConfig):
     keeps_cache: bool = False
     """Whether answers under way keep the keys and values of the weights before, when these change."""
 
+    routes_anew: bool = False
+    """Whether the trainer of a mixture chooses the experts of each token again, and does not replay its choice."""
+
     @property
     def is_exact(self) -> bool:
         """Whether each token's log-probability is that of its version's weights, but for the last bits."""

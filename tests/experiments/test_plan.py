@@ -102,6 +102,17 @@ def test_the_experts_of_a_mixture_go_with_its_samples_to_whoever_computes_its_po
     assert servers and all(server.records_experts for server in servers)
     without = _plan(folder / "ppo.yaml", "ppo.router_replay=false")
     assert not readers_of_experts(without) and not without.master.declared_keys
+    assert [worker.behaviour.routes_anew for worker in ranks] == [False]
+    assert [w.behaviour.routes_anew for w in without.workers if isinstance(w, ModelWorkerSpec)] == [True]
+
+
+def test_a_mixture_whose_routers_cannot_be_told_is_warned_of(folder: Path) -> None:
+    config = json.loads((folder / "model" / "config.json").read_text())
+    other = MIXTURE | {"model_type": "mixtral", "num_local_experts": 4}
+    (folder / "model" / "config.json").write_text(json.dumps(config | other))
+    assert not readers_of_experts(_plan(folder / "ppo.yaml"))
+    warnings = list(load_experiment(folder / "ppo.yaml", ()).find_warnings())
+    assert any("no effect on models of type mixtral" in warning for warning in warnings)
 
 
 def test_equal_experiments_have_equal_digests_and_others_not(folder: Path) -> None:

@@ -81,6 +81,11 @@ def _standing_causes(gap: LogprobGap, sides: TwoSides, *, version: int) -> Itera
         yield f"arithmetic: the generator's weights are rounded ({', '.join(behaviour.rounded_by)})"
     if behaviour.keeps_cache:
         yield "weights.update_mode: answers under way keep the keys and values of older weights (in_place)"
+    if behaviour.routes_anew:
+        yield (
+            "experts: the trainer chooses those of each token anew, and rounding has it choose others here and there "
+            "(ppo.router_replay)"
+        )
     if behaviour.dtype != sides.dtype:
         yield f"arithmetic: the generator computes in {behaviour.dtype}, the trainer in {sides.dtype} (actor.dtype)"
     elif behaviour.is_exact and gap.mean <= _MOST_ROUNDING_NATS:

@@ -107,10 +107,13 @@ def sides(
     decoupled: bool = True,
     rounded_by: tuple[str, ...] = (),
     keeps_cache: bool = False,
+    routes_anew: bool = False,
     **sampling: Any,
 ) -> TwoSides:
     sampled_by = SamplingConfig(temperature=0.8, **sampling)
-    behaviour = BehaviourSpec(sampling=sampled_by, rounded_by=rounded_by, keeps_cache=keeps_cache)
+    behaviour = BehaviourSpec(
+        sampling=sampled_by, rounded_by=rounded_by, keeps_cache=keeps_cache, routes_anew=routes_anew
+    )
     return TwoSides(behaviour=behaviour, dtype=dtype, ppo=PPOConfig(use_decoupled_loss=decoupled))
 
 
@@ -137,6 +140,8 @@ def test_each_cause_is_named_by_what_was_measured_and_configured() -> None:
     assert rounded == "arithmetic: the generator's weights are rounded (engine.quantization)"
     kept = causes(shifted(fine, 0.02), sides(keeps_cache=True))
     assert kept == "weights.update_mode: answers under way keep the keys and values of older weights (in_place)"
+    anew = causes(shifted(fine, 0.02), sides(dtype="bfloat16", routes_anew=True))
+    assert anew.startswith("experts: the trainer chooses those of each token anew")
     assert "about 0.75, the trainer computes with rollout.sampling.temperature 0.8" in causes(
         sampled(1000, temperature=0.75), sides()
     )
