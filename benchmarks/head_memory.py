@@ -27,6 +27,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.process_memory import forget_peak, free_bytes, kernel_count  # noqa: E402
 from corral.workers.backends.chunked_head import score_tokens  # noqa: E402
 from corral.workers.backends.token_scores import TokenScores  # noqa: E402
 
@@ -144,27 +145,6 @@ def whole_scores(hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenScores:
 
 
 WAYS: dict[str, Callable[..., TokenScores]] = {"whole": whole_scores, "chunked": score_tokens}
-
-
-def forget_peak() -> None:
-    """Have the kernel count the largest memory of this process from now on."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def kernel_count(name: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
-    return kilobytes_after(name, Path("/proc/self/status")) * 1024
-
-
-def free_bytes() -> int:
-    """What the machine could give without swapping."""
-    return kilobytes_after("MemAvailable", Path("/proc/meminfo")) * 1024
-
-
-def kilobytes_after(name: str, path: Path) -> int:
-    """Of a line such as `VmRSS:  1234 kB`."""
-    line = next(line for line in path.read_text().splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1])
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.process_memory import forget_peak, kernel_count  # noqa: E402
 from corral.workers.backends.fsdp import FSDPEngine  # noqa: E402
 from corral.workers.backends.parallel_context import (  # noqa: E402
     ParallelContext,
@@ -142,7 +143,7 @@ def play_rank(
     torch.set_num_threads(1)
     context = join(rank, num_ranks, address)
     context.sum_over_ranks({"here": 1.0})
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel counts the peak from now on
+    forget_peak()
     before, begun = kernel_count("VmRSS"), time.perf_counter()
     module = load(model, context)
     wall_s = time.perf_counter() - begun
@@ -184,12 +185,6 @@ def load_whole(directory: Path, context: ParallelContext) -> torch.nn.Module:
 
 
 WAYS: dict[str, Callable[[Path, ParallelContext], torch.nn.Module]] = {"engine": load_by_engine, "whole": load_whole}
-
-
-def kernel_count(name: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import IO, Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.head_memory import forget_peak, kernel_count
+from benchmarks.process_memory import forget_peak, kernel_count
 from benchmarks.training.sizes import SIZES
 from benchmarks.training.trainers import WAYS, Trainer, make_trainer
 

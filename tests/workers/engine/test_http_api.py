@@ -1,19 +1,17 @@
 """The embedded engine over HTTP: SGLang's requests, replies and status codes, and nothing that a client can break."""
 
-import asyncio
 import http.client
 import json
 import random
 import shutil
 import socket
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -27,12 +25,11 @@ from tests.workers.engine.tiny_models import (
     save_tiny_model,
     text_of,
 )
+from tests.workers.loop_thread import LoopThread, loop_thread
 
 API_KEY = "correct horse"
 LONG = {"max_new_tokens": 3000, "ignore_eos": True}
 DEADLINE_S = 120.0
-
-ResultT = TypeVar("ResultT")
 
 
 @dataclass
@@ -84,32 +81,24 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 class Served:
     server: EngineServer
     client: Client
-    loop: asyncio.AbstractEventLoop
-
-    def run(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(DEADLINE_S)
+    loop: LoopThread
 
 
 @contextmanager
 def serving(engine: GenerationEngine, **options: Any) -> Iterator[Served]:
     """The server on an event loop in a thread, as it runs in a worker process."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
 
     async def create() -> EngineServer:
         return EngineServer(engine, API_KEY, "127.0.0.1", **options)
 
-    server = asyncio.run_coroutine_threadsafe(create(), loop).result(DEADLINE_S)
-    client = Client(asyncio.run_coroutine_threadsafe(server.start(), loop).result(DEADLINE_S))
-    try:
-        yield Served(server, client, loop)
-    finally:
-        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(DEADLINE_S)
-        client.pool.shutdown()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(DEADLINE_S)
-        loop.close()
+    with loop_thread(deadline_s=DEADLINE_S) as loop:
+        server = loop.run(create())
+        client = Client(loop.run(server.start()))
+        try:
+            yield Served(server, client, loop)
+        finally:
+            loop.run(server.stop())
+            client.pool.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -578,17 +567,17 @@ def test_prepared_weights_are_not_read_again_and_serve_one_update(
 
     weights = tmp_path / "weights"
     shutil.copytree(directories[1], weights)
-    shared.run(shared.server.prepare_weights(weights))
+    shared.loop.run(shared.server.prepare_weights(weights))
     shutil.rmtree(weights)
     assert answer() == reference_greedy(references[0], [7], max_new_tokens=8)
     assert update(client, weights, "1.1")[0] == 200
     assert answer() == reference_greedy(references[1], [7], max_new_tokens=8)
     assert update(client, weights, "1.2")[0] == 400
-    shared.run(shared.server.prepare_weights(directories[1]))
+    shared.loop.run(shared.server.prepare_weights(directories[1]))
     assert update(client, directories[0], "1.3")[0] == 200
     assert answer() == reference_greedy(references[0], [7], max_new_tokens=8)
     with pytest.raises(WeightsRejectedError, match="could not be read"):
-        shared.run(shared.server.prepare_weights(weights))
+        shared.loop.run(shared.server.prepare_weights(weights))
 
 
 def test_bad_weights_are_answered_400_and_the_old_ones_serve_on(
@@ -685,7 +674,7 @@ def test_a_failed_engine_answers_everyone_and_reports_itself(directories: list[P
         wait_until(lambda: client.info()["queued"] == 2, "the requests to queue")
         client.post("/continue_generation", {})
         with pytest.raises(RuntimeError, match="the device is gone"):
-            served.run(served.server.wait_ended())
+            served.loop.run(served.server.wait_ended())
         status, answer = waiting.result(DEADLINE_S)
         assert status == 503
         assert "the device is gone" in answer["error"]["message"]

@@ -5,11 +5,10 @@ the control servers of other hosts ◄──GET /weights/DIGEST/FILE────
 """
 
 import asyncio
-import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -26,10 +25,10 @@ from corral.workers.weight_transport.peers import Peers
 from corral.workers.weight_transport.shared_memory import SharedMemoryTransport, fill_with_copies
 from corral.workers.weight_transport.transport import Arrived
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, DEADLINE_S, LOOPBACK
+from tests.workers.loop_thread import LoopThread, loop_thread
 from tests.workers.weight_transport.versions import content_of, make_version
 
 TRIAL = "ab" * 16
-T = TypeVar("T")
 
 
 class LabelServer:
@@ -119,14 +118,11 @@ class Host:
 class Hosts:
     """All of them, on one event loop in a thread, and the shared file system."""
 
-    def __init__(self, folder: Path, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, folder: Path, loop: LoopThread) -> None:
         self.all: list[Host] = []
         self.shared = folder / "shared"
         self._folder = folder
-        self._loop = loop
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE_S)
+        self.run = loop.run
 
     def add(self) -> Host:
         host = Host(self._folder, len(self.all))
@@ -162,15 +158,10 @@ class Hosts:
 @contextmanager
 def running_hosts(folder: Path) -> Iterator[Hosts]:
     """None at first."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    hosts = Hosts(folder, loop)
-    try:
-        hosts.run(hosts._open())
-        yield hosts
-    finally:
-        hosts.run(hosts._close())
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(DEADLINE_S)
-        loop.close()
+    with loop_thread(deadline_s=DEADLINE_S) as loop:
+        hosts = Hosts(folder, loop)
+        try:
+            hosts.run(hosts._open())
+            yield hosts
+        finally:
+            hosts.run(hosts._close())

@@ -3,10 +3,8 @@
 make_backend(spec) ──start──► url ◄── Client (HTTP, blocking)       WeightUpdates, as the manager has it called
 """
 
-import asyncio
 import http.client
 import json
-import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -30,6 +28,7 @@ from corral.workers.generation.sglang import SglangBackend, SglangSettings
 from corral.workers.generation.weight_updates import WeightUpdates
 from corral.workers.weight_transport.transport import WeightTransport
 from corral.workers.weight_transport.transports import make_transport
+from tests.workers.loop_thread import LoopThread, loop_thread
 
 API_KEY = "the key of those who generate"
 ADMIN_KEY = "the key of the administrator"
@@ -107,12 +106,12 @@ class Served:
     client: Client
     server_client: GenerationServerClient
     updates: WeightUpdates
-    loop: asyncio.AbstractEventLoop
+    loop: LoopThread
     log_path: Path
     """Of a server of SGLang."""
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(DEADLINE_S)
+        return self.loop.run(coroutine)
 
     def bring_to(self, version: str, weights: Path, *, digest: str | None = None, sources: Sequence[str] = ()) -> None:
         """As the manager asks for it."""
@@ -149,48 +148,40 @@ def serving(
     tensor_parallel_size: int = 1,
 ) -> Iterator[Served]:
     """A backend with version 0.0; what it prints is in `folder`, `flags` are SGLang's."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
+    with loop_thread(deadline_s=DEADLINE_S) as loop:
 
-    def run(coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(DEADLINE_S)
+        async def connect() -> aiohttp.ClientSession:
+            return aiohttp.ClientSession()
 
-    async def connect() -> aiohttp.ClientSession:
-        return aiohttp.ClientSession()
-
-    session = run(connect())
-    transport = make_transport(
-        transport_config, trial_uuid=uuid.uuid4().hex, worker="generation_server/0", admin_key=ADMIN_KEY
-    )
-    server_client = GenerationServerClient(session, api_key=API_KEY, admin_key=ADMIN_KEY)
-    updates = WeightUpdates(server_client, transport, mode=transport_config.update_mode)
-    if kind == "hf":
-        backend: GenerationBackend = embedded(weights)
-    else:
-        backend = sglang(
-            weights,
-            folder,
-            updates,
-            flags=flags or {},
-            probe_timeout_s=probe_timeout_s,
-            tensor_parallel_size=tensor_parallel_size,
+        session = loop.run(connect())
+        transport = make_transport(
+            transport_config, trial_uuid=uuid.uuid4().hex, worker="generation_server/0", admin_key=ADMIN_KEY
         )
-    client = None
-    try:
-        url = run(backend.start())
-        updates.serves(backend, url)
-        client = Client(url)
-        yield Served(backend, client, server_client, updates, loop, folder / "sglang.log")
-    finally:
-        run(backend.stop())
-        run(session.close())
-        transport.close()
-        if client is not None:
-            client.pool.shutdown()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(DEADLINE_S)
-        loop.close()
+        server_client = GenerationServerClient(session, api_key=API_KEY, admin_key=ADMIN_KEY)
+        updates = WeightUpdates(server_client, transport, mode=transport_config.update_mode)
+        if kind == "hf":
+            backend: GenerationBackend = embedded(weights)
+        else:
+            backend = sglang(
+                weights,
+                folder,
+                updates,
+                flags=flags or {},
+                probe_timeout_s=probe_timeout_s,
+                tensor_parallel_size=tensor_parallel_size,
+            )
+        client = None
+        try:
+            url = loop.run(backend.start())
+            updates.serves(backend, url)
+            client = Client(url)
+            yield Served(backend, client, server_client, updates, loop, folder / "sglang.log")
+        finally:
+            loop.run(backend.stop())
+            loop.run(session.close())
+            transport.close()
+            if client is not None:
+                client.pool.shutdown()
 
 
 def embedded(weights: Path) -> EmbeddedBackend:

@@ -591,7 +591,7 @@ def test_sglang_that_hangs_or_dies_is_noticed_and_leaves_nothing_behind(served: 
     async def watch() -> None:
         await served.backend.wait_ended()
 
-    watching = asyncio.run_coroutine_threadsafe(watch(), served.loop)
+    watching = served.loop.start(watch())
     wait_until(lambda: served.backend.progress()["version"] == "0.0", "the server to be looked at")
     scheduler.send_signal(signal.SIGSTOP)
     assert served.client.call("GET", "/ready")[0] == 200  # which says nothing of who generates

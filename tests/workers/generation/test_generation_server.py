@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,16 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.experiments.trial.worker_record import WorkerRecord
 from corral.launcher.trial.processes import process_start_ticks
 from corral.name_resolve import MemoryNameService, MemoryStore, NameNotFoundError, TrialKeys
 from corral.workers.generation.generation_server import GenerationServer
 from corral.workers.generation.restart_budget import RestartBudget
 from corral.workers.generation.sglang_process import SglangProcess
-from corral.workers.lifecycle.presence import Presence
-from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
-from corral.workers.streams.security import StreamSecurity
+from corral.workers.lifecycle.worker import run_to_exit_code
 from tests.launcher.trials import make_plan
 from tests.workers.engine.tiny_models import save_tiny_model
-from tests.workers.generation.servers import DEADLINE_S, LOOPBACK, server_spec, wait_until
+from tests.workers.generation.servers import DEADLINE_S, server_spec, wait_until
+from tests.workers.worker_context import worker_context
 
 
 class Rig:
@@ -58,26 +55,7 @@ class Rig:
     def run(self) -> int:
         """The worker's exit code."""
         secrets = TrialSecrets.load(self.trial.secrets_path)
-        identity = WorkerRecord(kind="generation_server")
-        key = self.keys.worker("generation_server", 0)
-        with (
-            Presence(self.names, key, owner="a", ttl_s=10, identity=identity) as presence,
-            StreamSecurity(secrets, "generation_server", trial_uuid=self.plan.trial.uuid) as security,
-        ):
-            context = WorkerContext(
-                plan=self.plan,
-                kind="generation_server",
-                index=0,
-                attempt=0,
-                incarnation=uuid.uuid4().hex,
-                address=LOOPBACK,
-                trial=self.trial,
-                names=self.names,
-                keys=self.keys,
-                secrets=secrets,
-                security=security,
-                presence=presence,
-            )
+        with worker_context(self.plan, "generation_server", names=self.names, secrets=secrets) as context:
             return run_to_exit_code(GenerationServer(context))
 
     def starts(self) -> list[int]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,19 +12,16 @@ import pytest
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import Secret, TrialSecrets
-from corral.experiments.trial.worker_record import WorkerRecord
 from corral.experiments.worker_specs import GserverManagerSpec
 from corral.name_resolve import MemoryNameService, TrialKeys
 from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.lifecycle.presence import Presence
-from corral.workers.lifecycle.worker import WorkerContext
 from corral.workers.manager.gserver_manager import GserverManager
 from corral.workers.manager.weight_tree import MAX_READERS
-from corral.workers.streams.security import StreamSecurity
 from tests.launcher.trials import make_plan
 from tests.workers.generation.hosts import Host, Hosts, running_hosts
-from tests.workers.generation.servers import ADMIN_KEY, API_KEY, LOOPBACK, wait_until
+from tests.workers.generation.servers import ADMIN_KEY, API_KEY, wait_until
 from tests.workers.weight_transport.versions import content_of, flip_a_byte
+from tests.workers.worker_context import worker_context
 
 NUM_HOSTS = 7
 
@@ -48,23 +44,8 @@ class Trial:
     @contextmanager
     def running_manager(self) -> Iterator[GserverManager]:
         with ExitStack() as stack:
-            key = self._keys.worker("gserver_manager", 0)
-            identity = WorkerRecord(kind="gserver_manager")
-            context = WorkerContext(
-                plan=self._plan,
-                kind="gserver_manager",
-                index=0,
-                attempt=0,
-                incarnation=uuid.uuid4().hex,
-                address=LOOPBACK,
-                trial=self._trial,
-                names=self.names,
-                keys=self._keys,
-                secrets=self._secrets,
-                security=stack.enter_context(
-                    StreamSecurity(self._secrets, "gserver_manager", trial_uuid=self._plan.trial.uuid)
-                ),
-                presence=stack.enter_context(Presence(self.names, key, owner="a", ttl_s=10, identity=identity)),
+            context = stack.enter_context(
+                worker_context(self._plan, "gserver_manager", names=self.names, secrets=self._secrets)
             )
             manager = GserverManager(context)
             running: list[asyncio.Task[None]] = []

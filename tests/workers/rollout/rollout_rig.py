@@ -13,11 +13,10 @@ import os
 import signal
 import threading
 import time
-import uuid
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from aiohttp import web
 
@@ -27,23 +26,22 @@ from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.experiments.trial.worker_record import WorkerRecord
 from corral.experiments.worker_specs import DatasetSpec, GserverManagerSpec, RolloutWorkerSpec
 from corral.name_resolve import MemoryNameService, MemoryStore, TrialKeys
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.delivery.messages import TrajectoryHeader
 from corral.workers.delivery.receiver import TrajectoryReceiver
-from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
 from corral.workers.manager.gserver_manager import GserverManager
 from corral.workers.rollout.rollout_worker import RolloutWorker
 from corral.workers.streams.security import StreamSecurity
 from tests.launcher.trials import make_plan
 from tests.workers.data.tiny_tokenizer import EOS, ids_of, write_tokenizer
+from tests.workers.loop_thread import loop_thread
+from tests.workers.worker_context import worker_context
 
 LOOPBACK = "127.0.0.1"
 DEADLINE_S = 120.0
-T = TypeVar("T")
 
 
 class FakeGenerationServer:
@@ -150,13 +148,10 @@ class RolloutRig:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             TrialSecrets.create(self.trial.secrets_path)
-            self._loop = asyncio.new_event_loop()
-            thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-            thread.start()
-            stack.callback(self._stop_loop, thread)
+            self._loop = stack.enter_context(loop_thread(deadline_s=DEADLINE_S))
             names = MemoryNameService(self._store)
-            url = self._on_loop(self.server.start())
-            stack.callback(lambda: self._on_loop(self.server.stop()))
+            url = self._loop.run(self.server.start())
+            stack.callback(lambda: self._loop.run(self.server.stop()))
             record = {"url": url, "control": url, "incarnation": "a", "place": ""}
             names.add(self._keys.generation_server(0), json.dumps(record))
             published = PublishedWeights(version="0.0", weights=str(self._folder), digest=None)
@@ -235,35 +230,20 @@ class RolloutRig:
     def _running_manager(self) -> ExitStack:
         stack = ExitStack()
         self.manager = GserverManager(self.context(stack, "gserver_manager"))
-        task = asyncio.run_coroutine_threadsafe(self.manager._main(), self._loop)
+        task = self._loop.start(self.manager._main())
 
         def stop() -> None:
             task.cancel()
-            self._on_loop(asyncio.sleep(0.05))  # its sockets close before their factory does
+            self._loop.run(asyncio.sleep(0.05))  # its sockets close before their factory does
 
         stack.callback(stop)
         return stack
 
     def context(self, stack: ExitStack, kind: str) -> WorkerContext:
         """What a worker of this trial is given; ends with `stack`."""
-        names = MemoryNameService(self._store)
-        presence = stack.enter_context(
-            Presence(names, self._keys.worker(kind, 0), owner="a", ttl_s=10, identity=WorkerRecord(kind=kind))
-        )
-        return WorkerContext(
-            plan=self.plan,
-            kind=kind,
-            index=0,
-            attempt=0,
-            incarnation=uuid.uuid4().hex,
-            address=LOOPBACK,
-            trial=self.trial,
-            names=names,
-            keys=self._keys,
-            secrets=TrialSecrets.load(self.trial.secrets_path),
-            security=stack.enter_context(self._security(kind)),
-            presence=presence,
-        )
+        secrets = TrialSecrets.load(self.trial.secrets_path)
+        context = worker_context(self.plan, kind, names=MemoryNameService(self._store), secrets=secrets)
+        return stack.enter_context(context)
 
     def _security(self, kind: str) -> StreamSecurity:
         secrets = TrialSecrets.load(self.trial.secrets_path)
@@ -288,14 +268,6 @@ class RolloutRig:
             rollout=self._rollout,
         )
         return make_plan(self.trial.path, model_workers=1).model_copy(update={"workers": [manager, worker]})
-
-    def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE_S)
-
-    def _stop_loop(self, thread: threading.Thread) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        thread.join(DEADLINE_S)
-        self._loop.close()
 
 
 def judge(problem: Mapping[str, Any], answer: str) -> float:
