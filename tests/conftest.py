@@ -1,6 +1,6 @@
 """Settings for all tests: nothing here is measured by the clock, so hypothesis sets no deadline either.
 
-Clusters and whole trials come first: at the end no process should be left alone with a long file.
+Clusters, whole trials and gangs of ranks come first: at the end no process should be left alone with a long file.
 """
 
 import pytest
@@ -9,7 +9,14 @@ from hypothesis import settings
 settings.register_profile("corral", deadline=None)
 settings.load_profile("corral")
 
-_LONG = ("tests/slurm/", "tests/integration/", "tests/damage/")
+_LONG = (
+    "tests/slurm/",
+    "tests/integration/",
+    "tests/damage/",
+    "tests/workers/generation/",
+    "tests/workers/backends/",
+    "tests/experiments/trial/",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
