@@ -44,6 +44,7 @@ from corral.workers.requests.messages import (
     Spec,
     TrainStep,
     WorkerRequest,
+    Written,
 )
 
 TESTS = Path(__file__).parents[1]
@@ -65,6 +66,7 @@ SAME_TRAINING = f"{SYNCHRONOUS}::synchronous_ppo_and_asynchronous_ppo_at_eta_0_a
 NEW_WEIGHTS = f"{CALLS}::new_weights_are_published_and_pushed_after_the_train_step_in_the_order_of_its_hooks"
 REPORTS = f"{WORKER}::one_rank_reports_what_is_equal_on_all"
 AT_ONCE = f"{WORKER}::what_is_answered_at_once_is_done_by_its_part"
+BEHIND = f"{WORKER}::what_is_copied_for_a_commit_is_written_while_other_requests_run"
 IN_TURN = f"{WORKER}::what_waits_for_its_turn_is_done_by_the_models"
 NAMED_KEYS = f"{MODELS}::a_call_reads_and_makes_keys_under_the_names_that_the_graph_gives_them"
 MOVED_WEIGHTS = f"{MODELS}::weights_move_from_one_model_into_another_and_may_be_averaged"
@@ -125,7 +127,8 @@ SHOWN_BY: Mapping[type, Mapping[str, str]] = {
     Reallocate: dict.fromkeys(("source", "target", "eta"), MOVED_WEIGHTS),
     SaveWeights: dict.fromkeys(("role", "directory"), IN_TURN)
     | {"base": f"{MODELS}::weights_lead_from_a_version_before_to_the_present_one"},
-    SaveCheckpoint: dict.fromkeys(("role", "directory"), IN_TURN),
+    SaveCheckpoint: dict.fromkeys(("role", "directory"), BEHIND),
+    Written: {"role": BEHIND},
     Flush: {
         "level": f"{FLUSHES}::a_later_level_does_not_overtake_an_earlier_one",
         "request_ids": f"{FLUSHES}::a_level_waits_for_a_request_that_the_network_lost",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.train_state import Numbers
+from corral.workers.backends.train_state import Numbers, StateShard
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress
 from corral.workers.data.sequence_sample import SequenceSample
 
@@ -149,20 +149,17 @@ class TrainEngine(Protocol[ScoresT_co]):
             The files that this rank wrote, by name.
         """
 
-    def save_state(
-        self, directory: Path, *, extra: Numbers | None = None, on_progress: Callable[[], None] = no_progress
-    ) -> dict[str, FileEntry]:
-        """Write what training resumes from, bit for bit: full-precision trained weights, optimizer, step count, seed.
+    def state_shard(self, *, extra: Numbers | None = None) -> StateShard:
+        """What training resumes from, bit for bit: full-precision trained weights, optimizer, step count, seed.
+
+        The tensors are the engine's own: write them, or copy them, before the next step.
 
         Args:
             extra: numbers that belong to the role and to none of its parameters; the same on every rank.
-
-        Returns:
-            The files that this rank wrote, by name; they are on disk.
         """
 
     def load_state(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> Numbers:
-        """Continue from what `save_state` wrote, possibly with another number of ranks.
+        """Continue from what all ranks' `state_shard` wrote, possibly with another number of ranks.
 
         `on_progress` is called for every parameter, since a large state takes longer than any deadline that is useful.
 

@@ -165,15 +165,8 @@ class FSDPEngine(MeshEngine):
             return {}
         return write_adapter(directory, adapter, self._adapter_config, on_progress=on_progress)
 
-    def _write_share(self, directory: Path, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
-        return train_state.write_shard(
-            directory,
-            self._trained(),
-            self._optimizer,
-            rank=self.context.place,
-            num_ranks=self.context.world_size,
-            on_progress=on_progress,
-        )
+    def _state_shard(self, header: train_state.TrainStateHeader) -> train_state.StateShard:
+        return train_state.state_shard(self._trained(), self._optimizer, header, rank=self.context.place)
 
     def _read_share(
         self, directory: Path, header: train_state.TrainStateHeader, on_progress: Callable[[], None]

@@ -145,14 +145,14 @@ class MeshEngine(ABC):
         """`export_weights` in the types that files have."""
 
     @abstractmethod
-    def _write_share(self, directory: Path, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
-        """Write what this rank has of weights and optimizer; no rank waits for another one."""
+    def _state_shard(self, header: train_state.TrainStateHeader) -> train_state.StateShard:
+        """What this rank has of weights and optimizer; no rank waits for another one."""
 
     @abstractmethod
     def _read_share(
         self, directory: Path, header: train_state.TrainStateHeader, on_progress: Callable[[], None]
     ) -> None:
-        """Read what `_write_share` of all ranks of some layout wrote."""
+        """Read what the `_state_shard` of all ranks of some layout wrote."""
 
     @abstractmethod
     def _own_tensors(self) -> list[Tensor]:
@@ -289,28 +289,17 @@ class MeshEngine(ABC):
                 "%s has no delta from %s, and the like is not said again: %s", name, base.directory.name, reason
             )
 
-    def save_state(
-        self,
-        directory: Path,
-        *,
-        extra: train_state.Numbers | None = None,
-        on_progress: Callable[[], None] = no_progress,
-    ) -> dict[str, FileEntry]:
-        """See `TrainEngine.save_state`; no rank waits for another one."""
+    def state_shard(self, *, extra: train_state.Numbers | None = None) -> train_state.StateShard:
+        """See `TrainEngine.state_shard`."""
         self.onload()
-        directory.mkdir(parents=True, exist_ok=True)
-        files = self._write_share(directory, on_progress)
-        if self.context.is_first:
-            header = train_state.TrainStateHeader(
-                step=self.step,
-                seed=self._seed,
-                num_ranks=self.context.world_size,
-                extra=extra or {},
-                sum_of_frozen=self._sum_of_frozen,
-            )
-            files |= train_state.write_header(directory, header)
-        fsync_directory(directory)
-        return files
+        header = train_state.TrainStateHeader(
+            step=self.step,
+            seed=self._seed,
+            num_ranks=self.context.world_size,
+            extra=extra or {},
+            sum_of_frozen=self._sum_of_frozen,
+        )
+        return self._state_shard(header)
 
     def load_state(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> train_state.Numbers:
         """See `TrainEngine.load_state`; a collective, since ranks may give each other what they read."""

@@ -8,13 +8,15 @@ A file holds one rank's pieces: each tensor's metadata say which box of the whol
 that it lacks from whatever files have them, so another number of ranks, cut otherwise, can go on. Which tensors there
 are is the optimizer's business: AdamW keeps two moments and a step, others keep others.
 
+    engine ──► StateShard ──copied──► StateShard ──write──► files        a later step changes the first, never the copy
+
 There is no random state to keep: every step seeds itself from (seed, step).
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,6 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from corral.experiments.trial.directory import fsync_directory
+from corral.workers.backends.host_copies import host_copies
 from corral.workers.backends.sharding import local
 from corral.workers.backends.tensor_file import write_tensors
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
@@ -67,29 +71,63 @@ def shard_name(rank: int, num_ranks: int) -> str:
     return f"train_state-{rank:05d}-of-{num_ranks:05d}.safetensors"
 
 
-def write_shard(
-    directory: Path,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShard:
+    """One rank's share of what training resumes from, and how its file describes it."""
+
+    file: str
+    tensors: Mapping[str, Tensor]
+    """As the file names them, each this rank's own part."""
+    metadata: Mapping[str, str]
+    """What the file says of where they belong."""
+    header: TrainStateHeader | None
+    """What is the same for all ranks; the first one has it and writes it."""
+
+    def copied(self) -> "StateShard":
+        """The same in host memory of its own.
+
+        Guarantee: what is written of it is what the rank held at this moment, however many steps follow before.
+        """
+        return replace(self, tensors=host_copies(self.tensors))
+
+    def write(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> dict[str, FileEntry]:
+        """Write the file, and the header if this rank has it; no rank waits for another one.
+
+        Returns:
+            The files by name; they are on disk.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / self.file
+        files = {
+            self.file: write_tensors(path, self.tensors, metadata=self.metadata, on_progress=on_progress),
+        }
+        if self.header is not None:
+            content = json.dumps(asdict(self.header), indent=1).encode()
+            files[HEADER] = write_durable(directory / HEADER, [content])
+        fsync_directory(directory)
+        return files
+
+
+def state_shard(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
+    header: TrainStateHeader,
     *,
     rank: int,
-    num_ranks: int,
-    on_progress: Callable[[], None] = no_progress,
-) -> dict[str, FileEntry]:
-    """Write this rank's pieces of every parameter, and of everything that the optimizer, if any, keeps of it.
+) -> StateShard:
+    """This rank's pieces of every parameter, and of everything that the optimizer, if any, keeps of it.
 
     Raises:
         ValueError: if the optimizer keeps something else than tensors.
     """
     pieces = dict(_pieces(parameters, optimizer))
     boxes = {name: _box_of(tensor) for name, tensor in pieces.items()}
-    entry = write_tensors(
-        directory / shard_name(rank, num_ranks),
-        {name: local(tensor) for name, tensor in pieces.items()},
+    return StateShard(
+        file=shard_name(rank, header.num_ranks),
+        tensors={name: local(tensor) for name, tensor in pieces.items()},
         metadata={_BOXES: json.dumps(boxes)},
-        on_progress=on_progress,
+        header=header if rank == 0 else None,
     )
-    return {shard_name(rank, num_ranks): entry}
 
 
 def _pieces(
@@ -102,11 +140,6 @@ def _pieces(
             if not isinstance(value, Tensor):
                 raise ValueError(f"the optimizer keeps {key}={value!r} of {name}; only tensors are saved: make it one")
             yield f"{key}.{name}", value
-
-
-def write_header(directory: Path, header: TrainStateHeader) -> dict[str, FileEntry]:
-    """Write the JSON file."""
-    return {HEADER: write_durable(directory / HEADER, [json.dumps(asdict(header), indent=1).encode()])}
 
 
 def read_header(directory: Path) -> TrainStateHeader:

@@ -149,6 +149,10 @@ class CheckpointWriter:
         """Gives the files of published weights a second name here: they are neither written nor hashed again."""
         self.add(folder, link_weights(version, self.path / folder).files)
 
+    def give_up(self) -> None:
+        """Removes what was written: there may be no room for it, and nobody writes here any more."""
+        shutil.rmtree(self.path, ignore_errors=True)  # what stays, a later epoch removes
+
     def add_ledger(self, ledger: LedgerDelta) -> None:
         """Writes the whole ledger."""
         self._files[LEDGER_NAME] = write_whole(self.path, ledger)

@@ -1,8 +1,8 @@
 """What an epoch leaves on disk: versions of the weights, commits, lines of metrics, exports; and what may go again.
 
     write_weights   ranks write and hash ──► manifest ──► weights/vSTEP-eEPOCH, which may be published
-    commit          ranks write and hash ──► + second names of the published weights, the ledger ──► manifest
-                                                                              ledger delta ──► entry of the trial log
+    begin_commit    ranks copy ──► + second names of the published weights, the ledger ──► a moment
+    finish_commit   ranks have written and hashed ──► manifest ──► ledger delta ──► entry of the trial log
 
 The master writes nothing but manifests, ledgers and lines, and reads no byte of what the ranks have written: their
 replies say what it is. Every method that touches a file does so in the epoch's one thread for that (`Disk`).
@@ -11,6 +11,7 @@ replies say what it is. Every method that touches a file does so in the epoch's 
 import asyncio
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,31 @@ from corral.workers.checkpoint.checkpoint import (
 )
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.checkpoint.kept_weights import link_weights
-from corral.workers.checkpoint.ledger import write_delta
+from corral.workers.checkpoint.ledger import LedgerDelta, write_delta
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, SealedDirectory, read_manifest, write_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.master.disk import Disk
 from corral.workers.master.epoch_parts import EpochParts
 from corral.workers.master.metrics import LineSizes, StepLines
 from corral.workers.master.old_weights import remove_old_weights, weights_name
+from corral.workers.master.step.all_or_first import all_or_first_error
 
 _LINE_SIZES = "lines"  # in a checkpoint's manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitMoment:
+    """What a commit stands for beside the files that ranks are writing: all of the moment in which it began."""
+
+    checkpoint: CheckpointWriter
+    delta: LedgerDelta
+    """What is consumed and was not committed before."""
+    extra: Mapping[str, Any]
+    """Of the manifest."""
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step
 
 
 class DurableState:
@@ -124,24 +141,26 @@ class DurableState:
 
     # Commits
 
-    async def commit(self, step: int, version: PolicyVersion) -> None:
-        """Make the present state count: weights, what training resumes from, and which samples have been consumed."""
-        parts = self._parts
-        with parts.presence.during("commit", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
-            checkpoint = await self._disk.run(CheckpointWriter, parts.trial, epoch=parts.writer.epoch, step=step)
-            for role in self._roles:
-                await self._add_state(checkpoint, role)
-                if role == self._published_role and self._written is not None:
-                    await self._disk.run(checkpoint.link, WEIGHTS, self._written)
-                else:
-                    await self._add_weights(checkpoint, role, version)
-            await self._disk.run(self._append_commit, checkpoint, version)
-        self.committed_step = step
+    async def begin_commit(self, step: int, version: PolicyVersion) -> CommitMoment:
+        """Take what a commit stands for as it is now; when this returns, training may go on.
 
-    async def _add_state(self, checkpoint: CheckpointWriter, role: str) -> None:
-        folder = state_folder(role)
-        path = await self._disk.run(checkpoint.folder, folder)
-        checkpoint.add(folder, await self._parts.gang.save_state(role, path))
+        Guarantee: the ledger, the lines, the published weights and what the ranks have copied are of one moment, since
+        nothing is trained, dropped or published until all of them are taken.
+        """
+        checkpoint = await self._disk.run(
+            CheckpointWriter, self._parts.trial, epoch=self._parts.writer.epoch, step=step
+        )
+        *_, moment = await all_or_first_error(
+            *[self._begin_state(checkpoint, role) for role in self._roles],
+            *[self._add_weights(checkpoint, role, version) for role in self._roles if not self._is_written(role)],
+            self._disk.run(self._take_moment, checkpoint, version),
+        )
+        assert isinstance(moment, CommitMoment), moment
+        return moment
+
+    async def _begin_state(self, checkpoint: CheckpointWriter, role: str) -> None:
+        path = await self._disk.run(checkpoint.folder, state_folder(role))
+        await self._parts.gang.copy_state(role, path)
 
     async def _add_weights(self, checkpoint: CheckpointWriter, role: str, version: PolicyVersion) -> None:
         folder = self._weights_folder(role)
@@ -149,15 +168,44 @@ class DurableState:
         files = await self._parts.gang.save_weights(role, path)
         checkpoint.add(folder, (await self._disk.run(self._seal, path, files, version)).files)
 
-    def _append_commit(self, checkpoint: CheckpointWriter, version: PolicyVersion) -> None:
+    def _is_written(self, role: str) -> bool:
+        return role == self._published_role and self._written is not None
+
+    def _take_moment(self, checkpoint: CheckpointWriter, version: PolicyVersion) -> CommitMoment:
         parts, epoch, step = self._parts, self._parts.writer.epoch, checkpoint.step
+        if self._written is not None:
+            checkpoint.link(WEIGHTS, self._written)
         checkpoint.add_ledger(parts.ledger.whole(epoch=epoch, step=step))
-        extra: dict[str, Any] = {"version": str(version), _LINE_SIZES: msgspec.to_builtins(self._lines.seal())}
-        digest = checkpoint.write_manifest(extra)
-        delta = parts.ledger.delta_for(epoch=epoch, step=step)
+        return CommitMoment(
+            checkpoint=checkpoint,
+            delta=parts.ledger.delta_for(epoch=epoch, step=step),
+            extra={"version": str(version), _LINE_SIZES: msgspec.to_builtins(self._lines.seal())},
+        )
+
+    async def finish_commit(self, moment: CommitMoment) -> Mapping[str, str]:
+        """Wait until the ranks have written what they copied, and name it in the trial log.
+
+        Returns:
+            What the file system said, by worker, if any could not write; then nothing was named, and nothing is left.
+        """
+        gang, checkpoint = self._parts.gang, moment.checkpoint
+        written = dict(zip(self._roles, await all_or_first_error(*map(gang.written_state, self._roles)), strict=True))
+        if problems := {worker: text for one in written.values() for worker, text in one.problems.items()}:
+            await self._disk.run(checkpoint.give_up)
+            return problems
+        for role, one in written.items():
+            checkpoint.add(state_folder(role), one.files)
+        await self._disk.run(self._append_commit, moment)
+        self._parts.ledger.mark_committed(moment.delta)
+        self.committed_step = checkpoint.step
+        return {}
+
+    def _append_commit(self, moment: CommitMoment) -> None:
+        parts, checkpoint, delta = self._parts, moment.checkpoint, moment.delta
+        digest = checkpoint.write_manifest(moment.extra)
         ledger_file, ledger_digest = write_delta(parts.trial, delta)
         parts.writer.commit(
-            step=step,
+            step=checkpoint.step,
             directory=checkpoint.relative_path,
             manifest_digest=digest,
             ledger_file=ledger_file,
@@ -165,7 +213,6 @@ class DurableState:
             trained=delta.trained_count,
             dropped=len(delta.dropped),
         )
-        parts.ledger.mark_committed(delta)
 
     # Lines of metrics and samples
 

@@ -43,8 +43,9 @@ A whole asynchronous step:
                   once it has learned      under a manifest
      9 publish    the version, its path    a leased record; the    nobody              nothing; the manager looks for a
                                            updates of all servers                      version ten times a second
-    10 commit     shards, weights, ledger, a checkpoint, and an    every rank, disk    link(2) of the next slot; a later
-                  when one is due          entry that names it                         claim there ends this epoch
+    10 commit     copies of shards, the    a checkpoint, and an    every rank, disk;   link(2) of the next slot; a later
+                  ledger, when one is due  entry that names it     training for the    claim there ends this epoch
+                                                                   copies only
     11 covered    new entries of the log   space in spools, room   the master          10; or a fall-back, after which
                                            at the gate                                 prompts are issued again
     12 recovery   the log, checkpoints     a claim, an epoch,      disk; all ranks     Hello of all ranks of one start,
@@ -60,8 +61,9 @@ A whole asynchronous step:
             (whose ranks are free); calls.py: what a call consists of, with dealing.py (who works on which samples) and
             transfers.py (what has to move); trainer_gang.py, which asks the ranks. There model/model_worker.py, with
             models.py, role_model.py, data_plane.py, reallocation.py, which run algorithms/ on backends/fsdp.py
-     8, 10  trainer_epoch.py, durable_state.py, checkpoint/; backends/weight_files.py for weights, train_state.py for
-            what training resumes from, checkpoint/ledger.py, which refuses a sample twice, and
+     8, 10  trainer_epoch.py, durable_state.py, commits.py, which lets training go on meanwhile, checkpoint/;
+            model/saves_behind.py at the ranks, backends/weight_files.py for weights, train_state.py for what training
+            resumes from, checkpoint/ledger.py, which refuses a sample twice, and
             experiments/trial/log.py, whose entries mean what log_state.py says
      9      `_publish` below, manager/gserver_manager.py
     11      checkpoint/committed_ledger.py, followed by gserver_manager.py and rollout_worker.py
@@ -117,6 +119,7 @@ from corral.workers.lifecycle.worker import (
     WorkerContext,
     run_async,
 )
+from corral.workers.master.commits import CommitFailedError
 from corral.workers.master.epoch_parts import EpochParts
 from corral.workers.master.garbage import rare_collections
 from corral.workers.master.sample_source import DatasetSource, PromptSource, SampleSource, TrajectorySource
@@ -171,7 +174,7 @@ class MasterWorker(Worker):
             try:
                 async with TrainerGang(self.context, self._spec, epoch=writer.epoch) as gang:
                     outcome = await self._run_epoch(writer, gang)
-            except GangLostError as error:
+            except (GangLostError, CommitFailedError) as error:
                 logger.warning("epoch %d ends: %s", writer.epoch, error)
                 self._journal.append("epoch_lost", epoch=writer.epoch, cause=str(error))
                 last = writer.state.last_commit

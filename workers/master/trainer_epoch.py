@@ -3,13 +3,14 @@
     initialize from the last commit ──► publish its weights ──► evaluate (when due)
          ┌───────────────────────────────────────────────────────────┘
          ▼
-    wait for a batch ──► run the dataflow graph, which publishes ──► metrics ──► commit (when due) ────────┐
+    wait for a batch ──► run the dataflow graph, which publishes ──► metrics ──► begin a commit (when due) ┐
          ▲                  │ loss not finite                                                                  │
          ├── samples go back, nothing is written; too often in a row: NotFiniteError                           │
          └──────────────── evaluate (when due) ◄── free the samples ◄──────────────────────────────────────────┘
 
 What counts is decided through the LogWriter of this epoch: once a later epoch has claimed the log, it raises, and this
-one ends without a trace in it. Files are looked at and written in a thread (`Disk`), never in the event loop.
+one ends without a trace in it. Files are looked at and written in a thread (`Disk`), never in the event loop; a commit
+is written beside the steps that follow it (`Commits`).
 """
 
 import logging
@@ -22,6 +23,7 @@ import msgspec
 
 from corral.scheduling.cadence import BEFORE_THE_RUN, Cadence, Moment
 from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.master.commits import Commits
 from corral.workers.master.disk import Disk, LogWatch
 from corral.workers.master.durable_state import DurableState
 from corral.workers.master.epoch_parts import EpochParts
@@ -57,6 +59,7 @@ class TrainerEpoch:
         self._disk = Disk()
         self._watch = LogWatch(self._disk, parts.writer, parts.trial, on_news=parts.gang.news.set)
         self._durable = DurableState(parts, self._disk)
+        self._commits = Commits(parts, self._disk, self._durable)
         self._calls = MeshCalls(parts.spec, parts.graph, parts.gang, parts.buffer, parts.lineage, publish=self._publish)
         self._held_out = HeldOut(
             graph=parts.graph, calls=self._calls, holders=parts.gang, buffer=parts.buffer, row_ids=parts.held_out_rows
@@ -65,7 +68,7 @@ class TrainerEpoch:
         # What this epoch begins with is committed and exported, and was perhaps not evaluated: the line may be cut off.
         begin = replace(now, step=now.step - 1, passes=now.passes if self._step else BEFORE_THE_RUN)
         self._evaluations = Cadence(parts.spec.evaluate_every, last=begin)
-        self._commits = Cadence(parts.spec.control.commit_frequency, last=now)
+        self._commits_due = Cadence(parts.spec.control.commit_frequency, last=now)
         self._exports = Cadence(parts.spec.control.save_frequency, last=now)
         self._runner = StepRunner(parts.graph, self._calls, ranks_of=self._calls.ranks_of, on_progress=self._show)
 
@@ -81,8 +84,9 @@ class TrainerEpoch:
             SupersededError, StoppedError: another process decides about the trial now.
             GangLostError: a model worker is gone; a new epoch has to start from the last commit.
             NotFiniteError: the same, because the present weights or samples give no finite loss.
+            CommitFailedError: the same, because what is trained cannot be written.
         """
-        async with self._disk, self._watch:
+        async with self._disk, self._watch, self._commits:
             return await self._run()
 
     async def _run(self) -> Outcome:
@@ -104,7 +108,7 @@ class TrainerEpoch:
                 return await self._stop()
             await self._train(batch)
         await self._evaluate_if_due(last=True)
-        await self._commit_if_due(force=True)
+        await self._commit_all()
         await self._durable.export("final", self.version)
         await self._disk.run(parts.writer.done)
         return Outcome.COMPLETE
@@ -145,6 +149,7 @@ class TrainerEpoch:
         while True:
             news.clear()  # before all looks: what happens after one of them ends the wait below
             self._watch.check()
+            self._commits.check()
             parts.gang.check_alive()
             if self._watch.stop_requested:
                 return None
@@ -183,6 +188,7 @@ class TrainerEpoch:
             "time/train_s": time.monotonic() - started - publishing_s,
             "time/publish_s": publishing_s,
             "time/commit_s": self._committing_s,
+            "time/save_s": self._commits.take_writing_s(),
             "data/transfer_bytes": float(self._calls.end_step()),
         }
         await self._durable.add_step(self._step, outcome.metrics() | timing | self._waited() | self._skipped(), batch)
@@ -260,6 +266,7 @@ class TrainerEpoch:
         await self._disk.run(parts.journal.append, "step_not_finite", epoch=parts.writer.epoch, step=step, cause=cause)
         is_too_often = self._nonfinite_in_a_row >= parts.spec.control.max_nonfinite_steps
         if outcome.is_damaged or outcome.is_torn or is_too_often:
+            await self._commits.settle()  # what it holds was finite, and is where training goes back to
             raise NotFiniteError(cause)
 
     def _waited(self) -> dict[str, float]:
@@ -285,16 +292,22 @@ class TrainerEpoch:
 
     # The end of a step, and of the epoch
 
-    async def _commit_if_due(self, *, force: bool = False) -> None:
+    async def _commit_if_due(self) -> None:
         is_new = self._step > self._durable.committed_step or self._parts.ledger.has_pending
-        if is_new and (force or self._commits.is_due(self._moment())):
-            await self._durable.commit(self._step, self.version)
-            await self._durable.remove_old_checkpoints()
-            self._commits.note(self._moment())
+        if is_new and self._commits_due.is_due(self._moment()):
+            await self._commits.begin(self._step, self.version)
+            self._commits_due.note(self._moment())
+
+    async def _commit_all(self) -> None:
+        """Commit whatever is not, and wait for it."""
+        await self._commits.settle()
+        while self._step > self._durable.committed_step or self._parts.ledger.has_pending:
+            await self._commits.begin(self._step, self.version)
+            await self._commits.settle()  # raises once too many have failed
 
     async def _stop(self) -> Outcome:
         """Commit what is trained and end the attempt in the log; `rl-submit --resume` goes on from there."""
-        await self._commit_if_due(force=True)
+        await self._commit_all()
         await self._disk.run(self._append_stop)
         return Outcome.STOPPED
 

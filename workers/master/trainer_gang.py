@@ -10,8 +10,9 @@ decided in step/runner.py, what a call consists of in step/calls.py.
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
@@ -42,6 +43,7 @@ from corral.workers.requests.messages import (
     SaveWeights,
     Spec,
     SpecReply,
+    Written,
 )
 from corral.workers.requests.pending_replies import PendingReplies
 from corral.workers.streams.errors import PeerDeadError, RemoteError, StreamTimeoutError
@@ -56,6 +58,15 @@ class GangLostError(RuntimeError):
     """A model worker is gone, or cannot be worked with: the epoch is over, the next one starts from the last commit."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFiles:
+    """What all ranks of a role have written together, or could not."""
+
+    files: Mapping[str, FileEntry]
+    problems: Mapping[str, str]
+    """What the file system said, by worker; empty where all files are on disk."""
+
+
 class TrainerGang:
     """The model workers during one trainer epoch."""
 
@@ -68,6 +79,7 @@ class TrainerGang:
         self.news = asyncio.Event()
         """Set when samples have arrived, and when a worker has died; who looks at either clears it first."""
         self._lost_because = ""
+        self._unwritten: list[PendingReplies] = []
 
     async def __aenter__(self) -> Self:
         """Publish where the master listens, and wait until all model workers of one start of the gang are connected."""
@@ -154,12 +166,35 @@ class TrainerGang:
     async def save_weights(self, role: str, directory: Path, *, base: Path | None = None) -> dict[str, FileEntry]:
         """Write a role's weights in Hugging Face format, with deltas from `base`; the files, which are on disk then."""
         request = SaveWeights(role=role, directory=str(directory), base="" if base is None else str(base))
-        return _files(await self.start(dict.fromkeys(self._spec.mesh(ModelName(role)).ranks, request)))
+        replies = await self.start(dict.fromkeys(self._spec.mesh(ModelName(role)).ranks, request))
+        return _files(replies.values())
 
-    async def save_state(self, role: str, directory: Path) -> dict[str, FileEntry]:
-        """Write what a role's training resumes from; the files of all ranks, which are on disk then."""
+    async def copy_state(self, role: str, directory: Path) -> None:
+        """Let every rank copy what the role's training resumes from, and begin to write it; steps may follow then."""
         request = SaveCheckpoint(role=role, directory=str(directory))
-        return _files(await self.start(dict.fromkeys(self._spec.mesh(ModelName(role)).ranks, request)))
+        await self.start(dict.fromkeys(self._spec.mesh(ModelName(role)).ranks, request))
+
+    async def written_state(self, role: str) -> WrittenFiles:
+        """What `copy_state` has begun to write, when every rank has ended; they have as long as a step."""
+        ranks = self._spec.mesh(ModelName(role)).ranks
+        pending = self._client.post(
+            {self._workers[rank]: Written(role=role) for rank in ranks}, deadline_s=self._step_timeout_s
+        )
+        self._unwritten.append(pending)
+        try:
+            replies = await self._guard(pending)
+        finally:
+            self._unwritten.remove(pending)
+        problems = {
+            worker: reply.failed_because
+            for worker, reply in replies.items()
+            if isinstance(reply, FilesReply) and reply.failed_because
+        }
+        return WrittenFiles(files=_files(replies.values()), problems=problems)
+
+    def still_writing(self) -> list[str]:
+        """The workers whose copies are not on disk yet."""
+        return sorted({worker for pending in self._unwritten for worker in pending.missing})
 
     def host_by_rank(self) -> dict[int, str]:
         """Which ranks share a host, and with it memory."""
@@ -242,11 +277,6 @@ class TrainerGang:
         self.news.set()
 
 
-def _files(replies: Mapping[int, ReplyPayload]) -> dict[str, FileEntry]:
+def _files(replies: Iterable[ReplyPayload]) -> dict[str, FileEntry]:
     """What all ranks have written together; each file is one rank's."""
-    return {
-        name: entry
-        for reply in replies.values()
-        if isinstance(reply, FilesReply)
-        for name, entry in reply.files.items()
-    }
+    return {name: entry for reply in replies if isinstance(reply, FilesReply) for name, entry in reply.files.items()}

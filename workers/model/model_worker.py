@@ -3,7 +3,8 @@
               in the I/O thread, at once                        in the main thread, in the master's order, after a flush
     samples   Fetch  LoadRows  Reject  ClearDataCache  Spec     Initialize: forgets the last epoch's
     models    ModelConfig                                       Initialize  Generate  Inference  TrainStep  Evaluate
-                                                                Reallocate  SaveWeights  SaveCheckpoint
+                                                                Reallocate  SaveWeights
+    saves     Written, deferred until all is on disk            SaveCheckpoint: copies, and saves_behind.py writes
     data plane  Give                                            the hook before a call, which takes its inputs
     models                                                      the hook after a call, which moves its model away
 
@@ -14,9 +15,11 @@ The ranks of a mesh run the same requests of the right column in the same order,
 """
 
 import logging
+import math
 import re
 import time
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ from corral.workers.model.models import Models
 from corral.workers.model.network import TransferError
 from corral.workers.model.reallocation import reallocation_meshes
 from corral.workers.model.samples import open_samples
+from corral.workers.model.saves_behind import SavesBehind
 from corral.workers.requests.handler import Envelope, Later, WorkerRequestStream
 from corral.workers.requests.messages import (
     BlockingRequest,
@@ -65,6 +69,7 @@ from corral.workers.requests.messages import (
     SpecReply,
     StatsReply,
     TrainStep,
+    Written,
 )
 
 logger = logging.getLogger(__name__)
@@ -85,6 +90,7 @@ class ModelWorker(Worker):
         self._spec = context.specification(ModelWorkerSpec)
         self._moved = TransferCounts()
         self._store = DataStore(key_specs(self._spec.declared_keys))
+        self._saves = SavesBehind()
 
     def run(self) -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -101,6 +107,8 @@ class ModelWorker(Worker):
                 )
             )
             self._samples.announce_to(stream.look_again)
+            self._saves.announce_to(stream.look_again)
+            stack.enter_context(self._saves)  # it ends before the stream does, which it tells
             while not self.context.stopping.is_set():
                 self.context.presence.enter("idle", waiting_for="requests of the master")
                 envelope = stream.next_blocking(_POLL_S)
@@ -153,6 +161,8 @@ class ModelWorker(Worker):
                 return SpecReply(num_rows=self._samples.num_rows)
             case ModelConfig():
                 return self._models.describe(request.model)
+            case Written():
+                return self._saves.written(request.role) or Later(math.inf, OkReply())
         raise _not_served(request)
 
     # Requests that the main thread runs, in the order of the master
@@ -211,13 +221,14 @@ class ModelWorker(Worker):
                     files=self._models.save_weights(request.role, Path(request.directory), base=base, on_progress=beat)
                 )
             case SaveCheckpoint():
-                return FilesReply(
-                    files=self._models.save_state(request.role, Path(request.directory), on_progress=beat)
-                )
+                shard = self._models.state_shard(request.role).copied()
+                self._saves.begin(request.role, partial(shard.write, Path(request.directory)))
+                return OkReply()
         raise _not_served(request)
 
     def _initialize(self, request: Initialize, *, epoch: int) -> None:
         """A new epoch: what an earlier one left here is forgotten, and freed before anything is loaded."""
+        self._saves.forget()
         self._samples.forget()
         self._plane.begin(epoch)
         self._models.initialize(request, on_progress=self.context.presence.beat)

@@ -20,6 +20,7 @@ from corral.experiments.config.data import HELD_OUT_ANSWERS
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec
 from corral.scheduling.model_function_call import ModelFunctionCall, ModelName, parse_model_name
 from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.train_state import StateShard
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.evaluation.held_out import Evaluator
@@ -153,9 +154,9 @@ class Models:
         """Write this rank's files of a role's weights in Hugging Face format, and what leads to them from `base`."""
         return self._of_role(role).engine.save_weights(directory, base=base, on_progress=on_progress)
 
-    def save_state(self, role: str, directory: Path, *, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
-        """Write this rank's pieces of what a role's training resumes from."""
-        return self._of_role(role).save_state(directory, on_progress=on_progress)
+    def state_shard(self, role: str) -> StateShard:
+        """This rank's pieces of what a role's training resumes from, as they are until its next step."""
+        return self._of_role(role).state_shard()
 
     def describe(self, model: str) -> ModelConfigReply:
         """The shape of a model; no parameters are counted before it is loaded."""

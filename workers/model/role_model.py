@@ -25,8 +25,7 @@ from corral.workers.algorithms.interfaces import InterfaceSettings, make_interfa
 from corral.workers.backends.base import AnyEngine
 from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.train_state import Numbers
-from corral.workers.checkpoint.durable_file import FileEntry
+from corral.workers.backends.train_state import Numbers, StateShard
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.lifecycle.worker import BadConfigurationError
 from corral.workers.requests.messages import ModelConfigReply, TrainReply
@@ -104,14 +103,14 @@ class RoleModel:
                 own = {key.removeprefix(f"{name}/"): n for key, n in numbers.items() if key.startswith(f"{name}/")}
                 interface.load_state_dict(own)
 
-    def save_state(self, directory: Path, *, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
-        """Write this rank's pieces of what training resumes from."""
+    def state_shard(self) -> StateShard:
+        """This rank's pieces of what training resumes from, as they are until the next step."""
         numbers: Numbers = {
             f"{name}/{key}": number
             for name, interface in self._interfaces.items()
             for key, number in interface.state_dict().items()
         }
-        return self.engine.save_state(directory, extra=numbers, on_progress=on_progress)
+        return self.engine.state_shard(extra=numbers)
 
     def inference(self, call: ModelFunctionCall, sample: SequenceSample) -> dict[str, npt.NDArray[Any]]:
         """A call's output keys, packed in the sample's order."""

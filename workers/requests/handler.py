@@ -56,7 +56,7 @@ class Later:
     """What a handler returns that has nothing to say yet: it is asked again at each `look_again`."""
 
     wait_s: float
-    """From the request's arrival; then it is answered all the same."""
+    """From the request's arrival; then it is answered all the same. Infinite where who asks has a deadline."""
     otherwise: ReplyPayload
     """The answer when the time is over."""
 

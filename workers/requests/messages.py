@@ -4,8 +4,9 @@
 
 Epoch, request id and deadline travel in the header of every message (`codec.Header`).
 
-    non-blocking   Spec ModelConfig Fetch LoadRows Reject Give ClearDataCache
-                   answered by the I/O thread, at once; a Fetch that waits, when something has arrived
+    non-blocking   Spec ModelConfig Fetch LoadRows Reject Give ClearDataCache Written
+                   answered by the I/O thread, at once; a Fetch that waits, when something has arrived, and a Written,
+                       when what was copied is on disk
     blocking       Initialize Generate Inference TrainStep Evaluate Reallocate SaveWeights SaveCheckpoint
                    collectives inside: queued until a Flush names them, run by the main thread in the order of request
                        ids
@@ -172,10 +173,19 @@ class SaveWeights(MessageBody, frozen=True, tag="save_weights"):
 
 
 class SaveCheckpoint(MessageBody, frozen=True, tag="save_checkpoint"):
-    """Write this rank's pieces of what the role's training resumes from into the directory -> FilesReply"""
+    """Copy this rank's pieces of what the role's training resumes from, and write them beside later calls -> OkReply
+
+    The reply says that they are copied, and training may go on; when they are on disk, the reply to `Written` does.
+    """
 
     role: str
     directory: str
+
+
+class Written(MessageBody, frozen=True, tag="written"):
+    """What has the role's last SaveCheckpoint written, when it has? -> FilesReply"""
+
+    role: str
 
 
 class Flush(MessageBody, frozen=True, tag="flush"):
@@ -189,7 +199,7 @@ class Flush(MessageBody, frozen=True, tag="flush"):
     """What the worker must have before it starts any of them; the network may have lost one."""
 
 
-NonBlockingRequest = Spec | ModelConfig | Fetch | LoadRows | Reject | Give | ClearDataCache
+NonBlockingRequest = Spec | ModelConfig | Fetch | LoadRows | Reject | Give | ClearDataCache | Written
 BlockingRequest = Initialize | Generate | Inference | TrainStep | Evaluate | Reallocate | SaveWeights | SaveCheckpoint
 Rider = ClearDataCache | Give
 """What may go with the next message to the same worker, whose answer says of both whether they could be done."""
@@ -340,6 +350,8 @@ class FilesReply(MessageBody, frozen=True, tag="files"):
 
     files: dict[str, FileEntry]
     """By path relative to the directory of the request."""
+    failed_because: str = ""
+    """What the file system answered instead; the files are of no use then."""
 
 
 class StaleReply(MessageBody, frozen=True, tag="stale"):

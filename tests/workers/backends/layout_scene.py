@@ -152,7 +152,7 @@ def play_layouts(
 def _train_and_save(engine: AnyEngine, directory: Path) -> dict[str, Any]:
     context = engine.context
     stats = train(engine, range(SAVED_AFTER))
-    engine.save_state(directory / "state")
+    engine.state_shard().write(directory / "state")
     stats += train(engine, range(SAVED_AFTER, NUM_STEPS))
     engine.save_weights(directory / "weights")
     own = share_of(batch(NUM_STEPS), context)

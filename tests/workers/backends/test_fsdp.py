@@ -129,7 +129,7 @@ def test_a_resumed_run_equals_an_unfaulted_one_bit_for_bit(tmp_path: Path) -> No
 
     first = make_engine(directory, seed=11)
     resumed_stats = [first.train_batch(batch, loss_fn=negative_logprobs) for batch in batches[:2]]
-    first.save_state(tmp_path / "state")
+    first.state_shard().write(tmp_path / "state")
     torch.rand(7)  # what another process has drawn before it resumes must not matter
     second = make_engine(directory, seed=999)
     pieces: list[int] = []
@@ -139,8 +139,8 @@ def test_a_resumed_run_equals_an_unfaulted_one_bit_for_bit(tmp_path: Path) -> No
     resumed_stats += [second.train_batch(batch, loss_fn=negative_logprobs) for batch in batches[2:]]
 
     assert resumed_stats == expected
-    whole.save_state(tmp_path / "whole")
-    second.save_state(tmp_path / "second")
+    whole.state_shard().write(tmp_path / "whole")
+    second.state_shard().write(tmp_path / "second")
     expected_state, actual_state = read_weights(tmp_path / "whole"), read_weights(tmp_path / "second")
     assert expected_state.keys() == actual_state.keys()
     assert all(torch.equal(expected_state[name], actual_state[name]) for name in expected_state)
@@ -240,7 +240,7 @@ USES: dict[str, Callable[[FSDPEngine, Path], object]] = {
         [(name, torch.ones_like(tensor)) for name, tensor in engine.export_weights()], eta=0.5
     ),
     "save weights": lambda engine, directory: engine.save_weights(directory / "weights"),
-    "save state": lambda engine, directory: engine.save_state(directory / "state"),
+    "save state": lambda engine, directory: engine.state_shard().write(directory / "state"),
     "evaluate": lambda engine, _: engine.model(input_ids=torch.arange(5)[None], segment_lengths=(5,)).logits.tolist(),
     "bring back": lambda engine, _: engine.onload(),
 }
@@ -265,7 +265,7 @@ def test_an_offloaded_engine_has_no_memory_and_comes_back_unchanged_with_its_nex
     assert results[0] == results[1]
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == sizes
     for number, engine in enumerate(engines):
-        engine.save_state(tmp_path / f"state-{number}")
+        engine.state_shard().write(tmp_path / f"state-{number}")
     states = [read_weights(tmp_path / f"state-{number}") for number in range(2)]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
@@ -274,7 +274,7 @@ def test_an_offloaded_engine_has_no_memory_and_comes_back_unchanged_with_its_nex
 def test_a_state_is_loaded_into_an_offloaded_engine(model_directory: Path, tmp_path: Path) -> None:
     engine = make_engine(model_directory)
     engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
-    engine.save_state(tmp_path / "before")
+    engine.state_shard().write(tmp_path / "before")
     engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
     engine.offload()
     engine.load_state(tmp_path / "before")
@@ -283,7 +283,7 @@ def test_a_state_is_loaded_into_an_offloaded_engine(model_directory: Path, tmp_p
     engine.offload()
     # What was read from a file may be mapped, and what numpy has seen is its own, too: then copies took their places.
     assert sum(tensor.untyped_storage().nbytes() for tensor in [*parameters, *moments(engine)]) == 0
-    engine.save_state(tmp_path / "after")
+    engine.state_shard().write(tmp_path / "after")
     before, after = read_weights(tmp_path / "before"), read_weights(tmp_path / "after")
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -297,7 +297,7 @@ def test_bfloat16_compute_keeps_float32_masters_and_publishes_bfloat16(model_dir
         make_engine(model_directory).train_batch(trainable_sample(), loss_fn=negative_logprobs)["loss"], abs=0.02
     )
     engine.save_weights(tmp_path / "weights")
-    engine.save_state(tmp_path / "state")
+    engine.state_shard().write(tmp_path / "state")
     assert {t.dtype for t in read_weights(tmp_path / "weights").values()} == {torch.bfloat16}
     assert {t.dtype for t in read_weights(tmp_path / "state").values()} == {torch.float32}
 
@@ -338,9 +338,9 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(
 
     engine = make_engine(model_directory)
     engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
-    engine.save_state(tmp_path / "before")
+    engine.state_shard().write(tmp_path / "before")
     stats = engine.train_batch(trainable_sample(seed=1), loss_fn=poisoned)
-    engine.save_state(tmp_path / "after")
+    engine.state_shard().write(tmp_path / "after")
     assert stats["train/skipped_nonfinite"] == 1.0
     assert all(math.isfinite(value) for value in stats.values())
     assert (engine.step, engine.num_nonfinite, engine.is_damaged) == (1, 1, False)
@@ -358,7 +358,7 @@ def test_a_step_that_overflows_the_weights_is_seen(model_directory: Path) -> Non
 
 def test_a_loss_that_says_stop_changes_nothing_and_tells_what_it_saw(model_directory: Path, tmp_path: Path) -> None:
     engine = make_engine(model_directory)
-    engine.save_state(tmp_path / "before")
+    engine.state_shard().write(tmp_path / "before")
     seen: list[dict[str, float]] = []
 
     def may_step(stats: Mapping[str, float]) -> bool:
@@ -366,7 +366,7 @@ def test_a_loss_that_says_stop_changes_nothing_and_tells_what_it_saw(model_direc
         return False
 
     stats = engine.train_batch(trainable_sample(), loss_fn=negative_logprobs, may_step=may_step)
-    engine.save_state(tmp_path / "after")
+    engine.state_shard().write(tmp_path / "after")
     assert stats["train/skipped_early_stop"] == 1.0
     assert seen == [{"loss": stats["loss"], "entropy": stats["entropy"]}]
     before, after = read_weights(tmp_path / "before"), read_weights(tmp_path / "after")
@@ -411,7 +411,7 @@ def test_gradients_are_clipped_to_the_configured_norm(model_directory: Path, tmp
     )
     stats = engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
     assert stats["train/grad_norm"] > 0.5
-    engine.save_state(tmp_path)
+    engine.state_shard().write(tmp_path)
     # With beta1 = 0 the first moment is the clipped gradient itself.
     moments = [t for name, t in read_weights(tmp_path).items() if name.startswith("exp_avg.")]
     assert float(torch.stack([m.square().sum() for m in moments]).sum().sqrt()) == pytest.approx(0.5, rel=1e-4)
@@ -428,7 +428,7 @@ def test_a_model_without_optimizer_refuses_to_train(model_directory: Path) -> No
 
 
 def test_the_state_of_another_model_is_refused(model_directory: Path, tmp_path: Path) -> None:
-    make_engine(model_directory).save_state(tmp_path / "state")
+    make_engine(model_directory).state_shard().write(tmp_path / "state")
     other = make_engine(save_tiny_model(tmp_path / "deeper", num_hidden_layers=3))
     with pytest.raises(ValueError, match="of another model"):
         other.load_state(tmp_path / "state")

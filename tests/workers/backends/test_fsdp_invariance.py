@@ -77,8 +77,8 @@ def train(engine: FSDPEngine, uids: list[str], directory: Path) -> dict[str, Any
     for step in range(NUM_STEPS):
         stats.append(actor.train_step(engine, batch(step).select(uids), version=step))
         if step == 0:
-            engine.save_state(directory / "first")
-    engine.save_state(directory / "last")
+            engine.state_shard().write(directory / "first")
+    engine.state_shard().write(directory / "last")
     engine.save_weights(directory / "weights")
     told = [msgspec.to_builtins(notice) for notice in actor.take_notices()]
     return {"stats": stats, "logprobs": first_logprobs.tolist(), "told": told}
@@ -145,7 +145,7 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
 
     # A forward pass leaves the outermost module whole, and then weights are moved and saved.
     compute_logprobs(resumed, batch(0).select(UIDS_BY_RANK[rank]))
-    resumed.save_state(directory / "after_forward")
+    resumed.state_shard().write(directory / "after_forward")
     lonely.save_weights(directory / "before_blend")
     compute_logprobs(lonely, batch(0).select(UIDS_BY_RANK[rank]))
     seen["bytes"] += offload_and_count(lonely) + offload_and_count(resumed)

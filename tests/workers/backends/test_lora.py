@@ -70,7 +70,7 @@ def two_ranks(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -
     single = make_engine(model_directory, LORA)
     for step in range(2):
         train(single, step)
-    single.save_state(directory / "single")
+    single.state_shard().write(directory / "single")
     play(play_rank, model_directory, directory, world_size=2, directory=directory)
     return Seen(directory, [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in (0, 1)])
 
@@ -81,8 +81,8 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
     for step in range(NUM_STEPS):
         stats.append(train(engine, step, UIDS_BY_RANK[context.rank]))
         if step == 1:
-            engine.save_state(directory / "half")
-    engine.save_state(directory / "last")
+            engine.state_shard().write(directory / "half")
+    engine.state_shard().write(directory / "last")
     engine.save_weights(directory / "weights")
     engine.offload()
     engine.save_weights(directory / "again")
@@ -91,13 +91,13 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
     resumed.load_state(directory / "half")
     for step in range(2, NUM_STEPS):
         train(resumed, step, UIDS_BY_RANK[context.rank])
-    resumed.save_state(directory / "resumed")
+    resumed.state_shard().write(directory / "resumed")
     resumed.load_state(directory / "single")
     resumed.save_weights(directory / "from_single")
 
     low = make_engine(model_directory, LORA, context=context, compute_dtype=torch.bfloat16)
     train(low, 0, UIDS_BY_RANK[context.rank])
-    low.save_state(directory / "low")
+    low.state_shard().write(directory / "low")
     (directory / f"rank-{context.rank}.json").write_text(json.dumps(stats))
 
 
@@ -292,7 +292,7 @@ def test_only_adapters_and_their_moments_are_resumed_from(model_directory: Path,
     train(engine, 0)
     optimizer, _ = engine._require_optimizer()
     assert len([parameter for group in optimizer.param_groups for parameter in group["params"]]) == 8
-    engine.save_state(tmp_path)
+    engine.state_shard().write(tmp_path)
     names = {f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("self_attn.q_proj", "mlp.down_proj")}
     adapters = {f"{name}.lora_{part}.weight" for name in names for part in "AB"}
     kinds = ("parameter", "exp_avg", "exp_avg_sq", "step")
@@ -309,13 +309,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(model_directory: 
     expected = [train(whole, step) for step in range(NUM_STEPS)]
     first = make_engine(model_directory, lora)
     stats = [train(first, step) for step in range(2)]
-    first.save_state(tmp_path / "half")
+    first.state_shard().write(tmp_path / "half")
     second = make_engine(model_directory, lora, seed=999)
     second.load_state(tmp_path / "half")
     stats += [train(second, step) for step in range(2, NUM_STEPS)]
     assert stats == expected
     for name, engine in (("whole", whole), ("second", second)):
-        engine.save_state(tmp_path / name)
+        engine.state_shard().write(tmp_path / name)
     assert_equal(read_weights(tmp_path / "second"), read_weights(tmp_path / "whole"))
 
 
@@ -337,7 +337,7 @@ def test_a_state_is_the_same_for_another_number_of_ranks(
 
 
 def test_adapters_are_not_resumed_beside_another_base(model_directory: Path, tmp_path: Path) -> None:
-    make_engine(model_directory, LORA).save_state(tmp_path / "state")
+    make_engine(model_directory, LORA).state_shard().write(tmp_path / "state")
     other = make_engine(save_tiny_model(tmp_path / "other", seed=5), LORA)
     with pytest.raises(ValueError, match="trained beside other weights than those of .*other"):
         other.load_state(tmp_path / "state")
@@ -388,13 +388,13 @@ def test_a_base_in_low_precision_changes_no_number(
     assert held["model.embed_tokens.weight"] == held["model.norm.weight"] == torch.float32
     assert held["model.layers.0.mlp.up_proj.lora_A.weight"] == torch.float32
     stats = [train(low, step) for step in range(2)]
-    low.save_state(tmp_path / "low")
+    low.state_shard().write(tmp_path / "low")
     low.save_weights(tmp_path / "weights")
 
     monkeypatch.setattr("corral.workers.backends.over_ranks.frozen_products", lambda model: [])
     full = make_engine(model_directory, LORA, compute_dtype=torch.bfloat16)
     assert [train(full, step) for step in range(2)] == stats
-    full.save_state(tmp_path / "full")
+    full.state_shard().write(tmp_path / "full")
     assert_equal(read_weights(tmp_path / "low"), read_weights(tmp_path / "full"))
     base = {name: tensor.bfloat16().float() for name, tensor in read_weights(model_directory).items()}
     expected = merged(base, read_adapter(tmp_path / "weights"), LORA)
@@ -492,7 +492,7 @@ def test_a_score_layer_is_trained_whole_and_travels_with_the_adapter(model_direc
     sample = make_sample(LENGTHS).select_keys(["input_ids", "prompt_mask"])
     for _ in range(3):
         engine.train_batch(sample, loss_fn=value_loss, counted="prompt_mask")
-    engine.save_state(tmp_path / "state")
+    engine.state_shard().write(tmp_path / "state")
     engine.save_weights(tmp_path / "weights")
     score = read_adapter(tmp_path / "weights")["score.weight"]
     assert score.count_nonzero() == score.numel() == 64

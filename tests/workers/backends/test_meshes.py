@@ -49,7 +49,7 @@ def train(model: Path, context: ParallelContext, directory: Path) -> list[dict[s
         micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=64),
     )
     stats = [SFTInterface().train_step(engine, sample_of(context, step), version=step) for step in range(NUM_STEPS)]
-    engine.save_state(directory / "state")
+    engine.state_shard().write(directory / "state")
     engine.save_weights(directory / "weights")
     return stats
 

@@ -153,7 +153,7 @@ def play_rank(world: ParallelContext, model_directory: Path, directory: Path) ->
     engine = make_engine(model_directory, world, **MUON)
     for step in range(NUM_STEPS):
         engine.train_batch(sample_of(step, world), loss_fn=likelihood)
-        engine.save_state(directory / f"state-{step}")
+        engine.state_shard().write(directory / f"state-{step}")
     engine.save_weights(directory / "two-ranks")
 
 

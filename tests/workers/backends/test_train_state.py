@@ -18,9 +18,9 @@ from corral.workers.backends.train_state import (
     TrainStateHeader,
     read_header,
     read_shards,
-    write_header,
-    write_shard,
+    state_shard,
 )
+from corral.workers.checkpoint.durable_file import FileEntry
 from tests.workers.checkpoint.sealing import describe
 
 SHAPES = {"embed.weight": (7, 4), "norm.weight": (3,), "head.weight": (1, 6)}
@@ -72,6 +72,18 @@ def parameters_of(part: Callable[[Tensor], Tensor], seed: int) -> dict[str, nn.P
     return {name: nn.Parameter(part(tensor)) for name, tensor in whole_tensors(seed).items()}
 
 
+def write(
+    directory: Path,
+    parameters: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    *,
+    rank: int,
+    num_ranks: int,
+) -> dict[str, FileEntry]:
+    header = TrainStateHeader(step=5, seed=0, num_ranks=num_ranks)
+    return state_shard(parameters, optimizer, header, rank=rank).write(directory)
+
+
 @pytest.mark.parametrize("after", CUTS, ids=str)
 @pytest.mark.parametrize("before", CUTS, ids=str)
 def test_a_state_is_the_same_however_it_is_cut_before_and_after(before: Cut, after: Cut, tmp_path: Path) -> None:
@@ -81,7 +93,7 @@ def test_a_state_is_the_same_however_it_is_cut_before_and_after(before: Cut, aft
         with rank_of(before, rank) as part:
             parameters = parameters_of(part, seed=0)
             optimizer = trained(parameters, part)
-            files |= write_shard(tmp_path, parameters, optimizer, rank=rank, num_ranks=num_before)
+            files |= write(tmp_path, parameters, optimizer, rank=rank, num_ranks=num_before)
     assert files == describe(tmp_path)
     for rank in range(num_after):
         with rank_of(after, rank) as part:
@@ -113,7 +125,7 @@ def test_ranks_as_many_as_before_open_their_own_file_only(tmp_path: Path) -> Non
     for rank in range(3):
         with rank_of(cut, rank) as part:
             parameters = parameters_of(part, seed=0)
-            write_shard(tmp_path, parameters, trained(parameters, part), rank=rank, num_ranks=3)
+            write(tmp_path, parameters, trained(parameters, part), rank=rank, num_ranks=3)
     for rank in (0, 2):
         (tmp_path / f"train_state-{rank:05d}-of-00003.safetensors").unlink()
     with rank_of(cut, 1) as part:
@@ -127,11 +139,25 @@ def test_ranks_as_many_as_before_open_their_own_file_only(tmp_path: Path) -> Non
 def test_a_missing_piece_is_an_error_that_counts_what_is_missing(tmp_path: Path) -> None:
     with rank_of(((2,), (Shard(0),)), 0) as part:
         parameters = parameters_of(part, seed=0)
-        write_shard(tmp_path, parameters, trained(parameters, part), rank=0, num_ranks=1)
+        write(tmp_path, parameters, trained(parameters, part), rank=0, num_ranks=1)
     with rank_of(WHOLE, 0) as part:
         parameters = parameters_of(part, seed=9)
         with pytest.raises(ValueError, match=r"lacks 12 of the values of parameter\.embed\.weight"):
             read_shards(tmp_path, parameters, torch.optim.AdamW(list(parameters.values())), num_files=1)
+
+
+def test_what_was_copied_is_written_as_it_was_whatever_the_steps_after_it_change(tmp_path: Path) -> None:
+    with rank_of(((2,), (Shard(0),)), 1) as part:
+        parameters = parameters_of(part, seed=0)
+        optimizer = trained(parameters, part)
+        header = TrainStateHeader(step=5, seed=0, num_ranks=2)
+        at_once = state_shard(parameters, optimizer, header, rank=1).write(tmp_path / "at once")
+        shard = state_shard(parameters, optimizer, header, rank=1)
+        copied = shard.copied()
+        for tensor in shard.tensors.values():  # the engine's own, which a step changes in place
+            tensor.data += 1
+    assert copied.write(tmp_path / "later") == at_once
+    assert shard.write(tmp_path / "changed") != at_once  # the step did change what the engine holds
 
 
 def test_what_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
@@ -139,13 +165,13 @@ def test_what_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW([parameter])
     optimizer.state[parameter] = {"step": 3}
     with pytest.raises(ValueError, match="step=3 of w"):
-        write_shard(tmp_path, {"w": parameter}, optimizer, rank=0, num_ranks=1)
+        write(tmp_path, {"w": parameter}, optimizer, rank=0, num_ranks=1)
 
 
 def test_numbers_of_a_role_come_back_exactly(tmp_path: Path) -> None:
     numbers: Numbers = {"mean": 0.1 + 0.2, "moments": [1e-300, float("inf"), -0.0]}
     header = TrainStateHeader(step=3, seed=2**62 + 1, num_ranks=2, extra=numbers)
-    assert write_header(tmp_path, header) == describe(tmp_path)
+    assert state_shard({}, None, header, rank=0).write(tmp_path) == describe(tmp_path)
     assert read_header(tmp_path) == header
     (tmp_path / HEADER).write_text('{"format": 1}')
     with pytest.raises(ValueError, match="has format 1; this version reads 2"):

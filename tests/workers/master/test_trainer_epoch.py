@@ -21,6 +21,8 @@ from corral.experiments.trial.log import TrialLog
 from corral.launcher.trial.history import Finding, JournalView
 from corral.workers.checkpoint.ledger import Ledger, read_delta
 from corral.workers.checkpoint.manifest import verify_manifest
+from corral.workers.lifecycle.presence import Presence
+from corral.workers.master.disk import LogWatch
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.trainer_gang import GangLostError
 from corral.workers.requests.messages import TrainNotice, TrainReply
@@ -180,7 +182,7 @@ def test_weights_are_published_before_the_commit_that_covers_them(
     seen: list[tuple[str, int]] = []
 
     def look(name: str) -> None:
-        if name == "save_state":
+        if name == "copy_state":
             seen.append((gang.published(), len(TrialLog(trial.log_path).read().commits)))
 
     gang = Gang(at_call=look)
@@ -194,7 +196,7 @@ def test_what_is_published_and_lost_before_its_commit_gets_another_version(
     plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
 
     def die(name: str) -> None:
-        if name == "save_state" and lost.published() == "1.3":
+        if name == "copy_state" and lost.published() == "1.3":
             raise KilledError(name)
 
     lost, next_one = Gang(at_call=die), Gang()
@@ -225,8 +227,8 @@ def test_the_digest_of_their_manifest_is_published_with_the_weights(
             else:
                 assert published.digest is None
             seen.append((published.version, published.directory.parent.name, published.digest))
-            if len(seen) == 3:
-                raise KilledError(name)
+        if name == "copy_state" and len(seen) == 3:
+            raise KilledError(name)  # the commit before is settled
 
     gang = Gang(at_call=look)
     with pytest.raises(KilledError):
@@ -249,7 +251,7 @@ def test_deltas_lead_from_what_the_weights_were_trained_from_and_never_from_an_o
     plan = plan.model_copy(update={"workers": workers})
 
     def die(name: str) -> None:
-        if name == "train_step" and len(lost.trained) == 3:
+        if name == "copy_state" and len(lost.trained) == 4:
             raise KilledError
 
     lost, next_one = Gang(at_call=die), Gang()
@@ -261,9 +263,10 @@ def test_deltas_lead_from_what_the_weights_were_trained_from_and_never_from_an_o
     if not writes_deltas:
         assert set(names) == {None}
         return
-    assert names[:3] == [None, "weights/v00000001-e1", "weights/v00000002-e1"]  # the trial's own weights have none
+    of_epoch_1 = [f"weights/v0000000{step}-e1" for step in (1, 2, 3)]
+    assert names[:4] == [None, *of_epoch_1]  # the trial's own weights have none
     commit = next_one.loaded[0].relative_to(trial.path).as_posix()
-    assert names[3:] == [commit, "weights/v00000003-e2", "weights/v00000004-e2"]
+    assert names[4:] == [commit, "weights/v00000003-e2", "weights/v00000004-e2"]
     assert list(trial.weights_path.glob("*/*.delta"))
     kept = [*trial.checkpoints_path.glob("step-*/weights"), *trial.exports_path.iterdir()]
     assert len(kept) == 3 and not [path for folder in kept for path in folder.rglob("*.delta")]
@@ -289,8 +292,8 @@ def test_what_no_directory_has_is_written_as_version_0_by_each_epoch_until_somet
                 now = gang.published_weights()
                 starts.append((now.version, now.directory.relative_to(trial.path).as_posix().partition("-e")[0]))
                 assert now.digest == blake3((now.directory / "manifest.json").read_bytes()).hexdigest()
-            if name == "train_step" and len(gang.trained) == dies_after:
-                raise KilledError(name)
+            if name == "copy_state" and len(gang.trained) == dies_after + 1:
+                raise KilledError(name)  # the commit before is settled
 
         gang.at_call = look
         if dies_after < NUM_STEPS:
@@ -313,6 +316,167 @@ def test_a_master_that_was_replaced_publishes_nothing(tmp_path: Path, monkeypatc
     assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.SUPERSEDED
     assert gang.published() == "0.0"
     assert not list(trial.weights_path.glob("*/manifest.json"))
+
+
+# --- commits beside the steps that follow them -----------------------------------------------------------------------
+
+
+class SlowDisk:
+    """Ranks whose writes end when they are told to."""
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+        self.num_writing = 0
+        self.most_writing = 0
+
+    async def __call__(self) -> None:
+        self.num_writing += 1
+        self.most_writing = max(self.most_writing, self.num_writing)
+        async with asyncio.timeout(60):
+            await self.may_end.wait()
+        self.num_writing -= 1
+
+
+def test_steps_are_trained_while_a_commit_is_written_and_it_covers_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path, "control.commit_every_steps=2")
+    disk = SlowDisk()
+    seen: list[tuple[int, int]] = []
+
+    def look(name: str) -> None:
+        if name == "train_step" and disk.num_writing:
+            seen.append((len(gang.trained), len(TrialLog(trial.log_path).read().commits)))
+        if name == "train_step" and len(gang.trained) == 3:  # the fourth step begins
+            disk.may_end.set()
+
+    gang = Gang(at_call=look, until_written=disk)
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    assert (2, 0) in seen and (3, 0) in seen  # the third step, and the fourth, before the commit of the second
+    commits = [logged.commit for logged in TrialLog(trial.log_path).read().lineage()]
+    assert [(commit.step, commit.trained) for commit in commits] == [(2, 16), (4, 16), (5, 8)]
+    assert disk.most_writing == 1
+    steps = {line["step"]: line["time/save_s"] > 0.0 for line in lines_of(trial.metrics_path)}
+    assert not steps[1] and not steps[2] and not steps[3] and steps[5]
+
+
+def test_the_next_commit_waits_for_the_one_before_and_says_for_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    disk = SlowDisk()
+    waits: list[tuple[str, tuple[str, ...], int]] = []
+    enter = Presence.enter
+
+    def note(presence: Presence, phase: str, **said: Any) -> None:
+        enter(presence, phase, **said)
+        if phase == "commit":
+            waits.append((phase, tuple(said["waits_for"]), len(gang.trained)))
+            disk.may_end.set()
+
+    monkeypatch.setattr(Presence, "enter", note)
+    gang = Gang(until_written=disk)
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    assert waits[0] == ("commit", ("model_worker/0",), 2)
+    assert disk.most_writing == 1
+
+
+def test_a_stop_waits_for_what_is_being_written_and_for_its_own_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path, "control.commit_every_steps=2")
+    request = StopRequest(requested_at=0.0, by="me@here", now=False, grace_s=60.0)
+    disk = SlowDisk()
+
+    def look(name: str) -> None:
+        if name == "train_step" and len(gang.trained) == 2:
+            trial.write_stop_request(request)
+
+    async def until_written() -> None:
+        if trial.read_stop_request() is not None:
+            disk.may_end.set()
+        await disk()
+
+    monkeypatch.setattr(LogWatch, "check", lambda watch: watch._look())
+    gang = Gang(at_call=look, until_written=until_written)
+    enter = Presence.enter
+
+    def note(presence: Presence, phase: str, **said: Any) -> None:
+        enter(presence, phase, **said)
+        if phase == "commit":
+            disk.may_end.set()
+
+    monkeypatch.setattr(Presence, "enter", note)
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    state = TrialLog(trial.log_path).read()
+    assert state.is_stopped and [logged.commit.step for logged in state.lineage()] == [2, 3]
+    assert ledger_of(trial).trained_count == 24
+
+
+def test_a_kill_while_a_commit_is_written_leaves_the_one_before_and_what_is_half_written_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    half: list[str] = []
+
+    async def until_written() -> None:
+        if len(lost.trained) == 3:
+            await asyncio.Event().wait()
+
+    def die(name: str) -> None:
+        if name == "train_step" and len(lost.trained) == 3:
+            half.extend(path.name for path in trial.checkpoints_path.iterdir() if "step-00000003" in path.name)
+            raise KilledError(name)
+
+    lost, next_one = Gang(at_call=die, until_written=until_written), Gang()
+    with pytest.raises(KilledError):
+        run_master(plan, trial, lost, monkeypatch)
+    assert len(half) == 1 and (trial.checkpoints_path / half[0]).exists()
+    assert [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage()] == [1, 2]
+    assert run_master(plan, trial, next_one, monkeypatch) == WorkerExit.DONE
+    assert next_one.trained[0] == lost.trained[2]
+    assert ledger_of(trial).trained == {
+        uid: step for step, uids in enumerate(lost.trained[:2] + next_one.trained, 1) for uid in uids
+    }
+    assert not (trial.checkpoints_path / half[0]).exists()
+
+
+def test_a_disk_that_is_full_for_a_while_costs_a_commit_and_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    fulls = iter([False, True, True])
+    gang = Gang(until_written=lambda: refuse(is_full=next(fulls, False)))
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    state = TrialLog(trial.log_path).read()
+    assert state.epoch == 1 and len(gang.trained) == NUM_STEPS
+    commits = [logged.commit for logged in state.lineage()]
+    assert [(commit.step, commit.trained) for commit in commits] == [(1, 8), (4, 24), (5, 8)]
+    notices = [event for event in read_journal(trial.journal_path) if event["event"] == "train_notice"]
+    assert [(event["is_alarm"], event["text"]) for event in notices] == [
+        (True, "step 2 could not be committed"),
+        (True, "step 3 could not be committed"),
+        (False, "step 4 could be committed"),
+    ]
+    assert notices[0]["causes"] == ["model_worker/0: [Errno 28] No space left on device"]
+    assert notices[1]["details"] == "the last commit is that of step 1"
+    assert {path.name[:13] for path in trial.checkpoints_path.iterdir()} == {"step-00000004", "step-00000005"}
+
+
+def test_a_disk_that_stays_full_ends_the_trial_at_its_last_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1", "supervision.max_restarts=0")
+    fulls = iter([False])
+    gang = Gang(until_written=lambda: refuse(is_full=next(fulls, True)))
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.CANNOT_CONTINUE
+    assert [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage()] == [1]
+    assert "as 3 in a row could not: model_worker/0: [Errno 28] No space left on device" in caplog.text
+
+
+async def refuse(*, is_full: bool) -> None:
+    if is_full:
+        raise OSError(28, "No space left on device")
 
 
 # --- lines of metrics and samples -----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ trial_of(folder) --run_master(trial, gang)--> exit code     gang: what the model
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
 from corral.workers.master import master_worker
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.sequence_buffer import BufferedSample
+from corral.workers.master.trainer_gang import WrittenFiles
 from corral.workers.requests.messages import (
     Evaluate,
     ModelConfigReply,
@@ -78,6 +79,10 @@ class Gang:
     num_rows: int = NUM_TRAINING_ROWS
     models: dict[str, ModelConfigReply] = field(default_factory=lambda: {"actor/0": SHAPE})
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    until_written: Callable[[], Awaitable[None]] = lambda: _at_once()
+    """What the ranks' disks take their time for."""
+    _states: dict[str, Path] = field(default_factory=dict)
+    """The file that each role's copy is written to."""
 
     def __call__(self, context: WorkerContext, spec: object, *, epoch: int) -> Self:
         self.context = context
@@ -156,9 +161,25 @@ class Gang:
         names = ["model.safetensors"] if base is None else ["model.safetensors", f"model.safetensors{DELTA_SUFFIX}"]
         return {name: await asyncio.to_thread(write_durable, directory / name, [b"weights"]) for name in names}
 
-    async def save_state(self, role: str, directory: Path) -> dict[str, FileEntry]:
-        self.at_call("save_state")
-        return {"train_state.json": await asyncio.to_thread(write_durable, directory / "train_state.json", [b"{}"])}
+    async def copy_state(self, role: str, directory: Path) -> None:
+        self.at_call("copy_state")
+        self._states[role] = directory / "train_state.json"
+
+    async def written_state(self, role: str) -> WrittenFiles:
+        self.at_call("written_state")
+        path = self._states[role]
+        try:
+            await self.until_written()
+            entry = await asyncio.to_thread(write_durable, path, [b"{}"])
+        except OSError as error:
+            return WrittenFiles(files={}, problems={"model_worker/0": str(error)})
+        return WrittenFiles(files={path.name: entry}, problems={})
+
+    def still_writing(self) -> list[str]:
+        return list(self.workers)
+
+
+async def _at_once() -> None: ...
 
 
 def trial_of(folder: Path, *overrides: str) -> tuple[RunPlan, TrialDirectory]:

@@ -1,5 +1,7 @@
 """Which requests a model worker answers, and what it makes of those that it does not know."""
 
+import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from corral.scheduling.redistribution import Parcel
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.model.model_worker import ModelWorker
-from corral.workers.requests.handler import Envelope
+from corral.workers.requests.handler import Envelope, Later
 from corral.workers.requests.messages import (
     BlockingRequest,
     ClearDataCache,
@@ -43,6 +45,7 @@ from corral.workers.requests.messages import (
     StatsReply,
     TrainReply,
     TrainStep,
+    Written,
 )
 from corral.workers.streams.calls import RequestId
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS
@@ -152,11 +155,11 @@ def test_a_new_epoch_forgets_the_last_one_then_loads_and_only_then_asks_for_samp
     replies, part = Replies(), Part()
     with context_of(*trial_of(tmp_path), "model_worker") as context:
         worker = ModelWorker(context)
-        worker._samples = worker._models = worker._plane = cast(Any, part)
+        worker._saves = worker._samples = worker._models = worker._plane = cast(Any, part)
         request = Initialize(weights={"actor": "w"}, states={}, step=3)
         worker._serve(cast(Any, replies), blocking(request))
         assert replies.payloads == [OkReply()]
-        assert part.asked == ["forget", "meet for epoch 1", "load w", f"session 1-{context.incarnation}"]
+        assert part.asked == ["forget", "forget", "meet for epoch 1", "load w", f"session 1-{context.incarnation}"]
         assert context.presence.snapshot().version == "3"
 
 
@@ -181,7 +184,6 @@ ANSWERS: dict[str, Any] = {
     "load_rows": SAMPLES,
     "generate": SAMPLES,
     "save_weights": FILES,
-    "save_state": FILES,
 }
 PARCEL = Parcel(tag=0, source=0, destinations=(1,), uids=("0:a",), keys=("input_ids",))
 GENERATE = Generate(mfc="actor_gen", uids=["0:a"], orders=[4], version="1.2")
@@ -223,7 +225,6 @@ def test_what_is_answered_at_once_is_done_by_its_part(
         (INFERENCE, ("inference", INFERENCE), OkReply()),
         (REALLOCATE, ("reallocate", REALLOCATE), OkReply()),
         (SaveWeights(role="ref", directory="/w"), ("save_weights", "ref", Path("/w")), FilesReply(files=FILES)),
-        (SaveCheckpoint(role="ref", directory="/w"), ("save_state", "ref", Path("/w")), FilesReply(files=FILES)),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -234,6 +235,47 @@ def test_what_waits_for_its_turn_is_done_by_the_models(
     with recording_worker(tmp_path) as (worker, parts):
         worker._serve(cast(Any, replies), blocking(request_))
         assert (parts.asked, replies.payloads, replies.errors) == ([asked], [answer], [])
+
+
+class Shard:
+    """Stands for a role's state: it is on disk as soon as `is_there` is set."""
+
+    def __init__(self, is_there: threading.Event) -> None:
+        self._is_there = is_there
+        self.asked: list[str] = []
+
+    def state_shard(self, role: str) -> "Shard":
+        self.asked.append(role)
+        return self
+
+    def copied(self) -> "Shard":
+        self.asked.append("copied")
+        return self
+
+    def write(self, directory: Path, *, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
+        assert self._is_there.wait(60)
+        self.asked.append(str(directory))
+        return FILES
+
+
+def test_what_is_copied_for_a_commit_is_written_while_other_requests_run(tmp_path: Path) -> None:
+    replies, is_there, told = Replies(), threading.Event(), threading.Event()
+    shard = Shard(is_there)
+    with context_of(*trial_of(tmp_path), "model_worker") as context:
+        worker = ModelWorker(context)
+        worker._models = cast(Any, shard)
+        with worker._saves as saves:
+            saves.announce_to(told.set)
+            worker._serve(cast(Any, replies), blocking(SaveCheckpoint(role="ref", directory="/w")))
+            worker._models = cast(Any, Statistics())
+            worker._serve(cast(Any, replies), blocking(TrainStep(mfc="train", uids=[], version=1, reports=False)))
+            assert replies.payloads == [OkReply(), OkReply()]
+            assert worker._answer_now(Written(role="ref")) == Later(math.inf, OkReply())
+            assert shard.asked == ["ref", "copied"]
+            is_there.set()
+            assert told.wait(60)
+            assert worker._answer_now(Written(role="ref")) == FilesReply(files=FILES)
+            assert shard.asked == ["ref", "copied", "/w"]
 
 
 def test_inputs_are_taken_before_a_call_and_its_model_is_moved_away_after_it(tmp_path: Path) -> None:

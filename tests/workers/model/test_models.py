@@ -137,7 +137,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(folder: P
         (folder / name).mkdir()
     train(through, 0)
     through.save_weights("actor", folder / "first", on_progress=no_progress)
-    through.save_state("actor", folder / "state", on_progress=no_progress)
+    through.state_shard("actor").write(folder / "state")
     train(through, 1)
     through.save_weights("actor", folder / "second", on_progress=no_progress)
 
@@ -212,7 +212,7 @@ def test_adapters_go_on_beside_the_base_and_not_beside_the_merged_weights_of_a_c
     for version in (0, 1):
         train(first, version)
     first.save_weights("actor", folder / "weights", on_progress=no_progress)
-    first.save_state("actor", folder / "state", on_progress=no_progress)
+    first.state_shard("actor").write(folder / "state")
     shutil.rmtree(folder / "adapted")  # what training started from is needed once
     second = started(lora, folder / "weights", folder / "state")
     for models, name in ((first, "first"), (second, "second")):
@@ -247,7 +247,7 @@ def test_every_trained_role_goes_on_from_its_own_weights_and_numbers(folder: Pat
         first.train_step(TrainStep(mfc=f"{role}_train", uids=UIDS, version=0))
     for role in ("actor", "critic"):
         first.save_weights(role, folder / "weights" / role, on_progress=no_progress)
-        first.save_state(role, folder / "state" / role, on_progress=no_progress)
+        first.state_shard(role).write(folder / "state" / role)
     second = started(folder / "weights", folder / "state")
     assert [second._models[ModelName(role)].engine.step for role in ("actor", "critic")] == [1, 2]
     assert steps_of(second) == [1.0, 2.0]

@@ -29,14 +29,13 @@ from corral.workers.backends.megatron.groups import process_groups
 from corral.workers.backends.megatron.model import make_model
 from corral.workers.backends.megatron.optimizer import make_optimizer, with_gradients
 from corral.workers.backends.megatron.pipeline import Pipeline
-from corral.workers.backends.megatron.state import read_shares, write_shares
+from corral.workers.backends.megatron.state import read_shares, state_shard
 from corral.workers.backends.megatron.weights import StageWeights
 from corral.workers.backends.megatron.without_gpu import stand_in_for_gpu
 from corral.workers.backends.mesh_engine import Loss, MeshEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.token_scores import TokenScores
-from corral.workers.checkpoint.durable_file import FileEntry
 
 logger = logging.getLogger(__name__)
 
@@ -158,17 +157,9 @@ class MegatronEngine(MeshEngine):
     def _stored_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.export_weights()
 
-    def _write_share(self, directory: Path, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
+    def _state_shard(self, header: train_state.TrainStateHeader) -> train_state.StateShard:
         optimizer, _ = self._require_optimizer()
-        return write_shares(
-            directory,
-            self._weights.parameters,
-            optimizer,
-            self._bridge,
-            rank=self.context.place,
-            num_ranks=self.context.world_size,
-            on_progress=on_progress,
-        )
+        return state_shard(self._weights.parameters, optimizer, self._bridge, header, rank=self.context.place)
 
     def _read_share(
         self, directory: Path, header: train_state.TrainStateHeader, on_progress: Callable[[], None]

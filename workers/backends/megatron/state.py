@@ -20,9 +20,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from corral.workers.backends.megatron.bridge import Bridge, is_cut
-from corral.workers.backends.tensor_file import write_tensors
-from corral.workers.backends.train_state import shard_name
-from corral.workers.checkpoint.durable_file import FileEntry, no_progress
+from corral.workers.backends.train_state import StateShard, TrainStateHeader, shard_name
+from corral.workers.checkpoint.durable_file import no_progress
 
 _PIECES: Final = "pieces"
 _STEP: Final = "step"
@@ -70,17 +69,15 @@ def _without_step(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in moments.items() if name != _STEP}
 
 
-def write_shares(
-    directory: Path,
+def state_shard(
     parameters: Mapping[str, nn.Parameter],
     optimizer: Any,
     bridge: Bridge,
+    header: TrainStateHeader,
     *,
     rank: int,
-    num_ranks: int,
-    on_progress: Callable[[], None] = no_progress,
-) -> dict[str, FileEntry]:
-    """Write this rank's file; no rank waits for another one."""
+) -> StateShard:
+    """This rank's shares of every parameter and its moments."""
     tensors: dict[str, Tensor] = {}
     pieces: dict[str, dict[str, Any]] = {}
     for name, share in shares(parameters, optimizer):
@@ -94,9 +91,12 @@ def write_shares(
         for kind, tensor in share.tensors.items():
             tensors[f"{kind}.{name}"] = tensor
             pieces[f"{kind}.{name}"] = asdict(piece)
-    name = shard_name(rank, num_ranks)
-    entry = write_tensors(directory / name, tensors, metadata={_PIECES: json.dumps(pieces)}, on_progress=on_progress)
-    return {name: entry}
+    return StateShard(
+        file=shard_name(rank, header.num_ranks),
+        tensors=tensors,
+        metadata={_PIECES: json.dumps(pieces)},
+        header=header if rank == 0 else None,
+    )
 
 
 @torch.no_grad()
