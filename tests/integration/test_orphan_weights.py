@@ -46,9 +46,9 @@ def test_versions_that_no_commit_covers_are_never_trained_on(start_trial: Callab
     trial.wait_for_end()
 
     history = History.of(trial)
-    assert (
-        history.tag(epoch=2, step=step) == f"2.{step}" and history.entries[history.continued_by(2)]["step"] == step - 1
-    )
+    assert history.tag(epoch=2, step=step) == f"2.{step}"
+    # The rank was perhaps still writing for the commit before.
+    assert step - 2 <= history.entries[history.continued_by(2)]["step"] < step
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
     check_no_token_was_too_old(trial, eta=1)
@@ -61,7 +61,7 @@ def test_versions_that_no_commit_covers_are_never_trained_on(start_trial: Callab
 
 
 def freeze_between_publication_and_commit(trial: Trial, model_worker: int) -> int:
-    """Stops a rank that has written weights and is about to write its training state; the step that is not committed.
+    """Stops a rank that has written weights and not yet its training state; the step that is not committed.
 
     The rank may have been quicker: then it goes on, and the next step is tried.
     """
