@@ -1,12 +1,14 @@
-"""What a commit costs the master: a training state of 1 GB, written by a rank in a process of its own.
+"""What a commit costs, and how long training stands still for it: a state of 1 GB, held by a rank in its own process.
 
     python benchmarks/commit.py [--mb 1024] [--commits 3]
 
-The rank writes weights (two bytes per parameter) and training state (twelve), as a model worker does, and replies with
-the size and the digest of each file. The master is the real one: `DurableState` with its trial directory, trial log,
+The rank writes weights (two bytes per parameter), copies its training state (twelve) and writes the copy beside its
+next step, as a model worker does. The master is the real one: `DurableState` with its trial directory, trial log,
 ledger and disk thread; only the messages go through a pipe.
 
-Prints, per commit, seconds of wall clock, of the rank's and of the master's CPU, and the bytes that each has read of
+Prints how long training stands still until all is copied, beside the writing that follows, and beside what a rank
+stands still that writes its state first, as all did before; and how long a step takes alone and beside the writing.
+Then, per commit, seconds of wall clock, of the rank's and of the master's CPU, and the bytes that each has read of
 the files. Beside them, in the same run and for the same files, what it took when the master sealed a directory by
 reading it: fsync and digest of every file in four threads, of the weights once more in the commit.
 """
@@ -15,13 +17,16 @@ import argparse
 import asyncio
 import multiprocessing
 import os
+import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -45,6 +50,7 @@ from corral.workers.master.disk import Disk  # noqa: E402
 from corral.workers.master.durable_state import DurableState  # noqa: E402
 from corral.workers.master.epoch_parts import EpochParts  # noqa: E402
 from corral.workers.master.sequence_buffer import SequenceBuffer  # noqa: E402
+from corral.workers.master.trainer_gang import WrittenFiles  # noqa: E402
 
 MB = 2**20
 ROLE = "actor"
@@ -80,8 +86,9 @@ def run_rank(pipe: Connection, num_parameters: int) -> None:
     """A model worker's side of SaveWeights and SaveCheckpoint, over parameters that nothing has trained."""
     import torch
 
-    from corral.workers.backends.train_state import TrainStateHeader, write_header, write_shard
+    from corral.workers.backends.train_state import TrainStateHeader, state_shard
     from corral.workers.backends.weight_files import write_weights
+    from corral.workers.model.saves_behind import SavesBehind
 
     torch.set_num_threads(1)
     parameters = {
@@ -93,16 +100,43 @@ def run_rank(pipe: Connection, num_parameters: int) -> None:
         moments = {"exp_avg": torch.randn_like(parameter), "exp_avg_sq": torch.randn_like(parameter)}
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
     pipe.send("ready")
-    while (request := pipe.recv()) is not None:
-        kind, directory = request
-        before = cost_so_far()
-        if kind == "weights":
-            weights = ((name, parameter.detach().bfloat16()) for name, parameter in parameters.items())
-            files = write_weights(directory, weights, rank=0, num_ranks=1)
-        else:
-            files = write_shard(directory, parameters, optimizer, rank=0, num_ranks=1)
-            files |= write_header(directory, TrainStateHeader(step=1, seed=0, num_ranks=1))
-        pipe.send((files, cost_so_far() - before))
+    header = TrainStateHeader(step=1, seed=0, num_ranks=1)
+    is_written = threading.Event()
+    with SavesBehind() as saves:
+        saves.announce_to(is_written.set)
+        while (request := pipe.recv()) is not None:
+            kind, directory = request
+            before, files = cost_so_far(), {}
+            if kind == "step":
+                train_step(list(parameters.values()), optimizer)
+            elif kind == "weights":
+                weights = ((name, parameter.detach().bfloat16()) for name, parameter in parameters.items())
+                files = write_weights(directory, weights, rank=0, num_ranks=1)
+            elif kind == "written first":
+                files = state_shard(parameters, optimizer, header, rank=0).write(directory)
+            elif kind == "copy":
+                is_written.clear()
+                copy = state_shard(parameters, optimizer, header, rank=0).copied()
+                saves.begin(ROLE, partial(copy.write, directory))
+                del copy
+            else:
+                is_written.wait()
+                reply = saves.written(ROLE)
+                assert reply is not None and not reply.failed_because, reply
+                files = reply.files
+            pipe.send((files, cost_so_far() - before))
+
+
+def train_step(parameters: list[Any], optimizer: Any) -> None:
+    """A forward and backward pass of one row through all layers, and an update of every parameter."""
+    import torch
+
+    hidden = torch.randn(8, PARAMETER_ROWS)
+    for parameter in parameters:
+        hidden = torch.tanh(hidden @ parameter)
+    hidden.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 class Rank:
@@ -112,19 +146,26 @@ class Rank:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self.cpu_s, self.read_bytes = 0.0, 0
+        self.last_cost = Cost(0.0, 0.0, 0)
 
     async def save_weights(self, role: str, directory: Path, *, base: Path | None = None) -> dict[str, FileEntry]:
         return await asyncio.to_thread(self._ask, "weights", directory)
 
-    async def save_state(self, role: str, directory: Path) -> dict[str, FileEntry]:
-        return await asyncio.to_thread(self._ask, "state", directory)
+    async def copy_state(self, role: str, directory: Path) -> None:
+        await asyncio.to_thread(self._ask, "copy", directory)
 
-    def _ask(self, kind: str, directory: Path) -> dict[str, FileEntry]:
+    async def written_state(self, role: str) -> WrittenFiles:
+        return WrittenFiles(files=await asyncio.to_thread(self._ask, "written", None), problems={})
+
+    def cost_of(self, kind: str, directory: Path | None = None) -> Cost:
+        """Of something that the master has no part in."""
         self._pipe.send((kind, directory))
-        files, cost = self._pipe.recv()
-        self.cpu_s += cost.cpu_s
-        self.read_bytes += cost.read_bytes
+        _, cost = self._pipe.recv()
+        return cast(Cost, cost)
+
+    def _ask(self, kind: str, directory: Path | None) -> dict[str, FileEntry]:
+        self._pipe.send((kind, directory))
+        files, self.last_cost = self._pipe.recv()
         return cast(dict[str, FileEntry], files)
 
 
@@ -161,6 +202,7 @@ def make_parts(trial: TrialDirectory, rank: Rank) -> EpochParts:
         spec=spec,
         graph=cast(Any, None),  # nothing runs on it here
         trial=trial,
+        attempt=0,
         presence=cast(Any, Phases()),
         journal=Journal(trial.journal_path),
         gang=cast(Any, rank),
@@ -171,27 +213,72 @@ def make_parts(trial: TrialDirectory, rank: Rank) -> EpochParts:
         buffer=SequenceBuffer(is_consumed=ledger.consumed),
         source=cast(Any, None),
         held_out_rows=(),
-        publish=lambda version, weights: None,
+        publish=lambda published: None,
         weights_in_use=frozenset,
         step_timeout_s=600.0,
     )
 
 
-async def run_master(trial: TrialDirectory, rank: Rank, num_commits: int) -> list[tuple[Cost, Cost]]:
-    """Cost of writing and sealing weights, and of the commit, per step."""
+@dataclass
+class CommitCosts:
+    """One step's, of the master's process."""
+
+    weights: Cost
+    """Until the published weights are sealed."""
+    still: Cost
+    """Until all is copied and the next step may begin."""
+    behind: Cost
+    """From then until the entry of the trial log, without the step that runs meanwhile."""
+    step_s: float
+    """A step alone."""
+    step_beside_s: float
+    """A step while its state of before is written."""
+    written_first: Cost
+    """Of a rank that writes its state before it goes on, and stands still meanwhile."""
+    weights_written: Cost
+    """Of the rank."""
+
+    @property
+    def commit(self) -> Cost:
+        return Cost(*(a + b for a, b in zip(astuple(self.still), astuple(self.behind), strict=True)))
+
+
+async def run_master(trial: TrialDirectory, rank: Rank, num_commits: int) -> list[CommitCosts]:
     parts = make_parts(trial, rank)
-    costs: list[tuple[Cost, Cost]] = []
+    costs: list[CommitCosts] = []
+    rank.cost_of("step")  # it makes what later steps reuse
     async with Disk() as disk:
         durable = DurableState(parts, disk)
         await durable.open_lines()
         for step in range(1, num_commits + 1):
             parts.ledger.train(step, [f"0:{step}-{number}" for number in range(BATCH)])
             version = PolicyVersion(parts.writer.epoch, step)
+            scratch = trial.path / f"written-first-{step}"
+            written_first = rank.cost_of("written first", scratch)
+            shutil.rmtree(scratch)
+            step_s = rank.cost_of("step").wall_s
             start = cost_so_far()
             await durable.write_weights(version)
-            sealed = cost_so_far()
-            await durable.commit(step, version)
-            costs.append((sealed - start, cost_so_far() - sealed))
+            sealed, weights_written = cost_so_far(), rank.last_cost
+            moment = await durable.begin_commit(step, version)
+            copied = cost_so_far()
+            step_beside_s = rank.cost_of("step").wall_s
+            trained = cost_so_far()
+            problems = await durable.finish_commit(moment)
+            assert not problems, problems
+            behind = cost_so_far() - trained
+            behind.wall_s += step_beside_s
+            costs.append(
+                CommitCosts(
+                    weights=sealed - start,
+                    still=copied - sealed,
+                    behind=behind,
+                    step_s=step_s,
+                    step_beside_s=step_beside_s,
+                    written_first=written_first,
+                    weights_written=weights_written,
+                )
+            )
     return costs
 
 
@@ -237,22 +324,29 @@ def main() -> None:
         old_weights, old_commit = seal_by_reading(checkpoint / "weights"), seal_by_reading(checkpoint)
     ours.send(None)
     process.join()
-    report(costs, rank, options.commits, size, old_weights, old_commit)
+    report(costs, options.commits, size, old_weights, old_commit)
 
 
-def report(
-    costs: list[tuple[Cost, Cost]], rank: Rank, num_commits: int, size: int, old_weights: Cost, old_commit: Cost
-) -> None:
-    def median(value: Callable[[Cost], float]) -> float:
-        return statistics.median(value(weights) + value(commit) for weights, commit in costs)
+def report(costs: list[CommitCosts], num_commits: int, size: int, old_weights: Cost, old_commit: Cost) -> None:
+    def median(value: Callable[[CommitCosts], float]) -> float:
+        return statistics.median(map(value, costs))
 
-    old_cpu_s, old_read = old_weights.cpu_s + old_commit.cpu_s, old_weights.read_bytes + old_commit.read_bytes
-    cpu_s, read = median(lambda cost: cost.cpu_s), median(lambda cost: cost.read_bytes)
+    still_s, first_s = median(lambda cost: cost.still.wall_s), median(lambda cost: cost.written_first.wall_s)
     print(f"a checkpoint of {size / MB:.0f} MB, median of {num_commits} commits, weights published before\n")
+    print(f"training stands still, until all is copied    {still_s:>8.2f} s  {still_s / first_s:.3f} of the next line")
+    print(f"training stands still, where it is written    {first_s:>8.2f} s  by the rank alone, as before")
+    print(f"writing beside training, until the entry      {median(lambda cost: cost.behind.wall_s):>8.2f} s")
+    print(f"a step alone                                  {median(lambda cost: cost.step_s):>8.2f} s")
+    print(f"a step beside the writing                     {median(lambda cost: cost.step_beside_s):>8.2f} s\n")
+    old_cpu_s, old_read = old_weights.cpu_s + old_commit.cpu_s, old_weights.read_bytes + old_commit.read_bytes
+    cpu_s = median(lambda cost: cost.weights.cpu_s + cost.commit.cpu_s)
+    rank_cpu_s = median(lambda cost: cost.weights_written.cpu_s + cost.written_first.cpu_s)
+    rank_read = median(lambda cost: cost.weights_written.read_bytes + cost.written_first.read_bytes)
+    read = median(lambda cost: cost.weights.read_bytes + cost.commit.read_bytes)
     rows: list[tuple[str, float | None, float | None, float | None]] = [
-        ("master, all of it", median(lambda cost: cost.wall_s), cpu_s, read),
-        ("  until the weights are published", statistics.median(weights.wall_s for weights, _ in costs), None, None),
-        ("rank: write, hash, fsync", None, rank.cpu_s / num_commits, rank.read_bytes / num_commits),
+        ("master, all of it", median(lambda cost: cost.weights.wall_s + cost.commit.wall_s), cpu_s, read),
+        ("  until the weights are published", median(lambda cost: cost.weights.wall_s), None, None),
+        ("rank: write, hash, fsync", None, rank_cpu_s, rank_read),
         ("master, had it read to seal", old_weights.wall_s + old_commit.wall_s, old_cpu_s, old_read),
     ]
     print(f"{'':<34}{'WALL S':>8}{'CPU S':>8}{'MB READ':>9}")
