@@ -356,6 +356,7 @@ class Experiment(FrozenConfig):
                 head=self.heads.get(role, "lm"),
                 optimizer=model.optimizer if isinstance(model, TrainedModelConfig) else None,
                 lora=model.lora if isinstance(model, TrainedModelConfig) else None,
+                recompute=model.recompute if isinstance(model, TrainedModelConfig) else "none",
                 num_parameters=count_parameters(model, head=self.heads.get(role, "lm")),
             )
             for role, model in self.models.items()

@@ -84,7 +84,7 @@ class PPOExperiment(PolicyExperiment):
             return specs
         # It takes over what the policy and its adapters amount to, and trains nothing.
         counts = count_parameters(specs[0].model, head=specs[0].head)
-        untrained = {"replica_id": 1, "optimizer": None, "lora": None, "num_parameters": counts}
+        untrained = {"replica_id": 1, "optimizer": None, "lora": None, "recompute": "none", "num_parameters": counts}
         return [*specs, specs[0].model_copy(update=untrained)]
 
     def initial_setup(self) -> ExperimentConfig:

@@ -9,7 +9,7 @@ from corral.experiments.config.algorithm import CriticConfig, DPOConfig, PPOConf
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
-from corral.experiments.config.model import LoraConfig, ModelConfig, OptimizerConfig
+from corral.experiments.config.model import LoraConfig, ModelConfig, OptimizerConfig, Recompute
 from corral.experiments.config.rollout import (
     EXACT_MATCH,
     EngineConfig,
@@ -70,6 +70,8 @@ class ModelRoleSpec(FrozenConfig):
     """None for a model that is only read."""
     lora: LoraConfig | None = None
     """Adapters, where they are trained in place of the weights."""
+    recompute: Recompute = "none"
+    """What its layers compute again in the backward pass."""
     num_parameters: ParameterCounts | None = None
     """As the files of the model say; None where they do not."""
     ppo: PPOConfig | None = None

@@ -1,7 +1,7 @@
 """What is trained: where a model's weights come from, how they are held, how they are updated."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -9,6 +9,9 @@ from corral.experiments.config.algorithm import CriticConfig, named_or_imported
 from corral.experiments.config.base import FrozenConfig
 
 _NOT_ADAPTED = ("lm_head", "embed_tokens", "score")
+
+Recompute: TypeAlias = Literal["none", "selective", "full"]
+"""What of a layer is computed again in the backward pass, in place of being kept."""
 
 
 class MuonConfig(FrozenConfig):
@@ -127,6 +130,10 @@ class TrainedModelConfig(ModelConfig):
     """How its weights are updated."""
     lora: LoraConfig | None = None
     """Trains adapters beside the weights, which stay as they are; None trains the weights."""
+    recompute: Recompute = "none"
+    """What its layers compute again in the backward pass of a train step, so that less memory is taken until then:
+    `selective` keeps the results of matrix products and attention, and computes again what is cheap; `full` keeps the
+    input of each layer only, and computes each twice, for a third more work. The numbers are the same."""
 
     @property
     def starts_as_stored(self) -> bool:

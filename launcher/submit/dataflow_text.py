@@ -42,9 +42,16 @@ def _models(step: StepPlan, roles: Mapping[ModelName, ModelRoleSpec]) -> Iterato
     yield "MODEL", "TRAINED BY", "DTYPE", "PARAMETERS", "SHARDS ON MODEL WORKERS", "WEIGHTS"
     for name, mesh in step.meshes.items():
         role = roles[name]
-        optimizer = f"{role.optimizer.type}, lr {role.optimizer.lr:g}" if role.optimizer else "-"
         shards, path = describe_shards(name, mesh), display_path(role.model.path)
-        yield str(name), optimizer, role.model.dtype, _parameters(role), shards, path
+        yield str(name), _trained_by(role), role.model.dtype, _parameters(role), shards, path
+
+
+def _trained_by(role: ModelRoleSpec) -> str:
+    """'adamw, lr 2e-05, recompute full'."""
+    if role.optimizer is None:
+        return "-"
+    by = f"{role.optimizer.type}, lr {role.optimizer.lr:g}"
+    return by if role.recompute == "none" else f"{by}, recompute {role.recompute}"
 
 
 def _parameters(role: ModelRoleSpec) -> str:

@@ -86,7 +86,9 @@ class TrainingMemory:
         role = self.roles[name]
         if role.optimizer is None:
             return role.model
-        return TrainedModelConfig(**dict(role.model), optimizer=role.optimizer, lora=role.lora)
+        return TrainedModelConfig(
+            **dict(role.model), optimizer=role.optimizer, lora=role.lora, recompute=role.recompute
+        )
 
     def uses(self) -> list[GpuUse]:
         """One for each set of models that some ranks hold."""

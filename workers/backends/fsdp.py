@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from corral.experiments.config.model import LoraConfig, OptimizerConfig
+from corral.experiments.config.model import LoraConfig, OptimizerConfig, Recompute
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
 from corral.workers.backends.adapter_files import adapter_config, write_adapter
@@ -33,7 +33,8 @@ from corral.workers.backends.offload import own_parameters, own_state
 from corral.workers.backends.optimizers import make_optimizer, set_learning_rate
 from corral.workers.backends.over_ranks import load_over_ranks
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.sharding import reshard, take_over, whole
+from corral.workers.backends.recompute import recompute_layers
+from corral.workers.backends.sharding import layers_of, reshard, take_over, whole
 from corral.workers.backends.tensor_parallel import squared_norm, sum_gradients_of_own_heads
 from corral.workers.backends.weight_files import as_stored
 from corral.workers.checkpoint.durable_file import FileEntry
@@ -55,6 +56,7 @@ class FSDPEngine(MeshEngine):
         head: str = "lm",
         optimizer: OptimizerConfig | None,
         lora: LoraConfig | None = None,
+        recompute: Recompute = "none",
         total_steps: int = 1,
         micro_batches: MicroBatchSpec | None = None,
         seed: int = 0,
@@ -64,6 +66,7 @@ class FSDPEngine(MeshEngine):
 
         Args:
             lora: trains adapters in place of the weights.
+            recompute: what of a layer is computed again in the backward pass.
 
         The others are told in `MeshEngine`.
         """
@@ -81,6 +84,7 @@ class FSDPEngine(MeshEngine):
         self._model: nn.Module = load_over_ranks(
             model_directory, self._head, context, lora, seed=seed, compute_dtype=compute_dtype
         )
+        recompute_layers(layers_of(self._model), recompute)
         self.num_parameters, self.num_trained = count_parameters(self._model)
         of_all_ranks = context.sum_over_mesh({"sum_of_frozen": float(sum_of_frozen(self._model))})
         self._sum_of_frozen = fold_sums(of_all_ranks["sum_of_frozen"])

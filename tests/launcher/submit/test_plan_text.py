@@ -55,7 +55,9 @@ def test_what_is_trained_and_what_stays_is_counted(folder: Path) -> None:
 
 
 def test_supervised_training_on_one_screen(folder: Path) -> None:
-    heading, groups, nodes, *dataflow = _sections(_plan(folder / "sft.yaml", "allocation=fsdp:d2"), folder)
+    heading, groups, nodes, *dataflow = _sections(
+        _plan(folder / "sft.yaml", "allocation=fsdp:d2", "model.recompute=full"), folder
+    )
     assert heading[:2] == ["trial      small-sft/trial-1   (sft, slurm, seed 1)", "folder     FOLDER/trial-1"]
     assert heading[3:] == [
         "steps      5 of 8 rows; 40 of 1 x 40",
@@ -64,8 +66,8 @@ def test_supervised_training_on_one_screen(folder: Path) -> None:
     assert groups[0].startswith("GROUP") and nodes == ["plan       two nodes"]
     assert dataflow == [
         [
-            "MODEL    TRAINED BY       DTYPE    PARAMETERS  SHARDS ON MODEL WORKERS  WEIGHTS",
-            "actor/0  adamw, lr 0.001  float32  ?           d0-1 on 0-1              FOLDER/model",
+            "MODEL    TRAINED BY                       DTYPE    PARAMETERS  SHARDS ON MODEL WORKERS  WEIGHTS",
+            "actor/0  adamw, lr 0.001, recompute full  float32  ?           d0-1 on 0-1              FOLDER/model",
         ],
         [
             "CALL         MODEL    TYPE        ROWS  PER DP RANK  MICRO-BATCH      UPDATES",

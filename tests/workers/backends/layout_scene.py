@@ -5,7 +5,7 @@ plain_loop     transformers, one sequence after the other, torch.optim.AdamW: no
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
-from corral.experiments.config.model import LoraConfig
+from corral.experiments.config.model import LoraConfig, Recompute
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
@@ -43,6 +43,7 @@ class Variant:
     head: str = "lm"
     muon: bool = False
     lora: LoraConfig | None = None
+    recompute: Recompute = "none"
     dtype: torch.dtype = torch.float32
     tolerance: float = 1e-4
 
@@ -106,6 +107,7 @@ def make_engine(model: Path, context: ParallelContext, variant: Variant) -> FSDP
         head=variant.head,
         optimizer=OPTIMIZER.model_copy(update={"type": "muon"}) if variant.muon else OPTIMIZER,
         lora=variant.lora,
+        recompute=variant.recompute,
         total_steps=100,
         micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=48),
         compute_dtype=variant.dtype,
@@ -120,7 +122,7 @@ def train(engine: AnyEngine, steps: Iterable[int]) -> Stats:
 def play_layouts(
     world: ParallelContext,
     models: Sequence[Path],
-    layouts: Sequence[str],
+    layouts: Mapping[str, Recompute],
     resumes: Sequence[tuple[str, str]],
     directory: Path,
     make: MakeEngine = make_engine,
@@ -128,22 +130,23 @@ def play_layouts(
     """What one rank does.
 
     Args:
+        layouts: with what each of them computes again.
         resumes: (layout that saved, layout that goes on) of each resumption.
     """
     contexts = mesh_contexts(world, {layout: mesh_of(layout) for layout in layouts})
     seen: dict[str, Any] = {}
     for model in models:
-        for layout in layouts:
+        for layout, recompute in layouts.items():
             context = contexts[layout]
             if context is not None:
-                engine = make(model, context, Variant())
+                engine = make(model, context, Variant(recompute=recompute))
                 seen[f"{model.name} {layout}"] = _train_and_save(engine, directory / model.name / layout)
     dist.barrier(group=world.group)  # what one layout has saved, ranks of another one read
     for model in models:
         for before, after in resumes:
             context = contexts[after]
             if context is not None:
-                engine = make(model, context, Variant())
+                engine = make(model, context, Variant(recompute=layouts[after]))
                 engine.load_state(directory / model.name / before / "state")
                 seen[f"{model.name} {before}>{after}"] = {"stats": train(engine, range(SAVED_AFTER, NUM_STEPS))}
     (directory / f"rank-{world.rank}.json").write_text(json.dumps(seen))

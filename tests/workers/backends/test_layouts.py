@@ -1,6 +1,7 @@
 """Every layout of the fsdp backend trains like a plain loop over transformers, and goes on where another stopped."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from corral.experiments.config.model import Recompute
 from corral.workers.backends.parallel_context import ParallelContext
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_scene import (
@@ -33,7 +35,8 @@ class Part:
     """What is trained in one start of the ranks."""
 
     models: tuple[str, ...]
-    layouts: tuple[str, ...]
+    layouts: Mapping[str, Recompute]
+    """What each of them computes again."""
     resumes: tuple[tuple[str, str], ...]
     """(layout that saves, layout that goes on)."""
 
@@ -41,14 +44,22 @@ class Part:
 LAYOUTS = ("d1", "d2", "t2", "c2", "c4", "d2t2", "d2c2", "t2c2")
 FEW = Part(
     models=("qwen3",),
-    layouts=("t2", "d2t2", "d2c2", "t2c2"),
+    layouts={"t2": "selective", "d2t2": "full", "d2c2": "full", "t2c2": "selective"},
     resumes=(("d2c2", "d2t2"), ("d2t2", "t2"), ("t2c2", "d2c2")),
 )
 PAIRS = tuple((before, after) for before in LAYOUTS for after in LAYOUTS if before != after)
+RESUMES = {
+    "qwen2": tuple(zip(LAYOUTS, LAYOUTS[1:], strict=False)),
+    "qwen3": PAIRS,
+    "llama": tuple(zip(LAYOUTS[1:], LAYOUTS, strict=False)),
+}
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 ALL = {
-    "qwen2": Part(models=("qwen2",), layouts=LAYOUTS, resumes=tuple(zip(LAYOUTS, LAYOUTS[1:], strict=False))),
-    "qwen3": Part(models=("qwen3",), layouts=LAYOUTS, resumes=PAIRS),
-    "llama": Part(models=("llama",), layouts=LAYOUTS, resumes=tuple(zip(LAYOUTS[1:], LAYOUTS, strict=False))),
+    f"{kind}, recompute {how}": Part(
+        models=(kind,), layouts=dict.fromkeys(LAYOUTS, how), resumes=RESUMES[kind] if how == "none" else ()
+    )
+    for kind in RESUMES
+    for how in MODES
 }
 
 
@@ -123,23 +134,14 @@ def test_a_layout_goes_on_where_another_one_stopped(before: str, after: str, few
     assert_goes_on_alike(few, "qwen3", before, after)
 
 
-@pytest.fixture(scope="module", params=ALL)
-def everything(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Scene]:
-    """A kind of model in every layout."""
-    return request.param, make_scene(tmp_path_factory.mktemp(request.param), ALL[request.param])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_every_kind_of_model_like_a_plain_loop(layout: str, everything: tuple[str, Scene]) -> None:
-    kind, scene = everything
-    assert_trained_alike(scene, kind, layout)
-
-
-@pytest.mark.slow
-def test_every_layout_goes_on_where_another_one_stopped(everything: tuple[str, Scene]) -> None:
-    kind, scene = everything
-    for before, after in ALL[kind].resumes:
+@pytest.mark.parametrize("part", ALL.values(), ids=ALL)
+def test_every_layout_trains_every_kind_of_model_like_a_plain_loop(part: Part, tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, part)
+    (kind,) = part.models
+    for layout in part.layouts:
+        assert_trained_alike(scene, kind, layout)
+    for before, after in part.resumes:
         assert_goes_on_alike(scene, kind, before, after)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from corral.experiments.config.model import Recompute
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.scheduling.memory.megatron import MegatronModel
 from corral.scheduling.parallel import ParallelDims
@@ -42,7 +43,7 @@ from tests.workers.backends.training_helpers import read_weights
 
 FEW: dict[str, Any] = {
     "models": ("qwen3",),
-    "layouts": ("d2t2", "t2p2", "t2c2"),
+    "layouts": {"d2t2": "none", "t2p2": "full", "t2c2": "selective"},
     "resumes": (("d2t2", "t2c2"), ("t2c2", "t2p2"), ("t2p2", "d2t2")),
 }
 LAYOUTS = ("d1", "d2", "t2", "p2", "c2", "d2t2", "d2p2", "d2c2", "t2p2", "t2c2", "c2p2", "d2t2p2")
@@ -83,12 +84,15 @@ def test_a_layout_goes_on_where_another_one_stopped(before: str, after: str, few
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "plain_llama"])
-def test_every_layout_of_a_model_trains_and_goes_on_alike(kind: str, tmp_path: Path) -> None:
-    scene = make_scene(tmp_path, models=(kind,), layouts=LAYOUTS, resumes=RESUMES, world_size=8)
+def test_every_layout_of_a_model_trains_and_goes_on_alike(kind: str, recompute: Recompute, tmp_path: Path) -> None:
+    resumes = RESUMES if recompute == "none" else ()
+    layouts = dict.fromkeys(LAYOUTS, recompute)
+    scene = make_scene(tmp_path, models=(kind,), layouts=layouts, resumes=resumes, world_size=8)
     for layout in LAYOUTS:
         assert_trained_alike(scene, kind, layout)
-    for before, after in RESUMES:
+    for before, after in resumes:
         assert_goes_on_alike(scene, kind, before, after)
 
 

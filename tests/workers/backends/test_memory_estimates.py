@@ -42,7 +42,7 @@ from corral.workers.backends.parallel_context import ParallelContext, mesh_conte
 from corral.workers.backends.sharding import local
 from corral.workers.backends.token_scores import TokenScores
 from tests.workers.backends.gang_helpers import play
-from tests.workers.backends.training_helpers import make_sample, optimizer_config, value_loss
+from tests.workers.backends.training_helpers import make_sample, memory_changes, optimizer_config, value_loss
 
 TOKENS = 128
 TRAIN = CallSizes(name="train", kind="train", tokens=TOKENS)
@@ -242,12 +242,7 @@ def peak_bytes(engine: FSDPEngine) -> int:
     """Most that was allocated at a time beyond what there was, in a step of three micro-batches of `TOKENS` tokens."""
     sample = make_sample([[32, 32, 32, 32]] * 3)
     engine.train_batch(sample, loss_fn=lm_loss, counted="prompt_mask")  # moments come with the first step
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        engine.train_batch(sample, loss_fn=lm_loss, counted="prompt_mask")
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(accumulate(changes))
+    return max(accumulate(memory_changes(lambda: engine.train_batch(sample, loss_fn=lm_loss, counted="prompt_mask"))))
 
 
 @pytest.mark.parametrize(

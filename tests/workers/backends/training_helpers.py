@@ -1,6 +1,6 @@
 """Tiny models and samples for the training tests."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,16 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     return {
         name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()
     }
+
+
+def memory_changes(run: Callable[[], object]) -> list[int]:
+    """Bytes taken, and given back as negative ones, in their order; what `run` returns is given back after them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        returned = run()
+    del returned
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
 class LargestTensor(TorchDispatchMode):

@@ -389,6 +389,19 @@ def test_a_model_whose_mesh_does_not_have_the_rank_is_refused(folder: Path) -> N
         Models(specification(folder), DataStore(), PLACES | {"ref/0": None}, seed=0)
 
 
+@pytest.mark.parametrize(("recompute", "expected"), [("none", 1), ("full", 2)])
+def test_a_role_passes_its_layers_again_if_it_says_so(recompute: str, expected: int, folder: Path) -> None:
+    spec = specification(folder)
+    roles = [spec.roles[0], spec.roles[1].model_copy(update={"recompute": recompute})]
+    models = Models(spec.model_copy(update={"roles": roles}), filled_store(), PLACES, seed=0)
+    initialize(models, folder / "actor")
+    passes: list[object] = []
+    inside = models._models[ModelName("actor")].engine.model.get_submodule("model.layers.0.input_layernorm")
+    inside.register_forward_hook(lambda module, *_: passes.append(module))
+    train(models, 0)
+    assert len(passes) == expected
+
+
 @pytest.mark.parametrize(
     ("micro_batches", "expected"),
     [

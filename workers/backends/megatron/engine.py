@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from corral.experiments.config.model import OptimizerConfig
+from corral.experiments.config.model import OptimizerConfig, Recompute
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
 from corral.workers.backends.companion_files import companion_files
@@ -35,6 +35,7 @@ from corral.workers.backends.megatron.without_gpu import stand_in_for_gpu
 from corral.workers.backends.mesh_engine import Loss, MeshEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.recompute import recompute_layers
 from corral.workers.backends.token_scores import TokenScores
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class MegatronEngine(MeshEngine):
         context: ParallelContext,
         head: str = "lm",
         optimizer: OptimizerConfig | None,
+        recompute: Recompute = "none",
         total_steps: int = 1,
         micro_batches: MicroBatchSpec | None = None,
         seed: int = 0,
@@ -84,6 +86,7 @@ class MegatronEngine(MeshEngine):
         self._bridge = Bridge(self._hf_config, self._groups, head=head, dtype=compute_dtype)
         stage = make_model(self._bridge, self._groups, head=head, cp_group=context.cp_group).to(context.device)
         self._weights = StageWeights(stage, self._bridge, self._groups, context.device)
+        recompute_layers(stage.decoder.layers, recompute)
         self._weights.take_over(_stored_tensors(model_directory, needed=self._weights.stored_shapes()))
         self._trainee: Any = stage
         if optimizer is not None:
