@@ -357,6 +357,7 @@ class Experiment(FrozenConfig):
                 optimizer=model.optimizer if isinstance(model, TrainedModelConfig) else None,
                 lora=model.lora if isinstance(model, TrainedModelConfig) else None,
                 recompute=model.recompute if isinstance(model, TrainedModelConfig) else "none",
+                gradient_sums=model.gradient_sums if isinstance(model, TrainedModelConfig) else "each_micro_batch",
                 num_parameters=count_parameters(model, head=self.heads.get(role, "lm")),
             )
             for role, model in self.models.items()

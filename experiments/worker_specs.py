@@ -9,7 +9,7 @@ from corral.experiments.config.algorithm import CriticConfig, DPOConfig, PPOConf
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
-from corral.experiments.config.model import LoraConfig, ModelConfig, OptimizerConfig, Recompute
+from corral.experiments.config.model import GradientSums, LoraConfig, ModelConfig, OptimizerConfig, Recompute
 from corral.experiments.config.rollout import (
     EXACT_MATCH,
     EngineConfig,
@@ -72,6 +72,8 @@ class ModelRoleSpec(FrozenConfig):
     """Adapters, where they are trained in place of the weights."""
     recompute: Recompute = "none"
     """What its layers compute again in the backward pass."""
+    gradient_sums: GradientSums = "each_micro_batch"
+    """When its ranks add their gradients up."""
     num_parameters: ParameterCounts | None = None
     """As the files of the model say; None where they do not."""
     ppo: PPOConfig | None = None

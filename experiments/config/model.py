@@ -12,6 +12,8 @@ _NOT_ADAPTED = ("lm_head", "embed_tokens", "score")
 
 Recompute: TypeAlias = Literal["none", "selective", "full"]
 """What of a layer is computed again in the backward pass, in place of being kept."""
+GradientSums: TypeAlias = Literal["each_micro_batch", "last_micro_batch"]
+"""After which backward passes ranks add their gradients up."""
 
 
 class MuonConfig(FrozenConfig):
@@ -134,6 +136,10 @@ class TrainedModelConfig(ModelConfig):
     """What its layers compute again in the backward pass of a train step, so that less memory is taken until then:
     `selective` keeps the results of matrix products and attention, and computes again what is cheap; `full` keeps the
     input of each layer only, and computes each twice, for a third more work. The numbers are the same."""
+    gradient_sums: GradientSums = "each_micro_batch"
+    """When ranks of the fsdp backend add their gradients up, of which each then keeps its share: after each
+    micro-batch, or after the last one of a step, which sends less, and takes whole float32 gradients until then: 4
+    bytes for each trained parameter, divided by `t`. The megatron backend does the latter in any case."""
 
     @property
     def starts_as_stored(self) -> bool:

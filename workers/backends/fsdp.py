@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from corral.experiments.config.model import LoraConfig, OptimizerConfig, Recompute
+from corral.experiments.config.model import GradientSums, LoraConfig, OptimizerConfig, Recompute
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
 from corral.workers.backends.adapter_files import adapter_config, write_adapter
@@ -28,13 +28,13 @@ from corral.workers.backends.lora import (
     trained,
 )
 from corral.workers.backends.mesh_engine import Loss, MeshEngine
-from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.micro_batches import MicroBatch, with_last
 from corral.workers.backends.offload import own_parameters, own_state
 from corral.workers.backends.optimizers import make_optimizer, set_learning_rate
 from corral.workers.backends.over_ranks import load_over_ranks
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.recompute import recompute_layers
-from corral.workers.backends.sharding import layers_of, reshard, take_over, whole
+from corral.workers.backends.sharding import layers_of, reshard, sum_gradients, take_over, whole
 from corral.workers.backends.tensor_parallel import squared_norm, sum_gradients_of_own_heads
 from corral.workers.backends.weight_files import as_stored
 from corral.workers.checkpoint.durable_file import FileEntry
@@ -57,6 +57,7 @@ class FSDPEngine(MeshEngine):
         optimizer: OptimizerConfig | None,
         lora: LoraConfig | None = None,
         recompute: Recompute = "none",
+        gradient_sums: GradientSums = "each_micro_batch",
         total_steps: int = 1,
         micro_batches: MicroBatchSpec | None = None,
         seed: int = 0,
@@ -67,6 +68,8 @@ class FSDPEngine(MeshEngine):
         Args:
             lora: trains adapters in place of the weights.
             recompute: what of a layer is computed again in the backward pass.
+            gradient_sums: when ranks add their gradients up; after the last micro-batch alone, each has a whole one
+                until then.
 
         The others are told in `MeshEngine`.
         """
@@ -84,6 +87,7 @@ class FSDPEngine(MeshEngine):
         self._model: nn.Module = load_over_ranks(
             model_directory, self._head, context, lora, seed=seed, compute_dtype=compute_dtype
         )
+        self._sums_once = gradient_sums == "last_micro_batch"
         recompute_layers(layers_of(self._model), recompute)
         self.num_parameters, self.num_trained = count_parameters(self._model)
         of_all_ranks = context.sum_over_mesh({"sum_of_frozen": float(sum_of_frozen(self._model))})
@@ -117,7 +121,8 @@ class FSDPEngine(MeshEngine):
         torch.manual_seed(_step_seed(self._seed, self.step))
         self._model.train()
         self._drop_gradients()
-        for micro_batch in micro_batches:
+        for micro_batch, is_last in with_last(micro_batches):
+            sum_gradients(self._model, is_last or not self._sums_once)
             torch.autograd.backward(loss(self._scores(micro_batch, temperature), micro_batch))
 
     def _scores(self, micro_batch: MicroBatch, temperature: float) -> Any:

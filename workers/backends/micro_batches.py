@@ -126,6 +126,15 @@ def _pack(
     )
 
 
+def with_last(micro_batches: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+    """Each micro-batch, and whether it is the last; one more than that is made ahead."""
+    present = next(micro_batches, None)
+    while present is not None:
+        following = next(micro_batches, None)
+        yield present, following is None
+        present = following
+
+
 def scatter_to_answers(
     sample: SequenceSample, outputs: Sequence[tuple[MicroBatch, Tensor]], layout: KeyLayout
 ) -> npt.NDArray[np.float32]:

@@ -76,6 +76,15 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+def sum_gradients(model: nn.Module, is_due: bool) -> None:
+    """Whether the next backward pass ends with the sum over the ranks, after which each keeps its rows; no collective.
+
+    Without it, whole gradients stay on every rank, and the next passes add to them.
+    """
+    for module in _cut_modules(model):
+        module.set_requires_gradient_sync(is_due, recurse=False)
+
+
 def is_cut_by_tensor(tensor: Tensor) -> bool:
     """Whether tensor-parallel ranks have a part of it each, and not a copy."""
     return isinstance(tensor, DTensor) and TENSOR in (tensor.device_mesh.mesh_dim_names or ())

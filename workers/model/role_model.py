@@ -203,6 +203,7 @@ class RoleModel:
             optimizer=spec.optimizer,
             lora=lora,
             recompute=spec.recompute,
+            gradient_sums=spec.gradient_sums,
             total_steps=total_steps,
             seed=self._seed,
             compute_dtype=_DTYPES[spec.model.dtype],

@@ -7,18 +7,22 @@ what it saw; the tests compare that with one rank in this process.
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import torch.distributed as dist
 
 from corral.experiments.config.algorithm import KLConfig, PPOConfig
+from corral.experiments.config.model import GradientSums
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import compute_logprobs
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.micro_batches import plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local, reshard
 from corral.workers.data.sequence_sample import SequenceSample
@@ -53,6 +57,7 @@ def make_engine(
     max_tokens: int,
     head: str = "lm",
     compute_dtype: torch.dtype = torch.float32,
+    gradient_sums: GradientSums = "each_micro_batch",
 ) -> FSDPEngine:
     return FSDPEngine(
         directory,
@@ -62,6 +67,7 @@ def make_engine(
         total_steps=100,
         micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=max_tokens),
         compute_dtype=compute_dtype,
+        gradient_sums=gradient_sums,
     )
 
 
@@ -111,6 +117,15 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
     rank = context.rank
     engine = make_engine(model_directory, context, max_tokens=48)
     seen: dict[str, Any] = train(engine, UIDS_BY_RANK[rank], directory / "trained")
+
+    # Gradients are added up over the ranks after each micro-batch, and once for all of them.
+    seen["sums"] = []
+    for gradient_sums in ("each_micro_batch", "last_micro_batch"):
+        summing = make_engine(model_directory, context, max_tokens=48, gradient_sums=gradient_sums)
+        with patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as sums:
+            PPOActorInterface(PPO).train_step(summing, batch(0).select(UIDS_BY_RANK[rank]), version=0)
+        seen["sums"].append(sums.call_count)
+    summing.save_state(directory / "summed once" / "first")
 
     # The state of two ranks, loaded by two ranks.
     resumed = make_engine(model_directory, context, max_tokens=48)
@@ -195,13 +210,21 @@ def assert_close_weights(left: Path, right: Path, *, atol: float) -> None:
         np.testing.assert_allclose(a[name], b[name], atol=atol, err_msg=name)
 
 
-@pytest.mark.parametrize("other", ["small", "trained"])
+@pytest.mark.parametrize("other", ["small", "trained", "summed once"])
 def test_the_gradient_does_not_depend_on_micro_batches_or_ranks(other: str, scene: dict[str, Any]) -> None:
     expected, actual = gradient(scene["directory"] / "single"), gradient(scene["directory"] / other)
     assert expected.keys() == actual.keys()
     assert max(float(np.abs(g).max()) for g in expected.values()) > 1e-2  # there is something to compare
     for name in expected:
         np.testing.assert_allclose(actual[name], expected[name], atol=1e-5, err_msg=name)
+
+
+def test_gradients_are_added_up_after_each_micro_batch_or_once(scene: dict[str, Any]) -> None:
+    spec = MicroBatchSpec(max_tokens_per_micro_batch=48)
+    num_micro_batches = max(len(plan_micro_batches(batch(0).select(uids), spec)) for uids in UIDS_BY_RANK)
+    num_sums = 3  # two layers, and what is around them
+    for seen in scene["pair"]:
+        assert seen["sums"] == [num_micro_batches * num_sums, num_sums]
 
 
 @pytest.mark.parametrize("other", ["small", "rank 0", "rank 1"])
