@@ -156,9 +156,14 @@ def _name_of(function: ast.expr) -> str:
 
 
 def _key(call: ast.Call) -> Key:
-    arguments: dict[str, ast.expr] = dict(zip(("name", "layout", "dtype"), call.args, strict=False))
+    arguments: dict[str, ast.expr] = dict(zip(("name", "layout", "dtype", "shape"), call.args, strict=False))
     arguments |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
     texts = {name: value.value for name, value in arguments.items() if isinstance(value, ast.Constant)}
-    if texts.keys() != {"name", "layout", "dtype"} or not all(isinstance(text, str) for text in texts.values()):
+    are_plain = (
+        arguments.keys()
+        == {"name", "layout", "dtype"}
+        == {name for name, text in texts.items() if isinstance(text, str)}
+    )
+    if not are_plain:
         raise ValueError("a Key has a name, a layout and a type, each a plain string, so that it can be read as text")
     return Key(str(texts["name"]), str(texts["layout"]), str(texts["dtype"]))

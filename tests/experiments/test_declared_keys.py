@@ -39,6 +39,8 @@ def test_keys_are_read_wherever_they_stand_and_nothing_is_run(write) -> None:  #
     [
         ("Key(NAME, 'per_answer', 'float32')", "each a plain string"),
         ("Key('margin', 'per_answer')", "each a plain string"),
+        ("Key('margin', 'per_answer', 'float32', (2,))", "each a plain string"),
+        ("Key('margin', 'per_answer', 'float32', shape=(2,))", "each a plain string"),
         ("Key('margin', 'per_prompt', 'float32')", "layouts are per_token"),
     ],
 )
