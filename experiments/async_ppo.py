@@ -13,8 +13,8 @@ from typing import ClassVar
 from corral.experiments.checks.algorithm import check_concurrency, check_imports
 from corral.experiments.checks.allocation import check_allocation
 from corral.experiments.checks.generation import (
-    check_dense_layers,
     check_heads,
+    check_mixture,
     check_parallel_flags,
     check_quantization,
     check_server_gpus,
@@ -201,7 +201,7 @@ class AsyncPPOExperiment(PolicyExperiment):
             has_gpus = group.scheduling is None or group.scheduling.gpu > 0
             yield from check_parallel_flags(self.sglang.flags, gpus_per_server=gpus, has_gpus=has_gpus)
             yield from check_heads(self.actor.path, self.sglang.flags, gpus_per_server=gpus)
-            yield from check_dense_layers(self.actor.path)
+            yield from check_mixture(self.actor.path)
 
     def find_warnings(self) -> Iterator[str]:
         yield from super().find_warnings()

@@ -207,17 +207,25 @@ def check_heads(model: Path, flags: Mapping[str, FlagValue], *, gpus_per_server:
         )
 
 
-def check_dense_layers(model: Path) -> Iterator[ConfigProblem]:
-    """A mixture of which SGLang would compute other layers than it has: it takes them all to have experts."""
+def check_mixture(model: Path) -> Iterator[ConfigProblem]:
+    """A mixture of which SGLang would compute another model: layers with experts only, and an output of its own."""
     sizes = decoder_sizes(model)
     if sizes is None or model_type(model) != "qwen3_moe":
         return
+    name, hint = display_path(model), "use the embedded engine: hf:d1 in place of sglang:d1"
     dense = sorted(set(range(sizes.num_layers)) - sizes.sparse_layers)
     if dense:
         yield ConfigProblem(
-            message=f"layers {', '.join(map(str, dense[:3]))}{' ...' if len(dense) > 3 else ''} of "
-            f"{display_path(model)} have no experts, and SGLang computes every layer of a qwen3_moe with experts",
-            hint="use the embedded engine: hf:d1 in place of sglang:d1",
+            message=f"layers {', '.join(map(str, dense[:3]))}{' ...' if len(dense) > 3 else ''} of {name} have no "
+            "experts, and SGLang computes every layer of a qwen3_moe with experts",
+            hint=hint,
+            path=("allocation",),
+        )
+    if sizes.is_tied:
+        yield ConfigProblem(
+            message=f"the output of {name} is its embedding (tie_word_embeddings), and SGLang gives a qwen3_moe an "
+            "output of its own, which no file would fill",
+            hint=hint,
             path=("allocation",),
         )
 

@@ -425,6 +425,17 @@ CONTRADICTION_CASES = (
         words=("layers 1 of", "have no experts, and SGLang computes every layer", "hf:d1 in place of sglang:d1"),
     ),
     BrokenCase(
+        name="a-tied-output-in-a-mixture-for-sglang",
+        edit=("hf:d1+fsdp:d1", "sglang:d1+fsdp:d1"),
+        files={
+            "model/config.json": '{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, '
+            '"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8, "num_experts": 4, '
+            '"num_experts_per_tok": 2, "moe_intermediate_size": 16, "tie_word_embeddings": true, '
+            '"max_position_embeddings": 64, "eos_token_id": 1, "model_type": "qwen3_moe"}',
+        },
+        words=("the output of", "is its embedding", "which no file would fill", "hf:d1 in place of sglang:d1"),
+    ),
+    BrokenCase(
         name="heads-that-do-not-go-round",
         edit=("hf:d1+fsdp:d1", "sglang:d1t3+fsdp:d1"),
         files={

@@ -71,7 +71,7 @@ def write_model(
     """Write an untrained Qwen2 of about half a million parameters with a tokenizer of one token a character.
 
     Args:
-        num_experts: above 0, a Qwen3-MoE with so many in each layer, of which a token takes two.
+        num_experts: above 0, a Qwen3-MoE with so many in each layer, of which a token takes two, and an untied output.
     """
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -95,7 +95,7 @@ def write_model(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": num_experts == 0,
         "pad_token_id": vocabulary[PADDING],
         "bos_token_id": None,
         "eos_token_id": vocabulary[END_OF_ANSWER],
