@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from corral.experiments.config.model import Recompute
 from corral.scheduling.keys import ROUTED_EXPERTS
 from corral.workers.algorithms.base import compute_logprobs, response_mask
 from corral.workers.algorithms.ppo_stats import batch_stats
@@ -81,10 +82,11 @@ def assert_trained_like(plain: tuple[Any, list[float]], weights: Path, norms: li
         np.testing.assert_allclose(saved[name], parameter.detach(), atol=1e-4, err_msg=name)
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_training_takes_the_experts_that_samples_name(
-    mixture: Path, plain: tuple[Any, list[float]], tmp_path: Path
+    mixture: Path, plain: tuple[Any, list[float]], tmp_path: Path, recompute: Recompute
 ) -> None:
-    engine = make_engine(mixture, ParallelContext())
+    engine = make_engine(mixture, ParallelContext(), recompute=recompute)
     assert_trained_like(plain, tmp_path, train(engine, tmp_path))
 
 
