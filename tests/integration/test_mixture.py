@@ -15,6 +15,8 @@ from tests.integration.evidence import (
 from tests.integration.test_synchronous_ppo import synchronous
 from tests.integration.trial_helpers import Trial
 
+_START_S = 240.0  # SGLang's own start is 20 s of computing, beside the trial's
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("maker", ["hf", "sglang"])
@@ -31,6 +33,7 @@ def test_a_mixture_is_trained_by_the_experts_that_made_its_answers(
             "evaluation.every_steps": 1000,
         },
     )
+    trial.wait_for_steps(1, timeout_s=_START_S)
     trial.wait_for_end()
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
