@@ -7,6 +7,7 @@ Example:
     "actor,ref=fsdp:d2,critic=fsdp:d2" actor and ref on ranks 0 and 1, critic on 2 and 3, all at the same time
     "actor=fsdp:d4t2,*=fsdp:d4"        "*" stands for the roles that are not named
     "fsdp:d2c2"                        4 training ranks; each pair works on the same sequences, half the tokens each
+    "megatron:d4e2"                    4 training ranks; each has half of the experts, which two of them have alike
     "actor=fsdp:d2,critic=fsdp:d2@1"   critic from rank 1 on: rank 1 works for both, in turns
     "sglang.d4m1p1+d2m2p1"             the reference system's spelling
 """
@@ -31,7 +32,7 @@ generation := {" | ".join(f'"{name}"' for name in GENERATION_BACKENDS)} ":" layo
 training   := engine | share {{"," share}}
 share      := role {{"," role}} "=" engine ["@" first rank]        role "*": every role that is not named
 engine     := [{" | ".join(f'"{name}"' for name in TRAINING_BACKENDS)} ":"] layout       "." may stand for ":"
-layout     := "d" size, "t" (or "m") size, "p" size, "c" size, each at most once; one that is missing counts 1"""
+layout     := "d", "t" (or "m"), "p", "c" and "e", each with a size, each at most once; one that is missing counts 1"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +174,7 @@ def _generation(text: str, side: list[_Part]) -> EngineAllocation:
     for letter, size, what in (
         ("p", part.engine.dims.pp, "pipeline stages"),
         ("c", part.engine.dims.cp, "context-parallel ranks"),
+        ("e", part.engine.dims.ep, "expert-parallel ranks"),
     ):
         if size != 1:
             reason = f"a generation server has no {what}: {letter} must be 1, got {size}; use t"

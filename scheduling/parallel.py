@@ -1,6 +1,7 @@
-"""Parallel layout of one model: (dp, tp, pp, cp) sizes -> ranks, coordinates, data-parallel heads.
+"""Parallel layout of one model: (dp, tp, pp, cp, ep) sizes -> ranks, coordinates, data-parallel heads.
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
+    dp_rank * cp + cp_rank = expert_dp_rank * ep + ep_rank      the same ranks again, as experts are spread over them
 
 Ranks that talk more are closer, since neighbours share a node: tensor-parallel ranks talk in each half of a layer,
 context-parallel ranks around each attention, data-parallel ranks once a layer; pipeline stages hand over a few rows.
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 # m is the reference system's letter for t.
-_SIZE_BY_LETTER = {"d": "dp", "t": "tp", "m": "tp", "p": "pp", "c": "cp"}
+_SIZE_BY_LETTER = {"d": "dp", "t": "tp", "m": "tp", "p": "pp", "c": "cp", "e": "ep"}
 
 
 class ParallelCoords(NamedTuple):
@@ -23,9 +24,22 @@ class ParallelCoords(NamedTuple):
     cp_rank: int = 0
 
 
+class ExpertCoords(NamedTuple):
+    """Where a rank sits among those that the experts of its layers are spread over."""
+
+    expert_dp_rank: int
+    """Among the ranks that have the same experts."""
+    ep_rank: int
+    """Which of the experts it has, of `ep` equal shares."""
+    tp_rank: int
+    pp_rank: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelDims:
-    """Sizes of the data, tensor, pipeline and context parallel dimensions.
+    """Sizes of the data, tensor, pipeline, context and expert parallel dimensions.
+
+    Expert parallelism adds no ranks: those of d x c, which have all other parameters alike, have other experts each.
 
     Example:
         dims = ParallelDims(dp=2, tp=2, pp=2)
@@ -38,12 +52,18 @@ class ParallelDims:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
         for name in _NAMES:
             if getattr(self, name) < 1:
                 sizes = ", ".join(f"{name}={getattr(self, name)}" for name in _NAMES)
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)} in {sizes}")
+        if self.dp * self.cp % self.ep:
+            raise ValueError(
+                f"e{self.ep} does not divide the {self.dp * self.cp} ranks of d{self.dp} x c{self.cp}, over which "
+                "experts are spread"
+            )
 
     @property
     def world_size(self) -> int:
@@ -66,6 +86,12 @@ class ParallelDims:
         pp_rank, dp_rank = divmod(rest, self.dp)
         return ParallelCoords(dp_rank=dp_rank, tp_rank=tp_rank, pp_rank=pp_rank, cp_rank=cp_rank)
 
+    def expert_coords(self, rank: int) -> ExpertCoords:
+        """The same place, as experts are spread: neighbours have different ones, so that tokens stay within a node."""
+        at = self.coords(rank)
+        expert_dp_rank, ep_rank = divmod(at.dp_rank * self.cp + at.cp_rank, self.ep)
+        return ExpertCoords(expert_dp_rank=expert_dp_rank, ep_rank=ep_rank, tp_rank=at.tp_rank, pp_rank=at.pp_rank)
+
     def ranks_of_dp(self, dp_rank: int) -> tuple[int, ...]:
         """All ranks that work on the data of one data-parallel rank, ascending."""
         first = self.rank_of(dp_rank=dp_rank, tp_rank=0, pp_rank=0)
@@ -85,24 +111,25 @@ class ParallelDims:
         return tuple(range(self.dp_head(0), self.world_size, self.tp * self.cp))
 
     def __str__(self) -> str:
-        """ "d2t1p1", and "c2" after it where there is context parallelism, which most layouts do without."""
-        return f"d{self.dp}t{self.tp}p{self.pp}" + (f"c{self.cp}" if self.cp > 1 else "")
+        """ "d2t1p1", and "c2" and "e2" after it where there are any, which most layouts do without."""
+        rare = (("c", self.cp), ("e", self.ep))
+        return f"d{self.dp}t{self.tp}p{self.pp}" + "".join(f"{letter}{size}" for letter, size in rare if size > 1)
 
     @property
     def short(self) -> str:
         """Without the sizes that are 1: "d4t2"; "d1" if all are."""
-        sizes = (("d", self.dp), ("t", self.tp), ("p", self.pp), ("c", self.cp))
+        sizes = (("d", self.dp), ("t", self.tp), ("p", self.pp), ("c", self.cp), ("e", self.ep))
         return "".join(f"{letter}{size}" for letter, size in sizes if size > 1) or "d1"
 
     @classmethod
     def parse(cls, text: str) -> "ParallelDims":
-        """Read "d4t2p1c1": letters d, t (or m), p and c, each at most once, in any order; a missing one counts 1."""
-        if not re.fullmatch(r"(?:[dtmpc][1-9][0-9]{0,5})+", text):
+        """Read "d4t2p1c1e1": letters d, t (or m), p, c, e, each once at most, in any order; a missing one counts 1."""
+        if not re.fullmatch(r"(?:[dtmpce][1-9][0-9]{0,5})+", text):
             raise ValueError(
-                f"layout {text!r} must be letters d, t (or m), p and c, each with a size from 1, such as d4t2p1"
+                f"layout {text!r} must be letters d, t (or m), p, c and e, each with a size from 1, such as d4t2p1"
             )
         sizes: dict[str, int] = {}
-        for letter, digits in re.findall(r"([dtmpc])([0-9]+)", text):
+        for letter, digits in re.findall(r"([dtmpce])([0-9]+)", text):
             name = _SIZE_BY_LETTER[letter]
             if name in sizes:
                 raise ValueError(f"layout {text!r} gives {name} twice; write each letter once")
@@ -110,4 +137,4 @@ class ParallelDims:
         return cls(**sizes)
 
 
-_NAMES = ("dp", "tp", "pp", "cp")
+_NAMES = ("dp", "tp", "pp", "cp", "ep")

@@ -65,18 +65,26 @@ def _of_sizes(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
     if sizes is None:
         return
     left_by_t = f" left by t{dims.tp}" if dims.tp > 1 else ""
+    name = display_path(model.path)
+    if dims.ep > 1 and not sizes.num_experts:
+        yield ConfigProblem(
+            message=f"e{dims.ep} spreads experts over ranks, and {name} has none ({role})", hint="leave e out"
+        )
+        return
+    columns, what = (sizes.expert_size, "an expert") if sizes.num_experts else (sizes.intermediate_size, "the MLP")
     divided = (
         ("t", dims.tp, "key and value heads", sizes.num_key_value_heads),
         ("t", dims.tp, "tokens of the vocabulary", sizes.vocab_size),
-        ("t", dims.tp, "columns of the MLP", sizes.intermediate_size),
+        ("t", dims.tp, f"columns of {what}", columns),
         ("p", dims.pp, "layers", sizes.num_layers),
         ("c", dims.cp, f"attention heads{left_by_t}", sizes.num_heads // dims.tp),
+        ("e", dims.ep, "experts", sizes.num_experts),
     )
     for letter, size, what, number in divided:
         if number % size:
             nearest = [str(n) for n in range(1, number + 1) if number % n == 0 and n <= 2 * size]
             yield ConfigProblem(
-                message=f"{letter}{size} cannot divide the {number} {what} of {display_path(model.path)} ({role})",
+                message=f"{letter}{size} cannot divide the {number} {what} of {name} ({role})",
                 hint=f"{letter} may be {', '.join(nearest)}",
             )
 

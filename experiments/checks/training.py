@@ -36,6 +36,11 @@ def check_training_side(allocation: Allocation, *, roles: tuple[str, ...]) -> It
         if engine.dims.pp > 1 and engine.backend != "megatron":
             message = f"the {engine.backend} backend has no pipeline parallel training ({engine.dims})"
             yield ConfigProblem(message=message, hint=f"use d, t and c, or megatron:{engine.dims.short}")
+        if engine.dims.ep > 1 and engine.backend != "megatron":
+            message = f"the {engine.backend} backend does not spread experts over ranks ({engine.dims})"
+            yield ConfigProblem(
+                message=message, hint=f"leave e out: d cuts experts as all else; or use megatron:{engine.dims.short}"
+            )
     try:
         allocation.meshes(roles)
     except ValueError as error:

@@ -2,7 +2,8 @@
 
                           fsdp, d and c    fsdp, t    megatron
 llama, qwen2, qwen3            x              x           x       unless its config.json asks for one of the
-every other type               x                                  things that Megatron's layers would leave out
+qwen3_moe                      x                            x     things that Megatron's layers would leave out
+every other type               x
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,10 +11,10 @@ from typing import Any, Final
 
 TENSOR_PARALLEL_MODELS: Final = ("llama", "qwen2", "qwen3")
 """Models whose layers `workers/backends/tensor_parallel.py` knows how to cut, by their model_type."""
-MEGATRON_MODELS: Final = ("llama", "qwen2", "qwen3")
+MEGATRON_MODELS: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Models of which `workers/backends/megatron` computes what transformers does, by their model_type."""
 
-_LEFT_OUT: Final = ("use_sliding_window", "attention_bias", "mlp_bias")
+_LEFT_OUT: Final = ("use_sliding_window", "attention_bias", "mlp_bias", "mlp_only_layers")
 """Keys of config.json that ask for what mbridge takes without a word and does not build."""
 
 
@@ -32,3 +33,5 @@ def megatron_refusals(config: Mapping[str, Any]) -> Iterator[str]:
     if rope_type != "default":
         yield f"rotary positions of type {rope_type!r}"
     yield from (key for key in _LEFT_OUT if config.get(key))
+    if (step := config.get("decoder_sparse_step") or 1) != 1:
+        yield f"decoder_sparse_step {step}"

@@ -529,6 +529,47 @@ CONTRADICTION_CASES = (
         line=4,
     ),
     BrokenCase(
+        name="experts-that-ranks-cannot-share",
+        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d4t2e4"),
+        files={
+            "model/config.json": '{"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 8, '
+            '"intermediate_size": 15, "moe_intermediate_size": 4, "num_experts": 6, "num_experts_per_tok": 2, '
+            '"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, '
+            '"max_position_embeddings": 64, "eos_token_id": 1}',
+        },
+        words=("e4 cannot divide the 6 experts", "e may be 1, 2, 3, 6"),
+        line=4,
+    ),
+    BrokenCase(
+        name="experts-that-the-model-does-not-have",
+        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d2e2"),
+        files={
+            "model/config.json": '{"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 8, '
+            '"intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, '
+            '"max_position_embeddings": 64, "eos_token_id": 1}',
+        },
+        words=("e2 spreads experts over ranks", "has none (actor)", "leave e out"),
+        line=4,
+    ),
+    BrokenCase(
+        name="experts-in-some-layers-with-megatron",
+        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d2e2"),
+        files={
+            "model/config.json": '{"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 8, '
+            '"intermediate_size": 15, "moe_intermediate_size": 4, "num_experts": 6, "num_experts_per_tok": 2, '
+            '"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, "decoder_sparse_step": 2, '
+            '"max_position_embeddings": 64, "eos_token_id": 1}',
+        },
+        words=("does not compute a model with decoder_sparse_step 2 as transformers does", "use the fsdp backend"),
+        line=4,
+    ),
+    BrokenCase(
+        name="experts-spread-by-fsdp",
+        edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d2e2"),
+        words=("the fsdp backend does not spread experts over ranks (d2t1p1e2)", "megatron:d2e2"),
+        line=4,
+    ),
+    BrokenCase(
         name="a-model-that-megatron-does-not-know",
         edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d1"),
         files={"model/config.json": '{"model_type": "gemma3", "vocab_size": 14, "eos_token_id": 1}'},

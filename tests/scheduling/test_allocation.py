@@ -54,6 +54,8 @@ def test_each_form_means_what_it_says(text: str, generation: EngineAllocation | 
         ("hf:d2+fsdp:d1+fsdp:d1", 13, "nothing may follow"),
         ("sglang:d2p2+fsdp:d1", 0, "no pipeline stages"),
         ("sglang:d2c2+fsdp:d1", 0, "no context-parallel ranks"),
+        ("sglang:d2e2+fsdp:d1", 0, "no expert-parallel ranks"),
+        ("megatron:d3e2", 9, "e2 does not divide the 3 ranks of d3 x c1"),
         ("hf:d2,fsdp:d1", 6, 'after "+"'),
         ("actor=hf:d2", 0, "cannot train role 'actor'"),
         ("actor=d2,critic=hf:d2", 9, "cannot train role 'critic'"),

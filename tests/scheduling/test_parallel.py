@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 from corral.scheduling.parallel import ParallelCoords, ParallelDims
 
 sizes = st.integers(1, 4)
-layouts = st.builds(ParallelDims, dp=sizes, tp=sizes, pp=sizes, cp=sizes)
+
+
+@st.composite
+def _layouts(draw: st.DrawFn) -> ParallelDims:
+    dp, tp, pp, cp = (draw(sizes) for _ in range(4))
+    divisors = [ep for ep in range(1, dp * cp + 1) if dp * cp % ep == 0]
+    return ParallelDims(dp=dp, tp=tp, pp=pp, cp=cp, ep=draw(st.sampled_from(divisors)))
+
+
+layouts = _layouts()
 
 
 @given(layouts)
@@ -38,6 +47,21 @@ def test_ranks_that_talk_more_are_closer(dims: ParallelDims) -> None:
     assert context == list(range(first, first + dims.tp * dims.cp, dims.tp))
 
 
+@given(layouts)
+def test_experts_are_spread_over_the_neighbours_that_have_all_else_alike(dims: ParallelDims) -> None:
+    at = {rank: dims.expert_coords(rank) for rank in range(dims.world_size)}
+    assert len(set(at.values())) == dims.world_size
+    for rank, expert_coords in at.items():
+        coords = dims.coords(rank)
+        assert expert_coords[2:] == (coords.tp_rank, coords.pp_rank)
+        with_other_experts = [
+            r for r, other in at.items() if other._replace(ep_rank=expert_coords.ep_rank) == expert_coords
+        ]
+        first = with_other_experts[0]
+        assert with_other_experts == list(range(first, first + dims.ep * dims.tp, dims.tp))
+        assert [at[r].ep_rank for r in with_other_experts] == list(range(dims.ep))
+
+
 def test_a_layout_of_eight_has_the_documented_ranks() -> None:
     dims = ParallelDims(dp=2, tp=2, pp=2)
     assert (dims.world_size, dims.dp_heads) == (8, (4, 6))
@@ -59,6 +83,14 @@ def test_context_parallelism_is_spelled_where_there_is_any() -> None:
     dims = ParallelDims.parse("c2d4")
     assert (dims, str(dims), dims.short) == (ParallelDims(dp=4, cp=2), "d4t1p1c2", "d4c2")
     assert (str(ParallelDims(dp=4)), dims.world_size, dims.dp_heads) == ("d4t1p1", 8, (0, 2, 4, 6))
+
+
+def test_expert_parallelism_adds_no_ranks_and_is_spelled_where_there_is_any() -> None:
+    dims = ParallelDims.parse("d4e2")
+    assert (dims.world_size, str(dims), dims.short) == (4, "d4t1p1e2", "d4e2")
+    assert ParallelDims.parse("d2c2e4").ep == 4
+    with pytest.raises(ValueError, match="e3 does not divide the 4 ranks of d2 x c2"):
+        ParallelDims.parse("d2c2e3")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ ranks: torch's object collectives pickle, so they are not used anywhere.
 
 import socket
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -36,6 +36,14 @@ _AXES = MappingProxyType(
     }
 )
 """The coordinates in which the ranks of each group of a context differ."""
+_EXPERT_AXES = MappingProxyType(
+    {
+        "ep_group": frozenset({"ep_rank"}),
+        "tp_ep_group": frozenset({"tp_rank", "ep_rank"}),
+        "expert_dp_group": frozenset({"expert_dp_rank"}),
+    }
+)
+"""The same of the groups that experts are spread over."""
 DEFAULT_TIMEOUT_S = 600.0  # longer than any forward pass; the gang's supervisor notices a hung rank much earlier
 
 
@@ -71,7 +79,13 @@ class ParallelContext:
     ends_group: dist.ProcessGroup | None = None
     """The ranks of the first and the last stage, which share an embedding that is the output, too."""
     model_group: dist.ProcessGroup | None = None
-    """The ranks that hold one whole model with this one, by place."""
+    """The ranks that hold one whole model with this one, by place; with e, but for other ranks' experts."""
+    ep_group: dist.ProcessGroup | None = None
+    """The ranks that have the other experts of this rank's layers, by expert-parallel rank."""
+    tp_ep_group: dist.ProcessGroup | None = None
+    """The ranks that have the other experts, and other parts of them, by place."""
+    expert_dp_group: dist.ProcessGroup | None = None
+    """The ranks that have the same experts as this one, by place."""
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def __post_init__(self) -> None:
@@ -241,6 +255,7 @@ def init_parallel(
         group=dist.group.WORLD,
         dp_group=dist.group.WORLD,
         shard_group=dist.group.WORLD,
+        expert_dp_group=dist.group.WORLD,
         timeout_s=timeout_s,
     )
 
@@ -289,16 +304,19 @@ def _form_group(world: ParallelContext, name: str, ranks: tuple[int, ...]) -> di
 
 def _groups_of(mesh: Mesh) -> dict[str, list[tuple[int, ...]]]:
     """The ranks of each group of a mesh's contexts, by the context's name for it; each rank is in one at most."""
-    along = {name: _ranks_along(mesh, axes) for name, axes in _AXES.items()}
+    places = range(mesh.dims.world_size)
+    coords = [mesh.dims.coords(place)._asdict() for place in places]
+    expert_coords = [mesh.dims.expert_coords(place)._asdict() for place in places]
+    along = {name: _ranks_along(mesh, coords, axes) for name, axes in _AXES.items()}
+    along |= {name: _ranks_along(mesh, expert_coords, axes) for name, axes in _EXPERT_AXES.items()}
     return along | {"ends_group": [tuple(dict.fromkeys((stages[0], stages[-1]))) for stages in along["pp_group"]]}
 
 
-def _ranks_along(mesh: Mesh, axes: frozenset[str]) -> list[tuple[int, ...]]:
+def _ranks_along(mesh: Mesh, coords: Sequence[Mapping[str, int]], axes: frozenset[str]) -> list[tuple[int, ...]]:
     """The groups of ranks that differ in nothing but these coordinates, by place; each rank is in one of them."""
     groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-    for place, rank in enumerate(mesh.ranks):
-        coords = mesh.dims.coords(place)._asdict()
-        groups[tuple(number for axis, number in coords.items() if axis not in axes)].append(rank)
+    for rank, at in zip(mesh.ranks, coords, strict=True):
+        groups[tuple(number for axis, number in at.items() if axis not in axes)].append(rank)
     return [tuple(ranks) for ranks in groups.values()]
 
 
