@@ -114,9 +114,14 @@ def make_engine(model: Path, context: ParallelContext, variant: Variant) -> FSDP
     )
 
 
-def train(engine: AnyEngine, steps: Iterable[int]) -> Stats:
+def train(engine: AnyEngine, steps: Iterable[int], *, make: Callable[[int], SequenceSample] = batch) -> Stats:
+    """Statistics of each step.
+
+    Args:
+        make: gives the batch of a step.
+    """
     actor = SFTInterface()
-    return [actor.train_step(engine, share_of(batch(step), engine.context), version=step) for step in steps]
+    return [actor.train_step(engine, share_of(make(step), engine.context), version=step) for step in steps]
 
 
 def play_layouts(
@@ -162,8 +167,18 @@ def _train_and_save(engine: AnyEngine, directory: Path) -> dict[str, Any]:
     return {"stats": stats, "dp_rank": context.dp_rank, "logprobs": compute_logprobs(engine, own).tolist()}
 
 
-def plain_loop(directory: Path) -> tuple[Any, Stats]:
-    """The trained model, and of each step the mean loss and the norm of the gradient before it was clipped."""
+def plain_loop(
+    directory: Path,
+    *,
+    before_answer: Callable[[Any, torch.Tensor], None] = lambda model, tokens: None,
+    before_step: Callable[[int, Any], None] = lambda step, model: None,
+) -> tuple[Any, Stats]:
+    """The trained model, and of each step the mean loss and the norm of the gradient before it was clipped.
+
+    Args:
+        before_answer: is given the model and the tokens that it computes next.
+        before_step: is given the number of each step and the model with its gradients, before they are clipped.
+    """
     model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
     decays = [[p for p in model.parameters() if (p.ndim > 1) is does] for does in (True, False)]
     groups = [
@@ -173,10 +188,14 @@ def plain_loop(directory: Path) -> tuple[Any, Stats]:
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps)
     stats = []
     for step in range(NUM_STEPS):
-        losses = [_losses(model, *pair) for pair in answers_of(batch(step))]
+        losses = []
+        for tokens, prompt_length in answers_of(batch(step)):
+            before_answer(model, tokens)
+            losses.append(_losses(model, tokens, prompt_length))
         loss = torch.cat(losses).mean()
         optimizer.zero_grad()
         loss.backward()
+        before_step(step, model)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.gradient_clipping)
         optimizer.step()
         stats.append({"sft/loss": loss.item(), "train/grad_norm": norm.item()})

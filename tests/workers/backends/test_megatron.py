@@ -203,7 +203,7 @@ def hold_what_was_planned(_: ParallelContext, directory: Path) -> None:
         assert sizes is not None
         held = MegatronModel(sizes, is_trained=True).on_gpu("actor", ParallelDims(), []).held
         optimizer, _config = engine._require_optimizer()
-        moments = [state[name] for state in optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        moments = [state[name] for state in optimizer.moments() for name in ("exp_avg", "exp_avg_sq")]
         assert engine.num_parameters * 4 == held["parameters"] == held["gradients"]
         assert sum(moment.numel() * moment.element_size() for moment in moments) == held["optimizer"]
         buffers = [buffer.grad_data.nbytes for buffer in engine._trainee.buffers]

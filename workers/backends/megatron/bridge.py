@@ -3,12 +3,14 @@
     config.json ── mbridge ──► TransformerConfig
     q_proj, k_proj, v_proj   ◄── mbridge ──►  linear_qkv, whole  ◄── cut ──►  this rank's part
     gate_proj, up_proj       ◄── mbridge ──►  linear_fc1, whole  ◄── cut ──►  this rank's part
+    experts.3.gate_proj ...  ◄── mbridge ──►  experts.linear_fc1.weight3      if this rank has expert 3
 
 Which tensors belong together, and in which order their rows are, is mbridge's knowledge. Its own loading and saving is
 not used: it sends names between ranks as pickles, and takes Megatron's process-wide groups.
 """
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -20,12 +22,16 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from corral.experiments.inputs.model_kinds import megatron_refusals
+from corral.workers.backends.megatron.experts import has_experts, settings
 
+_PRE_MLP_NORM: Final = "pre_mlp_layernorm.weight"
 _FUSED_NAMES: Final = {
     # Megatron's fused layers hold the norm before them, and mbridge knows those names only.
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    _PRE_MLP_NORM: "mlp.linear_fc1.layer_norm_weight",
 }
+_LOCAL_EXPERT: Final = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)")
+_EXPERT: Final = re.compile(r"(.+\.mlp\.experts\.linear_fc[12]\.weight)(\d+)")
 OUTPUT: Final = "output_layer.weight"
 """A model's last layer, as Megatron names it."""
 _EMBEDDING: Final = "embedding.word_embeddings.weight"
@@ -73,6 +79,9 @@ class Bridge:
         self.has_tied_output = bool(config.tie_word_embeddings) and head == "lm"
         self.tensor_ranks: int = groups.tp.size()
         self.tensor_rank: int = groups.tp.rank()
+        self.expert_ranks: int = groups.ep.size()
+        self.expert_rank: int = groups.ep.rank()
+        self.num_experts: int = config.num_experts if has_experts(config) else 0
         self._bridge: Any = AutoBridge.from_config(
             config,
             dtype=dtype,
@@ -83,13 +92,13 @@ class Bridge:
                 pp_rank=groups.pp.rank(),
                 vpp_size=None,
                 cp_size=1,
-                ep_size=1,
-                etp_size=1,
+                ep_size=groups.ep.size(),
+                etp_size=groups.expt_tp.size(),
                 tp_group=groups.tp,
                 pp_group=groups.pp,
             ),
         )
-        self._bridge.set_extra_args(**_PLAIN)
+        self._bridge.set_extra_args(**_PLAIN, **settings(config))
         self.config: TransformerConfig = self._bridge.config
         self.model_arguments: dict[str, Any] = self._bridge._get_gptmodel_args()
 
@@ -106,9 +115,30 @@ class Bridge:
                 name = _EMBEDDING
             elif name.startswith("decoder.layers."):
                 layer: Any = model.get_submodule(".".join(parts[:3]))
-                name = f"decoder.layers.{layer.layer_number - 1}.{_FUSED_NAMES.get(parts[3], parts[3])}"
+                name = f"decoder.layers.{layer.layer_number - 1}.{self._in_any_layer(parts[3])}"
             named[name] = parameter
         return named
+
+    def _in_any_layer(self, name: str) -> str:
+        """A parameter's name within its layer, as mbridge knows it, with its expert's number in the whole model."""
+        if expert := _LOCAL_EXPERT.fullmatch(name):
+            number = self.expert_rank * (self.num_experts // self.expert_ranks) + int(expert[1])
+            return f"mlp.experts.{expert[2]}{number}"
+        if self.num_experts and name == _PRE_MLP_NORM:
+            return name
+        return _FUSED_NAMES.get(name, name)
+
+    def counterparts(self, name: str) -> list[tuple[str, int | None]]:
+        """What the expert-parallel ranks of a stage have in a parameter's place: names, and which rank has each.
+
+        None stands for all of them: of what belongs to no expert every rank has the same.
+        """
+        expert = _EXPERT.fullmatch(name)
+        if expert is None:
+            return [(name, None)]
+        per_rank = self.num_experts // self.expert_ranks
+        place = int(expert[2]) % per_rank
+        return [(f"{expert[1]}{rank * per_rank + place}", rank) for rank in range(self.expert_ranks)]
 
     def stored_names(self, name: str) -> list[str]:
         """The tensors of a Hugging Face directory that a parameter of the whole model is made of."""

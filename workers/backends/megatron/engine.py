@@ -25,6 +25,7 @@ from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
 from corral.workers.backends.companion_files import companion_files
 from corral.workers.backends.megatron.bridge import SCORE, Bridge
+from corral.workers.backends.megatron.experts import stack_experts, unstack_experts
 from corral.workers.backends.megatron.groups import process_groups
 from corral.workers.backends.megatron.model import make_model
 from corral.workers.backends.megatron.optimizer import make_optimizer, with_gradients
@@ -158,7 +159,7 @@ class MegatronEngine(MeshEngine):
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def _stored_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self.export_weights()
+        return self._weights.export()
 
     def _state_shard(self, header: train_state.TrainStateHeader) -> train_state.StateShard:
         optimizer, _ = self._require_optimizer()
@@ -178,20 +179,19 @@ class MegatronEngine(MeshEngine):
             step=header.step,
             on_progress=on_progress,
         )
-        optimizer._copy_main_params_to_model_params()
-        self._trainee.start_param_sync(force_sync=True)
+        optimizer.take_shares()
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.export_weights`."""
         self.onload()
-        yield from self._weights.export()
+        yield from stack_experts(self._weights.export(), num_experts=self._bridge.num_experts)
 
     def import_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
         """See `TrainEngine.import_weights`."""
         self.onload()
-        self._weights.take_over(weights, eta=eta)
+        self._weights.take_over(unstack_experts(weights), eta=eta)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
 
@@ -199,8 +199,9 @@ class MegatronEngine(MeshEngine):
         tensors: list[Tensor] = list(self._trainee.parameters())
         if self._optimizer is not None:
             tensors += self._optimizer.get_parameters()
-            tensors += [buffer.grad_data for buffer in self._trainee.buffers]
-            moments = self._optimizer.optimizer.state.values()
+            buffers = [*self._trainee.buffers, *self._trainee.expert_parallel_buffers]
+            tensors += [buffer.grad_data for buffer in buffers]
+            moments = self._optimizer.moments()
             tensors += [tensor for state in moments for tensor in state.values() if isinstance(tensor, Tensor)]
         return tensors
 

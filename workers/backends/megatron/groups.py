@@ -14,7 +14,7 @@ from corral.workers.backends.parallel_context import ParallelContext, collective
 
 
 def process_groups(context: ParallelContext) -> ProcessGroupCollection:
-    """The groups of this rank; experts are not spread over ranks.
+    """The groups of this rank. An expert's matrices are cut over the ranks that other matrices are cut over.
 
     Those of several ranks are `mesh_contexts`'s; the group of this rank alone is formed here, with nobody's help.
     Megatron is told of no context-parallel ranks (model.py says why): they share optimizer and gradients with the
@@ -31,6 +31,7 @@ def process_groups(context: ParallelContext) -> ProcessGroupCollection:
 
     data, sharing = formed(context.dp_group), formed(context.shard_group)
     tensor, pipeline = formed(context.tp_group), formed(context.pp_group)
+    experts, same_experts = formed(context.ep_group), formed(context.expert_dp_group)
     model, mesh = formed(context.model_group), formed(context.group)
     is_first, is_last = pipeline.rank() == 0, pipeline.rank() == pipeline.size() - 1
     return ProcessGroupCollection(
@@ -42,13 +43,13 @@ def process_groups(context: ParallelContext) -> ProcessGroupCollection:
         dp=data,
         dp_cp=sharing,
         tp_dp_cp=alone,
-        ep=alone,
+        ep=experts,
         expt_tp=tensor,
-        tp_ep=tensor,
+        tp_ep=formed(context.tp_ep_group),
         tp_ep_pp=model,
-        expt_dp=sharing,
+        expt_dp=same_experts,
         intra_dp_cp=sharing,
-        intra_expt_dp=sharing,
+        intra_expt_dp=same_experts,
         intra_dist_opt=mesh,
         embd=formed(context.ends_group) if is_first or is_last else None,
         pos_embd=None,

@@ -22,12 +22,14 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from corral.scheduling.keys import KeyLayout
 from corral.workers.backends.chunked_head import score_tokens
 from corral.workers.backends.heads import head_named
 from corral.workers.backends.megatron.bridge import Bridge
+from corral.workers.backends.megatron.experts import Replay, mend_router
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.packed_attention import packed_attention, share_heads
 from corral.workers.backends.vocabulary_parallel import WHOLE_VOCABULARY, VocabularyShare
@@ -39,6 +41,8 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
 
     segment_lengths: tuple[int, ...] = ()
     """Of the whole row."""
+    routed_experts: Tensor | None = None
+    """[tokens of this rank's layers, layers, k]: experts of each token in each layer of the model, or negative."""
 
     @classmethod
     def of(cls, micro_batch: MicroBatch) -> "PackedRow":
@@ -78,6 +82,19 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         return attended[0].flatten(1)
 
 
+class ReplayedLayer(TransformerLayer):  # type: ignore[misc]
+    """A layer with experts, whose router is told with each row where its tokens go.
+
+    The row comes again when a layer is computed a second time in the backward pass: whatever micro-batches are under
+    way, tokens go to the same experts both times.
+    """
+
+    def forward(self, *arguments: Any, packed_seq_params: PackedRow, **options: Any) -> Any:
+        experts = packed_seq_params.routed_experts
+        self.mlp.router.router_replay = None if experts is None else Replay(experts[:, self.layer_number - 1])
+        return super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
+
+
 class RowNorm(nn.RMSNorm):
     """RMSNorm whose gradient Megatron adds up over the ranks that have the other tokens of a row.
 
@@ -103,11 +120,13 @@ class ScoringModel(GPTModel):  # type: ignore[misc]
             micro_batch: the tokens of this rank, as many as the ranks of a layer can share evenly.
         """
         self.scoring.micro_batch, self.scoring.temperature = micro_batch, temperature
+        row = PackedRow.of(micro_batch)
+        row.routed_experts = self._experts_of_own_tokens(micro_batch.routed_experts)
         output: Tensor = self(
             input_ids=micro_batch.input_ids[None],
             position_ids=micro_batch.position_ids[None],
             attention_mask=None,
-            packed_seq_params=PackedRow.of(micro_batch),
+            packed_seq_params=row,
         )
         return output
 
@@ -115,6 +134,19 @@ class ScoringModel(GPTModel):  # type: ignore[misc]
         """Megatron's seam before the layers: the angles of all positions become those of the tokens of this rank."""
         embedded, angles, *others = super()._preprocess(input_ids, position_ids, **arguments)
         return embedded, angles[position_ids[0]], *others
+
+    def _experts_of_own_tokens(self, experts: Tensor | None) -> Tensor | None:
+        """[tokens of this rank, layers, k] -> of those that it routes: with sequence parallelism a part of them."""
+        if experts is None or self.config.num_moe_experts is None:
+            return None
+        if experts.shape[1] != self.config.num_layers:
+            raise ValueError(
+                f"routed_experts have {experts.shape[1]} layers, and the model has {self.config.num_layers} with "
+                "experts: they were recorded with another model"
+            )
+        tensor_ranks = self.pg_collection.tp
+        parts: tuple[Tensor, ...] = experts.chunk(tensor_ranks.size())
+        return parts[int(tensor_ranks.rank())]
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """Megatron's seam between layers and output."""
@@ -216,7 +248,12 @@ def make_model(
 
 
 def _layer_spec(config: TransformerConfig, groups: ProcessGroupCollection) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    if config.num_moe_experts is not None:
+        mend_router()
+        layer.module = ReplayedLayer
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RowNorm
     attention = parts.self_attention.submodules

@@ -3,12 +3,15 @@
 gradients ── added up over the d x c ranks, each gets its share ──► AdamW ──► parameters, gathered again
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from corral.experiments.config.model import OptimizerConfig
@@ -25,22 +28,69 @@ def with_gradients(model: ScoringModel, groups: ProcessGroupCollection) -> Any:
     )
 
 
-def make_optimizer(model: Any, config: OptimizerConfig, groups: ProcessGroupCollection) -> Any:
+class StageOptimizer(ChainedOptimizer):  # type: ignore[misc]
+    """What a rank keeps of its stage, in one optimizer; and of its experts in another, if other ranks have others.
+
+    The moments of a parameter are shared by the ranks that have it alike: fewer for an expert than for the rest.
+    """
+
+    def __init__(self, model: Any, optimizers: Sequence[DistributedOptimizer]) -> None:
+        super().__init__(list(optimizers))
+        self._model = model
+
+    def get_parameters(self) -> list[torch.nn.Parameter]:
+        """The shares that this rank updates."""
+        return [parameter for optimizer in self.chained_optimizers for parameter in optimizer.get_parameters()]
+
+    def moments(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Of each share: moments and number of steps, by torch's names for them."""
+        for optimizer in self.chained_optimizers:
+            yield from optimizer.optimizer.state.values()
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Update the shares, then gather all parameters once; each optimizer alone would gather those of the other."""
+        for optimizer in self.chained_optimizers:
+            MixedPrecisionOptimizer.step_with_ready_grads(optimizer)
+        self._model.start_param_sync()
+        return True
+
+    def take_shares(self) -> None:
+        """Make the model's parameters what the shares are, after these were read from elsewhere."""
+        for optimizer in self.chained_optimizers:
+            optimizer._copy_main_params_to_model_params()
+        self._model.start_param_sync(force_sync=True)
+
+
+def make_optimizer(model: Any, config: OptimizerConfig, groups: ProcessGroupCollection) -> StageOptimizer:
     """AdamW as `optimizers.py` sets it up, over the shares of Megatron's distributed optimizer.
 
     Megatron's own factory asks all ranks of the world for their parameter groups, which other models' ranks would not
     answer.
     """
-    decaying: list[torch.nn.Parameter] = []
-    others: list[torch.nn.Parameter] = []
-    for parameter in model.parameters():
-        decays = parameter.ndim >= 2 or config.decays_biases_and_norms
-        (decaying if decays else others).append(parameter)
-    parameter_groups = [
-        {"params": parameters, "weight_decay": weight_decay}
-        for parameters, weight_decay in ((decaying, config.weight_decay), (others, 0.0))
-        if parameters
-    ]
+    apart = {id(parameter) for buffer in model.expert_parallel_buffers for parameter in buffer.params}
+    shared = [parameter for parameter in model.parameters() if id(parameter) not in apart]
+    optimizers = [_distributed(model, shared, model.buffers, groups.dp_cp, config, groups)]
+    if apart:
+        experts = [parameter for parameter in model.parameters() if id(parameter) in apart]
+        optimizers.append(_distributed(model, experts, model.expert_parallel_buffers, groups.expt_dp, config, groups))
+    return StageOptimizer(model, optimizers)
+
+
+def _distributed(
+    model: Any,
+    parameters: Sequence[torch.nn.Parameter],
+    buffers: list[Any],
+    sharing: dist.ProcessGroup,
+    config: OptimizerConfig,
+    groups: ProcessGroupCollection,
+) -> DistributedOptimizer:
+    """Megatron's optimizer of some parameters.
+
+    Args:
+        buffers: those in which their gradients are.
+        sharing: the ranks that have the same of them.
+    """
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -52,17 +102,14 @@ def make_optimizer(model: Any, config: OptimizerConfig, groups: ProcessGroupColl
         params_dtype=model.config.params_dtype,
         use_distributed_optimizer=True,
     )
-    inner = torch.optim.AdamW(
-        parameter_groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-    )
     optimizer = DistributedOptimizer(
-        inner,
+        _adamw(parameters, config),
         settings,
         None,
         None,
         model_chunks=[model],
-        per_model_buffers={0: model.buffers},
-        data_parallel_group=groups.dp_cp,
+        per_model_buffers={0: buffers},
+        data_parallel_group=sharing,
         data_parallel_group_gloo=None,
         data_parallel_group_idx=groups.mp.rank(),
         distributed_optimizer_instance_id=0,
@@ -70,3 +117,17 @@ def make_optimizer(model: Any, config: OptimizerConfig, groups: ProcessGroupColl
     optimizer.grad_stats_parallel_group = groups.intra_dist_opt
     optimizer.tp_group = groups.tp
     return optimizer
+
+
+def _adamw(parameters: Sequence[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """Weight decay for matrices, and for biases and norms if so configured."""
+    decaying = [parameter for parameter in parameters if parameter.ndim >= 2 or config.decays_biases_and_norms]
+    others = [parameter for parameter in parameters if parameter.ndim < 2 and not config.decays_biases_and_norms]
+    parameter_groups = [
+        {"params": group, "weight_decay": weight_decay}
+        for group, weight_decay in ((decaying, config.weight_decay), (others, 0.0))
+        if group
+    ]
+    return torch.optim.AdamW(
+        parameter_groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
+    )

@@ -5,7 +5,8 @@
 
 Megatron's distributed optimizer cuts what a tensor-parallel rank has of a parameter, flattened, over the data-parallel
 ranks. A file's metadata say of each piece whose part it is of and where it begins, so that a reader of another layout
-puts whole parameters together, one at a time, and takes its own share. Names are those of the whole model.
+puts whole parameters together, one at a time, and takes its own share. Names are those of the whole model, where each
+expert's matrix is a parameter.
 """
 
 import json
@@ -20,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from corral.workers.backends.megatron.bridge import Bridge, is_cut
+from corral.workers.backends.megatron.optimizer import StageOptimizer
 from corral.workers.backends.train_state import StateShard, TrainStateHeader, shard_name
 from corral.workers.checkpoint.durable_file import no_progress
 
@@ -49,20 +51,24 @@ class Share:
     """Flat: `param`, `exp_avg`, `exp_avg_sq`."""
 
 
-def shares(parameters: Mapping[str, nn.Parameter], optimizer: Any) -> Iterator[tuple[str, Share]]:
+def shares(parameters: Mapping[str, nn.Parameter], optimizer: StageOptimizer) -> Iterator[tuple[str, Share]]:
     """By name; a parameter that other data-parallel ranks keep has none. Moments that no step has made yet are zero."""
     for name, parameter in parameters.items():
-        if parameter not in optimizer.model_param_gbuf_map:
-            continue
-        index, kind, bucket = optimizer.model_param_gbuf_map[parameter]
-        kept = optimizer.gbuf_ranges[index][kind][bucket]["param_map"][parameter]
-        group, place = optimizer.model_param_group_index_map[parameter]
-        main = optimizer.optimizer.param_groups[group]["params"][place]
-        moments = optimizer.optimizer.state[main]
-        for moment in ("exp_avg", "exp_avg_sq"):
-            moments.setdefault(moment, torch.zeros_like(main.detach()))
-        moments.setdefault(_STEP, torch.zeros((), dtype=torch.float32, device=main.device))
-        yield name, Share(kept["param"].start, {"param": main.detach(), **_without_step(moments)})
+        for part in optimizer.chained_optimizers:
+            if parameter in part.model_param_gbuf_map:
+                yield name, _share(parameter, part)
+
+
+def _share(parameter: nn.Parameter, optimizer: Any) -> Share:
+    index, kind, bucket = optimizer.model_param_gbuf_map[parameter]
+    kept = optimizer.gbuf_ranges[index][kind][bucket]["param_map"][parameter]
+    group, place = optimizer.model_param_group_index_map[parameter]
+    main = optimizer.optimizer.param_groups[group]["params"][place]
+    moments = optimizer.optimizer.state[main]
+    for moment in ("exp_avg", "exp_avg_sq"):
+        moments.setdefault(moment, torch.zeros_like(main.detach()))
+    moments.setdefault(_STEP, torch.zeros((), dtype=torch.float32, device=main.device))
+    return Share(kept["param"].start, {"param": main.detach(), **_without_step(moments)})
 
 
 def _without_step(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -71,7 +77,7 @@ def _without_step(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def state_shard(
     parameters: Mapping[str, nn.Parameter],
-    optimizer: Any,
+    optimizer: StageOptimizer,
     bridge: Bridge,
     header: TrainStateHeader,
     *,
@@ -103,7 +109,7 @@ def state_shard(
 def read_shares(
     directory: Path,
     parameters: Mapping[str, nn.Parameter],
-    optimizer: Any,
+    optimizer: StageOptimizer,
     bridge: Bridge,
     *,
     num_files: int,
@@ -130,7 +136,7 @@ def read_shares(
                 part = stored.part(kind, name, parameters[name], bridge).flatten()
                 tensor.copy_(part[share.start : share.start + tensor.numel()])
             on_progress()
-    for moments in optimizer.optimizer.state.values():
+    for moments in optimizer.moments():
         moments[_STEP].fill_(step)
 
 

@@ -2,6 +2,7 @@
 
     directory, or another model ──(name, whole tensor)──► cut ──► this rank's parameters
     parameters ── joined over the ranks of a layer ──► given to the other stages ──(name, whole tensor)──► every rank
+                  an expert's: given to the ranks with other experts, too
 
 One parameter of the whole model is in memory at a time. Ranks agree once on what each stage has; from then on only
 tensors travel between them.
@@ -27,6 +28,8 @@ class Part:
     shape: tuple[int, ...]
     """Of the whole parameter."""
     stage: int
+    expert_rank: int | None
+    """The expert-parallel rank that has it, if it is an expert's."""
 
 
 class StageWeights:
@@ -58,15 +61,8 @@ class StageWeights:
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the whole model, by its stored name, on every rank; each rank reads to the end."""
-        some = next(iter(self.parameters.values()))
         for part in self.parts:
-            if part.stage == self._groups.pp.rank():
-                whole = self._joined(part.name, self.parameters[part.name]).contiguous()
-            else:
-                whole = torch.empty(part.shape, dtype=some.dtype, device=self._device)
-            if self._groups.pp.size() > 1:
-                dist.broadcast(whole, group=self._groups.pp, group_src=part.stage)
-            yield from self._bridge.to_stored(part.name, whole)
+            yield from self._bridge.to_stored(part.name, self._on_every_rank(part))
 
     @torch.no_grad()
     def take_over(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
@@ -113,6 +109,20 @@ class StageWeights:
         else:
             own.lerp_(given.to(own), eta)
 
+    def _on_every_rank(self, part: Part) -> Tensor:
+        """A whole parameter, given by the ranks that have it: within their stage first, then to the other stages."""
+        stages, experts = self._groups.pp, self._groups.ep
+        if part.name in self.parameters:
+            whole = self._joined(part.name, self.parameters[part.name]).contiguous()
+        else:
+            some = next(iter(self.parameters.values()))
+            whole = torch.empty(part.shape, dtype=some.dtype, device=self._device)
+        if experts.size() > 1 and part.expert_rank is not None and part.stage == stages.rank():
+            dist.broadcast(whole, group=experts, group_src=part.expert_rank)
+        if stages.size() > 1:
+            dist.broadcast(whole, group=stages, group_src=part.stage)
+        return whole
+
     def _joined(self, name: str, parameter: nn.Parameter) -> Tensor:
         group = self._groups.tp
         if group.size() == 1 or not is_cut(parameter):
@@ -125,13 +135,17 @@ class StageWeights:
         """What each stage has; of a parameter that two have, the first one's counts."""
         parts: dict[str, Part] = {}
         for stage in range(self._groups.pp.size()):
-            for name, shape in json.loads(self._text_from(stage, json.dumps(self._own_shapes()))):
-                parts.setdefault(name, Part(name, tuple(shape), stage))
+            for name, expert_rank, shape in json.loads(self._text_from(stage, json.dumps(self._shapes_of_stage()))):
+                parts.setdefault(name, Part(name, tuple(shape), stage, expert_rank))
         return list(parts.values())
 
-    def _own_shapes(self) -> list[tuple[str, list[int]]]:
-        """By name; shapes of whole parameters."""
-        return [(name, list(self._joined(name, parameter).shape)) for name, parameter in self.parameters.items()]
+    def _shapes_of_stage(self) -> list[tuple[str, int | None, list[int]]]:
+        """Names, which rank has each, and shapes of whole parameters, in the same order on all ranks of the stage."""
+        return [
+            (counterpart, expert_rank, list(self._joined(name, parameter).shape))
+            for name, parameter in self.parameters.items()
+            for counterpart, expert_rank in self._bridge.counterparts(name)
+        ]
 
     def _text_from(self, stage: int, text: str) -> str:
         """The text of one stage, on all of them."""

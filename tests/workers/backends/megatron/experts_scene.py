@@ -1,0 +1,193 @@
+"""A tiny mixture of experts, trained in gangs of several layouts, and by a plain loop over transformers.
+
+recorded(tokens)   where each token is said to have gone: hardly ever where the router itself would send it
+play_experts       rank by rank: one step, its state, three more; then steps 3 and 4 from another layout's state
+forced_loop        transformers, one answer after the other, its routers told the same
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers.utils import logging as transformers_logging
+
+from corral.experiments.config.model import Recompute
+from corral.scheduling.keys import routed_experts_key
+from corral.scheduling.mesh import Mesh
+from corral.scheduling.parallel import ParallelDims
+from corral.workers.backends.megatron.engine import MegatronEngine
+from corral.workers.backends.megatron.state import shares
+from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
+from corral.workers.data.sequence_sample import SequenceSample
+from tests.workers.backends.layout_scene import (
+    NUM_STEPS,
+    SAVED_AFTER,
+    Stats,
+    Variant,
+    answers_of,
+    batch,
+    plain_loop,
+    train,
+)
+from tests.workers.backends.megatron_scene import make_megatron
+from tests.workers.backends.training_helpers import VOCAB_SIZE, read_weights
+
+NUM_LAYERS, NUM_EXPERTS, TOP_K = 2, 4, 2
+PROMPT = torch.tensor([[3, 5, 8, 13, 21, 34]])
+_PAIRS = torch.tensor([[a, b] for a in range(NUM_EXPERTS) for b in range(NUM_EXPERTS) if a != b], dtype=torch.int16)
+
+
+def save_tiny_mixture(directory: Path) -> Path:
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # routers that choose, and norms that differ
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    return directory
+
+
+def recorded(tokens: Tensor, positions: Tensor) -> Tensor:
+    """[T, layers, k] int16: some pair of experts for each token in each layer, and none for every fifth token."""
+    layers = torch.arange(NUM_LAYERS)
+    pairs = _PAIRS[(7 * tokens[:, None] + 3 * positions[:, None] + 5 * layers) % len(_PAIRS)]
+    is_unknown = (tokens + positions) % 5 == 0
+    return torch.where(is_unknown[:, None, None], torch.tensor(-1, dtype=torch.int16), pairs)
+
+
+def batch_with_experts(step: int) -> SequenceSample:
+    """The batch of a step, as a generator gives it that says where each token went."""
+    sample = batch(step)
+    experts = [recorded(tokens, torch.arange(len(tokens))).flatten() for tokens, _ in answers_of(sample)]
+    return sample.with_key(routed_experts_key(num_layers=NUM_LAYERS, top_k=TOP_K), torch.cat(experts).numpy())
+
+
+def make_engine(model: Path, context: ParallelContext, recompute: Recompute) -> MegatronEngine:
+    return make_megatron(model, context, Variant(recompute=recompute))
+
+
+def play_experts(
+    world: ParallelContext,
+    model: Path,
+    layouts: Mapping[str, Recompute],
+    resumes: Sequence[tuple[str, str]],
+    directory: Path,
+    replays: bool,
+) -> None:
+    """What one rank does.
+
+    Args:
+        layouts: which of its layers' results each computes again in the backward pass.
+        resumes: (layout that saved, layout that goes on) of each resumption.
+        replays: whether samples say where their tokens went.
+    """
+    meshes = {layout: _mesh_of(layout) for layout in ("d1", *layouts)}
+    contexts = mesh_contexts(world, meshes)
+    make = batch_with_experts if replays else batch
+    seen: dict[str, Any] = {}
+    for layout, recompute in layouts.items():
+        context = contexts[layout]
+        if context is not None:
+            seen[layout] = _train_and_save(make_engine(model, context, recompute), make, directory / layout)
+    dist.barrier(group=world.group)  # what one layout has saved, ranks of another one read
+    for before, after in resumes:
+        context = contexts[after]
+        if context is not None:
+            engine = make_engine(model, context, "none")
+            engine.load_state(directory / before / "state")
+            seen[f"{before}>{after}"] = train(engine, range(SAVED_AFTER, NUM_STEPS), make=make)
+    alone = contexts["d1"]
+    if alone is not None:
+        engine = make_engine(model, alone, "none")
+        for layout in layouts:
+            engine.load_state(directory / layout / "first")
+            save_file(_first_moments(engine), directory / layout / "first_moments.safetensors")
+        engine.import_weights(read_weights(directory / next(iter(layouts)) / "weights").items())
+        logits = engine.model(input_ids=PROMPT).logits.detach()
+        save_file({"logits": logits.contiguous()}, directory / "logits.safetensors")
+    (directory / f"rank-{world.rank}.json").write_text(json.dumps(seen))
+
+
+def _mesh_of(layout: str) -> Mesh:
+    dims = ParallelDims.parse(layout)
+    return Mesh(ranks=tuple(range(dims.world_size)), dims=dims)
+
+
+def _train_and_save(engine: MegatronEngine, make: Callable[[int], SequenceSample], directory: Path) -> Stats:
+    stats = train(engine, range(1), make=make)
+    engine.state_shard().write(directory / "first")
+    stats += train(engine, range(1, SAVED_AFTER), make=make)
+    engine.state_shard().write(directory / "state")
+    stats += train(engine, range(SAVED_AFTER, NUM_STEPS), make=make)
+    engine.import_weights(engine.export_weights())  # as models of any backend give them to each other
+    engine.save_weights(directory / "weights")
+    return stats
+
+
+def _first_moments(engine: MegatronEngine) -> dict[str, Tensor]:
+    """Of every weight, by its stored name; of an engine that has the whole model."""
+    optimizer, _ = engine._require_optimizer()
+    parameters = engine._weights.parameters
+    return {
+        stored: tensor.contiguous()
+        for name, share in shares(parameters, optimizer)
+        for stored, tensor in engine._bridge.to_stored(name, share.tensors["exp_avg"].view(parameters[name].shape))
+    }
+
+
+def forced_loop(model: Path, *, replays: bool) -> tuple[Any, Stats, dict[str, Tensor]]:
+    """The trained model, what it said of each step, and the gradients of the first one by parameter."""
+    gradients: dict[str, Tensor] = {}
+
+    def force(whole: Any, tokens: Tensor) -> None:
+        experts = recorded(tokens, torch.arange(len(tokens)))
+        for number, layer in enumerate(whole.model.layers):
+            layer.mlp.gate.forward = _ForcedGate(layer.mlp.gate, experts[:, number].long())
+
+    def keep(step: int, whole: Any) -> None:
+        if step == 0:
+            gradients.update({name: parameter.grad.clone() for name, parameter in whole.named_parameters()})
+
+    trained, stats = plain_loop(model, before_answer=force if replays else lambda *_: None, before_step=keep)
+    return trained, stats, gradients
+
+
+class _ForcedGate:
+    """A router of transformers that is told where the tokens go, and weighs the experts by its own probabilities."""
+
+    def __init__(self, gate: Any, experts: Tensor) -> None:
+        self._gate = gate
+        self._experts = experts
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ self._gate.weight.T
+        probabilities = logits.softmax(-1)
+        rows = [
+            own if int(told[0]) < 0 else told
+            for own, told in zip(probabilities.topk(TOP_K).indices, self._experts, strict=True)
+        ]
+        chosen = torch.stack(rows)
+        weights = probabilities.gather(1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen

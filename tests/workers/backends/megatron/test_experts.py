@@ -1,0 +1,153 @@
+"""Mixtures of experts by megatron-core train like a plain loop over transformers, wherever their tokens are sent."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from corral.experiments.config.model import Recompute
+from corral.workers.backends.megatron.experts import Replay, stack_experts, unstack_experts
+from corral.workers.backends.weight_files import as_stored
+from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.layout_scene import NUM_STEPS, OPTIMIZER, SAVED_AFTER
+from tests.workers.backends.megatron.experts_scene import PROMPT, forced_loop, play_experts, save_tiny_mixture
+from tests.workers.backends.training_helpers import read_weights
+
+FEW: dict[str, Recompute] = {"d2t2e2": "selective", "c2p2e2": "full"}
+FEW_RESUMES = (("d2t2e2", "c2p2e2"), ("c2p2e2", "d1"))
+PARTS = (("d1", "d2", "t2", "p2", "d2e2"), ("c2e2", "d2t2", "d4e2", "d4e4"), ("d2c2e4", "t2c2e2", "d2t2e2", "d2p2e2"))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What the ranks have seen, and what a plain loop has made of the same model and batches."""
+
+    directory: Path
+    ranks: list[dict[str, Any]]
+    plain: tuple[Any, Any, dict[str, torch.Tensor]]
+
+
+def make_scene(directory: Path, layouts: Any, resumes: Any, *, replays: bool) -> Scene:
+    model = save_tiny_mixture(directory / "model")
+    play(play_experts, model, layouts, resumes, directory, replays, world_size=4, directory=directory)
+    ranks = [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    return Scene(directory, ranks, forced_loop(model, replays=replays))
+
+
+def assert_trained_alike(scene: Scene, layout: str) -> None:
+    model, expected, gradients = scene.plain
+    for stats in (rank[layout] for rank in scene.ranks if layout in rank):
+        for step in range(NUM_STEPS):
+            for name, value in expected[step].items():
+                assert stats[step][name] == pytest.approx(value, rel=1e-4, abs=1e-5), (step, name)
+    moments = load_file(scene.directory / layout / "first_moments.safetensors")
+    kept = (1 - OPTIMIZER.beta1) * min(1.0, OPTIMIZER.gradient_clipping / expected[0]["train/grad_norm"])
+    first = dict(as_stored(model, gradients.items(), dtype=torch.float32))
+    assert moments.keys() == first.keys()
+    for name, gradient in first.items():
+        np.testing.assert_allclose(moments[name] / kept, gradient, atol=1e-6, err_msg=name)
+    saved = read_weights(scene.directory / layout / "weights")
+    trained = dict(as_stored(model, model.named_parameters(), dtype=torch.float32))
+    assert saved.keys() == trained.keys()
+    for name, parameter in trained.items():
+        np.testing.assert_allclose(saved[name], parameter.detach(), atol=2e-4, err_msg=name)
+
+
+def assert_goes_on_alike(scene: Scene, before: str, after: str) -> None:
+    expected = scene.ranks[0][before][SAVED_AFTER:]
+    resumed = [rank[f"{before}>{after}"] for rank in scene.ranks if f"{before}>{after}" in rank]
+    assert resumed
+    for stats in resumed:
+        for own, seen in zip(expected, stats, strict=True):
+            assert seen["sft/loss"] == pytest.approx(own["sft/loss"], abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return make_scene(tmp_path_factory.mktemp("experts"), FEW, FEW_RESUMES, replays=True)
+
+
+@pytest.mark.parametrize("layout", FEW)
+def test_experts_over_ranks_compute_what_a_plain_loop_does_with_tokens_sent_where_they_went(
+    layout: str, few: Scene
+) -> None:
+    assert_trained_alike(few, layout)
+
+
+@pytest.mark.parametrize(("before", "after"), FEW_RESUMES)
+def test_experts_go_on_from_a_state_of_another_layout(before: str, after: str, few: Scene) -> None:
+    assert_goes_on_alike(few, before, after)
+
+
+def test_a_copy_of_the_model_for_generation_says_what_the_trained_model_says(few: Scene) -> None:
+    model, _, _ = few.plain
+    for layer in model.model.layers:
+        del layer.mlp.gate.forward  # tokens go where they did in training only there
+    with torch.no_grad():
+        expected = model(input_ids=PROMPT).logits
+    np.testing.assert_allclose(load_file(few.directory / "logits.safetensors")["logits"], expected, atol=1e-3)
+
+
+def topk(scores: torch.Tensor, k: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    values, places = scores.topk(k, dim=1)
+    return values, places
+
+
+def test_a_token_goes_where_it_went_and_where_the_router_sends_it_if_nothing_is_said() -> None:
+    scores = torch.tensor([[0.1, 0.2, 0.3, 0.4]] * 3)
+    told = torch.tensor([[0, 1], [-1, -1], [2, -1]], dtype=torch.int16)
+    values, places = Replay(told).get_replay_topk(scores, 2, default_compute_topk=topk)
+    assert places.tolist() == [[0, 1], [3, 2], [3, 2]]
+    assert torch.equal(values, torch.tensor([[0.1, 0.2], [0.4, 0.3], [0.4, 0.3]]))
+
+
+@pytest.mark.parametrize("told", [torch.zeros(2, 2), torch.zeros(3, 1)])
+def test_experts_that_were_recorded_with_another_model_are_refused(told: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="3 tokens to 2 experts each: they were recorded with another model"):
+        Replay(told).get_replay_topk(torch.zeros(3, 4), 2, default_compute_topk=topk)
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_matrices_of_experts_are_stacked_in_their_order_however_they_come(
+    layers: int, experts: int, random: Any
+) -> None:
+    stored = {"model.norm.weight": torch.ones(3)} | {
+        f"model.layers.{layer}.mlp.experts.{expert}.{kind}_proj.weight": torch.randn(shape)
+        for layer in range(layers)
+        for expert in range(experts)
+        for kind, shape in {"gate": (2, 3), "up": (2, 3), "down": (3, 2)}.items()
+    }
+    stacked = dict(stack_experts(random.sample(list(stored.items()), len(stored)), num_experts=experts))
+    assert len(stacked) == 1 + 2 * layers
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        for expert in range(experts):
+            gate, up = stacked[f"{prefix}.gate_up_proj"][expert].chunk(2)
+            assert torch.equal(gate, stored[f"{prefix}.{expert}.gate_proj.weight"])
+            assert torch.equal(up, stored[f"{prefix}.{expert}.up_proj.weight"])
+            assert torch.equal(stacked[f"{prefix}.down_proj"][expert], stored[f"{prefix}.{expert}.down_proj.weight"])
+    again = dict(unstack_experts(stacked.items()))
+    assert again.keys() == stored.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in stored.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("layouts", PARTS)
+def test_every_layout_of_a_mixture_trains_and_goes_on_alike(
+    layouts: tuple[str, ...], replays: bool, tmp_path: Path
+) -> None:
+    resumes = tuple(zip(layouts, (*layouts[1:], layouts[0]), strict=True))
+    recompute: Recompute = "full" if replays else "none"
+    scene = make_scene(tmp_path, dict.fromkeys(layouts, recompute), resumes, replays=replays)
+    for layout in layouts:
+        assert_trained_alike(scene, layout)
+    for before, after in resumes:
+        assert_goes_on_alike(scene, before, after)
