@@ -31,8 +31,8 @@ from corral.workers.requests.messages import (
     ToWorker,
     TrainReply,
     TrainStep,
-    WorkerRequest,
 )
+from corral.workers.streams.calls import RequestId
 from corral.workers.streams.codec import Buffer, Message, MessageCodec
 from corral.workers.streams.link import DealerLink
 from corral.workers.streams.security import StreamSecurity
@@ -74,7 +74,8 @@ class StubRank:
         self._random = random.Random(rank)
         self._arrived: deque[SampleMetadata] = deque()
         self._num_made = 0
-        self._waiting: Message[WorkerRequest] | None = None
+        self._waiting = ""
+        """Id of a Fetch that has no answer yet."""
         self.link = DealerLink(
             security,
             self.codec,
@@ -97,18 +98,20 @@ class StubRank:
 
     def _receive(self, message: Message[ToWorker]) -> None:
         request = message.body.request
+        for passenger in message.body.passengers:
+            self._waiting = passenger.request_id
         if isinstance(request, Fetch):
-            self._waiting = message
+            self._waiting = message.request_id
         elif isinstance(request, Initialize):
             self.codec.received_bytes = self.codec.sent_bytes = 0
-            self._reply(message, OkReply())
+            self._reply(message.request_id, OkReply())
             self._make(version="0.0")
         elif isinstance(request, TrainStep):
             did = TrainReply(stats=_STATS, num_updates=4, num_nonfinite=0) if request.reports else OkReply()
-            self._reply(message, did)
+            self._reply(message.request_id, did)
             self._make(version=f"1.{request.version + 1}")
         else:
-            self._reply(message, OkReply())
+            self._reply(message.request_id, OkReply())
         self._announce()
 
     def _make(self, *, version: str) -> None:
@@ -127,13 +130,13 @@ class StubRank:
         )
 
     def _announce(self) -> None:
-        if self._waiting is not None and self._arrived:
+        if self._waiting and self._arrived:
             told = [self._arrived.popleft() for _ in range(min(self._at_once, len(self._arrived)))]
             self._reply(self._waiting, MetadataReply.of(told))
-            self._waiting = None
+            self._waiting = ""
 
-    def _reply(self, message: Message[ToWorker], payload: ReplyPayload) -> None:
-        self.link.send(self.codec.encode(payload, epoch=message.epoch, request_id=message.request_id))
+    def _reply(self, request_id: str, payload: ReplyPayload) -> None:
+        self.link.send(self.codec.encode(payload, epoch=RequestId.parse(request_id).epoch, request_id=request_id))
 
 
 async def _serve(security: StreamSecurity, endpoint: str, ranks: range, **each: int) -> list[StubRank]:

@@ -138,6 +138,7 @@ SHOWN_BY: Mapping[type, Mapping[str, str]] = {
         "pre_hooks": OWN_SHARE,
         "post_hooks": f"{STREAM}::hooks_arrive_with_the_request",
         "riders": f"{DEFERRED}::riders_are_done_before_what_carries_them_in_order_and_once",
+        "passengers": f"{DEFERRED}::a_passenger_comes_with_the_next_message_and_has_its_own_answer",
         "flush": f"{STREAM}::a_flush_aboard_starts_its_request_after_all_that_was_posted_before",
     },
 }

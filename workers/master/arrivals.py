@@ -1,7 +1,7 @@
 """Arrivals: what rollout workers have delivered to any rank, as soon as the rank says so.
 
     ask() ──one Fetch that waits──► every rank that has none ──something arrived, or nothing for a while──► reply
-                                                                                                              │
+       aboard the next message, or, at `hurry`, by itself                                                     │
     take() ◄── what to keep, in order of arrival ◄──────────────────────────────────────────── wake() ◄───────────┘
 
 Nobody polls: a rank holds its Fetch until it has something to say. What it then says is repeated by the request stream
@@ -30,6 +30,7 @@ class Arrivals:
     Example:
         arrivals = Arrivals(client, {0: "model_worker/0", 1: "model_worker/1"}, wake=event.set)
         arrivals.ask()
+        arrivals.hurry()
         await event.wait()
         arrivals.take()     # [BufferedSample(owner=1, ...), ...]
     """
@@ -49,15 +50,23 @@ class Arrivals:
         """Replies of which one is an error, for whoever awaits them; None while all is well."""
 
     def ask(self) -> None:
-        """Let every rank say what arrives from now on, if it has not been asked."""
+        """Let every rank say what arrives from now on, if it has not been asked; with the next message that it gets.
+
+        What has found none since the last call goes now: no rank's arrivals wait for more than two calls.
+        """
+        self._client.send_waiting()
         if not self._idle:
             return
         ranks = sorted(self._idle)
         self._idle.clear()
         request = Fetch(max_samples=_AT_MOST, wait_s=_WAIT_S)
-        pending = self._client.post({self._worker_by_rank[rank]: request for rank in ranks}, deadline_s=_DEADLINE_S)
         rank_by_worker = {self._worker_by_rank[rank]: rank for rank in ranks}
+        pending = self._client.post_aboard(rank_by_worker, request, deadline_s=_DEADLINE_S)
         pending.on_each(lambda worker, reply: self._absorb(rank_by_worker[worker], reply, pending))
+
+    def hurry(self) -> None:
+        """Ask now: there may be no other message for long."""
+        self._client.send_waiting()
 
     def take(self) -> list[BufferedSample]:
         """What has arrived since the last call, each with the rank that holds it."""

@@ -29,6 +29,9 @@ class SampleHolders(Protocol):
     async def fetch(self) -> list[BufferedSample]:
         """Samples that have arrived from rollout workers since the last call; does not wait for any."""
 
+    def listen(self) -> None:
+        """Hear of more as soon as it arrives, and not only with the answers to the next requests."""
+
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         """Load rows of the dataset."""
 
@@ -154,7 +157,10 @@ class TrajectorySource:
         decision = self._ready.take(version=version, eta=self.eta, batch_size=self.batch_size, remaining=remaining)
         self._missing = decision.waiting_for
         await self._give_up(decision.stale)
-        return list(decision.batch) if decision.batch else None
+        if not decision.batch:
+            self.holders.listen()
+            return None
+        return list(decision.batch)
 
     async def give_back(self, batch: Sequence[str]) -> None:
         await self._give_up(batch)  # answered anew: the same tokens would give the same loss

@@ -143,11 +143,18 @@ class TrainerGang:
         return described
 
     async def fetch(self) -> list[BufferedSample]:
-        """What has arrived since the last call, at once; `news` is set when there is more."""
+        """What has arrived since the last call, at once; `news` is set when there is more.
+
+        Ranks are asked for more with the next message to them; who has none for them, and waits, calls `listen`.
+        """
         self._arrivals.ask()
         if self._arrivals.failed is not None:
             await self._guard(self._arrivals.failed)
         return self._arrivals.take()
+
+    def listen(self) -> None:
+        """Let the ranks say now what arrives: nothing else is asked of them until something has."""
+        self._arrivals.hurry()
 
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         """Deal rows of the dataset over the ranks that read them."""

@@ -4,6 +4,7 @@
     flush() --------------------Flush names the ids-------> each worker starts what it got since the last flush
     post(..., flush=True) ------both in one message
     attach({worker: request}) --aboard the next message to this worker, without a reply of its own
+    post_aboard(workers, fetch) --the same, with a reply of its own
 
 What each rank gets of its own is encoded for it alone, and what several get alike is encoded once: bytes on the wire
 grow with what is said, not with the number of ranks times all of it.
@@ -19,15 +20,17 @@ import asyncio
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 
+from corral.workers.requests.known_worker import KnownWorker
 from corral.workers.requests.messages import (
     BlockingRequest,
+    Fetch,
     Flush,
     FromWorker,
     Hello,
+    Passenger,
     PostHook,
     PreHook,
     ReplyPayload,
@@ -52,31 +55,6 @@ from corral.workers.streams.router import Peer, RouterEndpoint
 from corral.workers.streams.security import StreamSecurity
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Worker:
-    """What is known of a worker, and what it has not answered or not been told to start."""
-
-    hello: Hello
-    identity: bytes | None
-    """None while it is not connected."""
-    is_dead: bool = False
-    grace_timer: asyncio.TimerHandle | None = None
-    unflushed: list[str] = field(default_factory=list)
-    riders: list[Rider] = field(default_factory=list)
-
-    def take_riders(self) -> Sequence[Rider]:
-        """What goes with the next message to this worker."""
-        if not self.riders:
-            return ()
-        riders, self.riders = self.riders, []
-        return riders
-
-    def end_grace(self) -> None:
-        if self.grace_timer is not None:
-            self.grace_timer.cancel()
-            self.grace_timer = None
 
 
 class RequestClient(Closing):
@@ -117,13 +95,15 @@ class RequestClient(Closing):
         self._codec: MessageCodec[FromWorker] = MessageCodec(FromWorker, trial_uuid=security.trial_uuid)
         self._sequence = itertools.count(1)
         self._level = itertools.count(1)
-        self._worker_by_id: dict[str, _Worker] = {}
-        self._worker_by_identity: dict[bytes, _Worker] = {}
+        self._worker_by_id: dict[str, KnownWorker] = {}
+        self._worker_by_identity: dict[bytes, KnownWorker] = {}
         self._pending: dict[str, PendingReplies] = {}
         """In the order of posting, by request id as it is written: what a reply names is looked up, and not read."""
         self._arrival = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
+        self._is_boarding = False
+        """Whether something may wait for a message to go with."""
         self.num_late = 0
         self._router = RouterEndpoint(
             security,
@@ -194,25 +174,19 @@ class RequestClient(Closing):
                 costs no message. Nothing is awaited while posting, so that of two requests which two workers share,
                 both start the one that was posted first, first.
         """
-        request_id = str(RequestId(self._epoch, next(self._sequence)))
         level = next(self._level) if flush else None
-        asked = f"{'/'.join(sorted({type(request).__name__ for request in requests.values()}))} {request_id}"
-        replies = PendingReplies(requests, request_id=request_id, asked=asked)
-        if requests:
-            self._pending[request_id] = replies
-        own = (request_id,)
+        replies = self._begin(requests, "/".join(sorted({type(request).__name__ for request in requests.values()})))
+        own = (request_id := replies.request_id,)
         # A step posts to a thousand workers some times: what they have in common is made once.
         content: tuple[object, ...] = ()
         frames: list[Buffer] = []
         for worker_id, request in requests.items():
-            worker = self._worker_by_id.get(worker_id)
-            if worker is None or worker.is_dead:
-                self._end(replies, worker_id, None, _dead(worker, asked) if worker else _not_here(worker_id, asked))
+            if (worker := self._living(worker_id, replies)) is None:
                 continue
             before, after = pre_hooks.get(worker_id, ()), post_hooks.get(worker_id, ())
             starts = () if level is None else self._take_unflushed(worker) + own if worker.unflushed else own
-            riders = worker.take_riders()
-            previous, content = content, (request, before, after, starts, riders)
+            riders, passengers = worker.take_riders(), worker.take_passengers()
+            previous, content = content, (request, before, after, starts, riders, passengers)
             if not (previous and all(map(operator.is_, content, previous))):
                 started = None if level is None else Flush(level=level, request_ids=starts)
                 body = WorkerRequest(
@@ -220,6 +194,7 @@ class RequestClient(Closing):
                     pre_hooks=tuple(before),
                     post_hooks=tuple(after),
                     riders=tuple(riders),
+                    passengers=passengers,
                     flush=started,
                 )
                 frames = self._codec.encode(body, epoch=self._epoch, request_id=request_id, deadline_s=deadline_s)
@@ -239,6 +214,38 @@ class RequestClient(Closing):
         for worker_id, request in requests.items():
             if (worker := self._worker_by_id.get(worker_id)) is not None:
                 worker.riders.append(request)
+
+    def post_aboard(self, workers: Collection[str], request: Fetch, *, deadline_s: float) -> PendingReplies:
+        """Ask some workers for the same, each with the next message to it: it costs none, and has its own answer.
+
+        It is sent by itself to a worker that comes back, and to all that got no message before `send_waiting`; whatever
+        brings it, and if two messages do, a worker begins it once.
+
+        Args:
+            deadline_s: from now, as for `post`.
+        """
+        replies = self._begin(workers, type(request).__name__)
+        apart = self._codec.encode(
+            WorkerRequest(request=request), epoch=self._epoch, request_id=replies.request_id, deadline_s=deadline_s
+        )
+        aboard = (Passenger(request_id=replies.request_id, request=request),)
+        for worker_id in workers:
+            if (worker := self._living(worker_id, replies)) is not None:
+                replies.await_reply(worker_id, apart)
+                worker.passengers = worker.passengers + aboard if worker.passengers else aboard
+        self._is_boarding = True
+        replies.expire_by(self._loop.call_later(deadline_s, self._expire, replies, deadline_s))
+        return replies
+
+    def send_waiting(self) -> None:
+        """What was posted aboard, and has found no message by now, goes by itself."""
+        if not self._is_boarding:
+            return
+        self._is_boarding = False
+        for worker_id, worker in self._worker_by_id.items():
+            for passenger in worker.take_passengers():
+                if self._is_missing(passenger.request_id, worker_id):
+                    self._send(worker, self._pending[passenger.request_id].frames_for(worker_id))
 
     async def flush(self, *, deadline_s: float) -> None:
         """Let every worker start the blocking requests that were posted to it since the last flush.
@@ -265,18 +272,35 @@ class RequestClient(Closing):
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def _take_unflushed(self, worker: _Worker) -> tuple[str, ...]:
+    def _take_unflushed(self, worker: KnownWorker) -> tuple[str, ...]:
         """What a flush of now names for this worker: what was posted since the last one."""
         unflushed, worker.unflushed = worker.unflushed, []
         # What nobody waits for any more, because of an error or a deadline, need not start.
         return tuple(request_id for request_id in unflushed if self._is_missing(request_id, worker.hello.worker))
+
+    def _begin(self, workers: Collection[str], what: str) -> PendingReplies:
+        """Replies to a new request, which is yet to be sent."""
+        request_id = str(RequestId(self._epoch, next(self._sequence)))
+        replies = PendingReplies(workers, request_id=request_id, asked=f"{what} {request_id}")
+        if workers:
+            self._pending[request_id] = replies
+        return replies
+
+    def _living(self, worker_id: str, replies: PendingReplies) -> KnownWorker | None:
+        """A worker that can be asked; else that is what the request ends with."""
+        worker = self._worker_by_id.get(worker_id)
+        if worker is not None and not worker.is_dead:
+            return worker
+        asked = replies.asked
+        self._end(replies, worker_id, None, worker.death(asked) if worker else _not_here(worker_id, asked))
+        return None
 
     def _expire(self, replies: PendingReplies, deadline_s: float) -> None:
         for worker_id in replies.missing:
             error = StreamTimeoutError(f"{worker_id} did not answer {replies.asked} within {deadline_s:.1f} s")
             self._end(replies, worker_id, None, error)
 
-    def _send(self, worker: _Worker, frames: list[Buffer]) -> None:
+    def _send(self, worker: KnownWorker, frames: list[Buffer]) -> None:
         if worker.identity is None:
             return  # it is sent when the worker comes back
         try:
@@ -301,7 +325,7 @@ class RequestClient(Closing):
             self._bury(worker)
             worker = None
         if worker is None:
-            worker = self._worker_by_id[hello.worker] = _Worker(hello, identity)
+            worker = self._worker_by_id[hello.worker] = KnownWorker(hello, identity)
             logger.info("%s (pid %d) is connected", hello.worker, hello.pid)
         if worker.identity is not None:
             self._worker_by_identity.pop(worker.identity, None)
@@ -310,6 +334,7 @@ class RequestClient(Closing):
         worker.hello = hello
         worker.identity = identity
         self._worker_by_identity[identity] = worker
+        worker.take_passengers()  # they go by themselves, with all else that is unanswered
         for replies in self._pending.values():
             if frames := replies.frames_for(hello.worker):
                 self._send(worker, frames)
@@ -356,16 +381,15 @@ class RequestClient(Closing):
         logger.warning("%s disconnected; it has %.1f s to come back", worker.hello.worker, self._reconnect_grace_s)
         worker.grace_timer = self._loop.call_later(self._reconnect_grace_s, self._bury, worker)
 
-    def _bury(self, worker: _Worker) -> None:
+    def _bury(self, worker: KnownWorker) -> None:
         """The process behind this worker id is gone for good."""
         worker.end_grace()
         if worker.is_dead:
             return
-        worker.is_dead = True
-        worker.unflushed, worker.riders = [], []
+        worker.bury()
         for replies in list(self._pending.values()):
             if replies.is_missing(worker.hello.worker):
-                self._end(replies, worker.hello.worker, None, _dead(worker, replies.asked))
+                self._end(replies, worker.hello.worker, None, worker.death(replies.asked))
         logger.warning("%s (pid %d) is dead", worker.hello.worker, worker.hello.pid)
         if self._on_worker_dead is not None:
             self._on_worker_dead(worker.hello.worker)
@@ -373,10 +397,3 @@ class RequestClient(Closing):
 
 def _not_here(worker_id: str, asked: str) -> PeerDeadError:
     return PeerDeadError(f"{worker_id} got {asked} but has not said hello; wait_for_workers first")
-
-
-def _dead(worker: _Worker, asked: str) -> PeerDeadError:
-    hello = worker.hello
-    return PeerDeadError(
-        f"{hello.worker} (pid {hello.pid}) died before it answered {asked}; see the end of its log for the reason"
-    )

@@ -21,6 +21,7 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from corral.workers.requests.flush_queue import FlushQueue
 from corral.workers.requests.messages import (
@@ -206,6 +207,10 @@ class WorkerRequestStream(Closing):
             self._send(request_id, StaleReply(max_epoch=self.max_epoch))
             return
         self._replies.run_once(str(request_id), run=lambda: self._start(request_id, message), repeat=self._link.send)
+        for passenger in message.body.passengers:
+            own_id = RequestId(request_id.epoch, RequestId.parse(passenger.request_id).sequence)
+            run = partial(self._answer_now, own_id, passenger.request)
+            self._replies.run_once(str(own_id), run=run, repeat=self._link.send)
 
     def _start(self, request_id: RequestId, message: Message[WorkerRequest]) -> None:
         request = message.body.request

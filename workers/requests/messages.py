@@ -206,6 +206,13 @@ Rider = ClearDataCache | Give
 Request = NonBlockingRequest | BlockingRequest | Flush
 
 
+class Passenger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request that another one's message has brought, with an id and an answer of its own."""
+
+    request_id: str
+    request: Fetch
+
+
 class WorkerRequest(MessageBody, frozen=True, tag="request"):
     """A request with what runs before and after it."""
 
@@ -214,6 +221,8 @@ class WorkerRequest(MessageBody, frozen=True, tag="request"):
     post_hooks: tuple[PostHook, ...] = ()
     riders: tuple[Rider, ...] = ()
     """Done by the I/O thread when this arrives, before it. What answers this answers them; an error of theirs is it."""
+    passengers: tuple[Passenger, ...] = ()
+    """Begun after this request, as if each had come by itself: none of them waits for it, or fails with it."""
     flush: Flush | None = None
     """Starts this request and those that it names besides; None: a later flush will."""
 

@@ -59,7 +59,7 @@ def test_each_arrival_wakes_the_master_and_only_who_answered_is_asked_again(as_r
             news = asyncio.Event()
             arrivals = Arrivals(client, {0: first.worker_id, 1: second.worker_id}, wake=news.set)
             arrivals.ask()
-            arrivals.ask()  # nobody is asked twice
+            arrivals.ask()  # nobody is asked twice, and who got no other message is asked by itself now
             await until(lambda: len(ranks[0].asked) + len(ranks[1].asked) == 2, waiting_for="two requests")
             assert not news.is_set() and names(arrivals) == []
             ranks[1].receive(second, "0:a", "0:b")
@@ -67,6 +67,7 @@ def test_each_arrival_wakes_the_master_and_only_who_answered_is_asked_again(as_r
             assert names(arrivals) == [(1, "0:a"), (1, "0:b")] and names(arrivals) == []
             news.clear()
             arrivals.ask()
+            arrivals.hurry()
             ranks[0].receive(first, "0:c")
             await asyncio.wait_for(news.wait(), 60)
             assert names(arrivals) == [(0, "0:c")]
@@ -110,6 +111,7 @@ def test_the_death_of_a_rank_wakes_the_master_too(as_role: AsRole) -> None:
             await initialize(client, stream)
             arrivals = Arrivals(client, {0: stream.worker_id}, wake=news.set)
             arrivals.ask()
+            arrivals.hurry()
             await until(lambda: len(rank.asked) == 1, waiting_for="the request")
         await asyncio.wait_for(news.wait(), 60)
         assert arrivals.failed is not None

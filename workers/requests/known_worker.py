@@ -1,0 +1,55 @@
+"""KnownWorker: what the master's end of the request stream knows of one worker, and has yet to tell it.
+
+RequestClient ──unflushed, riders, passengers──► KnownWorker ──take_...()──► the next message to this worker
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from corral.workers.requests.messages import Hello, Passenger, Rider
+from corral.workers.streams.errors import PeerDeadError
+
+
+@dataclass(slots=True)
+class KnownWorker:
+    """Belongs to the client's loop."""
+
+    hello: Hello
+    identity: bytes | None
+    """None while it is not connected."""
+    is_dead: bool = False
+    grace_timer: asyncio.TimerHandle | None = None
+    unflushed: list[str] = field(default_factory=list)
+    """Ids of blocking requests that it was not told to start."""
+    riders: list[Rider] = field(default_factory=list)
+    passengers: tuple[Passenger, ...] = ()
+
+    def take_riders(self) -> Sequence[Rider]:
+        """What goes with the next message to this worker."""
+        if not self.riders:
+            return ()
+        riders, self.riders = self.riders, []
+        return riders
+
+    def take_passengers(self) -> tuple[Passenger, ...]:
+        """What goes with it, too, and is answered by itself."""
+        passengers, self.passengers = self.passengers, ()
+        return passengers
+
+    def bury(self) -> None:
+        """Its process is gone for good, and hears nothing more."""
+        self.is_dead = True
+        self.unflushed, self.riders, self.passengers = [], [], ()
+
+    def death(self, asked: str) -> PeerDeadError:
+        """What a request that it will not answer ends with."""
+        name, pid = self.hello.worker, self.hello.pid
+        return PeerDeadError(
+            f"{name} (pid {pid}) died before it answered {asked}; see the end of its log for the reason"
+        )
+
+    def end_grace(self) -> None:
+        if self.grace_timer is not None:
+            self.grace_timer.cancel()
+            self.grace_timer = None
