@@ -31,7 +31,7 @@ FLOAT32, BFLOAT16 = Variant(), Variant(dtype=torch.bfloat16, tolerance=5e-2)
 
 
 @pytest.fixture(params=["fsdp", "megatron"])
-def make(request: pytest.FixtureRequest) -> MakeEngine:
+def make(request: pytest.FixtureRequest, device: str) -> MakeEngine:
     if request.param == "fsdp":
         return make_engine
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
