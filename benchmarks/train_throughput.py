@@ -8,12 +8,14 @@ of its own, on one thread of a CPU. All take a turn in each round, so that they 
 median of the ratios of the rounds, in CPU seconds. A GPU holds one model at a time: there ways follow each other, and
 ratios are of wall seconds. The loss after one step shows that all ways make the same one.
 
+Ways that end in `selective` or `full` recompute so much of each layer in the backward pass (`recompute` of a model).
 The yardstick is a plain loop whose padded batches are of sequences of like length: the best without packing.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +38,7 @@ from corral.experiments.inputs.model_directory import transformer_shape  # noqa:
 def main() -> None:
     """Prints a table for each size."""
     options = _options()
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # Megatron warns of every package that it can do without
     ways = [way for way in options.ways if _is_there(way)]
     is_cpu = options.device == "cpu"
     device_name = "one thread of a CPU" if is_cpu else torch.cuda.get_device_name(options.device)

@@ -1,24 +1,23 @@
 """One way to train in a process of its own, and what the benchmark's process knows of it.
 
-    Contender ──{"do": "start" | "step" | "end", ...} one JSON line each──► serve ── a line for each ──► Contender
+    Contender ──{"do": "start" | "step" | "end", ...} as JSON──► serve ── an answer for each ──► Contender
 
-A process of its own, so that peak memory is that way's alone; one line a turn, so that all take turns.
+A process of its own, so that peak memory is that way's alone; one answer a turn, so that all take turns. Processes are
+forked from one that has imported what they share, and has touched no device.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
+import multiprocessing
 import os
-import selectors
-import subprocess
-import sys
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -27,9 +26,10 @@ from benchmarks.process_memory import forget_peak, kernel_count
 from benchmarks.training.sizes import SIZES
 from benchmarks.training.trainers import WAYS, Trainer, make_trainer
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600.0
 """For one turn: the longest is the start of a model of a billion weights."""
+_SHARED = ("benchmarks.training.contender", "transformers.models.qwen2.modeling_qwen2")
+_SHARED_WITH_MEGATRON = (*_SHARED, "corral.workers.backends.megatron.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,12 @@ class Contender:
 
     def __init__(self, way: str, *, device: str, dtype: str) -> None:
         self.way = way
-        command = [sys.executable, "-m", "benchmarks.training.contender", way, "--device", device, "--dtype", dtype]
-        search_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        quiet = {"PYTHONWARNINGS": "ignore"}  # of Megatron, which warns of every package that it can do without
-        environment = {**os.environ, **quiet, "PYTHONPATH": search_path}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
-        )
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(_SHARED if find_spec("megatron") is None else _SHARED_WITH_MEGATRON))
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(way, device, dtype, theirs), daemon=True)
+        self._process.start()
+        theirs.close()  # so that the end of the process is the end of what it says
 
     def ask_to_start(self, size: str, directory: Path) -> None:
         """Load the model and take one step, so that whatever is made once is made; others may begin meanwhile."""
@@ -80,52 +79,42 @@ class Contender:
         self._answer()
 
     def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        """End the process, which holds nothing that is worth waiting for."""
+        self._connection.close()
+        self._process.kill()
+        self._process.join()
 
     def _send(self, question: dict[str, str]) -> None:
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
+            self._connection.send_bytes(json.dumps(question).encode())
         except BrokenPipeError:
             raise self._ended() from None
 
     def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            if not selector.select(timeout=DEADLINE_S):
-                self._process.kill()
-                raise RuntimeError(f"{self.way} did not answer within {DEADLINE_S:.0f} s and was ended")
-        line = self._process.stdout.readline()
-        if not line:
-            raise self._ended()
-        answer: dict[str, Any] = json.loads(line)
+        try:
+            if not self._connection.poll(DEADLINE_S):
+                raise RuntimeError(f"the process of {self.way} did not answer within {DEADLINE_S:.0f} s")
+            answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            raise self._ended() from None
         return answer
 
     def _ended(self) -> RuntimeError:
-        return RuntimeError(f"the process of {self.way} ended with {self._process.wait()}; what it said is above")
+        self._process.join(DEADLINE_S)
+        return RuntimeError(f"the process of {self.way} ended with {self._process.exitcode}; what it said is above")
 
 
 # --- inside the process ---------------------------------------------------------------------------------------------
 
 
-def serve(way: str, *, device: str, dtype: str, questions: Iterable[str], answers: IO[str]) -> None:
-    """Answer a line of JSON with one, until there are no more."""
+def serve(way: str, device: str, dtype: str, connection: Connection) -> None:
+    """Answer each question with one message, until there are no more."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     trainer: Trainer | None = None
     place = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
     memory = HostMemory() if device == "cpu" else DeviceMemory(place)
-    for line in questions:
-        question = json.loads(line)
+    while (question := _received(connection)) is not None:
         answer: dict[str, Any] = {}
         if question["do"] == "start":
             memory.begin()
@@ -143,8 +132,16 @@ def serve(way: str, *, device: str, dtype: str, questions: Iterable[str], answer
         else:
             trainer = None
             gc.collect()
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        connection.send_bytes(json.dumps(answer).encode())
+
+
+def _received(connection: Connection) -> dict[str, str] | None:
+    """The next question; None where nobody asks any more."""
+    try:
+        question: dict[str, str] = json.loads(connection.recv_bytes())
+    except EOFError:
+        return None
+    return question
 
 
 def _clocked(trainer: Trainer, memory: HostMemory | DeviceMemory) -> Turn:
@@ -189,20 +186,3 @@ class DeviceMemory:
 
     def peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self._device))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="one way of benchmarks/train_throughput.py, asked on standard input")
-    parser.add_argument("way")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    arguments = parser.parse_args()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    # Libraries print; what they print must not be taken for an answer.
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)
-        serve(arguments.way, device=arguments.device, dtype=arguments.dtype, questions=sys.stdin, answers=answers)
-
-
-if __name__ == "__main__":
-    main()

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.training.sizes import Sequences, Size, make_sequences
-from corral.experiments.config.model import OptimizerConfig
+from corral.experiments.config.model import OptimizerConfig, Recompute
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends.base import AnyEngine, LossOutput
 from corral.workers.backends.fsdp import FSDPEngine
@@ -40,14 +40,20 @@ class Way:
 
     backend: Literal["plain", "fsdp", "megatron"]
     rows: Literal["padded", "padded, by length", "one at a time", "packed"]
+    recompute: Recompute = "none"
 
 
 WAYS: Mapping[str, Way] = {
     "plain": Way("plain", "padded"),
     "plain-by-length": Way("plain", "padded, by length"),
+    "plain-by-length-full": Way("plain", "padded, by length", "full"),
     "plain-single": Way("plain", "one at a time"),
     "fsdp": Way("fsdp", "packed"),
+    "fsdp-selective": Way("fsdp", "packed", "selective"),
+    "fsdp-full": Way("fsdp", "packed", "full"),
     "megatron": Way("megatron", "packed"),
+    "megatron-selective": Way("megatron", "packed", "selective"),
+    "megatron-full": Way("megatron", "packed", "full"),
 }
 YARDSTICK = "plain-by-length"
 """What the other ways are divided by: the best that a plain loop does without packing."""
@@ -75,19 +81,27 @@ def make_trainer(way: Way, size: Size, directory: Path, *, device: torch.device,
         order = sorted(order, key=lambda number: len(sequences[number]))
     per_batch = 1 if way.rows == "one at a time" else size.padded_batch
     batches = [[sequences[number] for number in order[at : at + per_batch]] for at in range(0, len(order), per_batch)]
-    return PlainLoop(directory, batches, device=device, dtype=dtype)
+    return PlainLoop(directory, batches, recomputes=way.recompute == "full", device=device, dtype=dtype)
 
 
 class PlainLoop:
     """transformers and torch.optim."""
 
     def __init__(
-        self, directory: Path, batches: Sequence[Sequences], *, device: torch.device, dtype: torch.dtype
+        self,
+        directory: Path,
+        batches: Sequence[Sequences],
+        *,
+        recomputes: bool,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="sdpa"
         )
         self._model.to(device).train()
+        if recomputes:
+            self._model.activation_checkpointing_enable({"use_reentrant": False})
         parameters = list(self._model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
@@ -153,6 +167,7 @@ def _make_engine(way: Way, size: Size, directory: Path, *, device: torch.device,
         "optimizer": OPTIMIZER,
         "total_steps": TOTAL_STEPS,
         "micro_batches": MicroBatchSpec(max_tokens_per_micro_batch=size.max_tokens),
+        "recompute": way.recompute,
         "compute_dtype": dtype,
     }
     if way.backend == "fsdp":
