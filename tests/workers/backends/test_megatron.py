@@ -4,7 +4,6 @@ Engines are made in processes of their own, in which the CPU stands in for a GPU
 theirs (gang_helpers.py).
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,116 +24,78 @@ from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.gang_helpers import play
-from tests.workers.backends.layout_scene import (
-    VARIANTS,
-    Variant,
-    batch,
-    make_engine,
-    mesh_of,
-    plain_loop,
-    play_layouts,
-    play_variants,
-    save_tiny,
-    train_variant,
+from tests.workers.backends.layout_checks import (
+    MODES,
+    Part,
+    Scene,
+    VariantScene,
+    assert_goes_on_alike,
+    assert_like_one_rank,
+    assert_part_is_alike,
+    assert_trained_alike,
+    make_scene,
+    make_variants,
 )
+from tests.workers.backends.layout_scene import VARIANTS, Variant, batch, make_engine, mesh_of, save_tiny
 from tests.workers.backends.megatron_scene import make_megatron
-from tests.workers.backends.test_layouts import Scene, assert_goes_on_alike, assert_trained_alike
 from tests.workers.backends.training_helpers import read_weights
 
-FEW: dict[str, Any] = {
-    "models": ("qwen3",),
-    "layouts": {"d2t2": "none", "t2p2": "full", "t2c2": "selective"},
-    "resumes": (("d2t2", "t2c2"), ("t2c2", "t2p2"), ("t2p2", "d2t2")),
-}
+FEW = Part(
+    models=("qwen3",),
+    layouts={"d2t2": "none", "t2p2": "full", "t2c2": "selective"},
+    resumes=(("d2t2", "t2c2"), ("t2c2", "t2p2"), ("t2p2", "d2t2")),
+)
 LAYOUTS = ("d1", "d2", "t2", "p2", "c2", "d2t2", "d2p2", "d2c2", "t2p2", "t2c2", "c2p2", "d2t2p2")
 RESUMES = tuple(zip(LAYOUTS, (*LAYOUTS[3:], *LAYOUTS[:3]), strict=True))
 HEADS = (("value", "t2c2"), ("scalar", "c2"), ("scalar", "t2"), ("value", "p2"))
 LOW = ("bfloat16", "p2")
 
 
-def make_scene(directory: Path, *, models: Any, layouts: Any, resumes: Any, world_size: int) -> Scene:
-    paths = [save_tiny(kind, directory / kind) for kind in models]
-    play(
-        play_layouts,
-        paths,
-        layouts,
-        resumes,
-        directory / "out",
-        make_megatron,
-        world_size=world_size,
-        directory=directory,
-    )
-    ranks = [json.loads((directory / "out" / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
-    return Scene(directory / "out", ranks, {path.name: plain_loop(path) for path in paths})
-
-
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    return make_scene(tmp_path_factory.mktemp("few"), **FEW, world_size=4)
+    return make_scene(tmp_path_factory.mktemp("few"), FEW, make=make_megatron)
 
 
-@pytest.mark.parametrize("layout", FEW["layouts"])
+@pytest.mark.parametrize("layout", FEW.layouts)
 def test_a_layout_trains_like_a_plain_loop(layout: str, few: Scene) -> None:
     assert_trained_alike(few, "qwen3", layout)
 
 
-@pytest.mark.parametrize(("before", "after"), FEW["resumes"])
+@pytest.mark.parametrize(("before", "after"), FEW.resumes)
 def test_a_layout_goes_on_where_another_one_stopped(before: str, after: str, few: Scene) -> None:
     assert_goes_on_alike(few, "qwen3", before, after)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "plain_llama"])
 def test_every_layout_of_a_model_trains_and_goes_on_alike(kind: str, recompute: Recompute, tmp_path: Path) -> None:
-    resumes = RESUMES if recompute == "none" else ()
-    layouts = dict.fromkeys(LAYOUTS, recompute)
-    scene = make_scene(tmp_path, models=(kind,), layouts=layouts, resumes=resumes, world_size=8)
-    for layout in LAYOUTS:
-        assert_trained_alike(scene, kind, layout)
-    for before, after in resumes:
-        assert_goes_on_alike(scene, kind, before, after)
+    part = Part(
+        models=(kind,), layouts=dict.fromkeys(LAYOUTS, recompute), resumes=RESUMES if recompute == "none" else ()
+    )
+    assert_part_is_alike(make_scene(tmp_path, part, make=make_megatron, world_size=8), part)
 
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    directory = tmp_path_factory.mktemp("heads")
-    model = save_tiny("qwen2", directory / "model")
-    play(play_variants, model, (*HEADS, LOW), directory, make_megatron, world_size=4, directory=directory)
-    for name in {name for name, _ in (*HEADS, LOW)}:
-        seen = train_variant(VARIANTS[name], model, ParallelContext(), directory / name)
-        (directory / f"{name}.json").write_text(json.dumps(seen))
-    return directory, [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(4)]
+def heads(tmp_path_factory: pytest.TempPathFactory) -> VariantScene:
+    return make_variants(tmp_path_factory.mktemp("heads"), (*HEADS, LOW), make=make_megatron, world_size=4)
 
 
 @pytest.mark.parametrize(("name", "layout"), HEADS)
-def test_critics_and_reward_models_train_as_with_the_fsdp_backend(
-    name: str, layout: str, heads: tuple[Path, list[dict[str, Any]]]
-) -> None:
-    directory, ranks = heads
-    expected = json.loads((directory / f"{name}.json").read_text())
+def test_critics_and_reward_models_train_as_with_the_fsdp_backend(name: str, layout: str, heads: VariantScene) -> None:
+    assert_like_one_rank(heads, name, layout)
+
+
+def test_weights_of_every_stage_are_bfloat16_where_products_are(heads: VariantScene) -> None:
+    name, layout = LOW
+    expected, tolerance = heads.alone[name], VARIANTS[name].tolerance
     for rank in mesh_of(layout).ranks:
-        seen = ranks[rank][f"{name} {layout}"]
-        for stats, own in zip(seen["stats"], expected["stats"], strict=True):
-            assert stats == pytest.approx(own, rel=1e-4, abs=1e-5)
-        for key, values in expected["said"].items():
-            np.testing.assert_allclose(seen["said"][key], values, atol=1e-4)
-    saved, own_weights = read_weights(directory / f"{name} {layout}"), read_weights(directory / name)
-    assert saved.keys() == own_weights.keys()
-    for key, tensor in own_weights.items():
-        np.testing.assert_allclose(saved[key], tensor, atol=1e-4, err_msg=key)
-
-
-def test_weights_of_every_stage_are_bfloat16_where_products_are(heads: tuple[Path, list[dict[str, Any]]]) -> None:
-    directory, ranks = heads
-    expected = json.loads((directory / "bfloat16.json").read_text())
-    for rank in mesh_of("p2").ranks:
-        for stats, own in zip(ranks[rank]["bfloat16 p2"]["stats"], expected["stats"], strict=True):
-            assert stats["sft/loss"] == pytest.approx(own["sft/loss"], rel=VARIANTS["bfloat16"].tolerance)
-    saved, own_weights = read_weights(directory / "bfloat16 p2"), read_weights(directory / "bfloat16")
+        for stats, own in zip(heads.ranks[rank][f"{name} {layout}"]["stats"], expected["stats"], strict=True):
+            assert stats["sft/loss"] == pytest.approx(own["sft/loss"], rel=tolerance)
+    saved, own_weights = read_weights(heads.directory / f"{name} {layout}"), read_weights(heads.directory / name)
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
     for key, tensor in own_weights.items():
-        np.testing.assert_allclose(saved[key].float(), tensor.float(), atol=VARIANTS["bfloat16"].tolerance, err_msg=key)
+        np.testing.assert_allclose(saved[key].float(), tensor.float(), atol=tolerance, err_msg=key)
 
 
 @pytest.mark.parametrize(
