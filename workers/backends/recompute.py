@@ -40,7 +40,8 @@ _KEPT: Final = frozenset(
     }
 )
 """Products of activations and weights, and attention in one operation. Batched products are not among them: they are
-those of attention in several operations, whose results grow with the square of a sequence's length."""
+those of attention in several operations, whose results grow with the square of a sequence's length. Nor are the grouped
+products of experts, whose results, several for each token, are most of what the layer of a mixture would keep."""
 
 
 def recompute_layers(layers: Iterable[nn.Module], how: Recompute) -> None:

@@ -10,18 +10,25 @@ from corral.experiments.config.model import LoraConfig, Recompute
 from corral.workers.backends.micro_batches import make_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
 from tests.workers.backends.layout_scene import Variant, make_engine, save_tiny, train
+from tests.workers.backends.replay_scene import save_tiny_mixture
 from tests.workers.backends.training_helpers import make_sample, memory_changes, save_tiny_model
 
 WITH_DROPOUT = LoraConfig(rank=2, alpha=8.0, dropout=0.2)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "lora"),
-    [(torch.float32, None), (torch.bfloat16, WITH_DROPOUT)],
-    ids=["whole", "adapters with dropout in bfloat16"],
+    ("kind", "dtype", "lora"),
+    [
+        ("qwen3", torch.float32, None),
+        ("qwen3", torch.bfloat16, WITH_DROPOUT),
+        ("mixture", torch.float32, None),
+    ],
+    ids=["whole", "adapters with dropout in bfloat16", "mixture of experts"],
 )
-def test_numbers_are_the_same_to_the_bit(dtype: torch.dtype, lora: LoraConfig | None, tmp_path: Path) -> None:
-    model = save_tiny("qwen3", tmp_path)
+def test_numbers_are_the_same_to_the_bit(
+    kind: str, dtype: torch.dtype, lora: LoraConfig | None, tmp_path: Path
+) -> None:
+    model = save_tiny_mixture(tmp_path) if kind == "mixture" else save_tiny(kind, tmp_path)
     trained = []
     for how in ("none", "selective", "full"):
         engine = make_engine(model, ParallelContext(), Variant(dtype=dtype, lora=lora, recompute=how))
