@@ -88,7 +88,8 @@ def run_rank(pipe: Connection, num_parameters: int) -> None:
 
     from corral.workers.backends.train_state import TrainStateHeader, state_shard
     from corral.workers.backends.weight_files import write_weights
-    from corral.workers.model.saves_behind import SavesBehind
+    from corral.workers.model.saves_behind import RoleSave, SavesBehind
+    from corral.workers.requests.messages import SaveCheckpoint
 
     torch.set_num_threads(1)
     parameters = {
@@ -116,14 +117,15 @@ def run_rank(pipe: Connection, num_parameters: int) -> None:
                 files = state_shard(parameters, optimizer, header, rank=0).write(directory)
             elif kind == "copy":
                 is_written.clear()
-                copy = state_shard(parameters, optimizer, header, rank=0).copied()
-                saves.begin(ROLE, partial(copy.write, directory))
+                copy = RoleSave(state=state_shard(parameters, optimizer, header, rank=0), weights=None).copied()
+                request = SaveCheckpoint(role=ROLE, state=str(directory), weights="", copies=True)
+                saves.begin(ROLE, partial(copy.write, request))
                 del copy
             else:
                 is_written.wait()
                 reply = saves.written(ROLE)
                 assert reply is not None and not reply.failed_because, reply
-                files = reply.files
+                files = reply.state
             pipe.send((files, cost_so_far() - before))
 
 
@@ -151,11 +153,11 @@ class Rank:
     async def save_weights(self, role: str, directory: Path, *, base: Path | None = None) -> dict[str, FileEntry]:
         return await asyncio.to_thread(self._ask, "weights", directory)
 
-    async def copy_state(self, role: str, directory: Path) -> None:
-        await asyncio.to_thread(self._ask, "copy", directory)
+    async def begin_save(self, role: str, state: Path, weights: Path | None, *, copies: bool) -> None:
+        await asyncio.to_thread(self._ask, "copy", state)
 
-    async def written_state(self, role: str) -> WrittenFiles:
-        return WrittenFiles(files=await asyncio.to_thread(self._ask, "written", None), problems={})
+    async def written(self, role: str) -> WrittenFiles:
+        return WrittenFiles(state=await asyncio.to_thread(self._ask, "written", None), weights={}, problems={})
 
     def cost_of(self, kind: str, directory: Path | None = None) -> Cost:
         """Of something that the master has no part in."""

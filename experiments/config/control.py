@@ -22,6 +22,9 @@ class TrainControl(FrozenConfig):
     """Passes over the dataset from one commit to the next; set commit_every_steps: null with it."""
     commit_every_seconds: float | None = Field(default=None, gt=0.0)
     """Seconds from one commit to the next, which follows the step in which they have passed."""
+    commit_beside_training: bool = True
+    """Whether a commit is copied to host memory and written while the next steps run. It takes as much memory as each
+    rank's share of weights and optimizer; false takes none, and the next step waits until all is on disk."""
     save_every_steps: int | None = Field(default=None, ge=1)
     """Train steps from one permanent copy of the weights (exports/) to the next; None keeps only the last one."""
     save_every_epochs: int | None = Field(default=None, ge=1)

@@ -127,7 +127,8 @@ SHOWN_BY: Mapping[type, Mapping[str, str]] = {
     Reallocate: dict.fromkeys(("source", "target", "eta"), MOVED_WEIGHTS),
     SaveWeights: dict.fromkeys(("role", "directory"), IN_TURN)
     | {"base": f"{MODELS}::weights_lead_from_a_version_before_to_the_present_one"},
-    SaveCheckpoint: dict.fromkeys(("role", "directory"), BEHIND),
+    SaveCheckpoint: dict.fromkeys(("role", "state", "weights"), BEHIND)
+    | {"copies": f"{WORKER}::without_a_copy_all_is_on_disk_before_the_next_request"},
     Written: {"role": BEHIND},
     Flush: {
         "level": f"{FLUSHES}::a_later_level_does_not_overtake_an_earlier_one",

@@ -22,6 +22,7 @@ from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.train_state import Numbers, StateShard
+from corral.workers.backends.weight_share import WeightShare
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress
 from corral.workers.data.sequence_sample import SequenceSample
 
@@ -148,6 +149,9 @@ class TrainEngine(Protocol[ScoresT_co]):
         Returns:
             The files that this rank wrote, by name.
         """
+
+    def weight_share(self) -> WeightShare:
+        """What `save_weights` writes on this rank, to be written, or copied and written later; a collective."""
 
     def state_shard(self, *, extra: Numbers | None = None) -> StateShard:
         """What training resumes from, bit for bit: full-precision trained weights, optimizer, step count, seed.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from corral.experiments.config.model import GradientSums, LoraConfig, OptimizerConfig, Recompute
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
-from corral.workers.backends.adapter_files import adapter_config, write_adapter
+from corral.workers.backends.adapter_files import adapter_config
 from corral.workers.backends.companion_files import companion_files
 from corral.workers.backends.context_parallel import cut_row
 from corral.workers.backends.lora import (
@@ -37,7 +37,7 @@ from corral.workers.backends.recompute import recompute_layers
 from corral.workers.backends.sharding import layers_of, reshard, sum_gradients, take_over, whole
 from corral.workers.backends.tensor_parallel import squared_norm, sum_gradients_of_own_heads
 from corral.workers.backends.weight_files import as_stored
-from corral.workers.checkpoint.durable_file import FileEntry
+from corral.workers.backends.weight_share import Adapter
 
 
 class FSDPEngine(MeshEngine):
@@ -166,13 +166,11 @@ class FSDPEngine(MeshEngine):
     def _stored_weights(self) -> Iterator[tuple[str, Tensor]]:
         return as_stored(self.model, self.export_weights(), dtype=self._compute_dtype)
 
-    def _write_adapter(self, directory: Path, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
+    def _adapter(self) -> Adapter | None:
         if self._adapter_config is None:
-            return {}
-        adapter = {name: whole(parameter) for name, parameter in self._trained().items()}  # a collective
-        if not self.context.is_first:
-            return {}
-        return write_adapter(directory, adapter, self._adapter_config, on_progress=on_progress)
+            return None
+        tensors = {name: whole(parameter) for name, parameter in self._trained().items()}  # a collective
+        return Adapter(tensors=tensors, config=self._adapter_config) if self.context.is_first else None
 
     def _state_shard(self, header: train_state.TrainStateHeader) -> train_state.StateShard:
         return train_state.state_shard(self._trained(), self._optimizer, header, rank=self.context.place)

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from corral.experiments.config.model import OptimizerConfig
-from corral.experiments.trial.directory import fsync_directory
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
 from corral.workers.backends.base import LOSS_MASK, LossFunction, StepCondition
@@ -36,8 +35,8 @@ from corral.workers.backends.offload import Offloaded, offload
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local
 from corral.workers.backends.weight_deltas import WeightBase
-from corral.workers.backends.weight_files import write_weights
-from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
+from corral.workers.backends.weight_share import Adapter, WeightShare
+from corral.workers.checkpoint.durable_file import FileEntry, no_progress
 from corral.workers.data.sequence_sample import SequenceSample
 
 logger = logging.getLogger(__name__)
@@ -256,32 +255,30 @@ class MeshEngine(ABC):
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
+    def weight_share(self) -> WeightShare:
+        """See `TrainEngine.weight_share`."""
+        self.onload()
+        return WeightShare(
+            weights=self._stored_weights(),
+            rank=self.context.place,
+            num_ranks=self.context.world_size,
+            companions=self._companions,
+            adapter=self._adapter(),
+        )
+
     def save_weights(
         self, directory: Path, *, base: Path | None = None, on_progress: Callable[[], None] = no_progress
     ) -> dict[str, FileEntry]:
         """See `TrainEngine.save_weights`."""
-        self.onload()
-        directory.mkdir(parents=True, exist_ok=True)
         weight_base = WeightBase.of(base) if base is not None else None
-        files = write_weights(
-            directory,
-            self._stored_weights(),
-            rank=self.context.place,
-            num_ranks=self.context.world_size,
-            base=weight_base,
-            on_progress=on_progress,
-        )
+        files = self.weight_share().write(directory, base=weight_base, on_progress=on_progress)
         if weight_base is not None:
             self._tell_of_missing_deltas(weight_base)
-        for name, content in self._companions.items():
-            files[name] = write_durable(directory / name, [content])
-        files |= self._write_adapter(directory, on_progress)
-        fsync_directory(directory)
         return files
 
-    def _write_adapter(self, directory: Path, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
-        """Write adapters, where there are any, besides the model that they amount to."""
-        return {}
+    def _adapter(self) -> Adapter | None:
+        """The adapters that are trained, if any are and this is the first rank; a collective where they are."""
+        return None
 
     def _tell_of_missing_deltas(self, base: WeightBase) -> None:
         """Once: whoever asked for deltas, and trains what changes everywhere, should know that they save nothing."""

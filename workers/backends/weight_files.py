@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from corral.workers.backends.host_copies import host_copies
 from corral.workers.backends.tensor_file import write_tensors
 from corral.workers.backends.weight_deltas import WeightBase
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
@@ -53,6 +54,25 @@ def _layer_of(name: str) -> str:
     """ "model.layers.3" of all that is in that layer; of what is in none, its own name."""
     numbered = _NUMBERED.match(name)
     return numbered[0] if numbered else name
+
+
+def copy_own(
+    weights: Iterable[tuple[str, Tensor]], *, rank: int, num_ranks: int, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> list[tuple[str, Tensor]]:
+    """The same weights for `write_weights`, to be written later: those of this rank's files in host memory.
+
+    Of what other ranks write there are names, types and shapes only.
+
+    Args:
+        weights, rank, num_ranks, max_shard_bytes: as for `write_weights`.
+    """
+    shards = _Shards(max_shard_bytes)
+    kept: list[tuple[str, Tensor]] = []
+    for name, tensor in weights:
+        is_own = shards.place(name, tensor.numel() * tensor.element_size()) % num_ranks == rank
+        copy = host_copies({name: tensor})[name] if is_own else torch.empty_like(tensor, device="meta")
+        kept.append((name, copy))
+    return kept
 
 
 def write_weights(

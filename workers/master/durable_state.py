@@ -45,6 +45,7 @@ class CommitMoment:
     """What a commit stands for beside the files that ranks are writing: all of the moment in which it began."""
 
     checkpoint: CheckpointWriter
+    version: PolicyVersion
     delta: LedgerDelta
     """What is consumed and was not committed before."""
     extra: Mapping[str, Any]
@@ -151,22 +152,19 @@ class DurableState:
             CheckpointWriter, self._parts.trial, epoch=self._parts.writer.epoch, step=step
         )
         *_, moment = await all_or_first_error(
-            *[self._begin_state(checkpoint, role) for role in self._roles],
-            *[self._add_weights(checkpoint, role, version) for role in self._roles if not self._is_written(role)],
+            *[self._begin_save(checkpoint, role) for role in self._roles],
             self._disk.run(self._take_moment, checkpoint, version),
         )
         assert isinstance(moment, CommitMoment), moment
         return moment
 
-    async def _begin_state(self, checkpoint: CheckpointWriter, role: str) -> None:
-        path = await self._disk.run(checkpoint.folder, state_folder(role))
-        await self._parts.gang.copy_state(role, path)
-
-    async def _add_weights(self, checkpoint: CheckpointWriter, role: str, version: PolicyVersion) -> None:
-        folder = self._weights_folder(role)
-        path = await self._disk.run(checkpoint.folder, folder)
-        files = await self._parts.gang.save_weights(role, path)
-        checkpoint.add(folder, (await self._disk.run(self._seal, path, files, version)).files)
+    async def _begin_save(self, checkpoint: CheckpointWriter, role: str) -> None:
+        state = await self._disk.run(checkpoint.folder, state_folder(role))
+        weights = None
+        if not self._is_written(role):
+            weights = await self._disk.run(checkpoint.folder, self._weights_folder(role))
+        copies = self._parts.spec.control.commit_beside_training
+        await self._parts.gang.begin_save(role, state, weights, copies=copies)
 
     def _is_written(self, role: str) -> bool:
         return role == self._published_role and self._written is not None
@@ -178,6 +176,7 @@ class DurableState:
         checkpoint.add_ledger(parts.ledger.whole(epoch=epoch, step=step))
         return CommitMoment(
             checkpoint=checkpoint,
+            version=version,
             delta=parts.ledger.delta_for(epoch=epoch, step=step),
             extra={"version": str(version), _LINE_SIZES: msgspec.to_builtins(self._lines.seal())},
         )
@@ -189,12 +188,16 @@ class DurableState:
             What the file system said, by worker, if any could not write; then nothing was named, and nothing is left.
         """
         gang, checkpoint = self._parts.gang, moment.checkpoint
-        written = dict(zip(self._roles, await all_or_first_error(*map(gang.written_state, self._roles)), strict=True))
+        written = dict(zip(self._roles, await all_or_first_error(*map(gang.written, self._roles)), strict=True))
         if problems := {worker: text for one in written.values() for worker, text in one.problems.items()}:
             await self._disk.run(checkpoint.give_up)
             return problems
         for role, one in written.items():
-            checkpoint.add(state_folder(role), one.files)
+            checkpoint.add(state_folder(role), one.state)
+            if one.weights:
+                folder = self._weights_folder(role)
+                sealed = await self._disk.run(self._seal, checkpoint.path / folder, one.weights, moment.version)
+                checkpoint.add(folder, sealed.files)
         await self._disk.run(self._append_commit, moment)
         self._parts.ledger.mark_committed(moment.delta)
         self.committed_step = checkpoint.step

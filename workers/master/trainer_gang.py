@@ -10,7 +10,7 @@ decided in step/runner.py, what a call consists of in step/calls.py.
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ from corral.workers.requests.messages import (
     Spec,
     SpecReply,
     Written,
+    WrittenReply,
 )
 from corral.workers.requests.pending_replies import PendingReplies
 from corral.workers.streams.errors import PeerDeadError, RemoteError, StreamTimeoutError
@@ -62,7 +63,8 @@ class GangLostError(RuntimeError):
 class WrittenFiles:
     """What all ranks of a role have written together, or could not."""
 
-    files: Mapping[str, FileEntry]
+    state: Mapping[str, FileEntry]
+    weights: Mapping[str, FileEntry]
     problems: Mapping[str, str]
     """What the file system said, by worker; empty where all files are on disk."""
 
@@ -173,16 +175,23 @@ class TrainerGang:
     async def save_weights(self, role: str, directory: Path, *, base: Path | None = None) -> dict[str, FileEntry]:
         """Write a role's weights in Hugging Face format, with deltas from `base`; the files, which are on disk then."""
         request = SaveWeights(role=role, directory=str(directory), base="" if base is None else str(base))
-        replies = await self.start(dict.fromkeys(self._spec.mesh(ModelName(role)).ranks, request))
-        return _files(replies.values())
+        return _files(await self.start(dict.fromkeys(self._spec.mesh(ModelName(role)).ranks, request)))
 
-    async def copy_state(self, role: str, directory: Path) -> None:
-        """Let every rank copy what the role's training resumes from, and begin to write it; steps may follow then."""
-        request = SaveCheckpoint(role=role, directory=str(directory))
+    async def begin_save(self, role: str, state: Path, weights: Path | None, *, copies: bool) -> None:
+        """Let every rank copy what a commit has of the role, and begin to write it; steps may follow then.
+
+        Args:
+            state: directory for what training resumes from.
+            weights: directory for the weights; None writes none.
+            copies: False lets them write first.
+        """
+        request = SaveCheckpoint(
+            role=role, state=str(state), weights="" if weights is None else str(weights), copies=copies
+        )
         await self.start(dict.fromkeys(self._spec.mesh(ModelName(role)).ranks, request))
 
-    async def written_state(self, role: str) -> WrittenFiles:
-        """What `copy_state` has begun to write, when every rank has ended; they have as long as a step."""
+    async def written(self, role: str) -> WrittenFiles:
+        """What `begin_save` has begun to write, when every rank has ended; they have as long as a step."""
         ranks = self._spec.mesh(ModelName(role)).ranks
         pending = self._client.post(
             {self._workers[rank]: Written(role=role) for rank in ranks}, deadline_s=self._step_timeout_s
@@ -192,12 +201,12 @@ class TrainerGang:
             replies = await self._guard(pending)
         finally:
             self._unwritten.remove(pending)
-        problems = {
-            worker: reply.failed_because
-            for worker, reply in replies.items()
-            if isinstance(reply, FilesReply) and reply.failed_because
-        }
-        return WrittenFiles(files=_files(replies.values()), problems=problems)
+        told = {worker: reply for worker, reply in replies.items() if isinstance(reply, WrittenReply)}
+        return WrittenFiles(
+            state={name: entry for reply in told.values() for name, entry in reply.state.items()},
+            weights={name: entry for reply in told.values() for name, entry in reply.weights.items()},
+            problems={worker: reply.failed_because for worker, reply in told.items() if reply.failed_because},
+        )
 
     def still_writing(self) -> list[str]:
         """The workers whose copies are not on disk yet."""
@@ -284,6 +293,11 @@ class TrainerGang:
         self.news.set()
 
 
-def _files(replies: Iterable[ReplyPayload]) -> dict[str, FileEntry]:
+def _files(replies: Mapping[int, ReplyPayload]) -> dict[str, FileEntry]:
     """What all ranks have written together; each file is one rank's."""
-    return {name: entry for reply in replies if isinstance(reply, FilesReply) for name, entry in reply.files.items()}
+    return {
+        name: entry
+        for reply in replies.values()
+        if isinstance(reply, FilesReply)
+        for name, entry in reply.files.items()
+    }

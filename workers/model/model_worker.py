@@ -221,10 +221,16 @@ class ModelWorker(Worker):
                     files=self._models.save_weights(request.role, Path(request.directory), base=base, on_progress=beat)
                 )
             case SaveCheckpoint():
-                shard = self._models.state_shard(request.role).copied()
-                self._saves.begin(request.role, partial(shard.write, Path(request.directory)))
+                self._save(request)
                 return OkReply()
         raise _not_served(request)
+
+    def _save(self, request: SaveCheckpoint) -> None:
+        save = self._models.role_save(request.role, with_weights=bool(request.weights))
+        if request.copies:
+            self._saves.begin(request.role, partial(save.copied().write, request))
+        else:
+            self._saves.write_now(request.role, partial(save.write, request), on_progress=self.context.presence.beat)
 
     def _initialize(self, request: Initialize, *, epoch: int) -> None:
         """A new epoch: what an earlier one left here is forgotten, and freed before anything is loaded."""

@@ -20,7 +20,6 @@ from corral.experiments.config.data import HELD_OUT_ANSWERS
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec
 from corral.scheduling.model_function_call import ModelFunctionCall, ModelName, parse_model_name
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.train_state import StateShard
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.evaluation.held_out import Evaluator
@@ -29,6 +28,7 @@ from corral.workers.model.data_store import DataStore
 from corral.workers.model.generator import Generated, Generator
 from corral.workers.model.reallocation import group_name, reallocate
 from corral.workers.model.role_model import RoleModel
+from corral.workers.model.saves_behind import RoleSave
 from corral.workers.requests.messages import (
     Evaluate,
     Generate,
@@ -154,9 +154,11 @@ class Models:
         """Write this rank's files of a role's weights in Hugging Face format, and what leads to them from `base`."""
         return self._of_role(role).engine.save_weights(directory, base=base, on_progress=on_progress)
 
-    def state_shard(self, role: str) -> StateShard:
-        """This rank's pieces of what a role's training resumes from, as they are until its next step."""
-        return self._of_role(role).state_shard()
+    def role_save(self, role: str, *, with_weights: bool) -> RoleSave:
+        """This rank's share of what a commit has of a role, as it is until the role's next step."""
+        model = self._of_role(role)
+        weights = model.engine.weight_share() if with_weights else None
+        return RoleSave(state=model.state_shard(), weights=weights)
 
     def describe(self, model: str) -> ModelConfigReply:
         """The shape of a model; no parameters are counted before it is loaded."""

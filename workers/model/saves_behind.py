@@ -2,7 +2,7 @@
 
     main thread   SaveCheckpoint ──► copies in host memory ──begin──► "copied"    TrainStep, Inference, ... at once
                                                               │
-    this thread                                               └──► write, hash, fsync ──► FilesReply ──► look again
+    this thread                                               └──► write, hash, fsync ──► WrittenReply ──► look again
     I/O thread    Written ──► deferred ─────────────────────────────────────────────────────────────────┴──► reply
 
 Guarantee: what is written is not changed by any later call, since it is a copy; that it counts only when it is whole is
@@ -12,17 +12,40 @@ the commit's doing, which names no file that was not reported here.
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from corral.workers.checkpoint.durable_file import FileEntry
-from corral.workers.requests.messages import FilesReply
+from corral.workers.backends.train_state import StateShard
+from corral.workers.backends.weight_share import WeightShare
+from corral.workers.requests.messages import SaveCheckpoint, WrittenReply
 from corral.workers.streams.closing import Closing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSave:
+    """What a commit has of a role, as far as this rank writes it."""
+
+    state: StateShard
+    weights: WeightShare | None
+    """None where the commit takes those that were published."""
+
+    def copied(self) -> "RoleSave":
+        """The same in host memory; a collective."""
+        return RoleSave(state=self.state.copied(), weights=self.weights and self.weights.copied())
+
+    def write(self, request: SaveCheckpoint, *, on_progress: Callable[[], None]) -> WrittenReply:
+        """Write it into the directories that the request names."""
+        return WrittenReply(
+            weights={} if self.weights is None else self.weights.write(Path(request.weights), on_progress=on_progress),
+            state=self.state.write(Path(request.state), on_progress=on_progress),
+        )
 
 
 class Write(Protocol):
     """Writes files."""
 
-    def __call__(self, *, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
+    def __call__(self, *, on_progress: Callable[[], None]) -> WrittenReply:
         """What it has written, which is on disk; `on_progress` is called every few megabytes, and may raise."""
 
 
@@ -34,13 +57,13 @@ class SavesBehind(Closing):
     """One thread that writes what roles of this rank have copied, in the order in which they did.
 
     Example:
-        saves.begin("actor", partial(shard.write, directory))
+        saves.begin("actor", partial(save.copied().write, request))
         saves.written("actor")      # None until all of it is on disk
     """
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saves")
-        self._by_role: dict[str, Future[FilesReply]] = {}
+        self._by_role: dict[str, Future[WrittenReply]] = {}
         self._given_up = threading.Event()
         self._on_written: Callable[[], None] = lambda: None
 
@@ -59,13 +82,19 @@ class SavesBehind(Closing):
         self._by_role[role] = self._executor.submit(_outcome, write, on_progress)
         self._by_role[role].add_done_callback(lambda _: self._on_written())
 
-    def written(self, role: str) -> FilesReply | None:
+    def written(self, role: str) -> WrittenReply | None:
         """What `begin` was last given for this role, once it has ended; None before.
 
         Raises: what the writing raised, except an error of the file system, which the reply tells.
         """
         future = self._by_role[role]
         return future.result() if future.done() else None
+
+    def write_now(self, role: str, write: Write, *, on_progress: Callable[[], None]) -> None:
+        """Write a role's files in this thread, before anything else."""
+        future: Future[WrittenReply] = Future()
+        future.set_result(_outcome(write, on_progress))
+        self._by_role[role] = future
 
     def forget(self) -> None:
         """An epoch is over, or the worker leaves: nobody reads what is being written, and its memory is wanted back.
@@ -84,9 +113,9 @@ class SavesBehind(Closing):
         self._executor.shutdown()
 
 
-def _outcome(write: Write, on_progress: Callable[[], None]) -> FilesReply:
+def _outcome(write: Write, on_progress: Callable[[], None]) -> WrittenReply:
     try:
-        return FilesReply(files=write(on_progress=on_progress))
+        return write(on_progress=on_progress)
     except OSError as error:
         # A full disk ends this save and not the rank, whose weights are ahead of every commit.
-        return FilesReply(files={}, failed_because=f"{type(error).__name__}: {error}")
+        return WrittenReply(state={}, weights={}, failed_because=f"{type(error).__name__}: {error}")

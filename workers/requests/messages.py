@@ -173,17 +173,22 @@ class SaveWeights(MessageBody, frozen=True, tag="save_weights"):
 
 
 class SaveCheckpoint(MessageBody, frozen=True, tag="save_checkpoint"):
-    """Copy this rank's pieces of what the role's training resumes from, and write them beside later calls -> OkReply
+    """Copy this rank's share of what a commit has of the role, and write it beside later calls -> OkReply
 
-    The reply says that they are copied, and training may go on; when they are on disk, the reply to `Written` does.
+    The reply says that it is copied, and training may go on; when it is on disk, the reply to `Written` does.
     """
 
     role: str
-    directory: str
+    state: str
+    """Directory for what training resumes from."""
+    weights: str
+    """Directory for the weights in Hugging Face format; empty if those that were published are committed."""
+    copies: bool
+    """Whether to copy: without it, no memory is taken, and this is answered when all is on disk."""
 
 
 class Written(MessageBody, frozen=True, tag="written"):
-    """What has the role's last SaveCheckpoint written, when it has? -> FilesReply"""
+    """What has the role's last SaveCheckpoint written, when it has? -> WrittenReply"""
 
     role: str
 
@@ -359,6 +364,13 @@ class FilesReply(MessageBody, frozen=True, tag="files"):
 
     files: dict[str, FileEntry]
     """By path relative to the directory of the request."""
+
+
+class WrittenReply(MessageBody, frozen=True, tag="written"):
+    """Files of a SaveCheckpoint, forced to disk, by path relative to the directory of each kind."""
+
+    state: dict[str, FileEntry]
+    weights: dict[str, FileEntry]
     failed_because: str = ""
     """What the file system answered instead; the files are of no use then."""
 
@@ -377,6 +389,7 @@ ReplyPayload = (
     | StatsReply
     | TrainReply
     | FilesReply
+    | WrittenReply
     | ErrorReply
     | StaleReply
 )

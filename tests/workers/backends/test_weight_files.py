@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from corral.workers.backends.tensor_file import write_tensors
-from corral.workers.backends.weight_files import as_stored, write_weights
+from corral.workers.backends.weight_files import as_stored, copy_own, write_weights
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.engine.weights import WeightLayout, model_with, stage_weights
 from tests.workers.backends.training_helpers import load_reference, read_weights, save_tiny_model
@@ -72,6 +72,25 @@ def write(directory: Path, model: Any, *, num_ranks: int, max_shard_bytes: int) 
         assert not files.keys() & own.keys()
         files |= own
     return files
+
+
+@pytest.mark.parametrize("max_shard_bytes", [2_000, 10**9])
+def test_what_was_copied_to_be_written_later_makes_the_same_files(max_shard_bytes: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+    for name in ("at once", "later"):
+        (tmp_path / name).mkdir()
+    at_once = write(tmp_path / "at once", model, num_ranks=2, max_shard_bytes=max_shard_bytes)
+    copies = [copy_own(parameters(model), rank=rank, num_ranks=2, max_shard_bytes=max_shard_bytes) for rank in (0, 1)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    later: dict[str, FileEntry] = {}
+    for rank, copy in enumerate(copies):
+        later |= write_weights(tmp_path / "later", copy, rank=rank, num_ranks=2, max_shard_bytes=max_shard_bytes)
+    assert later == at_once and describe(tmp_path / "later") == later
+    held = [sum(tensor.nbytes for _, tensor in copy if not tensor.is_meta) for copy in copies]
+    assert sum(held) == sum(parameter.nbytes for parameter in model.parameters())  # each tensor in one rank's memory
 
 
 @pytest.mark.parametrize(("num_ranks", "max_shard_bytes"), [(1, 2**30), (3, 2**30), (1, 20_000), (3, 20_000), (2, 1)])

@@ -182,7 +182,7 @@ def test_weights_are_published_before_the_commit_that_covers_them(
     seen: list[tuple[str, int]] = []
 
     def look(name: str) -> None:
-        if name == "copy_state":
+        if name == "begin_save":
             seen.append((gang.published(), len(TrialLog(trial.log_path).read().commits)))
 
     gang = Gang(at_call=look)
@@ -196,7 +196,7 @@ def test_what_is_published_and_lost_before_its_commit_gets_another_version(
     plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
 
     def die(name: str) -> None:
-        if name == "copy_state" and lost.published() == "1.3":
+        if name == "begin_save" and lost.published() == "1.3":
             raise KilledError(name)
 
     lost, next_one = Gang(at_call=die), Gang()
@@ -227,7 +227,7 @@ def test_the_digest_of_their_manifest_is_published_with_the_weights(
             else:
                 assert published.digest is None
             seen.append((published.version, published.directory.parent.name, published.digest))
-        if name == "copy_state" and len(seen) == 3:
+        if name == "begin_save" and len(seen) == 3:
             raise KilledError(name)  # the commit before is settled
 
     gang = Gang(at_call=look)
@@ -251,7 +251,7 @@ def test_deltas_lead_from_what_the_weights_were_trained_from_and_never_from_an_o
     plan = plan.model_copy(update={"workers": workers})
 
     def die(name: str) -> None:
-        if name == "copy_state" and len(lost.trained) == 4:
+        if name == "begin_save" and len(lost.trained) == 4:
             raise KilledError
 
     lost, next_one = Gang(at_call=die), Gang()
@@ -292,7 +292,7 @@ def test_what_no_directory_has_is_written_as_version_0_by_each_epoch_until_somet
                 now = gang.published_weights()
                 starts.append((now.version, now.directory.relative_to(trial.path).as_posix().partition("-e")[0]))
                 assert now.digest == blake3((now.directory / "manifest.json").read_bytes()).hexdigest()
-            if name == "copy_state" and len(gang.trained) == dies_after + 1:
+            if name == "begin_save" and len(gang.trained) == dies_after + 1:
                 raise KilledError(name)  # the commit before is settled
 
         gang.at_call = look
@@ -358,6 +358,16 @@ def test_steps_are_trained_while_a_commit_is_written_and_it_covers_none_of_them(
     assert disk.most_writing == 1
     steps = {line["step"]: line["time/save_s"] > 0.0 for line in lines_of(trial.metrics_path)}
     assert not steps[1] and not steps[2] and not steps[3] and steps[5]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_ranks_copy_for_a_commit_unless_they_are_told_to_write_first(
+    beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path, f"control.commit_beside_training={str(beside).lower()}")
+    gang = Gang()
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    assert gang.saves_with_copies == [beside] * NUM_STEPS
 
 
 def test_the_next_commit_waits_for_the_one_before_and_says_for_whom(

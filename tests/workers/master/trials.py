@@ -81,6 +81,8 @@ class Gang:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     until_written: Callable[[], Awaitable[None]] = lambda: _at_once()
     """What the ranks' disks take their time for."""
+    saves_with_copies: list[bool] = field(default_factory=list)
+    """Of every commit, whether the ranks were to copy."""
     _states: dict[str, Path] = field(default_factory=dict)
     """The file that each role's copy is written to."""
 
@@ -161,19 +163,20 @@ class Gang:
         names = ["model.safetensors"] if base is None else ["model.safetensors", f"model.safetensors{DELTA_SUFFIX}"]
         return {name: await asyncio.to_thread(write_durable, directory / name, [b"weights"]) for name in names}
 
-    async def copy_state(self, role: str, directory: Path) -> None:
-        self.at_call("copy_state")
-        self._states[role] = directory / "train_state.json"
+    async def begin_save(self, role: str, state: Path, weights: Path | None, *, copies: bool) -> None:
+        self.at_call("begin_save")
+        self.saves_with_copies.append(copies)
+        self._states[role] = state / "train_state.json"
 
-    async def written_state(self, role: str) -> WrittenFiles:
-        self.at_call("written_state")
+    async def written(self, role: str) -> WrittenFiles:
+        self.at_call("written")
         path = self._states[role]
         try:
             await self.until_written()
             entry = await asyncio.to_thread(write_durable, path, [b"{}"])
         except OSError as error:
-            return WrittenFiles(files={}, problems={"model_worker/0": str(error)})
-        return WrittenFiles(files={path.name: entry}, problems={})
+            return WrittenFiles(state={}, weights={}, problems={"model_worker/0": str(error)})
+        return WrittenFiles(state={path.name: entry}, weights={}, problems={})
 
     def still_writing(self) -> list[str]:
         return list(self.workers)

@@ -46,6 +46,7 @@ from corral.workers.requests.messages import (
     TrainReply,
     TrainStep,
     Written,
+    WrittenReply,
 )
 from corral.workers.streams.calls import RequestId
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS
@@ -237,45 +238,62 @@ def test_what_waits_for_its_turn_is_done_by_the_models(
         assert (parts.asked, replies.payloads, replies.errors) == ([asked], [answer], [])
 
 
-class Shard:
-    """Stands for a role's state: it is on disk as soon as `is_there` is set."""
+class Save:
+    """Stands for the models of a worker and for what a commit has of a role: on disk as soon as `is_there` is set."""
 
     def __init__(self, is_there: threading.Event) -> None:
         self._is_there = is_there
         self.asked: list[str] = []
 
-    def state_shard(self, role: str) -> "Shard":
-        self.asked.append(role)
+    def role_save(self, role: str, *, with_weights: bool) -> "Save":
+        self.asked.append(f"{role}, with weights" if with_weights else role)
         return self
 
-    def copied(self) -> "Shard":
+    def copied(self) -> "Save":
         self.asked.append("copied")
         return self
 
-    def write(self, directory: Path, *, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
+    def write(self, request: SaveCheckpoint, *, on_progress: Callable[[], None]) -> WrittenReply:
         assert self._is_there.wait(60)
-        self.asked.append(str(directory))
-        return FILES
+        self.asked.append(f"{request.state} {request.weights}")
+        return WRITTEN
+
+
+WRITTEN = WrittenReply(state=FILES, weights={})
 
 
 def test_what_is_copied_for_a_commit_is_written_while_other_requests_run(tmp_path: Path) -> None:
     replies, is_there, told = Replies(), threading.Event(), threading.Event()
-    shard = Shard(is_there)
+    save = Save(is_there)
     with context_of(*trial_of(tmp_path), "model_worker") as context:
         worker = ModelWorker(context)
-        worker._models = cast(Any, shard)
+        worker._models = cast(Any, save)
         with worker._saves as saves:
             saves.announce_to(told.set)
-            worker._serve(cast(Any, replies), blocking(SaveCheckpoint(role="ref", directory="/w")))
+            request = SaveCheckpoint(role="ref", state="/s", weights="/w", copies=True)
+            worker._serve(cast(Any, replies), blocking(request))
             worker._models = cast(Any, Statistics())
             worker._serve(cast(Any, replies), blocking(TrainStep(mfc="train", uids=[], version=1, reports=False)))
             assert replies.payloads == [OkReply(), OkReply()]
             assert worker._answer_now(Written(role="ref")) == Later(math.inf, OkReply())
-            assert shard.asked == ["ref", "copied"]
+            assert save.asked == ["ref, with weights", "copied"]
             is_there.set()
             assert told.wait(60)
-            assert worker._answer_now(Written(role="ref")) == FilesReply(files=FILES)
-            assert shard.asked == ["ref", "copied", "/w"]
+            assert worker._answer_now(Written(role="ref")) == WRITTEN
+            assert save.asked == ["ref, with weights", "copied", "/s /w"]
+
+
+def test_without_a_copy_all_is_on_disk_before_the_next_request(tmp_path: Path) -> None:
+    replies, is_there = Replies(), threading.Event()
+    is_there.set()
+    save = Save(is_there)
+    with context_of(*trial_of(tmp_path), "model_worker") as context:
+        worker = ModelWorker(context)
+        worker._models = cast(Any, save)
+        request = SaveCheckpoint(role="ref", state="/s", weights="", copies=False)
+        worker._serve(cast(Any, replies), blocking(request))
+        assert save.asked == ["ref", "/s "]
+        assert worker._answer_now(Written(role="ref")) == WRITTEN
 
 
 def test_inputs_are_taken_before_a_call_and_its_model_is_moved_away_after_it(tmp_path: Path) -> None:

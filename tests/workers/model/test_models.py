@@ -5,6 +5,7 @@ import weakref
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -27,7 +28,7 @@ from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample, key
 from corral.workers.lifecycle.worker import BadConfigurationError
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.models import Models
-from corral.workers.requests.messages import Inference, Initialize, Reallocate, TrainStep
+from corral.workers.requests.messages import Inference, Initialize, Reallocate, SaveCheckpoint, TrainStep
 from tests.workers.backends.training_helpers import (
     load_reference,
     make_sample,
@@ -137,7 +138,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(folder: P
         (folder / name).mkdir()
     train(through, 0)
     through.save_weights("actor", folder / "first", on_progress=no_progress)
-    through.state_shard("actor").write(folder / "state")
+    through.role_save("actor", with_weights=False).state.write(folder / "state")
     train(through, 1)
     through.save_weights("actor", folder / "second", on_progress=no_progress)
 
@@ -150,6 +151,25 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(folder: P
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
     assert not all(torch.equal(expected[name], tensor) for name, tensor in read_weights(folder / "first").items())
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, alpha=4.0)], ids=["all", "adapters"])
+def test_a_save_that_was_copied_holds_what_the_role_was_then(lora: LoraConfig | None, folder: Path) -> None:
+    reference, actor = specification(folder).roles
+    roles = [reference, actor.model_copy(update={"lora": lora})]
+    models = Models(specification(folder).model_copy(update={"roles": roles}), filled_store(), PLACES, seed=0)
+    initialize(models, folder / "actor")
+    train(models, 0)
+    request = SaveCheckpoint(role="actor", state=str(folder / "s"), weights=str(folder / "w"), copies=False)
+    at_once = models.role_save("actor", with_weights=True).write(request, on_progress=no_progress)
+    copied = models.role_save("actor", with_weights=True).copied()
+    train(models, 1)
+    later = msgspec.structs.replace(request, state=str(folder / "s later"), weights=str(folder / "w later"))
+    assert copied.write(later, on_progress=no_progress) == at_once
+    assert ("adapter/adapter_model.safetensors" in at_once.weights) == (lora is not None)
+    changed = msgspec.structs.replace(request, state=str(folder / "s after"), weights=str(folder / "w after"))
+    after = models.role_save("actor", with_weights=True).write(changed, on_progress=no_progress)
+    assert after.state != at_once.state and after.weights != at_once.weights
 
 
 def test_weights_lead_from_a_version_before_to_the_present_one(folder: Path) -> None:
@@ -212,7 +232,7 @@ def test_adapters_go_on_beside_the_base_and_not_beside_the_merged_weights_of_a_c
     for version in (0, 1):
         train(first, version)
     first.save_weights("actor", folder / "weights", on_progress=no_progress)
-    first.state_shard("actor").write(folder / "state")
+    first.role_save("actor", with_weights=False).state.write(folder / "state")
     shutil.rmtree(folder / "adapted")  # what training started from is needed once
     second = started(lora, folder / "weights", folder / "state")
     for models, name in ((first, "first"), (second, "second")):
@@ -247,7 +267,7 @@ def test_every_trained_role_goes_on_from_its_own_weights_and_numbers(folder: Pat
         first.train_step(TrainStep(mfc=f"{role}_train", uids=UIDS, version=0))
     for role in ("actor", "critic"):
         first.save_weights(role, folder / "weights" / role, on_progress=no_progress)
-        first.state_shard(role).write(folder / "state" / role)
+        first.role_save(role, with_weights=False).state.write(folder / "state" / role)
     second = started(folder / "weights", folder / "state")
     assert [second._models[ModelName(role)].engine.step for role in ("actor", "critic")] == [1, 2]
     assert steps_of(second) == [1.0, 2.0]

@@ -7,9 +7,10 @@ import pytest
 
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.model.saves_behind import SavesBehind
-from corral.workers.requests.messages import FilesReply
+from corral.workers.requests.messages import WrittenReply
 
-FILES = {"state": FileEntry(digest="0" * 64, size=7)}
+DONE = WrittenReply(state={"state": FileEntry(digest="0" * 64, size=7)}, weights={})
+NOTHING = WrittenReply(state={}, weights={})
 _DEADLINE_S = 60.0
 
 
@@ -25,15 +26,15 @@ def saves(told: threading.Event) -> Iterator[SavesBehind]:
         yield saves
 
 
-def at_once(*, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
-    return FILES
+def at_once(*, on_progress: Callable[[], None]) -> WrittenReply:
+    return DONE
 
 
-def full(*, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
+def full(*, on_progress: Callable[[], None]) -> WrittenReply:
     raise OSError(28, "No space left on device", "/w/state")
 
 
-def wrong(*, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
+def wrong(*, on_progress: Callable[[], None]) -> WrittenReply:
     raise ValueError("tensor w is of complex64")
 
 
@@ -41,11 +42,11 @@ def test_a_full_disk_is_an_answer_and_the_next_save_is_made(saves: SavesBehind, 
     saves.begin("actor", full)
     assert told.wait(_DEADLINE_S)
     why = "OSError: [Errno 28] No space left on device: '/w/state'"
-    assert saves.written("actor") == FilesReply(files={}, failed_because=why)
+    assert saves.written("actor") == WrittenReply(state={}, weights={}, failed_because=why)
     told.clear()
     saves.begin("actor", at_once)
     assert told.wait(_DEADLINE_S)
-    assert saves.written("actor") == FilesReply(files=FILES)
+    assert saves.written("actor") == DONE
 
 
 def test_what_no_disk_is_to_blame_for_is_raised(saves: SavesBehind, told: threading.Event) -> None:
@@ -58,9 +59,9 @@ def test_what_no_disk_is_to_blame_for_is_raised(saves: SavesBehind, told: thread
 def test_roles_are_written_one_after_the_other_and_told_apart(saves: SavesBehind, told: threading.Event) -> None:
     may_end = threading.Event()
 
-    def slow(*, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
+    def slow(*, on_progress: Callable[[], None]) -> WrittenReply:
         assert may_end.wait(_DEADLINE_S)
-        return {}
+        return NOTHING
 
     saves.begin("actor", slow)
     saves.begin("critic", at_once)
@@ -69,13 +70,13 @@ def test_roles_are_written_one_after_the_other_and_told_apart(saves: SavesBehind
     saves.announce_to(both.release)
     may_end.set()
     assert both.acquire(timeout=_DEADLINE_S) and both.acquire(timeout=_DEADLINE_S)
-    assert saves.written("actor") == FilesReply(files={}) and saves.written("critic") == FilesReply(files=FILES)
+    assert saves.written("actor") == NOTHING and saves.written("critic") == DONE
 
 
 def test_the_next_epoch_ends_what_the_last_one_was_writing(saves: SavesBehind, told: threading.Event) -> None:
     has_begun, pieces = threading.Event(), 0
 
-    def endless(*, on_progress: Callable[[], None]) -> dict[str, FileEntry]:
+    def endless(*, on_progress: Callable[[], None]) -> WrittenReply:
         nonlocal pieces
         while True:
             pieces += 1
@@ -90,4 +91,20 @@ def test_the_next_epoch_ends_what_the_last_one_was_writing(saves: SavesBehind, t
     told.clear()
     saves.begin("actor", at_once)
     assert told.wait(_DEADLINE_S)
-    assert saves.written("actor") == FilesReply(files=FILES) and pieces == before
+    assert saves.written("actor") == DONE and pieces == before
+
+
+def test_what_is_written_first_is_told_when_it_is_asked_for(saves: SavesBehind) -> None:
+    beats: list[int] = []
+
+    def write(*, on_progress: Callable[[], None]) -> WrittenReply:
+        on_progress()
+        assert threading.current_thread() is threading.main_thread()  # it may consist of collectives
+        return DONE
+
+    saves.write_now("actor", write, on_progress=lambda: beats.append(1))
+    assert saves.written("actor") == DONE and beats == [1]
+    saves.write_now("actor", full, on_progress=lambda: None)
+    assert saves.written("actor") == WrittenReply(
+        state={}, weights={}, failed_because="OSError: [Errno 28] No space left on device: '/w/state'"
+    )

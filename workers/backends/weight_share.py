@@ -1,0 +1,67 @@
+"""A version of the weights as one rank writes it: its files of the model, and what lies beside them.
+
+engine ──► WeightShare ──write──► files          the model is read as it is written, by all ranks together
+                └─copied──► WeightShare ──write──► the same files, later and without the others
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from corral.experiments.trial.directory import fsync_directory
+from corral.workers.backends.adapter_files import write_adapter
+from corral.workers.backends.host_copies import host_copies
+from corral.workers.backends.weight_deltas import WeightBase
+from corral.workers.backends.weight_files import copy_own, write_weights
+from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """Adapters, whole, and their configuration as peft has it."""
+
+    tensors: Mapping[str, Tensor]
+    config: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightShare:
+    """What one rank writes of a version; `write` or `copied` is called once, by all ranks at the same place."""
+
+    weights: Iterable[tuple[str, Tensor]]
+    """Of the whole model, by the names and in the types that files have; read once and to its end."""
+    rank: int
+    num_ranks: int
+    companions: Mapping[str, bytes]
+    """Small files by name: configuration, tokenizer; none on other ranks than the first."""
+    adapter: Adapter | None
+    """None on other ranks than the first, and where none is trained."""
+
+    def copied(self) -> "WeightShare":
+        """The same in host memory, as far as this rank writes it; a collective, and its `write` is none any more."""
+        adapter = self.adapter and replace(self.adapter, tensors=host_copies(self.adapter.tensors))
+        return replace(self, weights=copy_own(self.weights, rank=self.rank, num_ranks=self.num_ranks), adapter=adapter)
+
+    def write(
+        self, directory: Path, *, base: WeightBase | None = None, on_progress: Callable[[], None] = no_progress
+    ) -> dict[str, FileEntry]:
+        """Write safetensors and what lies beside them; all ranks' files together are the model.
+
+        Args:
+            base: the version before, which deltas lead from; None writes none.
+
+        Returns:
+            The files that this rank wrote, by name; they are on disk.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        files = write_weights(
+            directory, self.weights, rank=self.rank, num_ranks=self.num_ranks, base=base, on_progress=on_progress
+        )
+        for name, content in self.companions.items():
+            files[name] = write_durable(directory / name, [content])
+        if self.adapter is not None:
+            files |= write_adapter(directory, self.adapter.tensors, self.adapter.config, on_progress=on_progress)
+        fsync_directory(directory)
+        return files
