@@ -1,4 +1,4 @@
-"""A trial of four roles goes on from a commit on other meshes as if it had never stopped.
+"""A trial of four roles goes on from a commit on other meshes as if it had never stopped, or been killed in a save.
 
 The plan of a trial fixes its allocation, and `rl-submit --resume` takes no other one: each attempt here has a plan of
 its own, for the same directory.
@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.workers.checkpoint.checkpoint import committed_ledger
+from corral.workers.checkpoint.checkpoint import committed_ledger, verify_checkpoint
 from tests.integration.four_roles import BATCH_SIZE, NUM_ROWS, Group, make_batches
 from tests.integration.trainer_half import TrainerTrial
 
@@ -29,10 +29,18 @@ def test_losses_go_on_as_if_nothing_had_happened(four_roles: Path) -> None:
     batches = make_batches(NUM_STEPS)
     uninterrupted, resumed = TrainerTrial(four_roles, "uninterrupted"), TrainerTrial(four_roles, "resumed")
     assert uninterrupted.run(batches, TWO) == WorkerExit.DONE
-    assert resumed.run(batches, TWO, stop_after=2) == WorkerExit.DONE
+    # Step 3 is trained and published while a rank's disk holds up what step 2 has copied, until kill -9.
+    no_restart = "supervision.max_restarts=0"
+    assert resumed.run(batches, TWO, no_restart, killed_in_save_of=2) == WorkerExit.CANNOT_CONTINUE
+    half = check_what_a_kill_in_a_save_leaves(resumed, batches)
     assert resumed.run(batches, ONE, stop_after=4) == WorkerExit.DONE
+    assert not half.exists()
     assert resumed.run(batches, SPLIT) == WorkerExit.DONE
-    assert [commit.epoch for commit in resumed.commits()] == [1, 1, 2, 2, 3, 3]
+    assert [(commit.epoch, commit.step) for commit in resumed.commits()] == [
+        (1, 1),
+        *((2, step) for step in (2, 3, 4)),
+        *((3, step) for step in (5, 6)),
+    ]
     expected, found = (
         [(line["ppo/loss"], line["critic/loss"], line["ppo/kl_coef"]) for line in trial.metrics()]
         for trial in (uninterrupted, resumed)
@@ -43,6 +51,20 @@ def test_losses_go_on_as_if_nothing_had_happened(four_roles: Path) -> None:
     assert {step: set(uids) for step, uids in resumed.trained().items()} == {
         step: {group.uid for group in batch} for step, batch in enumerate(batches, 1)
     }
+
+
+def check_what_a_kill_in_a_save_leaves(trial: TrainerTrial, batches: Sequence[Sequence[Group]]) -> Path:
+    """The commit before is whole and the only one; the directory of the other, which nothing names, is given back."""
+    assert (trial.directory.weights_path / "v00000003-e1" / "manifest.json").exists()
+    (commit,) = trial.commits()
+    assert commit.step == 1
+    verify_checkpoint(trial.directory, commit)
+    assert committed_ledger(trial.directory, commit).trained == {group.uid: 1 for group in batches[0]}
+    (half,) = trial.directory.checkpoints_path.glob("step-00000002-e1-*")
+    assert not (half / "manifest.json").exists()
+    of_the_other_rank = half / "state" / "actor" / "train_state-00001-of-00002.safetensors"
+    assert of_the_other_rank.stat().st_size > 1000  # it waited for nobody
+    return half
 
 
 @pytest.mark.parametrize(("before", "after"), [(TWO, ONE), (ONE, SPLIT)], ids=["2 to 1", "1 to 2"])
