@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from corral.experiments.checks.megatron import check_megatron
-from corral.experiments.config.model import ModelConfig, TrainedModelConfig
+from corral.experiments.config.model import ModelConfig
 from corral.experiments.errors import ConfigProblem, display_path, split_remedy
 from corral.experiments.inputs.model_directory import attention_heads, model_type, transformer_shape
 from corral.experiments.inputs.model_kinds import TENSOR_PARALLEL_MODELS
@@ -92,7 +92,7 @@ def _of_sizes(model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]
 
 
 def _of_kind(model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
-    """Models and ways to train them that layers cannot be cut with."""
+    """Models whose layers cannot be cut."""
     if dims.tp == 1:
         return
     kind = model_type(model.path)
@@ -100,11 +100,6 @@ def _of_kind(model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             message=f"model {display_path(model.path)} is a {kind}, whose layers tensor-parallel ranks cannot share",
             hint=f"use d and c alone; t works with {', '.join(TENSOR_PARALLEL_MODELS)}",
-        )
-    if isinstance(model, TrainedModelConfig) and model.lora is not None:
-        yield ConfigProblem(
-            message="adapters are not cut over tensor-parallel ranks",
-            hint="use d and c alone, or remove lora",
         )
 
 

@@ -140,8 +140,9 @@ class RoleModel:
             number_bytes = self._bytes_of(name, shape, is_trained=is_trained)
             kinds.append((shape, number_bytes, is_trained, in_layer, _tensor_dim(name)))
             if self._adapters is not None and name.removesuffix(".weight") in adapted:
-                rank = self._adapters.rank
-                kinds += [(part, FLOAT32_BYTES, True, True, None) for part in ((rank, shape[1]), (shape[0], rank))]
+                rank, dim = self._adapters.rank, _tensor_dim(name)
+                halves = (((rank, shape[1]), dim if dim == 1 else None), ((shape[0], rank), dim if dim == 0 else None))
+                kinds += [(half, FLOAT32_BYTES, True, True, cut) for half, cut in halves]
         return kinds
 
     def _bytes_of(self, name: str, shape: Shape, *, is_trained: bool) -> int:

@@ -635,13 +635,6 @@ CONTRADICTION_CASES = (
         line=4,
     ),
     BrokenCase(
-        name="adapters-over-tensor-parallel-ranks",
-        edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:t2"),
-        overrides=("actor.lora.rank=4", "actor.lora.alpha=8"),
-        words=("adapters are not cut over tensor-parallel ranks (actor, t2)", "use d and c alone"),
-        line=4,
-    ),
-    BrokenCase(
         name="stages-with-fsdp",
         edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d2p2"),
         words=("the fsdp backend has no pipeline parallel training", "megatron:d2p2"),

@@ -35,7 +35,7 @@ from corral.workers.backends.over_ranks import load_over_ranks
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.recompute import recompute_layers
 from corral.workers.backends.sharding import layers_of, reshard, sum_gradients, take_over, whole
-from corral.workers.backends.tensor_parallel import squared_norm, sum_gradients_of_own_heads
+from corral.workers.backends.tensor_parallel import squared_norm, sum_gradients_of_own_parts
 from corral.workers.backends.weight_files import as_stored
 from corral.workers.backends.weight_share import Adapter
 
@@ -90,8 +90,8 @@ class FSDPEngine(MeshEngine):
         self._sums_once = gradient_sums == "last_micro_batch"
         recompute_layers(layers_of(self._model), recompute)
         self.num_parameters, self.num_trained = count_parameters(self._model)
-        of_all_ranks = context.sum_over_mesh({"sum_of_frozen": float(sum_of_frozen(self._model))})
-        self._sum_of_frozen = fold_sums(of_all_ranks["sum_of_frozen"])
+        own_sum = sum_of_frozen(self._model, counts_copies=context.coords.tp_rank == 0)
+        self._sum_of_frozen = fold_sums(context.sum_over_mesh({"sum_of_frozen": float(own_sum)})["sum_of_frozen"])
         self._adapter_config: bytes | None = None
         if lora is not None:
             self._adapter_config = adapter_config(self._model, lora, base=model_directory, head=head)
@@ -146,7 +146,7 @@ class FSDPEngine(MeshEngine):
     def _squared_norm(self) -> Tensor:
         parameters = self._trained()
         if self.context.tp_group is not None:
-            sum_gradients_of_own_heads(parameters.items(), self.context.tp_group)
+            sum_gradients_of_own_parts(parameters.items(), self.context.tp_group)
         return squared_norm(parameters.values(), tensor_ranks=self.context.tp_size, device=self.context.device)
 
     def _trained_tensors(self) -> list[Tensor]:

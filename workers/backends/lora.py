@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.low_precision import CastingLinear
-from corral.workers.backends.sharding import layers_of, local, whole
+from corral.workers.backends.sharding import is_cut_by_tensor, layers_of, local, whole
 from corral.workers.checkpoint.low_rank import LowRank
 
 _ADAPTER_PARTS: Final = (".lora_A.weight", ".lora_B.weight")
@@ -50,9 +50,17 @@ class AdaptedLinear(CastingLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        seen = F.dropout(input, self._dropout, self.training) if self._dropout else input
-        adapted: Tensor = self.lora_B(self.lora_A(seen))
-        return super().forward(input) + adapted * self._scale
+        return super().forward(input) + self.adapted(input)
+
+    def adapted(self, input: Tensor) -> Tensor:
+        """What the adapter adds: [..., in] -> [..., out]."""
+        seen = self.seen(input, self._dropout) if self._dropout and self.training else input
+        output: Tensor = self.lora_B(self.lora_A(seen))
+        return output * self._scale
+
+    def seen(self, input: Tensor, dropout: float) -> Tensor:
+        """What the adapter sees of a layer's input in a train step."""
+        return F.dropout(input, dropout)
 
     def merged_weight(self) -> Tensor:
         """[out, in] float32: W0 and adapter in one, a new tensor; a collective where the model is cut."""
@@ -137,15 +145,18 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, whole(parameter).float()
 
 
-def sum_of_frozen(model: nn.Module) -> int:
+def sum_of_frozen(model: nn.Module, *, counts_copies: bool) -> int:
     """This rank's part of a sum over all bits of the frozen parameters, modulo 2**32; 0 if there are none.
 
-    The sum of all ranks' parts, modulo 2**32, is the same for every number of ranks, and another one for another model:
-    adapters of one base mean nothing beside another.
+    The sum of all ranks' parts, modulo 2**32, is the same for every layout, and another one for another model: adapters
+    of one base mean nothing beside another.
+
+    Args:
+        counts_copies: whether this rank counts what tensor-parallel ranks have copies of; one of them does.
     """
     total = 0
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and (counts_copies or is_cut_by_tensor(parameter)):
             bits = local(parameter).contiguous().view(torch.int32 if parameter.element_size() == 4 else torch.int16)
             total += zlib.crc32(name.encode()) * int(bits.sum(dtype=torch.int64))
     return total % _SUM_MODULUS

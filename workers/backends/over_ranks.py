@@ -1,8 +1,8 @@
 """A directory ──► a model with its head and adapters, each rank with its part of it in the layout of its mesh.
 
 load_model ──► add_adapters ──► head ──► cut_layers (t) ──► share_attention (c) ──► shard (d x c) ──► hold_weights
-in its files                     │       parts of layers                            rows of what is left  in float32
-                                 └─ adapters first: FSDP2 would leave the gradients of those that come later
+in its files        │                    parts of layers                            rows of what is left  in float32
+                    └─ adapters first: FSDP2 would leave the gradients of those that come later
 """
 
 from pathlib import Path
@@ -41,8 +41,6 @@ def load_over_ranks(
     Raises:
         ValueError: if the layout cannot hold this model, or the directory has not all that the head needs.
     """
-    if lora is not None and context.tp_size > 1:
-        raise ValueError(f"adapters are not cut over tensor-parallel ranks ({context.mesh.dims}); use t1, and d or c")
     mesh = device_mesh(context) if context.world_size > 1 else None
     model = load_model(model_directory, head)
     if lora is not None:

@@ -10,6 +10,11 @@ their weights are copies that stay equal bit for bit. The gradient that comes ba
 per half. Weights that are cut are DTensors, by which export, checkpoints and FSDP2 know of which tensor they are a
 part; products are made of plain tensors.
 
+    own rows + B [own rows, r] A [r, in]        own columns + B [out, r] A [r, own columns]
+
+An adapter has the half cut that is as long as what its layer is cut by. The other one is a copy that makes a part of
+what is summed, and its gradient is summed once a step.
+
 Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3.
 """
 
@@ -24,12 +29,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from corral.workers.backends.chunked_head import ChunkedHead
+from corral.workers.backends.lora import AdaptedLinear, is_adapter
 from corral.workers.backends.low_precision import CastingLinear, product
 from corral.workers.backends.sharding import is_cut_by_tensor, layers_of, local, own
 from corral.workers.backends.vocabulary_parallel import VocabularyShare
 
 _BY_ROWS: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 _BY_COLUMNS: Final = ("self_attn.o_proj", "mlp.down_proj")
+_ADAPTER: Final = (".lora_A", ".lora_B")  # of a linear layer that has one
 _BEGINS_WITH_ALL: Final = ("self_attn", "mlp")
 _SEES_OWN_HEADS: Final = (".self_attn.q_norm.weight", ".self_attn.k_norm.weight")
 
@@ -54,9 +61,9 @@ def cut_layers(model: Any, mesh: DeviceMesh) -> None:
     for layer in layers_of(model):
         _check_kind(layer)
         for name in _BY_ROWS:
-            _cut(layer.get_submodule(name), OwnRows, mesh, weight=0, bias=0)
+            _cut_rows(layer.get_submodule(name), mesh)
         for name in _BY_COLUMNS:
-            _cut(layer.get_submodule(name), OwnColumns, mesh, weight=1, bias=None)
+            _cut_columns(layer.get_submodule(name), mesh)
         for name in _BEGINS_WITH_ALL:
             layer.get_submodule(name).register_forward_pre_hook(_GradientSum(mesh), with_kwargs=True)
     if config.vocab_size % size == 0:  # others are copied whole
@@ -64,13 +71,33 @@ def cut_layers(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _check_kind(layer: nn.Module) -> None:
-    linears = {name: type(module) for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
-    if linears != dict.fromkeys((*_BY_ROWS, *_BY_COLUMNS), CastingLinear):
+    linears = {
+        name: type(module)
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear) and not name.endswith(_ADAPTER)
+    }
+    if linears.keys() != {*_BY_ROWS, *_BY_COLUMNS} or not {*linears.values()} <= {CastingLinear, AdaptedLinear}:
         kinds = ", ".join(f"{name} ({kind.__name__})" for name, kind in linears.items())
         raise ValueError(
             f"a {type(layer).__name__} with the linear layers {kinds} is none that tensor-parallel ranks can share; "
             "use t1"
         )
+
+
+def _cut_rows(module: Any, mesh: DeviceMesh) -> None:
+    if isinstance(module, AdaptedLinear):
+        _cut(module, AdaptedRows, mesh, weight=0, bias=0)
+        _cut(module.lora_B, OwnPart, mesh, weight=0, bias=None)
+    else:
+        _cut(module, OwnPart, mesh, weight=0, bias=0)
+
+
+def _cut_columns(module: Any, mesh: DeviceMesh) -> None:
+    if isinstance(module, AdaptedLinear):
+        _cut(module, AdaptedColumns, mesh, weight=1, bias=None)
+        _cut(module.lora_A, OwnPart, mesh, weight=1, bias=None)
+    else:
+        _cut(module, OwnColumns, mesh, weight=1, bias=None)
 
 
 def _cut_vocabulary(model: Any, mesh: DeviceMesh) -> None:
@@ -93,7 +120,7 @@ def _cut(module: Any, kind: type[nn.Module], mesh: DeviceMesh, *, weight: int, b
     if bias is not None and module.bias is not None:
         module.bias = _part(module.bias, mesh, bias)
     module.__class__ = kind
-    if kind in (OwnColumns, OwnTokens):
+    if issubclass(kind, OwnColumns | OwnTokens):
         module.tensor_mesh = mesh
 
 
@@ -103,8 +130,8 @@ def _part(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
-class OwnRows(CastingLinear):
-    """A linear layer that has some of its outputs on each rank: [..., in] -> [..., out / t]."""
+class OwnPart(CastingLinear):
+    """A linear layer of whose weight each rank has a part, such as the rows of its heads: [..., in] -> [..., out/t]."""
 
     def forward(self, input: Tensor) -> Tensor:
         return product(input, own(self.weight), None if self.bias is None else own(self.bias))
@@ -116,8 +143,29 @@ class OwnColumns(CastingLinear):
     tensor_mesh: DeviceMesh
 
     def forward(self, input: Tensor) -> Tensor:
-        output = _summed(product(input, own(self.weight), None), self.tensor_mesh)
+        output = _summed(self.partial(input), self.tensor_mesh)
         return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def partial(self, input: Tensor) -> Tensor:
+        """What this rank's columns make of their inputs."""
+        return product(input, own(self.weight), None)
+
+
+class AdaptedRows(AdaptedLinear, OwnPart):
+    """Some rows of a linear layer with an adapter, whose B has the same rows."""
+
+
+class AdaptedColumns(OwnColumns, AdaptedLinear):
+    """Some columns of a linear layer with an adapter, whose A has the same columns."""
+
+    def partial(self, input: Tensor) -> Tensor:
+        return super().partial(input) + self.adapted(input)
+
+    def seen(self, input: Tensor, dropout: float) -> Tensor:
+        # All columns are drawn, on every rank alike: random numbers stay those that other ranks, and one alone, draw.
+        all_columns = F.dropout(input.new_ones(*input.shape[:-1], self.in_features), dropout)
+        width = input.shape[-1]
+        return input * all_columns.narrow(-1, self.tensor_mesh.get_local_rank() * width, width)
 
 
 class OwnTokens(nn.Embedding):
@@ -190,15 +238,17 @@ class _SumBackward(torch.autograd.Function):
         return total, None
 
 
-def sum_gradients_of_own_heads(parameters: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup) -> None:
-    """Make whole the gradients of weights that are copied, and that each rank has used for its own heads only.
+def sum_gradients_of_own_parts(parameters: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup) -> None:
+    """Make whole the gradients of weights that are copied, and that each rank has used for its own part only.
 
-    Once a step, in one collective, after the last backward pass: norms of queries and keys are the only ones.
+    Once a step, in one collective, after the last backward pass: norms of queries and keys, and of each adapter the
+    half that is not cut.
     """
     partial = [
         local(parameter.grad)
         for name, parameter in parameters
-        if name.endswith(_SEES_OWN_HEADS) and parameter.grad is not None
+        if parameter.grad is not None
+        and (name.endswith(_SEES_OWN_HEADS) or (is_adapter(name) and not is_cut_by_tensor(parameter)))
     ]
     if not partial:
         return

@@ -221,6 +221,7 @@ VARIANTS = {
     "muon": Variant(muon=True),
     "bfloat16": Variant(dtype=torch.bfloat16, tolerance=5e-2),
     "lora": Variant(lora=LoraConfig(rank=2, alpha=8.0)),
+    "lora with dropout": Variant(lora=LoraConfig(rank=2, alpha=8.0, dropout=0.3)),
 }
 
 

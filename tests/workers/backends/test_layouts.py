@@ -60,7 +60,7 @@ def test_every_layout_trains_every_kind_of_model_like_a_plain_loop(part: Part, t
 
 CASES = (
     *((name, "c2") for name in ("value", "scalar", "lora")),
-    *((name, "t2") for name in ("value", "muon", "bfloat16")),
+    *((name, "t2") for name in ("value", "muon", "bfloat16", "lora with dropout")),
 )
 
 
@@ -74,3 +74,9 @@ def test_heads_optimizers_and_adapters_train_in_a_layout_as_on_one_rank(
     name: str, layout: str, variants: VariantScene
 ) -> None:
     assert_like_one_rank(variants, name, layout)
+
+
+@pytest.mark.slow
+def test_adapters_train_as_on_one_rank_where_ranks_share_layers_and_rows(tmp_path: Path) -> None:
+    scene = make_variants(tmp_path, (("lora", "t2c2"),), world_size=4)
+    assert_like_one_rank(scene, "lora", "t2c2")

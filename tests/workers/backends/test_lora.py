@@ -1,5 +1,7 @@
 """Adapters beside a frozen model: against a plain loop over merged weights, against peft, and over two real ranks.
 
+The ranks share the data first, and then, as a mesh of their own, the layers (t2).
+
 One pair of processes plays all of the two-rank scenes and writes what it saw; the tests compare that with one rank.
 """
 
@@ -18,14 +20,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from corral.experiments.config.model import LoraConfig
+from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
+from corral.scheduling.parallel import ParallelDims
 from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.functional.losses import sft_loss
 from corral.workers.backends.base import LossOutput
 from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.lora import AdaptedLinear
 from corral.workers.backends.micro_batches import MicroBatch
-from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine.batch import generate_greedily
@@ -61,7 +65,9 @@ class Seen:
 
     directory: Path
     stats: list[list[dict[str, float]]]
-    """By rank, by step."""
+    """By rank, by step, where the ranks share the data."""
+    stats_of_layers: list[list[dict[str, float]]]
+    """The same where they share the layers."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +78,10 @@ def two_ranks(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -
         train(single, step)
     single.state_shard().write(directory / "single")
     play(play_rank, model_directory, directory, world_size=2, directory=directory)
-    return Seen(directory, [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in (0, 1)])
+    of_data, of_layers = zip(
+        *(json.loads((directory / f"rank-{rank}.json").read_text()) for rank in (0, 1)), strict=True
+    )
+    return Seen(directory, list(of_data), list(of_layers))
 
 
 def play_rank(context: ParallelContext, model_directory: Path, directory: Path) -> None:
@@ -98,7 +107,19 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
     low = make_engine(model_directory, LORA, context=context, compute_dtype=torch.bfloat16)
     train(low, 0, UIDS_BY_RANK[context.rank])
     low.state_shard().write(directory / "low")
-    (directory / f"rank-{context.rank}.json").write_text(json.dumps(stats))
+    of_layers = share_layers(context, model_directory, directory / "t2")
+    (directory / f"rank-{context.rank}.json").write_text(json.dumps([stats, of_layers]))
+
+
+def share_layers(world: ParallelContext, model_directory: Path, directory: Path) -> list[dict[str, float]]:
+    context = mesh_contexts(world, {"t2": Mesh(ranks=(0, 1), dims=ParallelDims(tp=2))})["t2"]
+    engine = make_engine(model_directory, LORA, context=context)
+    stats = [train(engine, step) for step in range(NUM_STEPS)]
+    engine.save_weights(directory / "weights")
+    engine.state_shard().write(directory / "state")
+    engine.load_state(directory.parent / "last")
+    engine.save_weights(directory / "from_data_parallel")
+    return stats
 
 
 def make_engine(
@@ -239,10 +260,11 @@ def test_two_ranks_move_adapters_as_a_plain_loop_over_merged_weights(
     model_directory: Path, two_ranks: Seen, tmp_path: Path
 ) -> None:
     expected, losses, norms = plain_loop(model_directory, first_adapter(model_directory, LORA, tmp_path), LORA)
-    assert two_ranks.stats[0] == two_ranks.stats[1]
-    np.testing.assert_allclose([line["loss"] for line in two_ranks.stats[0]], losses, atol=1e-5)
-    np.testing.assert_allclose([line["train/grad_norm"] for line in two_ranks.stats[0]], norms, rtol=1e-4)
-    assert_close(read_adapter(two_ranks.directory / "weights"), expected)
+    for by_rank, weights in ((two_ranks.stats, "weights"), (two_ranks.stats_of_layers, "t2/weights")):
+        assert by_rank[0] == by_rank[1]
+        np.testing.assert_allclose([line["loss"] for line in by_rank[0]], losses, atol=1e-5)
+        np.testing.assert_allclose([line["train/grad_norm"] for line in by_rank[0]], norms, rtol=1e-4)
+        assert_close(read_adapter(two_ranks.directory / weights), expected)
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -283,7 +305,8 @@ def test_after_fifty_exports_the_base_is_untouched_and_the_last_is_base_and_adap
 
 def test_two_ranks_export_base_and_adapter_bit_for_bit(model_directory: Path, two_ranks: Seen) -> None:
     weights = two_ranks.directory / "weights"
-    assert_equal(read_weights(weights), exported(read_weights(model_directory), read_adapter(weights), LORA))
+    for version in (weights, two_ranks.directory / "t2" / "weights"):
+        assert_equal(read_weights(version), exported(read_weights(model_directory), read_adapter(version), LORA))
     assert_equal(read_weights(two_ranks.directory / "again"), read_weights(weights))
 
 
@@ -331,6 +354,10 @@ def test_a_state_is_the_same_for_another_number_of_ranks(
     engine.load_state(two_ranks.directory / "last")
     engine.save_weights(tmp_path / "from_two")
     assert_equal(read_weights(tmp_path / "from_two"), read_weights(two_ranks.directory / "weights"))
+    assert_equal(read_weights(two_ranks.directory / "t2" / "from_data_parallel"), read_weights(tmp_path / "from_two"))
+    engine.load_state(two_ranks.directory / "t2" / "state")
+    engine.save_weights(tmp_path / "from_layers")
+    assert_equal(read_weights(tmp_path / "from_layers"), read_weights(two_ranks.directory / "t2" / "weights"))
     engine.load_state(two_ranks.directory / "single")
     engine.save_weights(tmp_path / "single")
     assert_equal(read_weights(tmp_path / "single"), read_weights(two_ranks.directory / "from_single"))

@@ -62,6 +62,8 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 8}),
     "mixture": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS | {"head_dim": 8, "mlp_only_layers": [1]}),
 }
+LORA = LoraConfig(rank=5, alpha=5.0, targets=("q_proj", "layers.1.mlp.down_proj"))
+ADAPTED = (*(f"model.layers.{layer}.self_attn.q_proj" for layer in range(3)), "model.layers.1.mlp.down_proj")
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -136,20 +138,17 @@ def test_what_is_trained_is_estimated_to_the_byte(name: str, optimizer: Any, tmp
 @each_dtype
 def test_adapters_are_estimated_to_the_byte(head: str, dtype: torch.dtype, tmp_path: Path) -> None:
     directory = save_model("qwen3", tmp_path)
-    lora = LoraConfig(rank=5, alpha=5.0, targets=("q_proj", "layers.1.mlp.down_proj"))
     engine = FSDPEngine(
-        directory, context=ParallelContext(), head=head, optimizer=optimizer_config(), lora=lora, compute_dtype=dtype
+        directory, context=ParallelContext(), head=head, optimizer=optimizer_config(), lora=LORA, compute_dtype=dtype
     )
-    adapters = adapters_of(engine, rank=5)
     output: Output = "vocabulary" if head == "lm" else "score"
     role = RoleModel(
         sizes_of(directory),
         output=output,
         optimizer="adamw",
-        adapters=adapters,
+        adapters=Adapters(rank=LORA.rank, layers=frozenset(ADAPTED)),
         compute_bytes=dtype.itemsize,
     )
-    assert len(adapters.layers) == 4
     assert train_step(engine) == exact(estimate(role))
 
 
@@ -169,6 +168,8 @@ def look_at_ranks(world: ParallelContext, folder: Path) -> None:
     assert by_tensor is not None
     engine = FSDPEngine(folder / "llama", context=by_tensor, optimizer=OptimizerConfig(type="muon"))
     (folder / f"tensor-{world.rank}.json").write_text(json.dumps(train_step(engine)))
+    adapted = FSDPEngine(folder / "llama", context=by_tensor, optimizer=optimizer_config(), lora=LORA)
+    (folder / f"adapted-{world.rank}.json").write_text(json.dumps(train_step(adapted)))
     (folder / f"kept-{world.rank}.json").write_text(json.dumps(kept[1] - kept[0]))
 
 
@@ -185,6 +186,10 @@ def test_the_rank_with_most_of_two_holds_what_is_estimated(tmp_path: Path) -> No
     role = RoleModel(sizes_of(tmp_path / "llama"), optimizer="muon")
     by_tensor = exact(role.on_gpu("actor/0", ParallelDims(tp=2), [TRAIN]).during("train"))
     assert [json.loads((tmp_path / f"tensor-{rank}.json").read_text()) for rank in range(2)] == [by_tensor] * 2
+    adapters = Adapters(rank=LORA.rank, layers=frozenset(ADAPTED))
+    role = RoleModel(sizes_of(tmp_path / "llama"), optimizer="adamw", adapters=adapters)
+    adapted = exact(role.on_gpu("actor/0", ParallelDims(tp=2), [TRAIN]).during("train"))
+    assert [json.loads((tmp_path / f"adapted-{rank}.json").read_text()) for rank in range(2)] == [adapted] * 2
     sizes = sizes_of(tmp_path / "layers-6")
     of_token = layer_bytes_per_token(sizes, 0, compute_bytes=4, context_parallel=2)
     assert [json.loads((tmp_path / f"kept-{rank}.json").read_text()) for rank in range(2)] == [

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corral.experiments.config.model import LoraConfig
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
@@ -171,12 +170,6 @@ def test_a_layout_that_the_engine_cannot_hold_is_refused(tmp_path: Path) -> None
     mesh = Mesh(ranks=(0, 1), dims=ParallelDims(pp=2))
     with pytest.raises(ValueError, match="layout d1t1p2 has pipeline parallelism, .* use d, t and c alone"):
         FSDPEngine(tmp_path, context=ParallelContext(rank=1, mesh=mesh), optimizer=None)
-
-
-def test_adapters_over_tensor_parallel_ranks_are_refused(tmp_path: Path) -> None:
-    context = ParallelContext(rank=3, mesh=MESHES["grid"])
-    with pytest.raises(ValueError, match=r"not cut over tensor-parallel ranks \(d2t2p1\); use t1"):
-        FSDPEngine(tmp_path, context=context, optimizer=optimizer_config(), lora=LoraConfig(rank=2, alpha=2.0))
 
 
 def test_a_model_over_ranks_that_formed_no_group_is_refused(tmp_path: Path) -> None:
