@@ -22,7 +22,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from corral.experiments.inputs.model_kinds import megatron_refusals
-from corral.workers.backends.megatron.experts import has_experts, settings
+from corral.workers.backends.megatron.experts import expert_settings, has_experts
 
 _PRE_MLP_NORM: Final = "pre_mlp_layernorm.weight"
 _FUSED_NAMES: Final = {
@@ -98,7 +98,7 @@ class Bridge:
                 pp_group=groups.pp,
             ),
         )
-        self._bridge.set_extra_args(**_PLAIN, **settings(config))
+        self._bridge.set_extra_args(**_PLAIN, **expert_settings(config))
         self.config: TransformerConfig = self._bridge.config
         self.model_arguments: dict[str, Any] = self._bridge._get_gptmodel_args()
 

@@ -101,7 +101,7 @@ def unstack_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str
             yield name, tensor
 
 
-def settings(config: Any) -> dict[str, Any]:
+def expert_settings(config: Any) -> dict[str, Any]:
     """What of Megatron's configuration follows from a model's config.json besides what mbridge says; none if dense."""
     if not has_experts(config):
         return {}
