@@ -30,7 +30,7 @@ from corral.experiments.config.rollout import (
 )
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig
-from corral.experiments.host_memory import memory_warning, server_memory
+from corral.experiments.host_memory import BESIDE_MB, memory_warning, server_memory
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.policy import PolicyExperiment
 from corral.experiments.worker_specs import (
@@ -43,11 +43,10 @@ from corral.experiments.worker_specs import (
 from corral.scheduling.allocation import EngineAllocation
 from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.policy_version import INITIAL_VERSION
-from corral.scheduling.scheduling import GIB_MB, Scheduling
+from corral.scheduling.scheduling import Scheduling
 from corral.scheduling.worker_information import WorkerKind
 
 _BASE_OF_ADAPTER = "base"  # no version is written like this
-_BESIDE_MB = 8 * GIB_MB  # for requests under way, and all that is not in the sum of what a server takes at least
 
 
 class AsyncPPOExperiment(PolicyExperiment):
@@ -116,7 +115,7 @@ class AsyncPPOExperiment(PolicyExperiment):
         if kind != "generation_server":
             return default
         needed = sum(self._server_memory(default).values())
-        return default.model_copy(update={"mem": max(default.mem, needed + _BESIDE_MB)})
+        return default.model_copy(update={"mem": max(default.mem, needed + BESIDE_MB)})
 
     def _server_memory(self, task: Scheduling) -> dict[str, int]:
         """The least that a server with these resources takes, in MB by what for."""

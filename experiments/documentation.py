@@ -87,6 +87,7 @@ def _default_scheduling() -> Iterator[str]:
     yield ""
     yield "A generation server of N GPUs (`sglang:d1tN`) has N in place of 1, and a CPU more for each further one."
     yield "Where what it keeps of its host's memory needs more (docs/rollout.md), it asks for that and 8G."
+    yield "So does a model worker for what it copies of each commit (docs/operations.md)."
 
 
 def _table(model: type[BaseModel], names: list[str]) -> Iterator[str]:

@@ -31,6 +31,7 @@ from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, Eval
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig, check_models, check_publication
+from corral.experiments.host_memory import BESIDE_MB, copied_mb, copy_warning
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.inputs.declared_keys import keys_of_graph
 from corral.experiments.inputs.model_directory import ModelFacts, transformer_shape
@@ -187,7 +188,17 @@ class Experiment(FrozenConfig):
 
     def default_scheduling(self, kind: WorkerKind) -> Scheduling:
         """What a worker asks for where the experiment does not say."""
-        return default_scheduling(gpus_per_server=self.parsed_allocation.gpus_per_server)[kind]
+        default = default_scheduling(gpus_per_server=self.parsed_allocation.gpus_per_server)[kind]
+        if kind != "model_worker":
+            return default
+        return default.model_copy(update={"mem": max(default.mem, self._copied_mb + BESIDE_MB)})
+
+    @property
+    def _copied_mb(self) -> int:
+        """The most that a training rank copies for a commit."""
+        if not self.control.commit_beside_training:
+            return 0
+        return copied_mb(self.models, self.known_meshes(), heads=self.heads, published=self.roles[0])
 
     def _tasks_group(self, kind: WorkerKind) -> TasksGroup:
         """As the user says, else as the allocation says, else one per training rank."""
@@ -231,6 +242,9 @@ class Experiment(FrozenConfig):
         if self.evaluation is not None and self.row_kind == "preferences":
             if "max_new_tokens" in self.evaluation.model_fields_set:
                 yield "evaluation.max_new_tokens has no effect: nothing is answered where rows are preferences"
+        key, task = "groups.model_worker.scheduling.mem", self.scheduling_setup()["model_worker"].scheduling
+        if warning := copy_warning(self._copied_mb, key=key, asked_mb=task.mem):
+            yield warning
 
     def check_training(self, facts: ModelFacts | None, *, num_rows: int | None) -> Iterator[ConfigProblem]:
         """Mistakes in how the trained model, batches, ranks and held-out problems fit together."""

@@ -1,17 +1,20 @@
-"""What a generation server takes of its host's memory -> what its task has to ask for.
+"""What generation servers and training ranks take of their host's memory -> what their tasks have to ask for.
 
     model's files ──► bytes of a version as it is served ──┬──► 2 of them in weights.host_directory, if that is memory
                                                            └──► in the server itself, if it has no GPU
     backend ──► its processes
 
+    a role's parameters ──► its weights, moments ──► / ranks of its mesh ──► the copy of a commit, while it is written
+
 The versions are there once per host, however many servers read them. But pages of /dev/shm count to the step that wrote
 them, and whichever server of the host comes first writes: so each one's memory has to have room for them.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from corral.experiments.config.model import TrainedModelConfig
+from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.config.rollout import SPARE_STAGING_MB, EngineConfig, WeightsConfig
 from corral.experiments.inputs.parameters import (
     ITEM_SIZES,
@@ -20,6 +23,8 @@ from corral.experiments.inputs.parameters import (
     count_parameters,
     served_bytes,
 )
+from corral.experiments.worker_specs import Head
+from corral.scheduling.mesh import Mesh
 
 EMBEDDED_MB = 400
 """What a worker with the embedded engine takes before it holds any weights, as measured on a CPU."""
@@ -30,8 +35,12 @@ SGLANG_RANK_MB = 500
 VERSIONS_HELD = 2
 """Versions in a host's memory while the next one is written: the present one, and it."""
 
+BESIDE_MB = 8 * 1024
+"""For requests and samples under way, and all that is not in the sum of what a worker takes at least."""
+
 _MEMORY_FILE_SYSTEM = Path("/dev/shm")
 _MB = 2**20
+_STATE_BYTES: Mapping[str, int] = {"adamw": 12, "muon": 8}  # per parameter: itself, and one moment or two, in float32
 
 
 def server_memory(
@@ -65,6 +74,46 @@ def _staged(model: TrainedModelConfig, weights: WeightsConfig) -> dict[str, int]
     if weights.transport == "lora":
         staged["the adapted weights of the base beside them"] = _in_mb(adapted_bytes(model))
     return staged
+
+
+def copied_mb(
+    models: Mapping[str, ModelConfig], meshes: Mapping[str, Mesh], *, heads: Mapping[str, Head], published: str
+) -> int:
+    """The most that a training rank copies for a commit, in MB: its share of every role that is trained there.
+
+    Args:
+        models: by role.
+        meshes: by role; empty if nothing is known of them.
+        heads: of roles that are no language models.
+        published: the role whose weights are on disk by then, and are not copied.
+    """
+    by_rank: Counter[int] = Counter()
+    for role, model in models.items():
+        counts = count_parameters(model, head=heads.get(role, "lm"))
+        if role not in meshes or counts is None or not isinstance(model, TrainedModelConfig):
+            continue
+        copied = counts.trained * _STATE_BYTES[model.optimizer.type]
+        if role != published:
+            copied += (counts.trained + counts.frozen) * ITEM_SIZES[model.dtype]
+        for rank in meshes[role].ranks:
+            by_rank[rank] += copied // len(meshes[role].ranks)
+    return _in_mb(max(by_rank.values(), default=0))
+
+
+def copy_warning(copied: int, *, key: str, asked_mb: int) -> str | None:
+    """Of a model worker that asks for less memory than the copy of a commit takes, with the way out.
+
+    Args:
+        copied: in MB, as `copied_mb` has it.
+        key: what says how much it asks for.
+    """
+    if asked_mb >= copied:
+        return None
+    return (
+        f"{key} is {asked_mb} MB, and a training rank copies {copied} MB of weights and optimizer for each commit; a "
+        f"cluster that keeps jobs to their memory ends it. Raise it to {copied + BESIDE_MB}M, or set "
+        "control.commit_beside_training: false, which takes no copies and lets training wait"
+    )
 
 
 def _in_mb(num_bytes: int) -> int:

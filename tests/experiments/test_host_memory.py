@@ -5,6 +5,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,18 +14,21 @@ import torch
 
 from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.checks import generation as generation_checks
-from corral.experiments.config.model import LoraConfig, TrainedModelConfig
+from corral.experiments.config.model import LoraConfig, ModelConfig, TrainedModelConfig
 from corral.experiments.config.rollout import EngineConfig, WeightsConfig
-from corral.experiments.host_memory import EMBEDDED_MB, server_memory
+from corral.experiments.host_memory import BESIDE_MB, EMBEDDED_MB, copied_mb, server_memory
 from corral.experiments.inputs.parameters import adapted_bytes, adapter_bytes, served_bytes
 from corral.experiments.registry import load_experiment
 from corral.experiments.worker_specs import GenerationServerSpec
+from corral.scheduling.mesh import Mesh
+from corral.scheduling.parallel import ParallelDims
+from corral.workers.backends.base import LossOutput
 from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.weight_transport.host_weights import HostWeights, NoRoomError
 from corral.workers.weight_transport.patience import Patience
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs
-from tests.workers.backends.training_helpers import optimizer_config, save_tiny_model
+from tests.workers.backends.training_helpers import make_sample, optimizer_config, save_tiny_model
 
 MIB = 2**20
 VERSIONS = "2 versions of the weights in /dev/shm"
@@ -166,7 +170,7 @@ def test_a_server_of_a_large_model_asks_for_as_much_more_as_its_versions_need(
     (folder / "ppo.yaml").write_text(
         VALID_PPO.replace("  generation_server: {scheduling: {cpu: 1, gpu: 0, mem: 1G}}", "")
     )
-    experiment = ppo(folder, "allocation=hf:d3+fsdp:d1")
+    experiment = ppo(folder, "allocation=hf:d3+fsdp:d1", "control.commit_beside_training=false")
     assert experiment.scheduling_setup()["generation_server"].scheduling.mem == asked_mb
     servers = [one for one in experiment.initial_setup().workers if isinstance(one, GenerationServerSpec)]
     assert [set(server.memory_mb) for server in servers] == [{"its processes", VERSIONS}] * 3
@@ -200,3 +204,62 @@ def test_what_is_counted_for_two_versions_is_what_staging_them_asks_for(tmp_path
         first.obtain("a" * 64, size_bytes=size, write=write, patience=patience)
         with pytest.raises(NoRoomError) if short_of else nullcontext():  # the first still reads its own
             second.obtain("b" * 64, size_bytes=size, write=write, patience=patience)
+
+
+# --- training ranks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, alpha=8.0)], ids=["all", "adapters"])
+@pytest.mark.parametrize(
+    ("published", "dtype"), [("actor", "bfloat16"), ("another", "bfloat16"), ("another", "float32")]
+)
+def test_what_is_counted_of_a_commit_is_what_a_rank_copies(
+    tmp_path: Path, published: str, dtype: Literal["float32", "bfloat16"], lora: LoraConfig | None
+) -> None:
+    path = save_tiny_model(tmp_path / "model", hidden_size=256, intermediate_size=768)
+    config = optimizer_config()
+    engine = FSDPEngine(
+        path,
+        context=ParallelContext(),
+        optimizer=config,
+        lora=lora,
+        compute_dtype=getattr(torch, dtype),
+    )
+    engine.train_batch(
+        make_sample([[8, 6]]), loss_fn=lambda scores, _: LossOutput(-scores.logprobs.sum()), counted="prompt_mask"
+    )
+    copied = sum(tensor.nbytes for tensor in engine.state_shard().copied().tensors.values())
+    if published != "actor":
+        copied += sum(tensor.nbytes for _, tensor in engine.weight_share().copied().weights)
+    model = TrainedModelConfig(path=path, dtype=dtype, lora=lora, optimizer=config)
+    counted = copied_mb(
+        {"actor": model}, {"actor": Mesh(ranks=(0,), dims=ParallelDims())}, heads={}, published=published
+    )
+    assert counted - 1 <= copied / MIB <= counted
+
+
+def test_the_copies_of_roles_on_one_rank_are_added_up_and_cut_over_the_ranks_of_each(tmp_path: Path) -> None:
+    write_model(tmp_path, mib=200)
+    actor, critic = (TrainedModelConfig(path=tmp_path, dtype="bfloat16") for _ in range(2))
+    models: dict[str, ModelConfig] = {"actor": actor, "critic": critic, "ref": ModelConfig(path=tmp_path)}
+    on = {"actor": Mesh(ranks=(0, 1), dims=ParallelDims(dp=2)), "critic": Mesh(ranks=(1,), dims=ParallelDims())}
+    counted = partial(copied_mb, models, heads={"critic": "value"}, published="actor")
+    assert counted(on) == 600 / 2 + 600 + 100 + 4  # of the score layer, a quarter of a million parameters
+    assert counted({"actor": on["actor"]}) == 300
+    assert counted({}) == 0
+
+
+def test_a_rank_that_asks_for_less_than_it_copies_is_warned_of_and_asks_for_enough_by_itself(folder: Path) -> None:
+    def warned(*overrides: str) -> list[str]:
+        return [text for text in ppo(folder, *overrides).find_warnings() if "copies" in text]
+
+    few = "groups.model_worker.scheduling.mem=100M"
+    write_model(folder / "model", mib=200)
+    (warning,) = warned(few)
+    assert warning.startswith("groups.model_worker.scheduling.mem is 100 MB, and a training rank copies ")
+    assert warning.endswith("set control.commit_beside_training: false, which takes no copies and lets training wait")
+    assert warned(few, "control.commit_beside_training=false") == [] == warned()
+    default = ppo(folder).default_scheduling("model_worker").mem
+    write_model(folder / "model", mib=60 * 1024)
+    copied = copied_mb(ppo(folder).models, ppo(folder).meshes, heads=ppo(folder).heads, published="actor")
+    assert ppo(folder).default_scheduling("model_worker").mem == copied + BESIDE_MB > default
