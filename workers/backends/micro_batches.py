@@ -116,14 +116,21 @@ def _pack(
     return MicroBatch(
         answers=answers,
         segment_lengths=segment_lengths,
-        input_ids=input_ids.to(device),
-        position_ids=position_ids.to(device),
-        predicting=predicting.to(device),
-        labels=input_ids[predicting + 1].to(device),
-        last_tokens=last_tokens.to(device),
-        tensors={key: tensor.to(device) for key, tensor in tensors.items()},
-        routed_experts=None if routed_experts is None else routed_experts.to(device),
+        input_ids=_sent(input_ids, device),
+        position_ids=_sent(position_ids, device),
+        predicting=_sent(predicting, device),
+        labels=_sent(input_ids[predicting + 1], device),
+        last_tokens=_sent(last_tokens, device),
+        tensors={key: _sent(tensor, device) for key, tensor in tensors.items()},
+        routed_experts=None if routed_experts is None else _sent(routed_experts, device),
     )
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on the device; to a GPU from pinned memory, or the host would wait for what was enqueued before."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def with_last(micro_batches: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
