@@ -42,6 +42,7 @@ def _problems(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
         yield ConfigProblem(
             message=f"the allocation has a megatron backend, and {missing[0]} is not installed",
             hint="run make megatron, or pip install 'corral-rl[megatron]'",
+            is_of_running=True,
         )
 
 

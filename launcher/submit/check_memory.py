@@ -19,6 +19,7 @@ from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.launcher.submit.memory_plan import (
+    RECOMPUTE_MORE,
     GpuUse,
     TrainingMemory,
     gpu_uses,
@@ -36,7 +37,8 @@ from corral.scheduling.parallel import ParallelDims
 from corral.scheduling.worker_information import fold_numbers
 
 MIB = 1 << 20
-_MAX_GROWTH = 16  # times as many GPUs as now, where nobody says how many there are
+# Where nobody says how many GPUs there are: times as many as now, but not beyond what is looked through in seconds.
+_MAX_GROWTH, _MAX_LOOKED_THROUGH = 16, 128
 _LEAST_TOKENS = 256  # a budget that holds no answer is no way out
 _TOKENS_STEP = 64
 
@@ -121,7 +123,7 @@ class _Checks:
         """How many GPUs these workers could have."""
         others = sum(other.num_gpus for other in self.uses if other is not use)
         if self.budget.num_gpus is None:
-            return _MAX_GROWTH * use.num_gpus
+            return max(2 * use.num_gpus, min(_MAX_GROWTH * use.num_gpus, _MAX_LOOKED_THROUGH))
         return self.budget.num_gpus - others
 
     def _on_one_node(self, dims: ParallelDims) -> bool:
@@ -132,15 +134,26 @@ class _Checks:
         memory = TrainingMemory.of(self.plan)
         names = [parse_model_name(name) for name in use.dims_by_model]
         meshes = self.plan.master.step_plan.meshes
-        mesh = models_alone(meshes, names)
-        if mesh is not None and (found := self._nearest_for(use, memory, names, mesh)):
-            yield found
         fixed = {name: meshes[name].dims for name in names}
+        mesh = models_alone(meshes, names)
+        found = None if mesh is None else self._nearest_for(use, memory, names, mesh)
+        if found is not None:
+            yield f"allocation {found} fits"
+        less = [(how, memory.with_recompute(how)) for how in RECOMPUTE_MORE if memory.could_recompute(names, how)]
+        trained = " and ".join(name.role for name in names if memory.roles[name].optimizer is not None)
+        enough = next((how for how, changed in less if self._fits(changed.peak(names, fixed))), None)
+        if enough is not None:
+            yield f"recompute {enough} of {trained} fits this layout"
+        if mesh is not None and found is None and enough is None and less:
+            how, changed = less[-1]
+            if with_less := self._nearest_for(use, changed, names, mesh):
+                yield f"allocation {with_less} with recompute {how} of {trained} fits"
         largest = self._largest_tokens(lambda tokens: self._fits(memory.peak(names, fixed, max_tokens=tokens)), names)
         if largest:
             yield f"max_tokens_per_micro_batch {largest} fits this layout"
 
     def _nearest_for(self, use: GpuUse, memory: TrainingMemory, names: Sequence[ModelName], mesh: Mesh) -> str | None:
+        """The allocation with the nearest layout of these models that fits."""
         allocation = parse_allocation(self._allocation_text())
         share = _share_with(allocation, mesh)
         if share is None:
@@ -154,15 +167,17 @@ class _Checks:
             changed = _with_layout(allocation, share, dims)
             layout = Mesh(ranks=tuple(range(dims.world_size)), dims=dims)
             problems = check_allocation(str(changed), roles=named, generates=allocation.generation is not None)[1]
-            return not problems and not any(check_layouts(changed, dict.fromkeys(models, layout), models))
+            problems += check_layouts(changed, dict.fromkeys(models, layout), models)
+            return all(problem.is_of_running for problem in problems)
 
         found = nearest_layout(
             mesh.dims,
             max_gpus=self._max_gpus(use),
             may_run=may_run,
             fits=lambda dims: self._fits(memory.peak(names, dict.fromkeys(names, dims))),
+            spreads_experts=memory.has_experts(names),
         )
-        return None if found is None else f"allocation {_short(_with_layout(allocation, share, found))} fits"
+        return None if found is None else _short(_with_layout(allocation, share, found))
 
     def _largest_tokens(self, fits: Callable[[int], bool], names: Sequence[ModelName]) -> int | None:
         """The largest budget of tokens that fits, in steps; None if none does that holds the longest answer."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from corral.experiments.config.data import HELD_OUT_ANSWERS
-from corral.experiments.config.model import ModelConfig, TrainedModelConfig
+from corral.experiments.config.model import ModelConfig, Recompute, TrainedModelConfig
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.parameters import adapted_layers
 from corral.experiments.plan import RunPlan
@@ -29,6 +29,9 @@ from corral.scheduling.parallel import ParallelDims
 from corral.scheduling.worker_information import WorkerKind
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTE_MORE = _RECOMPUTE[1:]
+"""Ways to keep less of layers, the least first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,11 @@ class TrainingMemory:
         roles = {role.model_name: role for worker in workers for role in worker.roles}
         return cls(plan=plan, roles=roles, models={name: _model_of(role) for name, role in roles.items()})
 
+    def has_experts(self, names: Iterable[ModelName]) -> bool:
+        """Whether experts of one of these models could be spread over ranks."""
+        models = [self.models[name] for name in names]
+        return any(isinstance(model, MegatronModel) and model.sizes.sparse_layers for model in models)
+
     def config_of(self, name: ModelName) -> ModelConfig:
         """What an experiment says of a model, as far as layouts may not suit it."""
         role = self.roles[name]
@@ -89,6 +97,21 @@ class TrainingMemory:
         return TrainedModelConfig(
             **dict(role.model), optimizer=role.optimizer, lora=role.lora, recompute=role.recompute
         )
+
+    def with_recompute(self, how: Recompute) -> "TrainingMemory":
+        """The same trial, if the layers of all that is trained were computed again at least in so far."""
+        roles = {
+            name: role.model_copy(update={"recompute": how}) if self.could_recompute([name], how) else role
+            for name, role in self.roles.items()
+        }
+        models = {name: _model_of(role) for name, role in roles.items()}
+        return TrainingMemory(plan=self.plan, roles=roles, models=models)
+
+    def could_recompute(self, names: Iterable[ModelName], how: Recompute) -> bool:
+        """Whether one of these models is trained and computes less than that again."""
+        weaker = _RECOMPUTE[: _RECOMPUTE.index(how)]
+        roles = [self.roles[name] for name in names]
+        return any(role.optimizer is not None and role.recompute in weaker for role in roles)
 
     def uses(self) -> list[GpuUse]:
         """One for each set of models that some ranks hold."""
@@ -187,6 +210,7 @@ def _model_of(role: ModelRoleSpec) -> RoleModel | MegatronModel | None:
             output="vocabulary" if role.head == "lm" else "score",
             is_trained=role.optimizer is not None,
             compute_bytes=NUMBER_BYTES[role.model.dtype],
+            recompute=role.recompute,
         )
     return RoleModel(
         sizes,
@@ -194,6 +218,8 @@ def _model_of(role: ModelRoleSpec) -> RoleModel | MegatronModel | None:
         optimizer=role.optimizer.type if role.optimizer is not None else None,
         adapters=_adapters(role, sizes),
         compute_bytes=NUMBER_BYTES[role.model.dtype],
+        recompute=role.recompute,
+        sums_gradients_once=role.gradient_sums == "last_micro_batch",
     )
 
 

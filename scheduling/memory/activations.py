@@ -17,11 +17,19 @@ Tensors of one layer, for each token, with H hidden, I intermediate, Q all heads
                          of the input where that is float32: q, k, v,
                          gate, up
 
-Found with torch.autograd.graph.saved_tensors_hooks on tiny models, and counted again so by the tests. No activation is
-computed anew in the backward pass today.
+Found with torch.autograd.graph.saved_tensors_hooks on tiny models, and counted again so by the tests. All of that is
+what a layer works in; where it is computed again in the backward pass, it keeps less until then:
+
+    recompute: selective  its input H (float32), and what products gave: Q + 2 K, Q, H | 2 I, H, or the router's (c)
+    recompute: full       its input H (float32)
 """
 
+from typing import Literal
+
 from corral.scheduling.memory.decoder_sizes import DecoderSizes
+
+Recompute = Literal["none", "selective", "full"]
+"""What layers compute again in the backward pass (workers/backends/recompute.py)."""
 
 FLOAT32_BYTES = 4
 _INDEX_BYTES = 8  # of int64
@@ -61,7 +69,7 @@ def layer_bytes_per_token(
     norms = 2 * FLOAT32_BYTES * ((2 if trains_norms else 1) * sizes.hidden_size + 1)
     copies = (4 if is_sparse else 5) if is_rounded else 2  # q, k, v, then the router, or gate and up
     inputs = compute_bytes * copies * sizes.hidden_size
-    seen_key = key * _repeats(heads, key_heads, context_parallel)
+    seen_key = key * head_copies(heads, key_heads, context_parallel)
     attention = compute_bytes * (3 * query + 2 * seen_key) + FLOAT32_BYTES * heads
     of_heads = (FLOAT32_BYTES + (compute_bytes if trains_norms else 0)) * (query + key) + FLOAT32_BYTES * (
         heads + key_heads
@@ -74,8 +82,28 @@ def layer_bytes_per_token(
     return norms + inputs + attention + head_norms + mlp
 
 
-def _repeats(queries: int, keys: int, ranks: int) -> int:
-    """How often each head of keys is there, so that every rank has those of its queries (context_parallel.py)."""
+def kept_bytes_per_token(
+    sizes: DecoderSizes,
+    layer: int,
+    *,
+    recompute: Literal["selective", "full"],
+    compute_bytes: int,
+    tensor_parallel: int,
+) -> int:
+    """What a layer that is computed again in the backward pass keeps of one token until then."""
+    own_input = FLOAT32_BYTES * sizes.hidden_size
+    if recompute == "full":
+        return own_input
+    heads, key_heads = sizes.num_heads // tensor_parallel, sizes.num_key_value_heads // tensor_parallel
+    attention = 2 * (heads + key_heads) * sizes.head_dim + sizes.hidden_size
+    mlp = 2 * share_of(sizes.intermediate_size, tensor_parallel) + sizes.hidden_size
+    if layer in sizes.sparse_layers:
+        mlp = sizes.num_experts  # products of experts are one operation for all of them, which is not kept
+    return own_input + compute_bytes * (attention + mlp) + FLOAT32_BYTES * heads
+
+
+def head_copies(queries: int, keys: int, ranks: int) -> int:
+    """How often each head of keys is there, so that every context-parallel rank has those of its queries."""
     if keys % ranks == 0:
         return 1
     return ranks // keys if ranks % keys == 0 else queries // keys

@@ -44,6 +44,12 @@ class DecoderSizes:
     """Layers with experts in place of one MLP."""
 
     @property
+    def layer_kinds(self) -> list[int]:
+        """A layer without experts and one with them, as far as there are both."""
+        dense = next((layer for layer in range(self.num_layers) if layer not in self.sparse_layers), None)
+        return [layer for layer in (dense, min(self.sparse_layers, default=None)) if layer is not None]
+
+    @property
     def query_size(self) -> int:
         return self.num_heads * self.head_dim
 

@@ -6,8 +6,8 @@
     gradients    float32, cut alike, of what is trained; let go after each step     MeshEngine.train_batch
     optimizer    AdamW: two moments, and a step count per tensor                    workers/backends/optimizers.py
                  Muon: one moment for the matrices of the layers
-    activations  what autograd keeps of all layers, and one layer's worth to        scheduling/memory/activations.py
-                 work in; without gradients that alone
+    activations  what autograd keeps of all layers, less with recompute, and one    scheduling/memory/activations.py
+                 layer's worth to work in; without gradients that alone
     buffers      where a model is cut: its ends whole from the beginning of a       FSDP2: the outermost module stays
                  forward pass to the end of the backward one, three layers whole,   whole, and the next layer comes
                  and the gradients of the ends and of one layer before they         while one computes
@@ -26,9 +26,11 @@ from typing import Literal
 
 from corral.scheduling.memory.activations import (
     FLOAT32_BYTES,
+    Recompute,
     adapter_bytes_per_token,
     ends_bytes_per_token,
     head_bytes,
+    kept_bytes_per_token,
     layer_bytes_per_token,
     share_of,
 )
@@ -102,18 +104,23 @@ class RoleModel:
         optimizer: Literal["adamw", "muon"] | None = None,
         adapters: Adapters | None = None,
         compute_bytes: int = FLOAT32_BYTES,
+        recompute: Recompute = "none",
+        sums_gradients_once: bool = False,
     ) -> None:
         """
         Args:
             optimizer: None for a model that is only read.
             adapters: what is trained in place of the weights; a score layer is trained beside them.
             compute_bytes: of a number in matrix products: 4 or 2.
+            sums_gradients_once: whether a rank keeps whole gradients until the last micro-batch of a step.
         """
         self.sizes = sizes
         self._output = output
         self._adapters = adapters
         self._optimizer = optimizer
         self._compute_bytes = compute_bytes
+        self._recompute = recompute
+        self._sums_gradients_once = sums_gradients_once
         self._shapes = tensor_shapes(sizes, output)
         counts = Counter(self._kinds())
         self._tensors = [
@@ -199,25 +206,41 @@ class RoleModel:
             "buffers": self._gathered(dims, is_training=is_training),
         }
         if is_training:
-            parts["gradients"] = self._sum(dims, trained_only=True)
+            parts["gradients"] = self._gradient_bytes(dims)
         return parts
 
+    def _gradient_bytes(self, dims: ParallelDims) -> int:
+        if not self._sums_gradients_once:
+            return self._sum(dims, trained_only=True)
+        return sum(self._whole(dims, in_layer=in_layer)["trained"] for in_layer in (True, False))
+
     def _activations(self, tokens: int, dims: ParallelDims, *, is_training: bool) -> int:
-        sizes = self.sizes
-        adapters = self._adapter_bytes_per_token()
-        layers = [
-            layer_bytes_per_token(
-                sizes,
-                layer,
-                compute_bytes=self._compute_bytes,
-                trains_norms=self._adapters is None,
-                context_parallel=dims.cp,
-                tensor_parallel=dims.tp,
+        sizes, recompute = self.sizes, self._recompute
+        works_in = max(self._layer(layer, dims) for layer in sizes.layer_kinds)
+        if not is_training:
+            return tokens * works_in
+        ends = ends_bytes_per_token(sizes)
+        if recompute == "none":
+            layers = sum(self._layer(layer, dims) for layer in range(sizes.num_layers))
+            return tokens * (layers + self._adapter_bytes_per_token() + ends + works_in)
+        kept = sum(
+            kept_bytes_per_token(
+                sizes, layer, recompute=recompute, compute_bytes=self._compute_bytes, tensor_parallel=dims.tp
             )
-            for layer in (_one_of_each_kind(sizes) if not is_training else range(sizes.num_layers))
-        ]
-        kept = sum(layers) + adapters + ends_bytes_per_token(sizes) if is_training else 0
-        return tokens * (kept + max(layers))
+            for layer in range(sizes.num_layers)
+        )
+        # The layer whose backward pass it is has all of its own again, and lets go of it while it works.
+        return tokens * (kept + ends + works_in + self._adapter_bytes_per_token() // sizes.num_layers)
+
+    def _layer(self, layer: int, dims: ParallelDims) -> int:
+        return layer_bytes_per_token(
+            self.sizes,
+            layer,
+            compute_bytes=self._compute_bytes,
+            trains_norms=self._adapters is None,
+            context_parallel=dims.cp,
+            tensor_parallel=dims.tp,
+        )
 
     def _adapter_bytes_per_token(self) -> int:
         if self._adapters is None:
@@ -274,12 +297,6 @@ def key_value_bytes_per_token(sizes: DecoderSizes, *, number_bytes: int, tensor_
     """Keys and values of one token in all layers; where there are more ranks than heads, each has a copy of one."""
     heads = -(-sizes.num_key_value_heads // tensor_parallel)
     return 2 * sizes.num_layers * heads * sizes.head_dim * number_bytes
-
-
-def _one_of_each_kind(sizes: DecoderSizes) -> list[int]:
-    """A layer with experts and one without, as far as there are both."""
-    dense = next((layer for layer in range(sizes.num_layers) if layer not in sizes.sparse_layers), None)
-    return [layer for layer in (dense, min(sizes.sparse_layers, default=None)) if layer is not None]
 
 
 def _num_cuts(dims: ParallelDims) -> int:

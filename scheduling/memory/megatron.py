@@ -1,13 +1,15 @@
 """One role's model in one layout -> bytes on each of its GPUs, as the megatron backend holds it.
 
     parameters   in the type of the products: the layers of a stage, cut over t,    model.py
-                 and the embedding in the first one, the output in the last
+                 their experts over t x e; the embedding in the first one, the
+                 output in the last
     gradients    float32 of all of that, always there                               optimizer.py: with_gradients
-    optimizer    AdamW: two moments of a share of it, one for each of d ranks, and  Megatron's distributed optimizer
-                 float32 weights beside, where products are of another type
-    activations  what autograd keeps of the stage's layers, for as many             pipeline.py: 1F1B
-                 micro-batches as are under way in the first stage, and one
-                 layer's worth to work in; without gradients that alone
+    optimizer    AdamW: two moments of a share of it, one for each of d x c ranks,  Megatron's distributed optimizer
+                 of experts for each of d x c / e, and float32 weights beside,
+                 where products are of another type
+    activations  what autograd keeps of the stage's layers, less with recompute,    pipeline.py: 1F1B
+                 for as many micro-batches as are under way in the first stage,     scheduling/memory/megatron_layers.py
+                 and one layer's worth to work in; without gradients that alone
     buffers      where a call generates: all weights whole                          engine.py: MegatronEngine.model
 
 The files are those of workers/backends/megatron.
@@ -15,15 +17,22 @@ Each figure is that of the stage with most: the first or the last.
 """
 
 import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
 
-from corral.scheduling.memory.activations import FLOAT32_BYTES, head_bytes, layer_bytes_per_token, share_of
-from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output, tensor_shapes
+from corral.scheduling.memory.activations import FLOAT32_BYTES, Recompute, head_bytes, share_of
+from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output, Shape, tensor_shapes
 from corral.scheduling.memory.fsdp import CallSizes
 from corral.scheduling.memory.gpu import ModelOnGpu, Part, Parts
+from corral.scheduling.memory.megatron_layers import kept_bytes_per_token, layer_bytes_per_token
 from corral.scheduling.parallel import ParallelDims
 
+_Place = Literal["layer", "expert", "embedding", "output", "last norm"]
+"""Of a parameter within the model."""
 _MATRIX = 2  # dimensions; norms and biases, which have one, count as whole on every rank
-_EMBEDDING, _OUTPUTS = "model.embed_tokens.weight", ("lm_head.weight", "score.weight")
+_EMBEDDING, _OUTPUT, _SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+_EXPERTS, _ROUTER = ".mlp.experts.", ".mlp.gate.weight"
 
 
 class MegatronModel:
@@ -36,6 +45,7 @@ class MegatronModel:
         output: Output = "vocabulary",
         is_trained: bool,
         compute_bytes: int = FLOAT32_BYTES,
+        recompute: Recompute = "none",
     ) -> None:
         """
         Args:
@@ -45,7 +55,8 @@ class MegatronModel:
         self._output = output
         self._is_trained = is_trained
         self._compute_bytes = compute_bytes
-        self._shapes = tensor_shapes(sizes, output)
+        self._recompute = recompute
+        self._counts = Counter(_kind_of(name, shape) for name, shape in tensor_shapes(sizes, output).items())
 
     def on_gpu(self, name: str, dims: ParallelDims, calls: list[CallSizes]) -> ModelOnGpu:
         """What each of the model's GPUs has to hold; the calls with the tokens of one data-parallel rank."""
@@ -53,47 +64,88 @@ class MegatronModel:
         return ModelOnGpu(name=name, held=self._held(dims), working=working)
 
     def _held(self, dims: ParallelDims) -> Parts:
-        numbers = self._numbers(dims)
-        parts: dict[Part, int] = {"parameters": self._compute_bytes * numbers}
+        stage = self._stage(dims)
+        parts: dict[Part, int] = {"parameters": self._compute_bytes * stage.total}
         if self._is_trained:
             master = FLOAT32_BYTES if self._compute_bytes < FLOAT32_BYTES else 0
-            parts["gradients"] = FLOAT32_BYTES * numbers
-            parts["optimizer"] = (2 * FLOAT32_BYTES + master) * -(-numbers // dims.dp)
+            sharing = dims.dp * dims.cp
+            share = -(-stage.shared // sharing) + -(-stage.experts // (sharing // dims.ep))
+            parts["gradients"] = FLOAT32_BYTES * stage.total
+            parts["optimizer"] = (2 * FLOAT32_BYTES + master) * share
         return parts
 
-    def _numbers(self, dims: ParallelDims) -> int:
-        """Of the parameters of the stage with most."""
-        layers = embedding = output = others = 0
-        for name, shape in self._shapes.items():
-            is_cut = len(shape) == _MATRIX and not name.startswith("score.")
-            own = share_of(math.prod(shape), dims.tp) if is_cut else math.prod(shape)
-            if name.startswith("model.layers."):
-                layers += own
-            elif name == _EMBEDDING:
-                embedding = own
-            elif name in _OUTPUTS:
-                output = own
-            else:
-                others += own
-        of_stage = -(-layers // dims.pp)
-        if dims.pp == 1:
-            return of_stage + embedding + output + others
-        last = output or embedding  # a tied output is a copy of the embedding, in the last stage
-        return of_stage + max(embedding, last + others)
+    def _stage(self, dims: ParallelDims) -> "_Stage":
+        """The parameters of the stage with most."""
+        own: Counter[_Place] = Counter()
+        for (place, numbers, is_cut), count in self._counts.items():
+            own[place] += count * (share_of(numbers, dims.tp) if is_cut else numbers)
+        ends = own["embedding"] + own["output"] + own["last norm"]
+        if dims.pp > 1:
+            last = own["output"] or own["embedding"]  # a tied output is a copy of the embedding, in the last stage
+            ends = max(own["embedding"], last + own["last norm"])
+        return _Stage(shared=-(-own["layer"] // dims.pp) + ends, experts=-(-own["expert"] // (dims.pp * dims.ep)))
 
     def _working(self, call: CallSizes, dims: ParallelDims) -> Parts:
         if call.kind == "generate":
-            return {"buffers": self._compute_bytes * sum(math.prod(shape) for shape in self._shapes.values())}
+            whole = sum(count * numbers for (_, numbers, _), count in self._counts.items())
+            return {"buffers": self._compute_bytes * whole}
         is_training = call.kind == "train"
-        of_layer = layer_bytes_per_token(self.sizes, 0, compute_bytes=self._compute_bytes, tensor_parallel=dims.tp)
-        kept = of_layer * -(-self.sizes.num_layers // dims.pp) * dims.pp if is_training else 0
-        head = FLOAT32_BYTES * self.sizes.hidden_size * call.tokens
-        if self._output == "vocabulary":
-            head = head_bytes(
-                self.sizes,
-                tokens=call.tokens,
-                compute_bytes=self._compute_bytes,
-                has_gradient=is_training,
-                tensor_parallel=dims.tp,
-            )
-        return {"activations": call.tokens * (kept + of_layer), "head": head}
+        tokens = -(-call.tokens // dims.cp)
+        return {
+            "activations": tokens * self._layers_bytes_per_token(dims, is_training=is_training),
+            "head": self._head(tokens, dims, is_training=is_training),
+        }
+
+    def _layers_bytes_per_token(self, dims: ParallelDims, *, is_training: bool) -> int:
+        sizes, recompute, compute_bytes = self.sizes, self._recompute, self._compute_bytes
+        works_in = max(
+            layer_bytes_per_token(sizes, layer, compute_bytes=compute_bytes, dims=dims) for layer in sizes.layer_kinds
+        )
+        if not is_training:
+            return works_in
+        kept = max(
+            kept_bytes_per_token(sizes, layer, recompute=recompute, compute_bytes=compute_bytes, dims=dims)
+            for layer in sizes.layer_kinds
+        )
+        return kept * -(-sizes.num_layers // dims.pp) * dims.pp + works_in
+
+    def _head(self, tokens: int, dims: ParallelDims, *, is_training: bool) -> int:
+        if self._output == "score":
+            return FLOAT32_BYTES * self.sizes.hidden_size * tokens
+        return head_bytes(
+            self.sizes,
+            tokens=tokens,
+            compute_bytes=self._compute_bytes,
+            has_gradient=is_training,
+            tensor_parallel=dims.tp,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """How many numbers one rank of a stage has."""
+
+    shared: int
+    """Of parameters that all d x c ranks have alike."""
+    experts: int
+    """Of those that belong to experts: d x c / e ranks have the same ones."""
+
+    @property
+    def total(self) -> int:
+        return self.shared + self.experts
+
+
+def _kind_of(name: str, shape: Shape) -> tuple[_Place, int, bool]:
+    """Where a parameter is, how many numbers it has, and whether ranks of t have parts of it."""
+    is_cut = len(shape) >= _MATRIX and name != _SCORE and not name.endswith(_ROUTER)
+    return _place_of(name), math.prod(shape), is_cut
+
+
+def _place_of(name: str) -> _Place:
+    if _EXPERTS in name:
+        return "expert"
+    if name.startswith("model.layers."):
+        return "layer"
+    if name == _EMBEDDING:
+        return "embedding"
+    return "output" if name in (_OUTPUT, _SCORE) else "last norm"

@@ -1,6 +1,6 @@
 """A layout that does not fit ──► the nearest one that does: as many GPUs or more, as few more as possible.
 
-current d8 ──► d8 t2 c4 ... of 8 GPUs, least changed first ──► of 9, 10, ... ──► the first that may run, and fits
+current d8 ──► d4t2, d8e2 ... of 8 GPUs, least changed first ──► of 9, 10, ... ──► the first that may run, and fits
 """
 
 import math
@@ -11,37 +11,49 @@ from corral.scheduling.parallel import ParallelDims
 Claim = Callable[[ParallelDims], bool]
 
 
-def nearest_layout(current: ParallelDims, *, max_gpus: int, may_run: Claim, fits: Claim) -> ParallelDims | None:
+def nearest_layout(
+    current: ParallelDims, *, max_gpus: int, may_run: Claim, fits: Claim, spreads_experts: bool = False
+) -> ParallelDims | None:
     """The first layout in the order of `distance` that may run and fits; None if there is none of so many GPUs.
 
     Args:
         max_gpus: the most that the layout may have.
+        spreads_experts: whether layouts with e are looked at, too.
         may_run: whether backend and model allow a layout; asked first, since it is cheaper to say.
         fits: whether its memory does.
     """
     for num_gpus in range(current.world_size, max_gpus + 1):
-        for dims in sorted(layouts_of(num_gpus), key=lambda dims: distance(dims, current)):
+        layouts = layouts_of(num_gpus, spreads_experts=spreads_experts)
+        for dims in sorted(layouts, key=lambda dims: distance(dims, current)):
             if dims != current and may_run(dims) and fits(dims):
                 return dims
     return None
 
 
-def distance(dims: ParallelDims, current: ParallelDims) -> tuple[int, float, int, int]:
+def distance(dims: ParallelDims, current: ParallelDims) -> tuple[int, float, int, int, int]:
     """How far a layout is from another: more GPUs first, then by which factors its sizes differ.
 
-    Of two that are as far, the one with fewer tensor-parallel ranks, which talk most, then fewer context-parallel ones.
+    Of two that are as far, the one with fewer tensor-parallel ranks, which talk most, then fewer context-parallel ones,
+    then fewer expert-parallel ones.
     """
-    ratios = [(dims.dp, current.dp), (dims.tp, current.tp), (dims.pp, current.pp), (dims.cp, current.cp)]
+    ratios = [
+        (dims.dp, current.dp),
+        (dims.tp, current.tp),
+        (dims.pp, current.pp),
+        (dims.cp, current.cp),
+        (dims.ep, current.ep),
+    ]
     change = sum(abs(math.log2(size / before)) for size, before in ratios)
-    return dims.world_size, round(change, 9), dims.tp, dims.cp
+    return dims.world_size, round(change, 9), dims.tp, dims.cp, dims.ep
 
 
-def layouts_of(num_gpus: int) -> Iterator[ParallelDims]:
-    """Every way to lay a model out over exactly so many GPUs."""
+def layouts_of(num_gpus: int, *, spreads_experts: bool = False) -> Iterator[ParallelDims]:
+    """Every way to lay a model out over exactly so many GPUs; its experts, too, where they can be spread."""
     for dp in _divisors(num_gpus):
         for tp in _divisors(num_gpus // dp):
             for cp in _divisors(num_gpus // dp // tp):
-                yield ParallelDims(dp=dp, tp=tp, cp=cp, pp=num_gpus // dp // tp // cp)
+                for ep in _divisors(dp * cp) if spreads_experts else (1,):
+                    yield ParallelDims(dp=dp, tp=tp, cp=cp, pp=num_gpus // dp // tp // cp, ep=ep)
 
 
 def _divisors(number: int) -> list[int]:

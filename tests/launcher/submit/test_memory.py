@@ -85,6 +85,30 @@ def test_a_refusal_names_the_role_the_largest_part_and_the_nearest_layout() -> N
     check_on_shape(plan_of(DENSE, f"allocation={proposed[1]}"), SHAPE, source=NO_SOURCE)
 
 
+ON_MEGATRON = ("allocation=sglang:d4t2+megatron:d24e8", "actor.recompute=none")
+
+
+def test_a_mixture_that_does_not_fit_is_told_how_to_spread_its_experts_and_what_to_compute_again() -> None:
+    problem = problem_of(plan_of(MIXTURE, *ON_MEGATRON))
+    assert problem.note.startswith("the largest part: activations of actor/0")
+    proposed = re.match(r"allocation (\S+) fits; or recompute (selective|full) of actor fits this layout", problem.hint)
+    assert proposed is not None
+    check_on_shape(plan_of(MIXTURE, f"allocation={proposed[1]}", "actor.recompute=none"), SHAPE, source=NO_SOURCE)
+    check_on_shape(plan_of(MIXTURE, ON_MEGATRON[0], f"actor.recompute={proposed[2]}"), SHAPE, source=NO_SOURCE)
+    of_all = problem_of(plan_of(MIXTURE, "allocation=sglang:d4t2+megatron:d24"))
+    assert of_all.note.startswith("the largest part: gradients of actor/0")
+    assert re.match(r"allocation sglang:d4t2\+megatron:d24e\d+ fits$", of_all.hint)
+
+
+def test_a_layout_is_proposed_with_recompute_where_none_fits_without() -> None:
+    keeps_all = ("actor.recompute=none", "actor.max_tokens_per_micro_batch=65536")
+    problem = problem_of(plan_of(MIXTURE, "allocation=sglang:d4t2+megatron:d3", *keeps_all))
+    proposed = re.match(r"allocation (\S+) with recompute full of actor fits", problem.hint)
+    assert proposed is not None
+    plan = plan_of(MIXTURE, f"allocation={proposed[1]}", *keeps_all, "actor.recompute=full")
+    check_on_shape(plan, SHAPE, source=NO_SOURCE)
+
+
 def test_more_gpus_are_proposed_where_the_state_alone_is_too_large() -> None:
     few_tokens = (
         "actor.max_tokens_per_micro_batch=1024", "rollout.sampling.max_new_tokens=512", "dataset.max_prompt_tokens=64"
@@ -103,7 +127,10 @@ def test_more_gpus_are_proposed_where_the_state_alone_is_too_large() -> None:
 def test_fewer_tokens_are_proposed_beside_a_layout() -> None:
     tokens = ("actor.max_tokens_per_micro_batch=16384",)
     problem = problem_of(plan_of(DENSE, *tokens), ClusterShape.parse("4x8x96G"))
-    found = re.fullmatch(r"max_tokens_per_micro_batch (\d+) fits this layout", problem.hint)
+    found = re.fullmatch(
+        r"recompute selective of actor fits this layout; or max_tokens_per_micro_batch (\d+) fits this layout",
+        problem.hint,
+    )
     assert found is not None
     for number, fits in ((int(found[1]), True), (int(found[1]) + 64, False)):
         plan = plan_of(DENSE, f"actor.max_tokens_per_micro_batch={number}")
@@ -115,7 +142,8 @@ def test_fewer_tokens_are_proposed_beside_a_layout() -> None:
 
 def test_no_budget_is_proposed_that_holds_no_longest_answer() -> None:
     long = ("actor.max_tokens_per_micro_batch=32768", "rollout.sampling.max_new_tokens=30000")
-    problem = problem_of(plan_of(DENSE, *long))
+    assert problem_of(plan_of(DENSE, *long)).hint == "recompute full of actor fits this layout"
+    problem = problem_of(plan_of(DENSE, *long, "actor.recompute=full"), ClusterShape.parse("4x8x36G"))
     assert problem.hint.startswith("no layout that this version runs fits; GPUs of ")
 
 

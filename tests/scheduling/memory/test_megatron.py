@@ -1,5 +1,7 @@
 """What a stage of a model on Megatron has to hold: pure numbers; an engine is measured in test_megatron.py."""
 
+from dataclasses import replace
+
 import pytest
 
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, num_parameters
@@ -18,8 +20,8 @@ SIZES = DecoderSizes(
 )
 
 
-def held(text: str, *, compute_bytes: int = 4) -> dict[str, int]:
-    model = MegatronModel(SIZES, is_trained=True, compute_bytes=compute_bytes)
+def held(text: str, *, compute_bytes: int = 4, sizes: DecoderSizes = SIZES) -> dict[str, int]:
+    model = MegatronModel(sizes, is_trained=True, compute_bytes=compute_bytes)
     return dict(model.on_gpu("actor", ParallelDims.parse(text), []).held)
 
 
@@ -42,6 +44,39 @@ def test_tensor_parallel_ranks_share_matrices_and_stages_share_layers() -> None:
     assert held("t4")["parameters"] == (one - norms) / 4 + norms
     last_norm = 4 * 64
     assert held("p4")["parameters"] == (one - 2 * ends - last_norm) / 4 + ends + last_norm
+
+
+MIXTURE = replace(SIZES, num_experts=8, experts_per_token=2, expert_size=32, sparse_layers=frozenset(range(8)))
+EXPERTS = 8 * 8 * 3 * 32 * 64  # of all layers: gate, up and down projection of each
+
+
+def test_experts_are_shared_by_expert_and_tensor_parallel_ranks_and_their_optimizer_by_the_others() -> None:
+    one, spread, cut = (held(text, sizes=MIXTURE) for text in ("d4", "d4e4", "d2t2e2"))
+    shared = one["parameters"] // 4 - EXPERTS
+    assert spread["parameters"] == 4 * (shared + EXPERTS // 4) == spread["gradients"]
+    assert one["optimizer"] == 8 * (shared + EXPERTS) // 4
+    assert spread["optimizer"] == 8 * (shared // 4 + EXPERTS // 4)  # nobody else has these experts
+    whole = 8 * 64 * (8 + 2) + 64  # routers and norms
+    assert cut["parameters"] == 4 * ((shared - whole) // 2 + whole + EXPERTS // 4)
+
+
+def test_context_parallel_ranks_share_the_optimizer_and_the_tokens() -> None:
+    assert held("d2c2") == held("d4")
+    model = MegatronModel(SIZES, is_trained=True)
+    call = CallSizes(name="train", kind="train", tokens=100)
+    alone, two = (model.on_gpu("actor", ParallelDims(cp=cp), [call]).working["train"] for cp in (1, 2))
+    assert 0.4 < two["activations"] / alone["activations"] < 0.6
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_what_is_computed_again_is_kept_of_one_layer_at_a_time(is_sparse: bool) -> None:
+    sizes = replace(MIXTURE, num_layers=100, sparse_layers=frozenset(range(100) if is_sparse else ()))
+    call = CallSizes(name="train", kind="train", tokens=100)
+    kept = {}
+    for how in ("none", "selective", "full"):
+        model = MegatronModel(sizes, is_trained=True, recompute=how)
+        kept[how] = model.on_gpu("actor", ParallelDims(), [call]).working["train"]["activations"]
+    assert kept["none"] > kept["selective"] > kept["full"] > 100 * 100 * 4 * sizes.hidden_size
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])

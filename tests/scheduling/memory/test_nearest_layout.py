@@ -7,7 +7,7 @@ from corral.scheduling.memory.nearest_layout import distance, layouts_of, neares
 from corral.scheduling.parallel import ParallelDims
 
 MAX_GPUS = 24
-EVERY_LAYOUT = [dims for num_gpus in range(1, MAX_GPUS + 1) for dims in layouts_of(num_gpus)]
+EVERY_LAYOUT = [dims for num_gpus in range(1, MAX_GPUS + 1) for dims in layouts_of(num_gpus, spreads_experts=True)]
 layouts = st.sampled_from(EVERY_LAYOUT)
 
 
@@ -15,7 +15,13 @@ layouts = st.sampled_from(EVERY_LAYOUT)
 def test_the_proposal_fits_and_nothing_nearer_does(
     current: ParallelDims, fitting: set[ParallelDims], runnable: set[ParallelDims], max_gpus: int
 ) -> None:
-    found = nearest_layout(current, max_gpus=max_gpus, may_run=runnable.__contains__, fits=fitting.__contains__)
+    found = nearest_layout(
+        current,
+        max_gpus=max_gpus,
+        may_run=runnable.__contains__,
+        fits=fitting.__contains__,
+        spreads_experts=True,
+    )
     possible = [
         dims
         for dims in EVERY_LAYOUT
@@ -33,6 +39,9 @@ def test_layouts_of_a_number_of_gpus_are_each_there_once(num_gpus: int) -> None:
     found = list(layouts_of(num_gpus))
     assert len(set(found)) == len(found) and all(dims.world_size == num_gpus for dims in found)
     assert ParallelDims(dp=num_gpus) in found and ParallelDims(tp=num_gpus) in found
+    spread = set(layouts_of(num_gpus, spreads_experts=True))
+    assert set(found) == {dims for dims in spread if dims.ep == 1}
+    assert ParallelDims(dp=num_gpus, ep=num_gpus) in spread
 
 
 def test_fewer_gpus_come_before_smaller_changes() -> None:

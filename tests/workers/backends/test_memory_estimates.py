@@ -26,7 +26,12 @@ from transformers import (
 
 from corral.experiments.config.model import LoraConfig, OptimizerConfig
 from corral.experiments.inputs.decoder_config import decoder_sizes
-from corral.scheduling.memory.activations import HEAD_CHUNK_BYTES, ends_bytes_per_token, layer_bytes_per_token
+from corral.scheduling.memory.activations import (
+    HEAD_CHUNK_BYTES,
+    Recompute,
+    ends_bytes_per_token,
+    layer_bytes_per_token,
+)
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output
 from corral.scheduling.memory.fsdp import Adapters, CallSizes, RoleModel
 from corral.scheduling.memory.gpu import Parts
@@ -251,16 +256,20 @@ def peak_bytes(engine: FSDPEngine) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "lora", "layers"),
+    ("name", "dtype", "lora", "layers", "recompute"),
     [
-        ("qwen3", torch.bfloat16, None, 3),
-        pytest.param("qwen3", torch.float32, LoraConfig(rank=4, alpha=4.0), 6, marks=pytest.mark.slow),
-        pytest.param("mixture", torch.float32, None, 6, marks=pytest.mark.slow),
+        ("qwen3", torch.bfloat16, None, 3, "none"),
+        ("qwen3", torch.bfloat16, None, 3, "full"),
+        pytest.param("mixture", torch.bfloat16, None, 6, "full", marks=pytest.mark.slow),
+        pytest.param("qwen3", torch.bfloat16, None, 6, "selective", marks=pytest.mark.slow),
+        pytest.param("mixture", torch.bfloat16, None, 6, "selective", marks=pytest.mark.slow),
+        pytest.param("qwen3", torch.float32, LoraConfig(rank=4, alpha=4.0), 6, "none", marks=pytest.mark.slow),
+        pytest.param("mixture", torch.float32, None, 6, "none", marks=pytest.mark.slow),
     ],
-    ids=["whole", "adapters", "mixture"],
+    ids=["whole", "full", "full mixture", "selective", "selective mixture", "adapters", "mixture"],
 )
 def test_the_peak_of_a_step_is_estimated_within_a_fifth_and_hardly_too_low(
-    name: str, dtype: torch.dtype, lora: LoraConfig | None, layers: int, tmp_path: Path
+    name: str, dtype: torch.dtype, lora: LoraConfig | None, layers: int, recompute: Recompute, tmp_path: Path
 ) -> None:
     """With several micro-batches: gradients of the first are there while the last one's activations are."""
     larger = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": layers, "vocab_size": 1024}
@@ -272,9 +281,16 @@ def test_the_peak_of_a_step_is_estimated_within_a_fifth_and_hardly_too_low(
         lora=lora,
         compute_dtype=dtype,
         micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=TOKENS),
+        recompute=recompute,
     )
     adapters = None if lora is None else adapters_of(engine, rank=lora.rank)
-    role = RoleModel(sizes_of(directory), optimizer="adamw", adapters=adapters, compute_bytes=dtype.itemsize)
+    role = RoleModel(
+        sizes_of(directory),
+        optimizer="adamw",
+        adapters=adapters,
+        compute_bytes=dtype.itemsize,
+        recompute=recompute,
+    )
     expected = sum(role.on_gpu("actor/0", ParallelDims(), [TRAIN]).working["train"].values())
     assert 0.97 <= expected / peak_bytes(engine) <= 1.2
 

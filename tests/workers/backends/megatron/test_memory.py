@@ -1,0 +1,148 @@
+"""What the planner says that a layer of Megatron keeps of a token, beside what autograd really keeps.
+
+Of each model there are two, one with a layer more: what the forward pass of that one leaves beyond the other's is the
+layer's. Ranks have the same tokens, so that what experts are sent is the same on average over all of them, however
+unevenly they are chosen.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from corral.experiments.inputs.decoder_config import decoder_sizes
+from corral.scheduling.memory.megatron_layers import layer_bytes_per_token
+from corral.scheduling.mesh import Mesh
+from corral.scheduling.packing import MicroBatchSpec
+from corral.scheduling.parallel import ParallelDims
+from corral.workers.backends.megatron.engine import MegatronEngine
+from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches
+from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
+from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.training_helpers import make_sample, optimizer_config
+
+TOKENS = 128
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 168,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+MODELS: dict[str, tuple[Any, Any, dict[str, int]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "mixture": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
+}
+NUM_LAYERS = (2, 3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train one model."""
+
+    model: str
+    layout: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.layout} {self.dtype}"
+
+
+CASES = (
+    Case("llama", "d1", torch.float32),
+    Case("llama", "c2", torch.bfloat16),
+    Case("qwen3", "c2", torch.float32),
+    Case("qwen3", "t2", torch.bfloat16),
+    Case("mixture", "d1", torch.bfloat16),
+    Case("mixture", "t2", torch.float32),
+    Case("mixture", "d2e2", torch.bfloat16),
+)
+
+
+def save_models(directory: Path) -> None:
+    for name, (model, config, traits) in MODELS.items():
+        for layers in NUM_LAYERS:
+            torch.manual_seed(0)
+            model(config(num_hidden_layers=layers, **SIZES, **traits)).save_pretrained(directory / f"{name}-{layers}")
+
+
+def look_at_ranks(world: ParallelContext, cases: Sequence[Case], directory: Path) -> None:
+    kept: dict[str, float] = {}
+    for case in cases:
+        dims = ParallelDims.parse(case.layout)
+        context = mesh_contexts(world, {"actor": Mesh(ranks=tuple(range(dims.world_size)), dims=dims)})["actor"]
+        if context is not None:
+            few, many = (kept_bytes(case, directory / f"{case.model}-{layers}", context) for layers in NUM_LAYERS)
+            kept[str(case)] = (many - few) / (NUM_LAYERS[1] - NUM_LAYERS[0])
+    (directory / f"rank-{world.rank}.json").write_text(json.dumps(kept))
+
+
+def kept_bytes(case: Case, model: Path, context: ParallelContext) -> int:
+    """Of the tensors that gradients will need of a row; one storage counts once, and what is a parameter's does not."""
+    engine = MegatronEngine(
+        model,
+        context=context,
+        optimizer=optimizer_config(),
+        micro_batches=MicroBatchSpec(),
+        compute_dtype=case.dtype,
+    )
+    engine._trainee.train()
+    own = {parameter.untyped_storage().data_ptr() for parameter in engine._trainee.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = tensor  # alive, or another would get its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward(engine)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def forward(engine: MegatronEngine) -> Tensor:
+    pipeline = engine._pipeline
+    return pipeline._stage.forward_row(pipeline._part(row()).micro_batch, temperature=1.0)
+
+
+def row() -> MicroBatch:
+    [micro_batch] = make_micro_batches(
+        make_sample([[TOKENS // 4] * 4]), [list(range(4))], count=1, device=torch.device("cpu")
+    )
+    return micro_batch
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("kept")
+    save_models(directory)
+    play(look_at_ranks, CASES, directory, world_size=2, directory=directory)
+    return directory
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_a_layer_keeps_is_what_is_planned_for(case: Case, directory: Path) -> None:
+    sizes, dims = decoder_sizes(directory / f"{case.model}-2"), ParallelDims.parse(case.layout)
+    assert sizes is not None
+    of_token = layer_bytes_per_token(sizes, 0, compute_bytes=case.dtype.itemsize, dims=dims)
+    seen = [json.loads((directory / f"rank-{rank}.json").read_text())[str(case)] for rank in range(dims.world_size)]
+    assert mean(seen) == of_token * TOKENS / dims.cp
