@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -44,7 +45,7 @@ from corral.workers.backends.fsdp import FSDPEngine
 from corral.workers.backends.lora import AdaptedLinear
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
-from corral.workers.backends.sharding import local
+from corral.workers.backends.sharding import local, sum_gradients
 from corral.workers.backends.token_scores import TokenScores
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.training_helpers import make_sample, memory_changes, optimizer_config, value_loss
@@ -169,6 +170,8 @@ def look_at_ranks(world: ParallelContext, folder: Path) -> None:
         kept_bytes(FSDPEngine(folder / f"layers-{layers}", context=context, optimizer=optimizer_config()))
         for layers in (3, 6)
     ]
+    engine = FSDPEngine(folder / "llama", context=world, optimizer=optimizer_config())
+    (folder / f"whole-{world.rank}.json").write_text(json.dumps(whole_gradients(engine)))
     by_tensor = mesh_contexts(world, {"actor": Mesh(ranks=(0, 1), dims=ParallelDims(tp=2))})["actor"]
     assert by_tensor is not None
     engine = FSDPEngine(folder / "llama", context=by_tensor, optimizer=OptimizerConfig(type="muon"))
@@ -176,6 +179,18 @@ def look_at_ranks(world: ParallelContext, folder: Path) -> None:
     adapted = FSDPEngine(folder / "llama", context=by_tensor, optimizer=optimizer_config(), lora=LORA)
     (folder / f"adapted-{world.rank}.json").write_text(json.dumps(train_step(adapted)))
     (folder / f"kept-{world.rank}.json").write_text(json.dumps(kept[1] - kept[0]))
+
+
+def whole_gradients(engine: FSDPEngine) -> int:
+    """Bytes of the gradients that a rank has after the backward pass of a micro-batch that is not the last."""
+    sample = make_sample([[32, 32]])
+    [row] = make_micro_batches(sample, [[0, 1]], count=1, device=torch.device("cpu"))
+    sum_gradients(engine.model, False)
+    engine.model.train()
+    torch.autograd.backward(engine._scores(row, 1.0).logprobs.sum())
+    modules: list[Any] = [module for module in engine.model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    return size_bytes(parameter.unsharded_param.grad for group in groups for parameter in group.fsdp_params)
 
 
 def test_the_rank_with_most_of_two_holds_what_is_estimated(tmp_path: Path) -> None:
@@ -188,6 +203,9 @@ def test_the_rank_with_most_of_two_holds_what_is_estimated(tmp_path: Path) -> No
         expected = exact(estimate(RoleModel(sizes_of(tmp_path / name), optimizer="muon"), dp=2))
         found = [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(2)]
         assert {part: max(of_rank[part] for of_rank in found) for part in expected} == expected, name
+    summed_once = RoleModel(sizes_of(tmp_path / "llama"), optimizer="adamw", sums_gradients_once=True)
+    whole = estimate(summed_once, dp=2)["gradients"]
+    assert [json.loads((tmp_path / f"whole-{rank}.json").read_text()) for rank in range(2)] == [whole] * 2
     role = RoleModel(sizes_of(tmp_path / "llama"), optimizer="muon")
     by_tensor = exact(role.on_gpu("actor/0", ParallelDims(tp=2), [TRAIN]).during("train"))
     assert [json.loads((tmp_path / f"tensor-{rank}.json").read_text()) for rank in range(2)] == [by_tensor] * 2
