@@ -19,15 +19,15 @@ _START_S = 240.0  # SGLang's own start is 20 s of computing, beside the trial's
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("maker", ["hf", "sglang"])
+@pytest.mark.parametrize("allocation", ["hf:d1+fsdp:d1", "sglang:d1+fsdp:d1", "hf:d1+megatron:d2e2"])
 def test_a_mixture_is_trained_by_the_experts_that_made_its_answers(
-    start_trial: Callable[..., Trial], tmp_path: Path, maker: str
+    start_trial: Callable[..., Trial], tmp_path: Path, allocation: str
 ) -> None:
     write_model(tmp_path / "mixture", seed=1, hidden_size=32, num_layers=2, num_experts=4)
     trial = start_trial(
         num_rows=32,
         overrides={
-            "allocation": f"{maker}:d1+fsdp:d1",
+            "allocation": allocation,
             "actor.path": tmp_path / "mixture",
             "rollout.new_tokens_per_chunk": 2,  # an answer has several chunks
             "evaluation.every_steps": 1000,
