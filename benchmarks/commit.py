@@ -86,8 +86,8 @@ def run_rank(pipe: Connection, num_parameters: int) -> None:
     """A model worker's side of SaveWeights and SaveCheckpoint, over parameters that nothing has trained."""
     import torch
 
+    from corral.workers.backends.files.weights import write_weights
     from corral.workers.backends.train_state import TrainStateHeader, state_shard
-    from corral.workers.backends.weight_files import write_weights
     from corral.workers.model.saves_behind import RoleSave, SavesBehind
     from corral.workers.requests.messages import SaveCheckpoint
 

@@ -19,10 +19,10 @@ import numpy.typing as npt
 from torch import Tensor, nn
 
 from corral.scheduling.packing import MicroBatchSpec
+from corral.workers.backends.files.share import WeightShare
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.train_state import Numbers, StateShard
-from corral.workers.backends.weight_share import WeightShare
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress
 from corral.workers.data.sequence_sample import SequenceSample
 

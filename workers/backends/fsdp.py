@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from corral.experiments.config.model import GradientSums, LoraConfig, OptimizerConfig, Recompute
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
-from corral.workers.backends.adapter_files import adapter_config
-from corral.workers.backends.companion_files import companion_files
 from corral.workers.backends.context_parallel import cut_row
+from corral.workers.backends.files.adapters import adapter_config
+from corral.workers.backends.files.companions import companion_files
+from corral.workers.backends.files.share import Adapter
+from corral.workers.backends.files.weights import as_stored
 from corral.workers.backends.lora import (
     count_parameters,
     fold_sums,
@@ -36,8 +38,6 @@ from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.recompute import recompute_layers
 from corral.workers.backends.sharding import layers_of, reshard, sum_gradients, take_over, whole
 from corral.workers.backends.tensor_parallel import squared_norm, sum_gradients_of_own_parts
-from corral.workers.backends.weight_files import as_stored
-from corral.workers.backends.weight_share import Adapter
 
 
 class FSDPEngine(MeshEngine):

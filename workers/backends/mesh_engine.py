@@ -28,14 +28,14 @@ from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
 from corral.workers.backends.base import LOSS_MASK, LossFunction, StepCondition
 from corral.workers.backends.device_sums import DeviceSums
+from corral.workers.backends.files.deltas import WeightBase
+from corral.workers.backends.files.share import Adapter, WeightShare
 from corral.workers.backends.heads import head_named
 from corral.workers.backends.learning_rate import learning_rate
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
 from corral.workers.backends.offload import Offloaded, offload
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local
-from corral.workers.backends.weight_deltas import WeightBase
-from corral.workers.backends.weight_share import Adapter, WeightShare
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress
 from corral.workers.data.sequence_sample import SequenceSample
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from corral.experiments.config.model import LoraConfig
-from corral.workers.backends.adapter_files import read_adapter
+from corral.workers.backends.files.adapters import read_adapter
 from corral.workers.backends.heads import Head
 from corral.workers.backends.loading import hold_weights, load_model
 from corral.workers.backends.lora import add_adapters, frozen_products, trained

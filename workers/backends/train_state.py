@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from corral.experiments.trial.directory import fsync_directory
+from corral.workers.backends.files.tensors import write_tensors
 from corral.workers.backends.host_copies import host_copies
 from corral.workers.backends.sharding import local
-from corral.workers.backends.tensor_file import write_tensors
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 
 HEADER = "train_state.json"

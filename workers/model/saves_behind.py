@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from corral.workers.backends.files.share import WeightShare
 from corral.workers.backends.train_state import StateShard
-from corral.workers.backends.weight_share import WeightShare
 from corral.workers.requests.messages import SaveCheckpoint, WrittenReply
 from corral.workers.streams.closing import Closing
 

@@ -23,7 +23,7 @@ from transformers import AutoConfig
 from corral.experiments.config.model import OptimizerConfig, Recompute
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
-from corral.workers.backends.companion_files import companion_files
+from corral.workers.backends.files.companions import companion_files
 from corral.workers.backends.megatron.bridge import SCORE, Bridge
 from corral.workers.backends.megatron.experts import stack_experts, unstack_experts
 from corral.workers.backends.megatron.groups import process_groups

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from corral.experiments.config.model import Recompute
+from corral.workers.backends.files.weights import as_stored
 from corral.workers.backends.megatron.experts import Replay, stack_experts, unstack_experts
-from corral.workers.backends.weight_files import as_stored
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_scene import NUM_STEPS, OPTIMIZER, SAVED_AFTER
 from tests.workers.backends.megatron.experts_scene import PROMPT, forced_loop, play_experts, save_tiny_mixture

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from corral.experiments.config.model import LoraConfig
 from corral.experiments.trial.directory import fsync_directory
+from corral.workers.backends.files.tensors import write_tensors
 from corral.workers.backends.lora import AdaptedLinear
-from corral.workers.backends.tensor_file import write_tensors
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 from corral.workers.checkpoint.low_rank import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_PREFIX, ADAPTER_TENSORS
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from torch import Tensor
 
 from corral.experiments.trial.directory import fsync_directory
-from corral.workers.backends.adapter_files import write_adapter
+from corral.workers.backends.files.adapters import write_adapter
+from corral.workers.backends.files.deltas import WeightBase
+from corral.workers.backends.files.weights import copy_own, write_weights
 from corral.workers.backends.host_copies import host_copies
-from corral.workers.backends.weight_deltas import WeightBase
-from corral.workers.backends.weight_files import copy_own, write_weights
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from corral.workers.backends.tensor_file import write_tensors
-from corral.workers.backends.weight_files import as_stored, copy_own, write_weights
+from corral.workers.backends.files.tensors import write_tensors
+from corral.workers.backends.files.weights import as_stored, copy_own, write_weights
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.engine.weights import WeightLayout, model_with, stage_weights
 from tests.workers.backends.training_helpers import load_reference, read_weights, save_tiny_model

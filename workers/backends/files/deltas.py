@@ -15,7 +15,7 @@ from typing import Final
 
 from torch import Tensor
 
-from corral.workers.backends.tensor_file import write_tensors
+from corral.workers.backends.files.tensors import write_tensors
 from corral.workers.checkpoint.durable_file import FileEntry, write_durable
 from corral.workers.checkpoint.file_delta import DeltaEncoder
 from corral.workers.checkpoint.manifest import CorruptCheckpointError, read_manifest

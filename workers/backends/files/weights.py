@@ -4,7 +4,7 @@
                                                                        └─ another rank's: let go
     one shard:   model.safetensors
     several:     model-00001-of-00003.safetensors ...   and, by rank 0, model.safetensors.index.json
-    with a base: model.safetensors.delta beside each, where little has changed since: see weight_deltas.py
+    with a base: model.safetensors.delta beside each, where little has changed since: see deltas.py
 
 All ranks see the same names and sizes in the same order, so each knows the whole index, and nothing is said between
 them. A rank holds two shards at most: the one that is written, and the one that grows meanwhile.
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from corral.workers.backends.files.deltas import WeightBase
+from corral.workers.backends.files.tensors import write_tensors
 from corral.workers.backends.host_copies import host_copies
-from corral.workers.backends.tensor_file import write_tensors
-from corral.workers.backends.weight_deltas import WeightBase
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 from corral.workers.checkpoint.file_delta import DELTA_SUFFIX
 
