@@ -125,7 +125,7 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
         with patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as sums:
             PPOActorInterface(PPO).train_step(summing, batch(0).select(UIDS_BY_RANK[rank]), version=0)
         seen["sums"].append(sums.call_count)
-    summing.save_state(directory / "summed once" / "first")
+    summing.state_shard().write(directory / "summed once" / "first")
 
     # The state of two ranks, loaded by two ranks.
     resumed = make_engine(model_directory, context, max_tokens=48)
