@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForTokenClassification
 
 from corral.experiments.config.model import Recompute
 from corral.experiments.inputs.decoder_config import decoder_sizes
@@ -38,7 +38,7 @@ from tests.workers.backends.layout_checks import (
 )
 from tests.workers.backends.layout_scene import VARIANTS, Variant, batch, make_engine, mesh_of, save_tiny
 from tests.workers.backends.megatron_scene import make_megatron
-from tests.workers.backends.training_helpers import read_weights
+from tests.workers.backends.training_helpers import read_weights, value_loss
 
 FEW = Part(
     models=("qwen3",),
@@ -133,6 +133,31 @@ def blend(_: ParallelContext, directory: Path) -> None:
         ours.import_weights([("model.nothing", given["model.norm.weight"])])
     with pytest.raises(ValueError, match="weights were not given"):
         ours.import_weights([("model.norm.weight", given["model.norm.weight"])])
+
+
+def test_the_bias_of_a_score_layer_is_read_trained_and_given_as_by_the_fsdp_backend(tmp_path: Path) -> None:
+    play(train_score_bias, tmp_path, world_size=1, directory=tmp_path)
+
+
+def train_score_bias(_: ParallelContext, directory: Path) -> None:
+    config = AutoConfig.from_pretrained(save_tiny("qwen2", directory / "base"))
+    config.num_labels, config.classifier_dropout = 1, 0.0
+    model = AutoModelForTokenClassification.from_config(config)
+    torch.nn.init.constant_(model.score.bias, 0.5)
+    model.save_pretrained(directory / "critic")
+    ours, theirs = (
+        make(directory / "critic", ParallelContext(), Variant(head="value")) for make in (make_megatron, make_engine)
+    )
+    for step in range(2):
+        found, expected = (
+            engine.train_batch(batch(step), loss_fn=value_loss, counted="prompt_mask") for engine in (ours, theirs)
+        )
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    weights = dict(theirs.export_weights())
+    assert weights["score.bias"].item() != 0.5
+    for name, tensor in ours.export_weights():
+        np.testing.assert_allclose(tensor, weights.pop(name), atol=1e-4, err_msg=name)
+    assert not weights
 
 
 def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:

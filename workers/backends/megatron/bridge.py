@@ -37,6 +37,9 @@ OUTPUT: Final = "output_layer.weight"
 _EMBEDDING: Final = "embedding.word_embeddings.weight"
 SCORE: Final = "score.weight"
 """The last layer of a critic or a reward model, as directories name it."""
+SCORE_BIAS: Final = "score.bias"
+"""Its bias, which some directories have."""
+_SCORE_LAYER: Final = {OUTPUT: SCORE, "output_layer.bias": SCORE_BIAS}
 
 
 def _leave(weight: Tensor) -> Tensor:
@@ -142,20 +145,22 @@ class Bridge:
 
     def stored_names(self, name: str) -> list[str]:
         """The tensors of a Hugging Face directory that a parameter of the whole model is made of."""
-        if name == OUTPUT and self._head != "lm":
-            return [SCORE]
+        if self._head != "lm" and name in _SCORE_LAYER:
+            return [_SCORE_LAYER[name]]
         stored: list[str] = self._bridge._weight_name_mapping_mcore_to_hf(name)
         return stored
 
     def to_stored(self, name: str, whole: Tensor) -> list[tuple[str, Tensor]]:
         """A parameter of the whole model as the tensors of a directory."""
-        if name == OUTPUT:
+        if name in _SCORE_LAYER:
             return [(self.stored_names(name)[0], whole)]
         names, tensors = self._bridge._weight_to_hf_format(name, whole)
         return list(zip(names, tensors, strict=True))
 
     def from_stored(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         """The inverse of `to_stored`, for the tensors in the order of `stored_names`."""
+        if name in _SCORE_LAYER:
+            return tensors[0]
         whole: Tensor = self._bridge._weight_to_mcore_format(name, list(tensors))
         return whole
 

@@ -24,7 +24,7 @@ from corral.experiments.config.model import OptimizerConfig, Recompute
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
 from corral.workers.backends.files.companions import companion_files
-from corral.workers.backends.megatron.bridge import SCORE, Bridge
+from corral.workers.backends.megatron.bridge import SCORE, SCORE_BIAS, Bridge
 from corral.workers.backends.megatron.experts import stack_experts, unstack_experts
 from corral.workers.backends.megatron.groups import process_groups
 from corral.workers.backends.megatron.model import make_model
@@ -85,7 +85,13 @@ class MegatronEngine(MeshEngine):
         model_parallel_cuda_manual_seed(seed, tp_rank=context.coords.tp_rank, ep_rank=0, etp_rank=0)
         self._hf_config: Any = AutoConfig.from_pretrained(model_directory, local_files_only=True)
         self._bridge = Bridge(self._hf_config, self._groups, head=head, dtype=compute_dtype)
-        stage = make_model(self._bridge, self._groups, head=head, cp_group=context.cp_group).to(context.device)
+        stage = make_model(
+            self._bridge,
+            self._groups,
+            head=head,
+            has_score_bias=_stores(model_directory, SCORE_BIAS),
+            cp_group=context.cp_group,
+        ).to(context.device)
         self._weights = StageWeights(stage, self._bridge, self._groups, context.device)
         recompute_layers(stage.decoder.layers, recompute)
         self._weights.take_over(_stored_tensors(model_directory, needed=self._weights.stored_shapes()))
@@ -212,6 +218,15 @@ def _as_head_gives(scores: Tensor) -> TokenScores | Tensor:
         logprobs, entropy = scores.unbind(1)
         return TokenScores(logprobs, entropy.detach())
     return scores[:, 0]
+
+
+def _stores(directory: Path, name: str) -> bool:
+    """Whether a directory has a tensor of this name."""
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():
+                return True
+    return False
 
 
 def _stored_tensors(directory: Path, *, needed: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:

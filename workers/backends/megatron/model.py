@@ -155,7 +155,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        return self.scoring.scores(hidden_states, weight)
+        return self.scoring.scores(hidden_states, weight, self.output_layer.bias)
 
 
 class Scoring:
@@ -192,7 +192,7 @@ class Scoring:
         """How many scores a micro-batch gets."""
         return sum(self.layout.lengths(micro_batch.segment_lengths))
 
-    def scores(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def scores(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[tokens of this rank, 1, hidden] and the rows of the output layer that it has -> [entries, numbers].
 
         Of a critic the tokens of padding have scores, too, behind the others.
@@ -216,15 +216,21 @@ class Scoring:
             )
             return torch.stack([scores.logprobs, scores.entropy], dim=1)
         own = hidden[micro_batch.last_tokens] if self._head == "scalar" else hidden
-        return nn.functional.linear(own.float(), weight.float())
+        return nn.functional.linear(own.float(), weight.float(), None if bias is None else bias.float())
 
 
 def make_model(
-    bridge: Bridge, groups: ProcessGroupCollection, *, head: str, cp_group: dist.ProcessGroup | None = None
+    bridge: Bridge,
+    groups: ProcessGroupCollection,
+    *,
+    head: str,
+    has_score_bias: bool = False,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> ScoringModel:
     """This rank's part of the model, its weights not set yet.
 
     Args:
+        has_score_bias: whether the layer that gives scores has a bias.
         cp_group: the ranks that have the other tokens of this rank's rows, and share attention with it.
     """
     stage, num_stages = groups.pp.rank(), groups.pp.size()
@@ -240,7 +246,8 @@ def make_model(
         **arguments,
     )
     if model.post_process and head != "lm":
-        model.output_layer = nn.Linear(bridge.config.hidden_size, 1, bias=False, dtype=bridge.config.params_dtype)
+        config = bridge.config
+        model.output_layer = nn.Linear(config.hidden_size, 1, bias=has_score_bias, dtype=config.params_dtype)
     if cp_group is not None:
         for layer in model.decoder.layers:
             share_heads(layer.self_attention.core_attention, cp_group)
