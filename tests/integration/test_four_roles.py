@@ -25,7 +25,7 @@ ROLES = ("actor", "critic", "ref")
         pytest.param("actor=fsdp:d2,ref=fsdp:d1@2,critic,reward=fsdp:d2@1", 1, id="reference elsewhere"),
         pytest.param("actor=megatron:t2,ref=fsdp:d1@2,critic,reward=fsdp:d2@1", 1, id="both backends"),
         pytest.param(
-            "actor=megatron:p2,critic=megatron:t2@1,ref,reward=fsdp:d1", 1, id="stages", marks=pytest.mark.slow
+            "actor=megatron:p2,critic=megatron:c2@1,ref,reward=fsdp:d1", 1, id="stages, rows", marks=pytest.mark.slow
         ),
         pytest.param("actor,ref=fsdp:d2,critic,reward=fsdp:d2@1", 1, id="2 and 2", marks=pytest.mark.slow),
         pytest.param("actor,ref=fsdp:d1,critic,reward=fsdp:d1@1", 1, id="1 and 1", marks=pytest.mark.slow),
