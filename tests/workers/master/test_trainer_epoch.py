@@ -1,7 +1,6 @@
 """What the master makes of its model workers' answers, and of its own death, with a real trial directory and log."""
 
 import asyncio
-import json
 import logging
 import sys
 import threading
@@ -15,28 +14,27 @@ import pytest
 from blake3 import blake3
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.trial.directory import StopRequest, TrialDirectory
+from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.trial.history import Finding, JournalView
-from corral.workers.checkpoint.ledger import Ledger, read_delta
 from corral.workers.checkpoint.manifest import verify_manifest
-from corral.workers.lifecycle.presence import Presence
-from corral.workers.master.disk import LogWatch
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.trainer_gang import GangLostError
 from corral.workers.requests.messages import TrainNotice, TrainReply
-from tests.workers.master.trials import FINE, NUM_STEPS, SKIPPED, Gang, KilledError, run_master, trial_of
+from tests.workers.master.trials import (
+    FINE,
+    NUM_STEPS,
+    SKIPPED,
+    Gang,
+    KilledError,
+    ledger_of,
+    lines_of,
+    run_master,
+    trial_of,
+)
 
 DAMAGED = TrainReply(stats={}, num_updates=1, num_nonfinite=0, is_damaged=True)
-
-
-def ledger_of(trial: TrialDirectory) -> Ledger:
-    return Ledger.of(*(read_delta(trial, logged.commit) for logged in TrialLog(trial.log_path).read().lineage()))
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # --- losses that are not finite -------------------------------------------------------------------------------------
@@ -316,177 +314,6 @@ def test_a_master_that_was_replaced_publishes_nothing(tmp_path: Path, monkeypatc
     assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.SUPERSEDED
     assert gang.published() == "0.0"
     assert not list(trial.weights_path.glob("*/manifest.json"))
-
-
-# --- commits beside the steps that follow them -----------------------------------------------------------------------
-
-
-class SlowDisk:
-    """Ranks whose writes end when they are told to."""
-
-    def __init__(self) -> None:
-        self.may_end = asyncio.Event()
-        self.num_writing = 0
-        self.most_writing = 0
-
-    async def __call__(self) -> None:
-        self.num_writing += 1
-        self.most_writing = max(self.most_writing, self.num_writing)
-        async with asyncio.timeout(60):
-            await self.may_end.wait()
-        self.num_writing -= 1
-
-
-def test_steps_are_trained_while_a_commit_is_written_and_it_covers_none_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=2")
-    disk = SlowDisk()
-    seen: list[tuple[int, int]] = []
-
-    def look(name: str) -> None:
-        if name == "train_step" and disk.num_writing:
-            seen.append((len(gang.trained), len(TrialLog(trial.log_path).read().commits)))
-        if name == "train_step" and len(gang.trained) == 3:  # the fourth step begins
-            disk.may_end.set()
-
-    gang = Gang(at_call=look, until_written=disk)
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
-    assert (2, 0) in seen and (3, 0) in seen  # the third step, and the fourth, before the commit of the second
-    commits = [logged.commit for logged in TrialLog(trial.log_path).read().lineage()]
-    assert [(commit.step, commit.trained) for commit in commits] == [(2, 16), (4, 16), (5, 8)]
-    assert disk.most_writing == 1
-    steps = {line["step"]: line["time/save_s"] > 0.0 for line in lines_of(trial.metrics_path)}
-    assert not steps[1] and not steps[2] and not steps[3] and steps[5]
-
-
-@pytest.mark.parametrize("beside", [True, False])
-def test_ranks_copy_for_a_commit_unless_they_are_told_to_write_first(
-    beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, trial = trial_of(tmp_path, f"control.commit_beside_training={str(beside).lower()}")
-    gang = Gang()
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
-    assert gang.saves_with_copies == [beside] * NUM_STEPS
-
-
-def test_the_next_commit_waits_for_the_one_before_and_says_for_whom(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
-    disk = SlowDisk()
-    waits: list[tuple[str, tuple[str, ...], int]] = []
-    enter = Presence.enter
-
-    def note(presence: Presence, phase: str, **said: Any) -> None:
-        enter(presence, phase, **said)
-        if phase == "commit":
-            waits.append((phase, tuple(said["waits_for"]), len(gang.trained)))
-            disk.may_end.set()
-
-    monkeypatch.setattr(Presence, "enter", note)
-    gang = Gang(until_written=disk)
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
-    assert waits[0] == ("commit", ("model_worker/0",), 2)
-    assert disk.most_writing == 1
-
-
-def test_a_stop_waits_for_what_is_being_written_and_for_its_own_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=2")
-    request = StopRequest(requested_at=0.0, by="me@here", now=False, grace_s=60.0)
-    disk = SlowDisk()
-
-    def look(name: str) -> None:
-        if name == "train_step" and len(gang.trained) == 2:
-            trial.write_stop_request(request)
-
-    async def until_written() -> None:
-        if trial.read_stop_request() is not None:
-            disk.may_end.set()
-        await disk()
-
-    monkeypatch.setattr(LogWatch, "check", lambda watch: watch._look())
-    gang = Gang(at_call=look, until_written=until_written)
-    enter = Presence.enter
-
-    def note(presence: Presence, phase: str, **said: Any) -> None:
-        enter(presence, phase, **said)
-        if phase == "commit":
-            disk.may_end.set()
-
-    monkeypatch.setattr(Presence, "enter", note)
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
-    state = TrialLog(trial.log_path).read()
-    assert state.is_stopped and [logged.commit.step for logged in state.lineage()] == [2, 3]
-    assert ledger_of(trial).trained_count == 24
-
-
-def test_a_kill_while_a_commit_is_written_leaves_the_one_before_and_what_is_half_written_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
-    half: list[str] = []
-
-    async def until_written() -> None:
-        if len(lost.trained) == 3:
-            await asyncio.Event().wait()
-
-    def die(name: str) -> None:
-        if name == "train_step" and len(lost.trained) == 3:
-            half.extend(path.name for path in trial.checkpoints_path.iterdir() if "step-00000003" in path.name)
-            raise KilledError(name)
-
-    lost, next_one = Gang(at_call=die, until_written=until_written), Gang()
-    with pytest.raises(KilledError):
-        run_master(plan, trial, lost, monkeypatch)
-    assert len(half) == 1 and (trial.checkpoints_path / half[0]).exists()
-    assert [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage()] == [1, 2]
-    assert run_master(plan, trial, next_one, monkeypatch) == WorkerExit.DONE
-    assert next_one.trained[0] == lost.trained[2]
-    assert ledger_of(trial).trained == {
-        uid: step for step, uids in enumerate(lost.trained[:2] + next_one.trained, 1) for uid in uids
-    }
-    assert not (trial.checkpoints_path / half[0]).exists()
-
-
-def test_a_disk_that_is_full_for_a_while_costs_a_commit_and_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
-    fulls = iter([False, True, True])
-    gang = Gang(until_written=lambda: refuse(is_full=next(fulls, False)))
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
-    state = TrialLog(trial.log_path).read()
-    assert state.epoch == 1 and len(gang.trained) == NUM_STEPS
-    commits = [logged.commit for logged in state.lineage()]
-    assert [(commit.step, commit.trained) for commit in commits] == [(1, 8), (4, 24), (5, 8)]
-    notices = [event for event in read_journal(trial.journal_path) if event["event"] == "train_notice"]
-    assert [(event["is_alarm"], event["text"]) for event in notices] == [
-        (True, "step 2 could not be committed"),
-        (True, "step 3 could not be committed"),
-        (False, "step 4 could be committed"),
-    ]
-    assert notices[0]["causes"] == ["model_worker/0: [Errno 28] No space left on device"]
-    assert notices[1]["details"] == "the last commit is that of step 1"
-    assert {path.name[:13] for path in trial.checkpoints_path.iterdir()} == {"step-00000004", "step-00000005"}
-
-
-def test_a_disk_that_stays_full_ends_the_trial_at_its_last_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1", "supervision.max_restarts=0")
-    fulls = iter([False])
-    gang = Gang(until_written=lambda: refuse(is_full=next(fulls, True)))
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.CANNOT_CONTINUE
-    assert [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage()] == [1]
-    assert "as 3 in a row could not: model_worker/0: [Errno 28] No space left on device" in caplog.text
-
-
-async def refuse(*, is_full: bool) -> None:
-    if is_full:
-        raise OSError(28, "No space left on device")
 
 
 # --- lines of metrics and samples -----------------------------------------------------------------------------------

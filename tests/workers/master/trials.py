@@ -4,6 +4,7 @@ trial_of(folder) --run_master(trial, gang)--> exit code     gang: what the model
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,11 +17,13 @@ from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
 from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve import MemoryNameService, TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.workers.checkpoint.durable_file import FileEntry, write_durable
 from corral.workers.checkpoint.file_delta import DELTA_SUFFIX
+from corral.workers.checkpoint.ledger import Ledger, read_delta
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE
 from corral.workers.lifecycle.presence import Presence
@@ -225,3 +228,11 @@ def context_of(plan: RunPlan, trial: TrialDirectory, kind: str) -> Iterator[Work
             security=cast(Any, None),
             presence=presence,
         )
+
+
+def ledger_of(trial: TrialDirectory) -> Ledger:
+    return Ledger.of(*(read_delta(trial, logged.commit) for logged in TrialLog(trial.log_path).read().lineage()))
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
