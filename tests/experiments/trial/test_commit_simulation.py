@@ -387,9 +387,10 @@ def _require_correct(world: World) -> None:
         raise Violation(f"samples {sorted(set(range(_NUM_SAMPLES)) - trained)} were never trained")
 
 
-def test_no_schedule_of_crashes_zombies_and_lost_replies_breaks_the_commit_rules() -> None:
+@pytest.mark.parametrize("num_schedules", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_schedule_of_crashes_zombies_and_lost_replies_breaks_the_commit_rules(num_schedules: int) -> None:
     masters = stops = lost = fallbacks = 0
-    for seed in range(250):
+    for seed in range(num_schedules):
         try:
             world = _run(seed)
         except Exception as error:
@@ -399,7 +400,7 @@ def test_no_schedule_of_crashes_zombies_and_lost_replies_breaks_the_commit_rules
         lost += len(_read(world).state.commits) - len(world.acknowledged)
         fallbacks += sum(b'"kind":"fallback"' in data for data in world.slots.values())
     # The schedules must have been as bad as they are meant to be.
-    assert masters > 500 and stops > 10 and lost > 10 and fallbacks > 10
+    assert masters > 2 * num_schedules and min(stops, lost, fallbacks) > num_schedules / 25
 
 
 @pytest.mark.parametrize(
