@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from corral.experiments.checks.allocation import check_allocation
-from corral.experiments.checks.data import check_batch, check_dataset, check_evaluation
+from corral.experiments.checks.data import check_batch, check_dataset, check_evaluation, dataset_warnings
 from corral.experiments.checks.groups import check_containers, check_groups, check_placement
 from corral.experiments.checks.training import check_layouts
 from corral.experiments.config.base import FrozenConfig
@@ -230,18 +230,7 @@ class Experiment(FrozenConfig):
 
     def find_warnings(self) -> Iterator[str]:
         """Settings that have no effect as they stand."""
-        if self.evaluation is not None and self.evaluation.dataset.path == self.dataset.path:
-            yield "evaluation.dataset is the training data: the accuracy says nothing about new problems"
-        datasets = {"dataset": self.dataset} | (
-            {} if self.evaluation is None else {"evaluation.dataset": self.evaluation.dataset}
-        )
-        unread = {"answer_key"} if self.row_kind == "preferences" else {"chosen_key", "rejected_key"}
-        for name, dataset in datasets.items():
-            for key in sorted(unread & dataset.model_fields_set):
-                yield f"{name}.{key} has no effect: rows of this experiment are {self.row_kind}"
-        if self.evaluation is not None and self.row_kind == "preferences":
-            if "max_new_tokens" in self.evaluation.model_fields_set:
-                yield "evaluation.max_new_tokens has no effect: nothing is answered where rows are preferences"
+        yield from dataset_warnings(self.dataset, self.evaluation, kind=self.row_kind)
         key, task = "groups.model_worker.scheduling.mem", self.scheduling_setup()["model_worker"].scheduling
         if warning := copy_warning(self._copied_mb, key=key, asked_mb=task.mem):
             yield warning

@@ -125,3 +125,18 @@ def check_evaluation(
             limit_name=MODEL_CONTEXT,
             path=("evaluation", "max_new_tokens"),
         )
+
+
+def dataset_warnings(dataset: DatasetConfig, evaluation: EvaluationConfig | None, *, kind: RowKind) -> Iterator[str]:
+    """Settings of datasets that have no effect as they stand, and an evaluation that shows nothing."""
+    datasets = {"dataset": dataset}
+    if evaluation is not None:
+        datasets["evaluation.dataset"] = evaluation.dataset
+        if evaluation.dataset.path == dataset.path:
+            yield "evaluation.dataset is the training data: the accuracy says nothing about new problems"
+    unread = {"answer_key"} if kind == "preferences" else {"chosen_key", "rejected_key"}
+    for name, one in datasets.items():
+        for key in sorted(unread & one.model_fields_set):
+            yield f"{name}.{key} has no effect: rows of this experiment are {kind}"
+    if evaluation is not None and kind == "preferences" and "max_new_tokens" in evaluation.model_fields_set:
+        yield "evaluation.max_new_tokens has no effect: nothing is answered where rows are preferences"

@@ -26,7 +26,7 @@ what a layer works in; where it is computed again in the backward pass, it keeps
 
 from typing import Literal
 
-from corral.scheduling.memory.decoder_sizes import DecoderSizes
+from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output
 
 Recompute = Literal["none", "selective", "full"]
 """What layers compute again in the backward pass (workers/backends/recompute.py)."""
@@ -128,12 +128,21 @@ def adapter_bytes_per_token(layer: str, shape: tuple[int, ...], *, rank: int, co
 
 
 def head_bytes(
-    sizes: DecoderSizes, *, tokens: int, compute_bytes: int, has_gradient: bool, tensor_parallel: int = 1
+    sizes: DecoderSizes,
+    output: Output,
+    *,
+    tokens: int,
+    compute_bytes: int,
+    has_gradient: bool,
+    tensor_parallel: int = 1,
 ) -> int:
-    """What the last layer of a language model takes: a chunk of logits at a time, and its weight as products take it.
+    """What the last layer of a model takes: a chunk of logits at a time, and its weight as products take it.
 
     Two float32 copies of a chunk exist at the worst moment; hidden states come in float32, and so does their gradient.
+    A score is one number of a token, for which nothing but float32 hidden states is kept.
     """
+    if output == "score":
+        return FLOAT32_BYTES * sizes.hidden_size * tokens
     vocabulary = share_of(sizes.vocab_size, tensor_parallel)
     rows = min(tokens, max(1, HEAD_CHUNK_BYTES // (FLOAT32_BYTES * vocabulary)))
     chunk = 2 * rows * FLOAT32_BYTES * vocabulary

@@ -110,10 +110,9 @@ class MegatronModel:
         return kept * -(-sizes.num_layers // dims.pp) * dims.pp + works_in
 
     def _head(self, tokens: int, dims: ParallelDims, *, is_training: bool) -> int:
-        if self._output == "score":
-            return FLOAT32_BYTES * self.sizes.hidden_size * tokens
         return head_bytes(
             self.sizes,
+            self._output,
             tokens=tokens,
             compute_bytes=self._compute_bytes,
             has_gradient=is_training,

@@ -3,19 +3,15 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from corral.experiments.config.rollout import SamplingConfig
-from corral.workers.engine.engine import GenerationEngine
-from corral.workers.engine.http.api import EngineServer
 from corral.workers.rollout.generation_client import GenerationClient, Setback
 from tests.workers.engine.tiny_models import save_tiny_model
-
-DEADLINE_S = 20.0
+from tests.workers.rollout.engine_servers import DEADLINE_S, sample_in_turns
 
 
 async def _ask(*, is_ending: bool) -> None:
@@ -61,35 +57,15 @@ def test_a_server_that_leaves_with_the_trial_is_no_warning(is_ending: bool, capl
     assert ("/generate failed" in caplog.text) is not is_ending
 
 
-async def _answers(model: Path, *, seeds: Sequence[int], engine_seeds: Sequence[int], chunk: int) -> list[list[int]]:
-    """Of a group that goes to one server after the other, chunk by chunk."""
-    async with AsyncExitStack() as stack:
-        urls = []
-        for seed in engine_seeds:
-            server = EngineServer(GenerationEngine(model, seed=seed, version="0.0"), "key", "127.0.0.1")
-            stack.push_async_callback(server.stop)
-            urls.append(f"http://127.0.0.1:{await server.start()}")
-        headers = {"Authorization": "Bearer key"}
-        session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers))
-
-        async def route(uid: str, tokens: int, setback: Setback | None) -> str | None:
-            assert setback is None
-            urls.append(urls.pop(0))
-            return urls[-1]
-
-        client = GenerationClient(
-            session,
-            route,
-            sampling=SamplingConfig(max_new_tokens=24),
-            stop_token_ids=[0],
-            new_tokens_per_chunk=chunk,
-            request_timeout_s=DEADLINE_S,
-        )
-        return [answer.output_ids for answer in await client.sample_group("0:a", [7, 9], seeds=seeds)]
+def _answers(model: Path, *, engine_seeds: Sequence[int], chunk_tokens: int) -> list[list[int]]:
+    answers = sample_in_turns(
+        model, [7, 9], seeds=range(6), engine_seeds=engine_seeds, chunk_tokens=chunk_tokens, max_new_tokens=24
+    )
+    return [answer.output_ids for answer in asyncio.run(answers)]
 
 
 def test_answers_follow_from_their_seeds_whatever_the_chunks_and_the_servers(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
-    in_one_go = asyncio.run(_answers(model, seeds=range(6), engine_seeds=[1], chunk=24))
+    in_one_go = _answers(model, engine_seeds=[1], chunk_tokens=24)
     assert max(len(answer) for answer in in_one_go) == 24 and len({tuple(answer) for answer in in_one_go}) == 6
-    assert asyncio.run(_answers(model, seeds=range(6), engine_seeds=[2, 3], chunk=5)) == in_one_go
+    assert _answers(model, engine_seeds=[2, 3], chunk_tokens=5) == in_one_go

@@ -3,31 +3,25 @@
 import asyncio
 import base64
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.worker_specs import RoutedExpertsSpec
-from corral.workers.engine.engine import GenerationEngine
-from corral.workers.engine.http.api import EngineServer
 from corral.workers.rollout.agents import JudgedGroup
-from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.partial_rollout import MalformedChunkError, PartialAnswer
 from corral.workers.rollout.routed_experts import AnswerExperts
 from corral.workers.rollout.trajectories import make_sample
 from tests.workers.engine.tiny_models import EXPERT_LAYERS, NUM_EXPERTS, TOP_K, save_tiny_model
+from tests.workers.rollout.engine_servers import sample_in_turns
 
 SPEC = RoutedExpertsSpec(num_layers=3, expert_layers=tuple(EXPERT_LAYERS), num_experts=NUM_EXPERTS, top_k=TOP_K)
 PROMPT = [7, 9, 11]
-DEADLINE_S = 20.0
 
 
 def text_of(rows: npt.NDArray[Any]) -> str:
@@ -107,38 +101,23 @@ def test_an_agent_that_makes_an_answer_of_its_own_has_the_trainer_choose() -> No
     assert (sample_rows(answer) == -1).all()
 
 
-async def _answers(model: Path, *, num_servers: int, chunk_tokens: int, seeds: Sequence[int]) -> list[PartialAnswer]:
-    """Of a group that goes to one embedded engine after the other, chunk by chunk."""
-    async with AsyncExitStack() as stack:
-        urls = []
-        for _ in range(num_servers):
-            server = EngineServer(GenerationEngine(model, version="0.0"), "key", "127.0.0.1")
-            stack.push_async_callback(server.stop)
-            urls.append(f"http://127.0.0.1:{await server.start()}")
-        headers = {"Authorization": "Bearer key"}
-        session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers))
-
-        async def route(uid: str, tokens: int, setback: Setback | None) -> str | None:
-            assert setback is None
-            urls.append(urls.pop(0))
-            return urls[-1]
-
-        client = GenerationClient(
-            session,
-            route,
-            sampling=SamplingConfig(max_new_tokens=12),
-            stop_token_ids=[0],
-            new_tokens_per_chunk=chunk_tokens,
-            request_timeout_s=DEADLINE_S,
-            experts=SPEC,
-        )
-        return await client.sample_group("0:a", PROMPT, seeds=seeds)
+def _answers(model: Path, *, engine_seeds: Sequence[int], chunk_tokens: int) -> list[PartialAnswer]:
+    answers = sample_in_turns(
+        model,
+        PROMPT,
+        seeds=range(4),
+        engine_seeds=engine_seeds,
+        chunk_tokens=chunk_tokens,
+        max_new_tokens=12,
+        experts=SPEC,
+    )
+    return asyncio.run(answers)
 
 
 def test_answers_have_the_same_experts_whatever_the_chunks_and_the_servers(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model", model_type="qwen3_moe")
-    in_one_go = asyncio.run(_answers(model, num_servers=1, chunk_tokens=12, seeds=range(4)))
-    in_chunks = asyncio.run(_answers(model, num_servers=2, chunk_tokens=5, seeds=range(4)))
+    in_one_go = _answers(model, engine_seeds=[1], chunk_tokens=12)
+    in_chunks = _answers(model, engine_seeds=[2, 3], chunk_tokens=5)
     for whole, pieces in zip(in_one_go, in_chunks, strict=True):
         rows = sample_rows(whole)
         assert whole.output_ids == pieces.output_ids and len(np.unique(rows)) > NUM_EXPERTS // 2

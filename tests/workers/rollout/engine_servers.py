@@ -1,0 +1,53 @@
+"""Answers of one group by embedded engines behind HTTP, which take turns chunk by chunk."""
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+
+from corral.experiments.config.rollout import SamplingConfig
+from corral.experiments.worker_specs import RoutedExpertsSpec
+from corral.workers.engine.engine import GenerationEngine
+from corral.workers.engine.http.api import EngineServer
+from corral.workers.rollout.generation_client import GenerationClient, Setback
+from corral.workers.rollout.partial_rollout import PartialAnswer
+
+DEADLINE_S = 20.0
+
+
+async def sample_in_turns(
+    model: Path,
+    prompt: Sequence[int],
+    *,
+    seeds: Sequence[int],
+    engine_seeds: Sequence[int],
+    chunk_tokens: int,
+    max_new_tokens: int,
+    experts: RoutedExpertsSpec | None = None,
+) -> list[PartialAnswer]:
+    """One answer for each of `seeds`; there is an engine for each of `engine_seeds`."""
+    async with AsyncExitStack() as stack:
+        urls = []
+        for seed in engine_seeds:
+            server = EngineServer(GenerationEngine(model, seed=seed, version="0.0"), "key", "127.0.0.1")
+            stack.push_async_callback(server.stop)
+            urls.append(f"http://127.0.0.1:{await server.start()}")
+        headers = {"Authorization": "Bearer key"}
+        session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers))
+
+        async def route(uid: str, tokens: int, setback: Setback | None) -> str | None:
+            assert setback is None
+            urls.append(urls.pop(0))
+            return urls[-1]
+
+        client = GenerationClient(
+            session,
+            route,
+            sampling=SamplingConfig(max_new_tokens=max_new_tokens),
+            stop_token_ids=[0],
+            new_tokens_per_chunk=chunk_tokens,
+            request_timeout_s=DEADLINE_S,
+            experts=experts,
+        )
+        return await client.sample_group("0:a", list(prompt), seeds=seeds)
