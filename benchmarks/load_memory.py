@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.process_memory import forget_peak, kernel_count  # noqa: E402
-from corral.workers.backends.fsdp import FSDPEngine  # noqa: E402
+from corral.workers.backends.fsdp.engine import FSDPEngine  # noqa: E402
 from corral.workers.backends.parallel_context import (  # noqa: E402
     ParallelContext,
     connect_store,

@@ -44,7 +44,7 @@ from corral.scheduling.packing import (  # noqa: E402
     partition_near_owners,
 )
 from corral.workers.backends.base import LossOutput  # noqa: E402
-from corral.workers.backends.fsdp import FSDPEngine  # noqa: E402
+from corral.workers.backends.fsdp.engine import FSDPEngine  # noqa: E402
 from corral.workers.backends.micro_batches import MicroBatch  # noqa: E402
 from corral.workers.backends.parallel_context import ParallelContext  # noqa: E402
 from corral.workers.backends.sharding import local  # noqa: E402

@@ -24,7 +24,7 @@ from benchmarks.training.sizes import Sequences, Size, make_sequences
 from corral.experiments.config.model import OptimizerConfig, Recompute
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends.base import AnyEngine, LossOutput
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import init_parallel
 from corral.workers.backends.token_scores import TokenScores

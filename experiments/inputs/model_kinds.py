@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 TENSOR_PARALLEL_MODELS: Final = ("llama", "qwen2", "qwen3")
-"""Models whose layers `workers/backends/tensor_parallel.py` knows how to cut, by their model_type."""
+"""Models whose layers `workers/backends/fsdp/tensor_parallel.py` knows how to cut, by their model_type."""
 MEGATRON_MODELS: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Models of which `workers/backends/megatron` computes what transformers does, by their model_type."""
 

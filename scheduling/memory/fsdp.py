@@ -4,7 +4,7 @@
                  then by rows over d x c ranks: ceil(rows / ranks) each             torch's fully_shard (FSDP2)
                  frozen matrices beside adapters: in the type of the products       workers/backends/lora.py
     gradients    float32, cut alike, of what is trained; let go after each step     MeshEngine.train_batch
-    optimizer    AdamW: two moments, and a step count per tensor                    workers/backends/optimizers.py
+    optimizer    AdamW: two moments, and a step count per tensor                    workers/backends/fsdp/optimizers.py
                  Muon: one moment for the matrices of the layers
     activations  what autograd keeps of all layers, less with recompute, and one    scheduling/memory/activations.py
                  layer's worth to work in; without gradients that alone
@@ -12,7 +12,7 @@
                  forward pass to the end of the backward one, three layers whole,   whole, and the next layer comes
                  and the gradients of the ends and of one layer before they         while one computes
                  are reduced
-                 where a call generates: all weights whole, in float32, if they     workers/engine/decoder.py
+                 where a call generates: all weights whole, in float32, if they     workers/engine/decoder/decoder.py
                  are cut or of another type
 
 Each figure is that of the rank with most: the last ones may have a row less of a tensor.

@@ -23,7 +23,7 @@ from corral.experiments.worker_specs import GenerationServerSpec
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelDims
 from corral.workers.backends.base import LossOutput
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.weight_transport.host_weights import HostWeights, NoRoomError
 from corral.workers.weight_transport.patience import Patience

@@ -14,7 +14,7 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.registry import load_experiment
 from corral.experiments.worker_specs import GenerationServerSpec, Head, MasterWorkerSpec
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from tests.experiments.broken_yaml import VALID_PPO, VALID_SFT, write_inputs
 from tests.workers.backends.training_helpers import optimizer_config, save_tiny_model

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from corral.workers.engine.answer_text import DecodeText
-from corral.workers.engine.attention import TokenAttention
-from corral.workers.engine.chosen_experts import ChosenExperts
-from corral.workers.engine.decoder import Decoder
-from corral.workers.engine.penalties import PenaltyBatch
+from corral.workers.engine.decoder.attention import TokenAttention
+from corral.workers.engine.decoder.chosen_experts import ChosenExperts
+from corral.workers.engine.decoder.decoder import Decoder
 from corral.workers.engine.prefill import Prefill
 from corral.workers.engine.requests import AbortFinish, ActiveRequest, FinishReason, GenerationRequest, RequestOutput
-from corral.workers.engine.sampling import SamplingBatch, SamplingParams, sample_tokens
+from corral.workers.engine.sampling.penalties import PenaltyBatch
+from corral.workers.engine.sampling.sampling import SamplingBatch, SamplingParams, sample_tokens
+from corral.workers.engine.sampling.stop_strings import StopStrings
+from corral.workers.engine.sampling.uniforms import TokenUniforms
 from corral.workers.engine.scheduler import BatchScheduler
-from corral.workers.engine.stop_strings import StopStrings
-from corral.workers.engine.uniforms import TokenUniforms
 
 
 class PauseMode(Enum):

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from corral.workers.engine.answer_text import text_decoder
 from corral.workers.engine.batch import ContinuousBatch, PauseMode, generate_greedily
-from corral.workers.engine.decoder import Decoder, Quantization, UnsupportedModelError, check_supported
+from corral.workers.engine.decoder.decoder import Decoder, Quantization, UnsupportedModelError, check_supported
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
-from corral.workers.engine.sampling import SamplingParams
+from corral.workers.engine.sampling.sampling import SamplingParams
 from corral.workers.engine.weights import WeightLayout, WeightsRejectedError, model_with, stage_weights
 
 __all__ = [

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from corral.workers.engine.attention import PromptAttention
-from corral.workers.engine.cache import KVCache
-from corral.workers.engine.decoder import Decoder
+from corral.workers.engine.decoder.attention import PromptAttention
+from corral.workers.engine.decoder.cache import KVCache
+from corral.workers.engine.decoder.decoder import Decoder
 from corral.workers.engine.requests import ActiveRequest
 
 _MAX_PREFILL_TOKENS = 8192  # padded tokens of one forward pass: bounds its activations, far above where batching pays

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from corral.scheduling.policy_version import VersionSpan
-from corral.workers.engine.chosen_experts import ChosenExperts, Rows
-from corral.workers.engine.penalties import PenalizedRow
-from corral.workers.engine.sampling import SamplingParams
-from corral.workers.engine.stop_strings import StopStrings
-from corral.workers.engine.uniforms import TokenUniforms
+from corral.workers.engine.decoder.chosen_experts import ChosenExperts, Rows
+from corral.workers.engine.sampling.penalties import PenalizedRow
+from corral.workers.engine.sampling.sampling import SamplingParams
+from corral.workers.engine.sampling.stop_strings import StopStrings
+from corral.workers.engine.sampling.uniforms import TokenUniforms
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ A whole asynchronous step:
      7      step/runner.py: a coroutine for each call, with state.py (whose inputs are there) and rank_locks.py
             (whose ranks are free); calls.py: what a call consists of, with dealing.py (who works on which samples) and
             transfers.py (what has to move); trainer_gang.py, which asks the ranks. There model/model_worker.py, with
-            models.py, role_model.py, data_plane.py, reallocation.py, which run algorithms/ on backends/fsdp.py
+            models.py, role_model.py, data_plane.py, reallocation.py, which run algorithms/ on backends/fsdp/
      8, 10  trainer_epoch.py, durable_state.py, commits.py, which lets training go on meanwhile, checkpoint/;
             model/saves_behind.py at the ranks, backends/files/weights.py for weights, train_state.py for what training
             resumes from, checkpoint/ledger.py, which refuses a sample twice, and

@@ -23,7 +23,7 @@ from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 from corral.workers.algorithms.base import ModelInterface, check_call
 from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
 from corral.workers.backends.base import AnyEngine
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.train_state import Numbers, StateShard
 from corral.workers.data.sequence_sample import SequenceSample

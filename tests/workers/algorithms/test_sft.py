@@ -9,7 +9,7 @@ import torch
 
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.sft import SFTInterface
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.training_helpers import load_reference, make_sample, optimizer_config, save_tiny_model

@@ -19,7 +19,7 @@ from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
 from corral.workers.algorithms.base import compute_logprobs
 from corral.workers.algorithms.sft import SFTInterface
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine.batch import generate_greedily

@@ -31,7 +31,7 @@ from transformers import (
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import chunked_head
 from corral.workers.backends.chunked_head import ChunkedHead, install_chunked_head, score_tokens
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.vocabulary_parallel import VocabularyShare
 from corral.workers.data.sequence_sample import SequenceSample

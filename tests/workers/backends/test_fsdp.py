@@ -15,7 +15,7 @@ from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.functional.losses import sft_loss
 from corral.workers.backends.base import LossOutput
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.learning_rate import learning_rate
 from corral.workers.backends.micro_batches import MicroBatch, plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext

@@ -21,7 +21,7 @@ from corral.experiments.config.model import GradientSums
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import compute_logprobs
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.micro_batches import plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local, reshard

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from corral.scheduling.packing import MicroBatchSpec
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.heads import HEADS
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
@@ -108,7 +108,7 @@ def test_a_reward_model_is_saved_as_what_the_field_knows_reward_models_as(actor:
 def test_a_head_on_a_language_model_starts_at_zero_and_says_so(
     head: str, actor: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="corral.workers.backends.loading"):
+    with caplog.at_level(logging.WARNING, logger="corral.workers.backends.fsdp.loading"):
         engine = make_engine(actor, head)
     assert "its scores start at 0 and have to be trained" in caplog.text
     assert not engine.forward(make_sample(LENGTHS))[REFERENCES[head][0]].any()

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Qwen2ForCausalLM
 
 from corral.experiments.config.model import LoraConfig
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
+from corral.workers.backends.fsdp.loading import load_model
 from corral.workers.backends.heads import head_named
-from corral.workers.backends.loading import load_model
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import whole
 from tests.workers.backends.gang_helpers import play

@@ -26,7 +26,7 @@ from corral.scheduling.parallel import ParallelDims
 from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.functional.losses import sft_loss
 from corral.workers.backends.base import LossOutput
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.lora import AdaptedLinear
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
@@ -418,7 +418,7 @@ def test_a_base_in_low_precision_changes_no_number(
     low.state_shard().write(tmp_path / "low")
     low.save_weights(tmp_path / "weights")
 
-    monkeypatch.setattr("corral.workers.backends.over_ranks.frozen_products", lambda model: [])
+    monkeypatch.setattr("corral.workers.backends.fsdp.over_ranks.frozen_products", lambda model: [])
     full = make_engine(model_directory, LORA, compute_dtype=torch.bfloat16)
     assert [train(full, step) for step in range(2)] == stats
     full.state_shard().write(tmp_path / "full")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.low_precision import cast_per_use
 from corral.workers.backends.parallel_context import ParallelContext
 from tests.workers.backends.test_fsdp import negative_logprobs, trainable_sample

@@ -41,7 +41,7 @@ from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
 from corral.workers.backends import chunked_head
 from corral.workers.backends.base import LossOutput
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.lora import AdaptedLinear
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts

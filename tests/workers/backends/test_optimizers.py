@@ -14,9 +14,9 @@ from torch import Tensor
 from corral.experiments.config.model import OptimizerConfig
 from corral.workers.algorithms.base import response_mask
 from corral.workers.backends.base import LossOutput
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
+from corral.workers.backends.fsdp.optimizers import orthogonalized
 from corral.workers.backends.micro_batches import MicroBatch
-from corral.workers.backends.optimizers import orthogonalized
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample

@@ -12,7 +12,7 @@ from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.scheduling.keys import ROUTED_EXPERTS
 from corral.workers.algorithms.base import compute_logprobs
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine.engine import GenerationEngine, GenerationRequest, SamplingParams

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.engine.penalties import PenalizedRow, PenaltyBatch
+from corral.workers.engine.sampling.penalties import PenalizedRow, PenaltyBatch
 from tests.workers.engine.slow_penalties import penalize
 
 VOCAB_SIZE = 7

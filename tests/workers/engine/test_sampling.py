@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.engine.sampling import SamplingBatch, SamplingParams, sample_tokens
-from corral.workers.engine.uniforms import TokenUniforms
+from corral.workers.engine.sampling.sampling import SamplingBatch, SamplingParams, sample_tokens
+from corral.workers.engine.sampling.uniforms import TokenUniforms
 
 LOGITS = [2.0, 1.5, 0.5, 0.0, -0.5, -1.0, -4.0, 1.0]
 NUM_DRAWS = 40_000

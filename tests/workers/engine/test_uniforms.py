@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.engine.uniforms import TokenUniforms
+from corral.workers.engine.sampling.uniforms import TokenUniforms
 
 SEEDS = st.integers(min_value=-(2**63), max_value=2**63 + 1024)
 NUM_CELLS = 64

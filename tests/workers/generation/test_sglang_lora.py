@@ -8,7 +8,7 @@ import torch
 
 from corral.experiments.config.model import LoraConfig
 from corral.experiments.config.rollout import FlagValue
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from tests.workers.backends.test_lora import train
 from tests.workers.backends.training_helpers import optimizer_config

@@ -18,7 +18,7 @@ from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.interfaces import InterfaceSettings
 from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.backends.base import AnyEngine
-from corral.workers.backends.fsdp import FSDPEngine
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.train_state import Numbers
 from corral.workers.checkpoint.durable_file import no_progress

@@ -30,9 +30,9 @@ from pydantic import (
 )
 
 from corral.workers.engine.answer_text import TextForm
-from corral.workers.engine.chosen_experts import Rows
+from corral.workers.engine.decoder.chosen_experts import Rows
 from corral.workers.engine.requests import AbortFinish, FinishReason, LengthFinish, RequestOutput, StopFinish
-from corral.workers.engine.sampling import SamplingParams
+from corral.workers.engine.sampling.sampling import SamplingParams
 
 _MAX_SAMPLES = 1024  # answers to one prompt in one request; more is a mistake, and would be held in memory at once
 _ERRORS_IN_MESSAGE = 3

@@ -12,15 +12,15 @@ import torch
 
 from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.files.adapters import read_adapter
+from corral.workers.backends.fsdp.loading import hold_weights, load_model
+from corral.workers.backends.fsdp.tensor_parallel import cut_layers
 from corral.workers.backends.heads import Head
-from corral.workers.backends.loading import hold_weights, load_model
 from corral.workers.backends.lora import add_adapters, frozen_products, trained
 from corral.workers.backends.low_precision import cast_per_use
 from corral.workers.backends.packed_attention import share_attention
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.router_replay import install_router_replay
 from corral.workers.backends.sharding import TENSOR, device_mesh, shard
-from corral.workers.backends.tensor_parallel import cut_layers
 
 
 def load_over_ranks(

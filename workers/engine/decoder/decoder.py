@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corral.workers.engine.cache import KVCache
-from corral.workers.engine.chosen_experts import Rows, experts_by_layer
-from corral.workers.engine.int8_linear import DTYPES as QUANTIZABLE_DTYPES
-from corral.workers.engine.int8_linear import Int8Linear
-from corral.workers.engine.layer import Layer, layer_tensors, norm_of, whole
-from corral.workers.engine.linear import Linear
-from corral.workers.engine.mlp import Mixture
+from corral.workers.engine.decoder.cache import KVCache
+from corral.workers.engine.decoder.chosen_experts import Rows, experts_by_layer
+from corral.workers.engine.decoder.int8_linear import DTYPES as QUANTIZABLE_DTYPES
+from corral.workers.engine.decoder.int8_linear import Int8Linear
+from corral.workers.engine.decoder.layer import Layer, layer_tensors, norm_of, whole
+from corral.workers.engine.decoder.linear import Linear
+from corral.workers.engine.decoder.mlp import Mixture
 
 Quantization = Literal["int8"]
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")

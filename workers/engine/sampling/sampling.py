@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from corral.workers.engine.penalties import PenaltyBatch
+from corral.workers.engine.sampling.penalties import PenaltyBatch
 
 # Below this a temperature only overflows the logits: the row is greedy, as SGLang has it.
 _GREEDY_BELOW = 1e-6

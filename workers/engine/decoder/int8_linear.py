@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from corral.workers.engine.linear import LayerTensors, WeightCopy, side_by_side
+from corral.workers.engine.decoder.linear import LayerTensors, WeightCopy, side_by_side
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of weights that can be quantised: in float16 a product may be infinite before it is scaled."""

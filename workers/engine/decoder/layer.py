@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corral.workers.engine.linear import LayerTensors, MatrixProduct
-from corral.workers.engine.mlp import DenseMLP, MakeProduct, Mixture
-from corral.workers.engine.norm import RMSNorm
+from corral.workers.engine.decoder.linear import LayerTensors, MatrixProduct
+from corral.workers.engine.decoder.mlp import DenseMLP, MakeProduct, Mixture
+from corral.workers.engine.decoder.norm import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from corral.workers.engine.cache import KVCache
+from corral.workers.engine.decoder.cache import KVCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

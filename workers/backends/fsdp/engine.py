@@ -22,6 +22,9 @@ from corral.workers.backends.files.adapters import adapter_config
 from corral.workers.backends.files.companions import companion_files
 from corral.workers.backends.files.share import Adapter
 from corral.workers.backends.files.weights import as_stored
+from corral.workers.backends.fsdp.optimizers import make_optimizer, set_learning_rate
+from corral.workers.backends.fsdp.over_ranks import load_over_ranks
+from corral.workers.backends.fsdp.tensor_parallel import squared_norm, sum_gradients_of_own_parts
 from corral.workers.backends.lora import (
     count_parameters,
     fold_sums,
@@ -32,12 +35,9 @@ from corral.workers.backends.lora import (
 from corral.workers.backends.mesh_engine import Loss, MeshEngine
 from corral.workers.backends.micro_batches import MicroBatch, with_last
 from corral.workers.backends.offload import own_parameters, own_state
-from corral.workers.backends.optimizers import make_optimizer, set_learning_rate
-from corral.workers.backends.over_ranks import load_over_ranks
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.recompute import recompute_layers
 from corral.workers.backends.sharding import layers_of, reshard, sum_gradients, take_over, whole
-from corral.workers.backends.tensor_parallel import squared_norm, sum_gradients_of_own_parts
 
 
 class FSDPEngine(MeshEngine):

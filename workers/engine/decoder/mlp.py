@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from corral.workers.engine.linear import LayerTensors, MatrixProduct
+from corral.workers.engine.decoder.linear import LayerTensors, MatrixProduct
 
 Activation = Callable[[Tensor], Tensor]
 """May overwrite its argument."""
