@@ -40,3 +40,5 @@ class WorkerExit(IntEnum):
     """Training gives no finite loss, from the last commit on, too: another try gives the same."""
     CANNOT_CONTINUE = 78
     """What the trial stands on is damaged, or it makes no progress: another try gives the same."""
+    NO_ROOM = 79
+    """A disk is full, or a quota used up: another try succeeds once there is room."""

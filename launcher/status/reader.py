@@ -29,6 +29,7 @@ from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.job_queue import JobQueue, job_if_known
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.clusters import queue_here
+from corral.launcher.files.free_room import why_no_room
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.layout.layout import Layout
 from corral.launcher.status.evidence import Evidence
@@ -148,7 +149,9 @@ class StatusReader:
             failure=_read_failure(directory, view, has_failed=job is not None and job.state == "FAILED"),
             history=view.history(),
             findings=view.findings(),
-            damage=tuple(text for text in (attempt.damage if attempt else "", log_damage) if text),
+            damage=tuple(
+                text for text in (attempt.damage if attempt else "", log_damage, why_no_room(directory.path)) if text
+            ),
         )
 
     def _ask_accounting(self, job_id: str) -> Job | None:

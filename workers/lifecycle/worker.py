@@ -13,13 +13,14 @@ threads of their own, so that both go on while the main thread computes.
 """
 
 import asyncio
+import errno
 import logging
 import signal
 import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeVar
@@ -221,20 +222,28 @@ def run_to_exit_code(worker: Worker) -> WorkerExit:
         if worker.context.stopping.is_set():
             logger.info("%s was interrupted while it stopped:\n%s", worker_id, traceback.format_exc())
             return WorkerExit.DONE
-        if (damage := _damage_in(error)) is not None:
+        causes = list(_causes_of(error))
+        if (damage := next((cause for cause in causes if isinstance(cause, CorruptLogError)), None)) is not None:
             logger.error("%s cannot go on: %s", worker_id, damage)
             return WorkerExit.CANNOT_CONTINUE
         logger.error("%s failed:\n%s", worker_id, traceback.format_exc())
-        return WorkerExit.ERROR
+        return WorkerExit.NO_ROOM if any(map(_is_no_room, causes)) else WorkerExit.ERROR
     logger.info("%s is done", worker_id)
     return WorkerExit.DONE
 
 
-def _damage_in(error: BaseException) -> CorruptLogError | None:
-    """The trial log cannot be read, whichever of a worker's tasks has noticed it."""
+def _causes_of(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, and what groups of them hold: whichever of a worker's tasks noticed it."""
+    yield error
     if isinstance(error, BaseExceptionGroup):
-        return next((damage for inner in error.exceptions if (damage := _damage_in(inner)) is not None), None)
-    return error if isinstance(error, CorruptLogError) else None
+        for inner in error.exceptions:
+            yield from _causes_of(inner)
+    if error.__cause__ is not None:
+        yield from _causes_of(error.__cause__)
+
+
+def _is_no_room(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def flush_output() -> None:

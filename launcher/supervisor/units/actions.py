@@ -69,7 +69,7 @@ class TaskExit:
     @property
     def is_charged(self) -> bool:
         """Whether it counts as a crash of the task."""
-        return self.kind is ExitKind.OWN and self.returncode != WorkerExit.SUPERSEDED
+        return self.kind is ExitKind.OWN and self.returncode not in (WorkerExit.SUPERSEDED, WorkerExit.NO_ROOM)
 
     def __str__(self) -> str:
         if self.kind is not ExitKind.OWN:
@@ -81,6 +81,7 @@ class TaskExit:
             WorkerExit.CANNOT_CONTINUE: " (it cannot go on, and a restart would not help: its log says why)",
             WorkerExit.SUPERSEDED: " (superseded)",
             WorkerExit.GANG_BROKEN: " (its peers failed)",
+            WorkerExit.NO_ROOM: " (a disk is full; it goes on when there is room)",
         }.get(self.returncode, "")
         return f"{self.task} {exit_text(self.returncode)}{meaning}"
 

@@ -1,11 +1,12 @@
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from corral.experiments.trial.journal import Journal, read_journal
+from corral.experiments.trial.journal import Journal, event_line, read_journal
 
 
 def test_events_come_back_in_order_with_their_fields(tmp_path: Path) -> None:
@@ -33,6 +34,14 @@ def test_a_line_torn_at_any_byte_costs_that_event_only(tmp_path: Path) -> None:
         assert [event["event"] for event in read_journal(path)] == ["first"]
         journal.append("after")
         assert [event["event"] for event in read_journal(path)] == ["first", "after"]
+
+
+def test_a_line_that_was_cut_short_alarms_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(event_line("cut")[:-3] + b"\n" + event_line("whole") + b"\n")
+    with caplog.at_level(logging.WARNING):
+        assert [event["event"] for event in read_journal(path)] == ["whole"]
+    assert caplog.text == ""
 
 
 def test_a_line_in_the_middle_that_is_no_event_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

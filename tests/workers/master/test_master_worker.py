@@ -1,6 +1,7 @@
 """How the master ends, and what it does while it looks for the commit to continue."""
 
 import asyncio
+import errno
 import math
 import os
 import threading
@@ -72,6 +73,11 @@ def master(tmp_path: Path) -> MasterWorker:
     return worker
 
 
+def raised_from(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "exit_code"),
     [
@@ -79,6 +85,10 @@ def master(tmp_path: Path) -> MasterWorker:
         (NoValidCheckpointError("none of the 2 commits can be loaded"), WorkerExit.CANNOT_CONTINUE),
         (CorruptLogError("slot 2 is missing"), WorkerExit.CANNOT_CONTINUE),
         (OSError("stale file handle"), WorkerExit.ERROR),
+        (OSError(errno.EIO, "an error of the disk"), WorkerExit.ERROR),
+        (OSError(errno.ENOSPC, "no space left"), WorkerExit.NO_ROOM),
+        (ExceptionGroup("tasks", [ValueError("other"), OSError(errno.EDQUOT, "over quota")]), WorkerExit.NO_ROOM),
+        (raised_from(RuntimeError("weights"), OSError(errno.ENOSPC, "no space left")), WorkerExit.NO_ROOM),
     ],
 )
 def test_the_exit_code_says_whether_a_restart_would_help(

@@ -118,11 +118,12 @@ def test_pauses_double_and_a_healthy_run_gives_the_budget_back() -> None:
     assert pauses == [1.0, 2.0, 1.0, 2.0]
 
 
-def test_a_superseded_worker_is_restarted_without_spending_the_budget() -> None:
+@pytest.mark.parametrize("returncode", [WorkerExit.SUPERSEDED, WorkerExit.NO_ROOM])
+def test_a_worker_whose_end_is_no_crash_is_restarted_without_spending_the_budget(returncode: WorkerExit) -> None:
     machine = started()
     now = 0.0
     for _ in range(10):
-        assert isinstance(machine.exited("master_worker/0", WorkerExit.SUPERSEDED, now)[0], RestartUnit)
+        assert isinstance(machine.exited("master_worker/0", returncode, now)[0], RestartUnit)
         now += 40.0
         assert machine.tick(now) == [StartUnit("master_worker/0")]
 
