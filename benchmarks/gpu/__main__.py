@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu.report import Result, command_line, render  # noqa: E402 - found through the line above
 from benchmarks.gpu.steps import Step, steps  # noqa: E402 - as above
 from benchmarks.training.sizes import SIZES  # noqa: E402 - as above
+from tests.launcher.trials import end_trials  # noqa: E402 - as above
 
 NO_GPU = 2
 
@@ -43,10 +44,13 @@ def main() -> int:
     sizes = options.sizes or (["tiny"] if options.device == "cpu" else ["0.5B"])
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="corral-gpu-") as fileroot:
-        for step in steps(device=options.device, sizes=sizes, visible=visible_gpus(), fileroot=fileroot):
-            if not options.only or step.name in options.only:
-                results.append(run(step))
-                options.report.write_text(render(results, machine=machine))
+        try:
+            for step in steps(device=options.device, sizes=sizes, visible=visible_gpus(), fileroot=fileroot):
+                if not options.only or step.name in options.only:
+                    results.append(run(step))
+                    options.report.write_text(render(results, machine=machine))
+        finally:
+            end_trials(Path(fileroot))  # a trial whose step was late goes on by itself
     print(f"\n{options.report.read_text()}")
     return int(any(result.exit_code != 0 for result in results))
 
