@@ -35,7 +35,7 @@ class RowPart:
     """This rank's tokens of a micro-batch, and how many scores each rank has of it."""
 
     micro_batch: MicroBatch
-    """The S tokens of this rank, with what they predict; `segment_lengths` are those of the whole padded row."""
+    """The S tokens of this rank, with what they predict; its segments are those of the whole padded row."""
     rank: int
     counts: Mapping[KeyLayout, tuple[int, ...]]
     """Scores of each rank, by their layout, without those of padding."""
@@ -79,6 +79,7 @@ def cut_row(micro_batch: MicroBatch, *, rank: int, num_ranks: int, part_multiple
     part = replace(
         micro_batch,
         segment_lengths=micro_batch.segment_lengths + ((padding,) if padding else ()),
+        cu_seqlens=F.pad(micro_batch.cu_seqlens, (0, int(padding > 0)), value=num_tokens + padding),
         input_ids=F.pad(micro_batch.input_ids, (0, padding))[own],
         position_ids=F.pad(micro_batch.position_ids, (0, padding))[own],
         predicting=micro_batch.predicting[shifted] - first,

@@ -133,6 +133,7 @@ def forward_row(model: Any, micro_batch: MicroBatch, **arguments: Any) -> Tensor
         input_ids=micro_batch.input_ids[None],
         position_ids=micro_batch.position_ids[None],
         segment_lengths=micro_batch.segment_lengths,
+        cu_seqlens=micro_batch.cu_seqlens,
         use_cache=False,
         **arguments,
     ).logits

@@ -31,6 +31,8 @@ class MicroBatch:
     """Number of each answer within the sample, counted over all groups; empty for padding."""
     segment_lengths: tuple[int, ...]
     """[n] tokens of each answer."""
+    cu_seqlens: Tensor
+    """[n + 1] int32: where segments begin and end in the row, from 0; all layers read it, on the device."""
     input_ids: Tensor
     """[T] int64."""
     position_ids: Tensor
@@ -116,6 +118,7 @@ def _pack(
     return MicroBatch(
         answers=answers,
         segment_lengths=segment_lengths,
+        cu_seqlens=_sent(torch.tensor([0, *accumulate(segment_lengths)], dtype=torch.int32), device),
         input_ids=_sent(input_ids, device),
         position_ids=_sent(position_ids, device),
         predicting=_sent(predicting, device),

@@ -1,8 +1,11 @@
-"""Causal attention over packed sequences: one scaled-dot-product call per run of neighbouring segments of equal length.
+"""Causal attention over packed sequences, of which none sees another.
 
-On CPU this is what a packed row is fastest with: a block-diagonal mask over the whole row computes, and throws away,
+    a GPU with a kernel for it   the whole row in one call (varlen_attention.py)
+    anywhere else                one scaled-dot-product call per run of neighbouring segments of equal length
+
+On a CPU runs are what a packed row is fastest with: a block-diagonal mask over the whole row computes, and throws away,
 the attention between all pairs of sequences. Micro-batches are packed by length, so that runs are long. The model
-receives `segment_lengths` as a keyword of its forward pass, and transformers hands it through to here.
+receives `segment_lengths` and `cu_seqlens` as keywords of its forward pass, and transformers hands them on to here.
 """
 
 from collections.abc import Sequence
@@ -17,6 +20,7 @@ from transformers import AttentionInterface
 
 from corral.workers.backends.context_parallel import to_heads, to_tokens
 from corral.workers.backends.sharding import layers_of
+from corral.workers.backends.varlen_attention import attend_in_one_call, setting_of, takes_one_call
 
 PACKED_ATTENTION = "corral_packed_sdpa"
 _GROUP = "context_parallel_group"  # of an attention layer
@@ -35,6 +39,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     segment_lengths: Sequence[int],
+    cu_seqlens: Tensor,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -47,9 +52,10 @@ def packed_attention(
         query: [1, heads, T, head_dim]; `key` and `value` may have fewer heads.
         attention_mask: unused; the segments say it all.
         segment_lengths: tokens of each sequence; they add up to T.
+        cu_seqlens: [segments + 1] int32 on the device: where they begin and end.
 
-    Where `share_attention` gave the layer a group, T above is the tokens of this rank, and `segment_lengths` are those
-    of all its ranks: each computes some of the heads, over whole sequences.
+    Where `share_attention` gave the layer a group, T above is the tokens of this rank, and the segments are those of
+    all its ranks: each computes some of the heads, over whole sequences.
 
     Returns:
         ([1, T, heads, head_dim], None).
@@ -57,15 +63,26 @@ def packed_attention(
     group: dist.ProcessGroup | None = getattr(module, _GROUP, None)
     if group is not None:
         query, key, value = to_heads(query, key, value, group)
-    output = _attend(
-        query,
-        key,
-        value,
-        segment_lengths=segment_lengths,
-        scaling=scaling,
-        dropout=dropout,
-        sliding_window=sliding_window,
-    )
+    if takes_one_call(setting_of(query, dropout=dropout, sliding_window=sliding_window)):
+        output = attend_in_one_call(
+            query,
+            key,
+            value,
+            cu_seqlens=cu_seqlens,
+            longest=max(segment_lengths),
+            scaling=scaling,
+            sliding_window=sliding_window,
+        )
+    else:
+        output = attend_by_runs(
+            query,
+            key,
+            value,
+            segment_lengths=segment_lengths,
+            scaling=scaling,
+            dropout=dropout,
+            sliding_window=sliding_window,
+        )
     return output if group is None else to_tokens(output, group), None
 
 
@@ -93,7 +110,7 @@ def share_heads(attention: nn.Module, group: dist.ProcessGroup) -> None:
     setattr(attention, _GROUP, group)
 
 
-def _attend(
+def attend_by_runs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -103,7 +120,7 @@ def _attend(
     dropout: float,
     sliding_window: int | None,
 ) -> Tensor:
-    """[1, heads, T, head_dim] -> [1, T, heads, head_dim]."""
+    """[1, heads, T, head_dim] each, `key` and `value` with perhaps fewer heads -> [1, T, heads, head_dim]."""
     has_grouped_heads = query.shape[1] != key.shape[1]
     runs = [(length, len(list(equal))) for length, equal in groupby(segment_lengths)]
     widths = [length * count for length, count in runs]

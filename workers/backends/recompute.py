@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 from corral.experiments.config.model import Recompute
+from corral.workers.backends.varlen_attention import VARLEN_OPERATION
 
 _KEPT: Final = frozenset(
     {
@@ -37,6 +38,7 @@ _KEPT: Final = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        VARLEN_OPERATION,
     }
 )
 """Products of activations and weights, and attention in one operation. Batched products are not among them: they are

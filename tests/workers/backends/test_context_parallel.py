@@ -1,5 +1,7 @@
 """Rows cut over context-parallel ranks: put together again, the parts say what the whole row said."""
 
+from itertools import accumulate
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +37,10 @@ def test_parts_are_equally_long_and_make_the_row_with_padding_behind_it(answers:
         joined = torch.cat([getattr(part, field) for part in parts])
         assert joined[:num_tokens].equal(getattr(row, field))
         assert not joined[num_tokens:].any() and len(joined) - num_tokens < num_ranks
-    assert {sum(part.segment_lengths) for part in parts} == {num_ranks * parts[0].input_ids.shape[0]}
+    for part in parts:
+        bounds = [0, *accumulate(part.segment_lengths)]
+        assert bounds[-1] == num_ranks * parts[0].input_ids.shape[0]
+        assert part.cu_seqlens.tolist() == bounds and part.cu_seqlens.dtype == torch.int32
 
 
 @given(lengths, st.integers(1, 3), st.integers(1, 4))

@@ -241,7 +241,9 @@ USES: dict[str, Callable[[FSDPEngine, Path], object]] = {
     ),
     "save weights": lambda engine, directory: engine.save_weights(directory / "weights"),
     "save state": lambda engine, directory: engine.state_shard().write(directory / "state"),
-    "evaluate": lambda engine, _: engine.model(input_ids=torch.arange(5)[None], segment_lengths=(5,)).logits.tolist(),
+    "evaluate": lambda engine, _: engine.model(
+        input_ids=torch.arange(5)[None], segment_lengths=(5,), cu_seqlens=torch.tensor([0, 5], dtype=torch.int32)
+    ).logits.tolist(),
     "bring back": lambda engine, _: engine.onload(),
 }
 

@@ -9,7 +9,7 @@ Layers are megatron-core's own modules, whose names and numbers are the same wit
 take positions to go with them; here it is given those of the tokens that a rank has.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,7 +40,9 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
     """What Megatron's rotary embedding is told of the tokens of this rank, and our attention of the whole row."""
 
     segment_lengths: tuple[int, ...] = ()
-    """Of the whole row."""
+    """Of the whole row, as are these:"""
+    cu_seqlens: Tensor = field(kw_only=True)
+    """[segments + 1] int32 on the device; Megatron's own, above, say where a rank's tokens begin and end."""
     routed_experts: Tensor | None = None
     """[tokens of this rank's layers, layers, k]: experts of each token in each layer of the model, or negative."""
 
@@ -56,6 +58,7 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             segment_lengths=micro_batch.segment_lengths,
+            cu_seqlens=micro_batch.cu_seqlens,
         )
 
 
@@ -77,6 +80,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
             value.transpose(0, 1)[None],
             attention_mask,
             segment_lengths=packed_seq_params.segment_lengths,
+            cu_seqlens=packed_seq_params.cu_seqlens,
             scaling=self._scale,
         )
         return attended[0].flatten(1)
