@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import psutil
 
 from corral.experiments.config.rollout import EngineConfig, SglangConfig
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.trial.secrets import Secret
 from corral.experiments.worker_specs import GenerationServerSpec
+from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.sglang import SglangBackend, SglangSettings
 
 _ADDRESS = "127.0.0.1"
@@ -82,8 +84,10 @@ def serving_sglang(model: Path, folder: Path, *, dtype: str, max_running_request
         version="0.0",
         start_timeout_s=_START_TIMEOUT_S,
     )
-    backend = SglangBackend(settings, is_reading=lambda: False)
     with asyncio.Runner() as runner:
+        session = runner.run(_session())
+        client = GenerationServerClient(session, api_key=_KEY, admin_key=_KEY + ", as administrator")
+        backend = SglangBackend(settings, client=client)
         try:
             url = runner.run(backend.start())
             assert backend.pid is not None
@@ -92,3 +96,8 @@ def serving_sglang(model: Path, folder: Path, *, dtype: str, max_running_request
             yield MeasuredSglang(url, scheduler)
         finally:
             runner.run(backend.stop())
+            runner.run(session.close())
+
+
+async def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession()

@@ -1,6 +1,6 @@
 """What new weights cost a generation server, for every transport, beside a plain copy of the same bytes.
 
-    OMP_NUM_THREADS=1 python benchmarks/weight_update.py [--sglang] [--megabytes 14 52 252] [--hot]
+    OMP_NUM_THREADS=1 python benchmarks/weight_update.py [--sglang] [--megabytes 14 52 252] [--hot] [--mode retract]
 
     version in a folder on disk ──transport, worker's code──► a server that answers requests meanwhile
                 └──plain read, plain copy into the host directory──► what the ratios are of
@@ -9,17 +9,19 @@ A random Qwen2 in float32, two versions of it in turns; for `delta` in bfloat16,
 values goes one number up or down in each version; for `lora` with an adapter beside every linear layer. The files of a
 version are dropped from the page cache before each
 reading, as they are on a host that sees a version for the first time; `--hot` leaves them there, which is faster than
-any network. Everything takes turns, and a ratio is the median of the ratios of the rounds.
+any network. All that is compared is done while the server answers the same requests, in turns: plain read and plain
+copy come before the update in one round, and after it in the next. A ratio is the median of the rounds' ratios.
 
     MB         of the whole files of a version
     read       what the host read of the version's folder: by its worker, and by the server where that reads there, too
     raw        a plain copy of the files into the host directory, without looking at them; for `broadcast`, by TCP from
-               the host directory of another host, which is another process here
+               the host directory of another host, which is another process here; for `disk`, the plain read
     staged     copied and verified by the worker, or only verified; the server generates on
     prepared   then read by the embedded engine into memory of its own; it generates on
-    stop       from the order to pause to the answer of the order to go on; beside it as a share of a plain read
-    gap        the longest time without a new token of any request, from the order for the update to two seconds after:
-               the stop, and reading the prefixes of the requests again
+    stop       as the server has it, see `GenerationBackend.swap`; beside it as a share of a plain read
+    gap        the longest time without a new token of any request, from the order for the update to a second after, as
+               seen from outside: the stop, the step before it, and, but for `in_place`, the prefixes read again
+    step       the same over as long without an update: what of the gap is a decode step beside all else
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -46,7 +48,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.utils.logging import disable_progress_bar
 
-from corral.experiments.config.rollout import WeightsConfig
+from corral.experiments.config.rollout import UpdateMode, WeightsConfig
 from corral.workers.checkpoint.durable_file import PIECE_BYTES
 from corral.workers.checkpoint.file_delta import DELTA_SUFFIX
 from corral.workers.checkpoint.manifest import SealedDirectory
@@ -69,8 +71,8 @@ VOCAB_SIZE = 1024
 CHANGED_SHARES = (0.01, 0.03)  # of the values, from one version to the next
 ADAPTER_RANK = 8
 NUM_REQUESTS = 4
-NUM_NEW_TOKENS = 2000
-SETTLE_S = 2.0
+NUM_NEW_TOKENS = 4000  # more than come while all is measured
+SETTLE_S = 1.0
 _POLL_S = 0.002
 TRANSPORTS: tuple[str, ...] = get_args(WeightsConfig.model_fields["transport"].annotation)
 
@@ -108,6 +110,7 @@ class Update:
     prepared_s: float
     stopped_s: float
     gap_s: float
+    step_s: float
 
 
 def make_model(directory: Path, *, megabytes: int, seed: int) -> Path:
@@ -201,6 +204,12 @@ class Tokens:
     longest_gap_s: float = 0.0
     num_seen: int = 0
 
+    def longest_gap_in(self, seconds: float) -> float:
+        """From the last time this was asked to as many seconds from now; and begins anew."""
+        time.sleep(seconds)
+        longest_gap_s, self.longest_gap_s = self.longest_gap_s, 0.0
+        return longest_gap_s
+
     def watch_counter(self) -> None:
         """Of the embedded engine."""
         seen, since = -1, time.perf_counter()
@@ -232,46 +241,70 @@ class Tokens:
         self.longest_gap_s = max(self.longest_gap_s, gap_s)
 
 
-def update(
-    served: Served, version: Version, *, tag: str, is_hot: bool, host_directory: Path, other: AnotherHost | None
-) -> Update:
-    """One update, with requests under way, after a plain read and a plain copy of the same version.
+@contextmanager
+def watched(served: Served) -> Iterator[Tokens]:
+    """Count while the block runs."""
+    tokens = Tokens(served, threading.Event())
+    is_embedded = isinstance(served.backend, EmbeddedBackend)
+    watcher = threading.Thread(target=tokens.watch_counter if is_embedded else tokens.watch_stream)
+    watcher.start()
+    try:
+        yield tokens
+    finally:
+        tokens.is_over.set()
+        watcher.join(DEADLINE_S)
 
-    Args:
-        other: a host that gives the version, which is not read from the disk then.
-    """
 
-    def cold(run: Callable[[], float]) -> float:
-        if not is_hot:
-            drop_from_page_cache(version.directory)
-        return run()
+@dataclass(frozen=True)
+class Plain:
+    """What takes the same way without being looked at."""
 
-    raw_read_s = cold(lambda: plain_read(version.files))
-    into = host_directory / f"raw-copy-{os.getpid()}"
-    if other is None:
-        raw_copy_s = cold(lambda: plain_copy(version.files, into))
-    else:
+    version: Version
+    is_hot: bool
+    into: Path
+    """A folder that is not there yet, in the host directory."""
+    other: AnotherHost | None
+    is_copied: bool
+    """Whether a host that stages the version has a copy of its own then."""
+
+    def seconds(self) -> tuple[float, float]:
+        """Of reading it, and of reading and copying it to where the servers of a host find it."""
+        self.cool()
+        read_s = plain_read(self.version.files)
+        if not self.is_copied:
+            return read_s, read_s
+        if self.other is not None:
+            names = [path.name for path in self.version.files]
+            return read_s, self.other.plain_copy(names, self.version.sealed, self.into)
+        self.cool()
+        return read_s, plain_copy(self.version.files, self.into)
+
+    def cool(self) -> None:
+        """Have the next reading go to the disk."""
+        if not self.is_hot:
+            drop_from_page_cache(self.version.directory)
+
+
+def update(served: Served, plain: Plain, *, tag: str, is_plain_first: bool) -> Update:
+    """One update, with requests under way."""
+    version, other = plain.version, plain.other
+    if other is not None:
         other.stage(version.sealed)
-        raw_copy_s = other.plain_copy([path.name for path in version.files], version.sealed, into)
     running = [
         served.client.start([1, 2, 3, number], max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
         for number in range(NUM_REQUESTS)
     ]
     wait_until(lambda: served.client.metric("num_running_reqs") >= NUM_REQUESTS, "the requests to run")
-    tokens = Tokens(served, threading.Event())
-    is_embedded = isinstance(served.backend, EmbeddedBackend)
-    watcher = threading.Thread(target=tokens.watch_counter if is_embedded else tokens.watch_stream)
-    watcher.start()
-    wait_until(lambda: tokens.num_seen > 1, "the first tokens")
-    tokens.longest_gap_s = 0.0
-    if not is_hot:
-        drop_from_page_cache(version.directory)
-    sources = [other.control] if other is not None else []
-    served.bring_to(tag, version.directory, digest=version.sealed.digest, sources=sources)
-    time.sleep(SETTLE_S)  # the prefixes of the requests are read again
-    tokens.is_over.set()
+    seconds = plain.seconds() if is_plain_first else None
+    plain.cool()
+    with watched(served) as tokens:
+        wait_until(lambda: tokens.num_seen > 1, "the first tokens")
+        step_s = tokens.longest_gap_in(SETTLE_S)
+        served.bring_to(tag, version.directory, digest=version.sealed.digest, sources=[other.control] if other else [])
+        gap_s = tokens.longest_gap_in(SETTLE_S)  # the prefixes of the requests are read again
+    read_s, copy_s = seconds or plain.seconds()
+    assert served.client.metric("num_running_reqs") >= NUM_REQUESTS, "the requests ended before all was measured"
     served.client.order("/abort_request", abort_all=True)
-    watcher.join(DEADLINE_S)
     for request in running:
         request.result(DEADLINE_S)
     last = served.updates.last
@@ -279,36 +312,38 @@ def update(
     reads_there = served.client.get("/get_model_info")["model_path"] == str(version.directory)
     return Update(
         read_bytes=last.bytes_read + (version.size_bytes if reads_there else 0),
-        raw_copy_s=raw_copy_s,
-        raw_read_s=raw_read_s,
+        raw_copy_s=copy_s,
+        raw_read_s=read_s,
         staged_s=last.staged_s,
         prepared_s=last.prepared_s,
         stopped_s=last.stopped_s,
-        gap_s=tokens.longest_gap_s,
+        gap_s=gap_s,
+        step_s=step_s,
     )
 
 
 def measure(kind: str, transport: str, name: str, versions: list[Version], arguments: argparse.Namespace) -> str:
     """One line of the table; the first update warms up, and brings the version that a delta leads from."""
-    config = WeightsConfig.model_validate({"transport": transport, "host_directory": arguments.host_directory})
+    directory: Path = arguments.host_directory
+    config = WeightsConfig.model_validate(
+        {"transport": transport, "host_directory": directory, "update_mode": arguments.mode}
+    )
     updates = []
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         other = None
         if transport == "broadcast":
-            other = stack.enter_context(another_host(arguments.host_directory, versions[0].sealed))
+            other = stack.enter_context(another_host(directory, versions[0].sealed))
         with serving(kind, versions[0].directory, Path(folder), transport_config=config) as served:
             for number in range(1, arguments.rounds + 2):
-                version = versions[number % len(versions)]
-                one = update(
-                    served,
-                    version,
-                    tag=f"0.{number}",
+                plain = Plain(
+                    versions[number % len(versions)],
                     is_hot=arguments.hot,
-                    host_directory=arguments.host_directory,
+                    into=directory / f"raw-copy-{os.getpid()}",
                     other=other,
+                    is_copied=transport != "disk",
                 )
-                updates.append(one)
+                updates.append(update(served, plain, tag=f"0.{number}", is_plain_first=number % 2 == 0))
 
     def median(value: Callable[[Update], float]) -> float:
         return statistics.median(value(one) for one in updates[1:])
@@ -320,7 +355,7 @@ def measure(kind: str, transport: str, name: str, versions: list[Version], argum
         f"{median(lambda u: u.staged_s / u.raw_copy_s):6.2f} {median(lambda u: u.prepared_s):8.3f} | "
         f"{median(lambda u: u.raw_read_s):7.3f} "
         f"{median(lambda u: u.stopped_s):7.3f} {median(lambda u: u.stopped_s / u.raw_read_s):6.1%} | "
-        f"{median(lambda u: u.gap_s):7.3f}"
+        f"{median(lambda u: u.gap_s):7.3f} {median(lambda u: u.step_s):7.3f}"
     )
 
 
@@ -329,6 +364,7 @@ def main() -> None:
     parser.add_argument("--sglang", action="store_true", help="a real server of SGLang instead of the embedded engine")
     parser.add_argument("--megabytes", type=int, nargs="+", choices=sorted(SHAPES), default=sorted(SHAPES))
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
+    parser.add_argument("--mode", choices=get_args(UpdateMode), default="retract", help="as weights.update_mode")
     parser.add_argument("--rounds", type=int, default=5, help="updates that count, for each line")
     parser.add_argument("--hot", action="store_true", help="leave the files in the page cache")
     parser.add_argument("--folder", type=Path, default=None, help="on the file system that versions are read from")
@@ -336,9 +372,10 @@ def main() -> None:
     arguments = parser.parse_args()
     disable_progress_bar()
     kind = "sglang" if arguments.sglang else "hf"
-    print(f"{kind}, {NUM_REQUESTS} requests under way, median of {arguments.rounds} updates; seconds")
+    print(f"{kind}, {arguments.mode}, {NUM_REQUESTS} requests under way, median of {arguments.rounds} updates; seconds")
     print(
-        "    MB | transport     | read MB   of MB |     raw  staged  ratio prepared |    read    stop  share |     gap"
+        "    MB | transport     | read MB   of MB |     raw  staged  ratio prepared "
+        "|    read    stop  share |     gap    step"
     )
     for megabytes in arguments.megabytes:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:

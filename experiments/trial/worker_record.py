@@ -28,7 +28,8 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
     prepared_s: float
     """How long the embedded engine then read them into its own memory, while it generated."""
     stopped_s: float
-    """How long the server stood still."""
+    """How long the server stood still: the embedded engine, as long as the change kept it from its next step; SGLang,
+    from the order to pause to the answer of the order to go on."""
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):

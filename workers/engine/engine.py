@@ -9,19 +9,18 @@ Each token carries the version tag of the weights that made it.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import copy
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from corral.workers.engine.answer_text import text_decoder
 from corral.workers.engine.batch import ContinuousBatch, PauseMode, generate_greedily
+from corral.workers.engine.checksums import Checksums
 from corral.workers.engine.decoder.decoder import Decoder, Quantization, UnsupportedModelError, check_supported
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
 from corral.workers.engine.sampling.sampling import SamplingParams
@@ -40,7 +39,6 @@ __all__ = [
     "generate_greedily",
 ]
 
-_HASH_THREADS: Final = 2  # no answer is made meanwhile; two large tensors are what is asked for after an update
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -51,6 +49,7 @@ class StagedModel:
     directory: Path
     model: nn.Module
     decoder: Decoder
+    checksums: Checksums
 
 
 class GenerationEngine(ContinuousBatch):
@@ -97,6 +96,8 @@ class GenerationEngine(ContinuousBatch):
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         self.model_directory = Path(model_directory)
         self._model, eos_token_ids = load_model(self.model_directory, dtype=DTYPES[dtype], device=device)
+        self.checksums = Checksums(self._model)
+        """Of the live weights."""
         self._layout = WeightLayout.of(self._model)
         self._quantization = quantization
         has_tokenizer = (self.model_directory / "tokenizer.json").is_file()
@@ -125,28 +126,20 @@ class GenerationEngine(ContinuousBatch):
         model = model_with(stage_weights(directory, self._layout), self._model)
         decoder = Decoder(model, quantization=self._quantization)
         decoder.pack_weights()
-        return StagedModel(directory, model, decoder)
+        return StagedModel(directory, model, decoder, Checksums(model))
 
-    def apply_weights(self, staged: StagedModel, *, version: str) -> None:
-        """Change over to staged weights, without a copy; the next token is made by them, whatever the cache holds."""
-        self._model = staged.model
+    def apply_weights(self, staged: StagedModel, *, version: str) -> StagedModel:
+        """Change over to staged weights, without a copy; the next token is made by them, whatever the cache holds.
+
+        Returns:
+            The weights of before: giving back their memory takes time, and is left to whoever drops them.
+        """
+        before = StagedModel(self.model_directory, self._model, copy.copy(self._decoder), self.checksums)
+        self._model, self.checksums = staged.model, staged.checksums
         self._decoder.adopt(staged.decoder)
         self.model_directory = staged.directory
         self.version = version
-
-    def checksums(self, skipped: Sequence[str]) -> dict[str, str]:
-        """SHA-256 of the bytes of each live parameter, its first 8 bytes, as SGLang's /weights_checker has them.
-
-        Args:
-            skipped: parameters whose names contain one of these are left out.
-        """
-        asked = {
-            name: parameter
-            for name, parameter in self._model.named_parameters()
-            if not any(part in name for part in skipped)
-        }
-        with ThreadPoolExecutor(_HASH_THREADS) as pool:
-            return dict(zip(asked, pool.map(_checksum, asked.values()), strict=True))
+        return before
 
     def update_weights(self, directory: Path, *, version: str) -> None:
         """Stage and apply in one go.
@@ -155,11 +148,6 @@ class GenerationEngine(ContinuousBatch):
             WeightsRejectedError: the old weights and version are still in place.
         """
         self.apply_weights(self.stage_weights(directory), version=version)
-
-
-def _checksum(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(data.data).digest()[:8].hex()
 
 
 def load_model(directory: Path, *, dtype: torch.dtype, device: str) -> tuple[nn.Module, frozenset[int]]:

@@ -5,7 +5,8 @@
 
 Only this thread touches the engine, so a command takes effect between two decode steps, in the order in which it
 came. A weight update without a pause drains first: the requests before it end on the old weights, later ones wait for
-the new. An exception in a step ends the loop for good: every future gets it, and `failure` says so to whoever asks.
+the new. A change-over is a pause, an update, a look at what it did, and the end of the pause, as one command. An
+exception in a step ends the loop for good: every future gets it, and `failure` says so to whoever asks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -43,6 +44,17 @@ class UpdateResult:
     """Whether a flush was asked for but running requests go on with keys and values of the old weights."""
     num_in_flight: int
     """Requests running or queued when the weights changed."""
+    replaced: StagedModel
+    """The weights of before, whose memory is given back when this is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeOver:
+    """What a change-over did."""
+
+    update: UpdateResult
+    stopped_s: float
+    """How long it kept the engine from its next step. A step that was under way when it was ordered has made tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +175,6 @@ class EngineLoop:
     def flush_cache(self) -> Future[bool]:
         return self._call(self.engine.flush_cache)
 
-    def checksums(self, skipped: Sequence[str]) -> Future[dict[str, str]]:
-        """Of the live weights, see `GenerationEngine.checksums`."""
-        return self._call(lambda: self.engine.checksums(skipped))
-
     def update(
         self, staged: StagedModel, *, version: str, flush_cache: bool, abort_all_requests: bool
     ) -> Future[UpdateResult]:
@@ -174,6 +182,22 @@ class EngineLoop:
         future: Future[UpdateResult] = Future()
         pending = _PendingUpdate(staged, version, flush_cache, future)
         self._post(lambda: self._begin_update(pending, abort_all_requests=abort_all_requests), future)
+        return future
+
+    def change_over(
+        self, staged: StagedModel, *, version: str, mode: PauseMode, check: Callable[[], None]
+    ) -> Future[ChangeOver]:
+        """Apply staged weights between two decode steps; requests under way go on, or end, as the mode has it.
+
+        Guarantee: no token is made by the new weights before `check` has returned. What it raises goes to the caller,
+        and ends all requests with the tokens that they have.
+
+        Args:
+            check: looks at the engine, in its thread, while it stands still; has to be quick.
+        """
+        future: Future[ChangeOver] = Future()
+        pending = _PendingUpdate(staged, version, mode is not PauseMode.IN_PLACE, Future())
+        self._post(lambda: self._change_over(pending, mode, check, future), future)
         return future
 
     def cancel_update(self, update: Future[UpdateResult]) -> Future[bool]:
@@ -271,16 +295,32 @@ class EngineLoop:
         self._updates.append(pending)
         self.engine.begin_drain()
 
+    def _change_over(
+        self, pending: _PendingUpdate, mode: PauseMode, check: Callable[[], None], future: Future[ChangeOver]
+    ) -> None:
+        began = time.monotonic()
+        self._deliver(self.engine.pause(mode))
+        self._begin_update(pending, abort_all_requests=False)
+        self._apply_due_updates()
+        try:
+            check()
+        except Exception as refusal:  # whatever it is, it says that the weights are not those of the version
+            self._deliver(self.engine.abort(None))
+            future.set_exception(refusal)
+        self.engine.resume()
+        if not future.done():
+            future.set_result(ChangeOver(pending.future.result(), stopped_s=time.monotonic() - began))
+
     def _apply_due_updates(self) -> None:
         if not self._updates or not (self.engine.is_paused or self.engine.is_drained):
             return
         while self._updates:
             pending = self._updates[0]
             num_in_flight = self.engine.num_running + self.engine.num_queued
-            self.engine.apply_weights(pending.staged, version=pending.version)
+            replaced = self.engine.apply_weights(pending.staged, version=pending.version)
             is_stale = pending.flush_cache and not self.engine.flush_cache()
             self._updates.popleft()
-            pending.future.set_result(UpdateResult(is_cache_stale=is_stale, num_in_flight=num_in_flight))
+            pending.future.set_result(UpdateResult(is_stale, num_in_flight, replaced))
         self.engine.end_drain()
 
     def _drop_update(self, update: Future[UpdateResult]) -> bool:

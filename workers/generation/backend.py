@@ -1,17 +1,37 @@
 """GenerationBackend: what a generation server needs of whatever makes its tokens.
 
 start ──► url ──► rollout workers and the manager speak SGLang's HTTP API to it ──► stop
-            └──► progress (heartbeats), wait_ended (what it died of), prepare (before an update)
+            ├──► progress (heartbeats), wait_ended (what it died of)
+            └──► prepare (new weights, it generates on) ──► swap (it stands still, as shortly as it can)
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from corral.experiments.config.rollout import UpdateMode
 from corral.workers.engine.progress import Progress
+from corral.workers.generation.weight_proof import WeightProof
 
 
 class BackendLostError(RuntimeError):
     """The server died, or hangs; a new start may serve again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewWeights:
+    """What a server is to take over."""
+
+    version: str
+    """Its tag."""
+    directory: Path
+    """Where its files are, which were prepared."""
+    mode: UpdateMode
+    """What becomes of the requests under way."""
+    timeout_s: float
+    """Longest time that reading them may take, where that is done while the server stands still."""
+    proof: WeightProof
+    """Expects them."""
 
 
 class GenerationBackend(Protocol):
@@ -36,6 +56,20 @@ class GenerationBackend(Protocol):
 
         Raises:
             ServerError: the weights cannot be used; those that it has serve on.
+        """
+
+    async def swap(self, new: NewWeights) -> float:
+        """Stop, change over, have the proof look, go on.
+
+        Guarantee: no token carries the new version that a server made which was found not to hold it: its requests end
+        with the tokens that they had.
+
+        Returns:
+            Seconds that it stood still.
+
+        Raises:
+            StaleServerError: it says that it has taken over the weights, and has not.
+            ServerError: it refused them, or did not answer; it goes on with what it has.
         """
 
     async def wait_ended(self) -> None:

@@ -3,24 +3,24 @@
 GenerationServerSpec.backend ──► "hf": EmbeddedBackend      "sglang": SglangBackend
 """
 
-from collections.abc import Callable
 from functools import partial
 
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.generation.backend import GenerationBackend
+from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.lifecycle.worker import WorkerContext
 
 
 def make_backend(
-    spec: GenerationServerSpec, context: WorkerContext, *, is_reading: Callable[[], bool]
+    spec: GenerationServerSpec, context: WorkerContext, *, client: GenerationServerClient
 ) -> GenerationBackend:
     """
     Args:
-        is_reading: whether the server reads weights at the moment.
+        client: by which a server in another process is told to take over weights.
     """
     seed = context.plan.seed * 1009 + spec.index
     if spec.backend == "sglang":
-        return _sglang(spec, context, seed=seed, is_reading=is_reading)
+        return _sglang(spec, context, seed=seed, client=client)
     return _embedded(spec, context, seed=seed)
 
 
@@ -36,7 +36,7 @@ def _embedded(spec: GenerationServerSpec, context: WorkerContext, *, seed: int) 
 
 
 def _sglang(
-    spec: GenerationServerSpec, context: WorkerContext, *, seed: int, is_reading: Callable[[], bool]
+    spec: GenerationServerSpec, context: WorkerContext, *, seed: int, client: GenerationServerClient
 ) -> GenerationBackend:
     from corral.workers.generation.sglang import SglangBackend, SglangSettings
 
@@ -51,4 +51,4 @@ def _sglang(
         version=spec.initial_version,
         start_timeout_s=context.plan.supervision.setup_timeout_s,
     )
-    return SglangBackend(settings, is_reading=is_reading)
+    return SglangBackend(settings, client=client)

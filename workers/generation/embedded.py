@@ -1,7 +1,7 @@
 """EmbeddedBackend: the embedded engine, served from the worker's own process.
 
 initial weights ──► GenerationEngine (its own thread) ──► EngineServer (HTTP, keys)
-new weights ──prepare: read and built beside the old ones──► /update_weights_from_disk only changes over
+new weights ──prepare: read and built beside the old ones──► swap: one command between two decode steps
 """
 
 from collections.abc import Callable
@@ -11,10 +11,12 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.workers.engine.engine import GenerationEngine
+from corral.workers.engine.engine import GenerationEngine, PauseMode
 from corral.workers.engine.http.api import EngineServer
+from corral.workers.engine.loop import EngineStoppedError
 from corral.workers.engine.progress import Progress
 from corral.workers.engine.weights import WeightsRejectedError
+from corral.workers.generation.backend import NewWeights
 from corral.workers.generation.http_calls import ServerError
 
 
@@ -71,6 +73,26 @@ class EmbeddedBackend:
             await self._server.prepare_weights(weights)
         except WeightsRejectedError as error:
             raise ServerError(str(error)) from error
+
+    async def swap(self, new: NewWeights) -> float:
+        """See `GenerationBackend.swap`; seconds are those that the engine was kept from its next step, by itself.
+
+        What the proof looks at is hashed before, and so are the very tensors that are taken over: see `Checksums`.
+        """
+        assert self._server is not None
+        proof = new.proof
+        try:
+            return await self._server.change_over(
+                new.directory,
+                version=new.version,
+                mode=PauseMode(new.mode),
+                looked_at=proof.looked_at,
+                check=lambda held: proof.check([held]),
+            )
+        except (WeightsRejectedError, EngineStoppedError) as error:
+            raise ServerError(str(error)) from error
+        except TimeoutError as error:
+            raise ServerError(f"a decode step of {self._address} did not end before it had to change over") from error
 
     async def wait_ended(self) -> None:
         """Until the engine thread ends; raises what ended it."""

@@ -57,12 +57,9 @@ class GenerationServer(Worker):
         )
         async with aiohttp.ClientSession() as session:
             with closing(transport):
-                updates = WeightUpdates(
-                    GenerationServerClient(session, api_key=api_key, admin_key=admin_key),
-                    transport,
-                    mode=self._spec.weights.update_mode,
-                )
-                backend = self._backend = make_backend(self._spec, self.context, is_reading=updates.is_reading)
+                client = GenerationServerClient(session, api_key=api_key, admin_key=admin_key)
+                updates = WeightUpdates(client, transport, mode=self._spec.weights.update_mode)
+                backend = self._backend = make_backend(self._spec, self.context, client=client)
                 control = ControlServer(updates, admin_key=admin_key, address=self.context.address)
                 try:
                     await self._keep_serving(backend, updates, await control.start())

@@ -5,8 +5,8 @@
 
 `retract` and `abort` leave no running request, and `load` has the cache flushed. `in_place` leaves them their keys and
 values, and the cache is not flushed: a server that was asked to would refuse, after the weights have changed.
-The embedded engine and SGLang are spoken to alike. The version is what `/get_model_info` says: SGLang's server info
-keeps the one that it was started with.
+So SGLang is told to take over weights; what is only asked for is asked of the embedded engine, too. The version is what
+`/get_model_info` says: SGLang's server info keeps the one that it was started with.
 """
 
 from collections.abc import AsyncIterator, Sequence

@@ -1,6 +1,7 @@
 """SglangBackend: a supervised server of SGLang, in its own interpreter.
 
     start ──► sglang.launch_server ──/ready──► url
+    swap ──► pause ──► it reads the weights ──► fingerprints ──► continue
     wait_ended: every second, does the process live, does its scheduler answer?
                     │ died: BackendLostError      │ silent for probe_timeout_s, and reads no weights: likewise
     restarted by whoever runs the backend: stop, start
@@ -14,7 +15,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,9 @@ from corral.experiments.trial.directory import write_new_file
 from corral.experiments.trial.secrets import Secret, SecretFilter
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.engine.progress import Progress
-from corral.workers.generation.backend import BackendLostError
+from corral.workers.generation.backend import BackendLostError, NewWeights
 from corral.workers.generation.http_calls import ServerError, get_json, get_text
+from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.sglang_command import (
     check_gpus,
     has_gpu,
@@ -34,6 +35,7 @@ from corral.workers.generation.sglang_command import (
     sglang_environment,
 )
 from corral.workers.generation.sglang_process import SglangProcess
+from corral.workers.generation.weight_proof import StaleServerError
 from corral.workers.lifecycle.worker import BadConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -66,13 +68,18 @@ class SglangSettings:
 class SglangBackend:
     """Starts, watches and ends one SGLang server."""
 
-    def __init__(self, settings: SglangSettings, *, is_reading: Callable[[], bool]) -> None:
+    def __init__(self, settings: SglangSettings, *, client: GenerationServerClient) -> None:
         """
         Args:
-            is_reading: whether it reads weights at the moment; its scheduler answers nothing meanwhile.
+            client: by which it is told to take over weights.
         """
         self._settings = settings
-        self._is_reading = is_reading
+        self._client = client
+        self._is_reading = False
+        """Whether it reads weights at the moment: its scheduler answers nothing meanwhile, however long that takes.
+
+        Not during the pause before and after, so that a server that hangs is noticed while it is asked for those.
+        """
         self._process: SglangProcess | None = None
         self._url = ""
         self._progress = Progress(running=0, queued=0, tokens_generated=0, version="")
@@ -110,6 +117,28 @@ class SglangBackend:
     async def prepare(self, weights: Path) -> None:
         """Nothing: SGLang reads and changes its weights in one go."""
 
+    async def swap(self, new: NewWeights) -> float:
+        """See `GenerationBackend.swap`; the seconds are from the order to pause to the answer of that to go on."""
+        ordered = time.monotonic()
+        async with self._client.paused(self._url, new.mode):
+            self._is_reading = True
+            try:
+                await self._client.load(
+                    self._url,
+                    version=new.version,
+                    weights=new.directory,
+                    flush_cache=new.mode != "in_place",
+                    timeout_s=new.timeout_s,
+                )
+            finally:
+                self._is_reading = False
+            try:
+                await new.proof.ask()
+            except StaleServerError:
+                await self._client.give_up_requests(self._url)
+                raise
+        return time.monotonic() - ordered
+
     async def wait_ended(self) -> None:
         """Watch the server; returns never.
 
@@ -126,7 +155,7 @@ class SglangBackend:
                     heard_at = time.monotonic()
                 except ServerError as error:
                     silent_s = time.monotonic() - heard_at
-                    if self._is_reading():
+                    if self._is_reading:
                         heard_at = time.monotonic()
                     elif silent_s > self._settings.spec.sglang.probe_timeout_s:
                         raise BackendLostError(f"SGLang at {self._url} hangs: {silent_s:.0f} s of {error}") from error

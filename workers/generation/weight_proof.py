@@ -1,6 +1,6 @@
 """WeightProof: whether one server holds the weights that it was brought to, asked of the server itself.
 
-    expect(directory), it generates on ──► update ──► check, it stands still ──► holds them
+    expect(directory), it generates on ──► update ──► check what it holds, it stands still ──► holds them
                                                         └──► StaleServerError: it said so, and does not
 
 A server that cannot be asked (a model with other names, an engine that answers no /weights_checker) is believed, and
@@ -49,20 +49,35 @@ class WeightProof:
                 self._held = await self._client.fingerprints(self._url, skipped=expected.skipped)
                 self._probe = await asyncio.to_thread(Probe.of, directory)
         except (OSError, ValueError, KeyError, ServerError) as error:
-            self._tell(error)
+            self._believe(error)
             return
         self._next = expected
 
-    async def check(self) -> None:
-        """StaleServerError unless it holds them."""
-        before, self._probe = self._probe, None
-        if self._next is None or before is None:
+    @property
+    def looked_at(self) -> Sequence[str]:
+        """The tensors whose fingerprints show it; none where it is believed."""
+        return list(self._next.fingerprints) if self._next is not None else []
+
+    async def ask(self) -> None:
+        """Ask the server, and `check` what it says."""
+        if self._next is None:
             return
         try:
             held = await self._client.fingerprints(self._url, skipped=self._next.skipped)
         except ServerError as error:
-            self._tell(error)
+            self._believe(error)
             return
+        self.check(held)
+
+    def check(self, held: Sequence[Fingerprints]) -> None:
+        """StaleServerError unless it holds what is expected; any thread may call it while nothing else is done here.
+
+        Args:
+            held: what each rank says of itself after the update.
+        """
+        if self._next is None or self._probe is None:
+            return
+        before = self._probe
         state, stale = compare(
             files_before=before.comparable_with(self._next),
             files=self._next.fingerprints,
@@ -70,7 +85,6 @@ class WeightProof:
             held=held,
         )
         if state is Held.STALE:
-            self._probe = before
             raise StaleServerError(
                 f"{self._url} says that it has taken over new weights, and holds others in {', '.join(stale)}; its "
                 "requests are given up, and it is brought to them once more"
@@ -83,7 +97,8 @@ class WeightProof:
             )
         self._probe, self._held = self._next, held
 
-    def _tell(self, reason: Exception) -> None:
+    def _believe(self, reason: Exception) -> None:
+        self._probe = None
         if not self._was_told:
             self._was_told = True
             logger.warning("what %s holds after an update is not looked at, but believed: %s", self._url, reason)

@@ -1,8 +1,8 @@
 """WeightUpdates: one server takes over new weights, staged and verified while it generates.
 
-    bring_to(version, weights, digest) ──► stage ──► prepare ──► pause ──► swap ──► proof ──► continue
-                                             │   it generates on │ and stands still   │
-                                             │                                        `──► StaleServerError
+    bring_to(version, weights, digest) ──► stage ──► prepare ──► swap, with the proof: the backend's
+                                             │   it generates on │ and stands still
+                                             │                   `──► StaleServerError
                                              `──► WeightsTornError: nothing was changed
 
 One update at a time, so that an older version never overtakes a newer one. The trainer waits for none of this. Where
@@ -19,7 +19,7 @@ from pathlib import Path
 from corral.experiments.config.rollout import UpdateMode
 from corral.experiments.trial.worker_record import WeightUpdate
 from corral.workers.checkpoint.manifest import CorruptCheckpointError
-from corral.workers.generation.backend import GenerationBackend
+from corral.workers.generation.backend import GenerationBackend, NewWeights
 from corral.workers.generation.http_calls import ServerError
 from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.weight_proof import StaleServerError, WeightProof
@@ -41,7 +41,6 @@ class WeightUpdates:
         self._transport = transport
         self._mode = mode
         self._lock = asyncio.Lock()
-        self._is_reading = False
         self._serving: tuple[GenerationBackend, str, WeightProof] | None = None
         self._is_doubted = False
         """Whether the server does not hold what it says it holds."""
@@ -67,13 +66,6 @@ class WeightUpdates:
     def ended(self) -> None:
         """There is no server to update, until `serves` names one."""
         self._serving = None
-
-    def is_reading(self) -> bool:
-        """Whether the server stands still to read weights; it may answer nothing else meanwhile, however long it takes.
-
-        Not during the pause before and after, so that a server that hangs is noticed while it is asked for those.
-        """
-        return self._is_reading
 
     async def stage(
         self, *, version: str, weights: Path, digest: str | None, timeout_s: float, sources: Sequence[str]
@@ -121,9 +113,9 @@ class WeightUpdates:
             was_staged = time.monotonic()
             await backend.prepare(staged.path)
             await proof.expect(staged.path)
-            was_prepared = time.monotonic()
-            await self._swap(url, version, staged.path, timeout_s, proof)
-            went_on = time.monotonic()
+            new = NewWeights(version=version, directory=staged.path, mode=self._mode, timeout_s=timeout_s, proof=proof)
+            stopped_s = await self._swap(backend, new)
+            has_changed = time.monotonic()
             if (held := await self._client.version(url)) != version:
                 raise ServerError(f"{url} holds version {held!r} after an update to {version!r}")
             self._staged_before = None
@@ -132,8 +124,8 @@ class WeightUpdates:
                 bytes_read=staged.bytes_read,
                 bytes_received=staged.bytes_received,
                 staged_s=staged.seconds,
-                prepared_s=was_prepared - was_staged,
-                stopped_s=went_on - was_prepared,
+                prepared_s=has_changed - was_staged - stopped_s,
+                stopped_s=stopped_s,
             )
             logger.info(
                 "holds version %s: read %d bytes, received %d from other hosts, staged in %.3f s, prepared in %.3f s, "
@@ -158,21 +150,11 @@ class WeightUpdates:
         except StagingError as error:
             raise ServerError(str(error)) from error
 
-    async def _swap(self, url: str, version: str, weights: Path, timeout_s: float, proof: WeightProof) -> None:
-        """Guarantee: no token carries `version` that a server made which was found not to hold it."""
-        is_flushed = self._mode != "in_place"
-        async with self._client.paused(url, self._mode):
-            self._is_reading = True
-            try:
-                await self._client.load(
-                    url, version=version, weights=weights, flush_cache=is_flushed, timeout_s=timeout_s
-                )
-            finally:
-                self._is_reading = False
-            try:
-                await proof.check()
-            except StaleServerError:
-                self._is_doubted = True
-                await self._client.give_up_requests(url)
-                raise
-            self._is_doubted = False
+    async def _swap(self, backend: GenerationBackend, new: NewWeights) -> float:
+        try:
+            stopped_s = await backend.swap(new)
+        except StaleServerError:
+            self._is_doubted = True
+            raise
+        self._is_doubted = False
+        return stopped_s

@@ -1,6 +1,8 @@
 """The engine's thread: commands take effect in their order, and everyone who waits is answered."""
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,14 @@ def update(loop: EngineLoop, directory: Path, version: str, **options: Any) -> A
     return loop.update(staged, version=version, **options)
 
 
+def start_running(loop: EngineLoop, name: str) -> Future[RequestOutput]:
+    """A long request that has made a token."""
+    has_begun = threading.Event()
+    future = loop.submit(request(name, max_new_tokens=4000), listener=lambda output: has_begun.set())
+    assert has_begun.wait(DEADLINE_S)
+    return future
+
+
 def test_an_update_divides_requests_into_those_before_and_those_after(
     loop: EngineLoop, directories: list[Path]
 ) -> None:
@@ -83,6 +93,53 @@ def test_an_update_given_up_changes_nothing_and_frees_the_held_requests(
         updating.result(DEADLINE_S)
     assert versions(held.result(DEADLINE_S)) == ["1.0"]
     assert not loop.cancel_update(updating).result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+def test_a_change_over_is_checked_before_the_new_weights_make_a_token(
+    loop: EngineLoop, directories: list[Path], mode: PauseMode
+) -> None:
+    running = start_running(loop, "running")
+    steps: list[int] = []
+
+    def check() -> None:
+        steps.append(loop.engine.steps)
+        assert loop.engine.version == "1.1" and loop.engine.is_paused
+
+    staged = loop.engine.stage_weights(directories[1])
+    done = loop.change_over(staged, version="1.1", mode=mode, check=check).result(DEADLINE_S)
+    assert done.stopped_s > 0.0 and not done.update.is_cache_stale
+    assert done.update.replaced.directory == directories[0]
+    after = loop.submit(request("after", max_new_tokens=2)).result(DEADLINE_S)
+    assert versions(after) == ["1.1"] and loop.engine.steps > steps[0] and len(steps) == 1
+    loop.abort(None).result(DEADLINE_S)
+    assert versions(running.result(DEADLINE_S)) == (["1.0"] if mode is PauseMode.ABORT else ["1.0", "1.1"])
+
+
+def test_a_change_over_that_is_refused_ends_requests_with_the_tokens_that_they_had(
+    loop: EngineLoop, directories: list[Path]
+) -> None:
+    running = start_running(loop, "running")
+
+    def check() -> None:
+        raise RuntimeError("these are other weights")
+
+    staged = loop.engine.stage_weights(directories[1])
+    done = loop.change_over(staged, version="1.1", mode=PauseMode.RETRACT, check=check)
+    with pytest.raises(RuntimeError, match="these are other weights"):
+        done.result(DEADLINE_S)
+    ended = running.result(DEADLINE_S)
+    assert ended.finish_reason == AbortFinish() and versions(ended) == ["1.0"]
+    assert len(loop.submit(request("after", max_new_tokens=2)).result(DEADLINE_S).output_ids) == 2
+
+
+def test_a_change_over_comes_after_the_updates_that_waited_before_it(loop: EngineLoop, directories: list[Path]) -> None:
+    start_running(loop, "running")
+    waiting = update(loop, directories[1], "1.1")
+    staged = loop.engine.stage_weights(directories[2])
+    loop.change_over(staged, version="1.2", mode=PauseMode.RETRACT, check=lambda: None).result(DEADLINE_S)
+    assert waiting.result(DEADLINE_S).replaced.directory == directories[0]
+    assert loop.engine.version == "1.2" and loop.engine.model_directory == directories[2]
 
 
 def test_a_request_id_in_flight_is_not_taken_twice_but_may_come_again(loop: EngineLoop) -> None:

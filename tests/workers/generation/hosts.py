@@ -16,6 +16,7 @@ from aiohttp import web
 from corral.workers.checkpoint.manifest import Manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.engine.progress import Progress
+from corral.workers.generation.backend import NewWeights
 from corral.workers.generation.control import ControlClient, ControlServer, Staged
 from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.weight_updates import WeightUpdates
@@ -43,9 +44,6 @@ class LabelServer:
             [
                 web.get("/get_model_info", self._info),
                 web.get("/ready", self._ok),
-                web.post("/pause_generation", self._ok),
-                web.post("/continue_generation", self._ok),
-                web.post("/update_weights_from_disk", self._update),
             ]
         )
         self._runner = web.AppRunner(application, shutdown_timeout=0.1)
@@ -62,6 +60,10 @@ class LabelServer:
     async def prepare(self, weights: Path) -> None:
         pass
 
+    async def swap(self, new: NewWeights) -> float:
+        self.version, self.path = new.version, str(new.directory)
+        return 0.0
+
     async def wait_ended(self) -> None:
         await asyncio.Event().wait()
 
@@ -70,11 +72,6 @@ class LabelServer:
 
     async def _info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version, "model_path": self.path})
-
-    async def _update(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.version, self.path = body["weight_version"], body["model_path"]
-        return web.json_response({})
 
 
 class Host:

@@ -165,7 +165,7 @@ def serving(
             backend = sglang(
                 weights,
                 folder,
-                updates,
+                server_client,
                 flags=flags or {},
                 probe_timeout_s=probe_timeout_s,
                 tensor_parallel_size=tensor_parallel_size,
@@ -212,7 +212,7 @@ def server_spec(
 
 
 def sglang(
-    weights: Path, folder: Path, updates: WeightUpdates, *, flags: Mapping[str, FlagValue], **config: Any
+    weights: Path, folder: Path, client: GenerationServerClient, *, flags: Mapping[str, FlagValue], **config: Any
 ) -> SglangBackend:
     spec = server_spec("sglang", weights, **config)
     # Else the server says only every 40 tokens how many requests it runs. Unchecked: a trial may not set all of them.
@@ -228,4 +228,4 @@ def sglang(
         version="0.0",
         start_timeout_s=DEADLINE_S,
     )
-    return SglangBackend(settings, is_reading=updates.is_reading)
+    return SglangBackend(settings, client=client)

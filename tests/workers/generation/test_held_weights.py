@@ -32,8 +32,9 @@ def test_the_embedded_engine_says_of_its_tensors_what_their_files_say(tmp_path: 
     last = max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
     names = {f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (0, last)} | {"model.norm.weight"}
     assert probe.fingerprints == {name: digest for name, digest in digests(tensors).items() if name in names}
-    assert GenerationEngine(directory).checksums(probe.skipped) == probe.fingerprints
-    other_dtype = GenerationEngine(directory, dtype="bfloat16").checksums(probe.skipped)
+    held = GenerationEngine(directory).checksums
+    assert held.of(held.names(skipped=probe.skipped)) == probe.fingerprints
+    other_dtype = GenerationEngine(directory, dtype="bfloat16").checksums.of(names)
     rounded = {name: tensor.bfloat16() for name, tensor in tensors.items() if name in names}
     assert other_dtype == digests(rounded)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+CheckHeld = Callable[[Mapping[str, str]], None]
 
 _COMMAND_TIMEOUT_S = 60.0  # the engine answers a command after its present decode step, which takes far less
 _OF_THE_ADMINISTRATOR = frozenset(
@@ -144,6 +145,36 @@ class EngineServer:
             self._prepared = None  # two versions beside the live one would be one too many
             self._prepared = await asyncio.to_thread(self._engine.stage_weights, directory)
 
+    async def checksums(self, *, skipped: Sequence[str]) -> dict[str, str]:
+        """Of the live weights, which nobody writes into: it generates on."""
+        checksums = self._engine.checksums
+        return await asyncio.to_thread(checksums.of, checksums.names(skipped=skipped))
+
+    async def change_over(
+        self, directory: Path, *, version: str, mode: PauseMode, looked_at: Sequence[str], check: CheckHeld
+    ) -> float:
+        """Take over weights between two decode steps, those that were prepared if they are of this directory.
+
+        Args:
+            looked_at: parameters whose checksums `check` gets, when the new weights are live and have made no token.
+            check: what it raises ends all requests, and is raised here.
+
+        Returns:
+            How long it kept the engine from its next step, in seconds.
+
+        Raises:
+            WeightsRejectedError: the weights are unreadable, incomplete or of another model.
+        """
+        engine = self._engine
+        async with self._update_lock:
+            staged = await self._staged(directory)
+            await asyncio.to_thread(staged.checksums.of, looked_at)  # so that nothing is hashed while it stands still
+            future = self._loop.change_over(
+                staged, version=version, mode=mode, check=lambda: check(engine.checksums.of(looked_at))
+            )
+            changed = await self._ask(future)
+        return changed.stopped_s
+
     def progress(self) -> Progress:
         """Counters for heartbeats; any thread may ask."""
         engine = self._engine
@@ -238,14 +269,18 @@ class EngineServer:
 
     async def _check_weights(self, request: web.Request) -> web.Response:
         body = parse(CheckWeightsBody, await request.read())
-        checksums = await self._ask(self._loop.checksums(body.skip_tensor_list or ()))
+        checksums = await self.checksums(skipped=body.skip_tensor_list or ())
         return web.json_response({"success": True, "message": "Success", "ranks": [{"checksums": checksums}]})
 
-    async def _update(self, body: UpdateWeightsBody) -> UpdateResult:
-        directory = Path(body.model_path)
+    async def _staged(self, directory: Path) -> StagedModel:
+        """What was prepared, which serves once, if it is of this directory; or else it is read now."""
         staged, self._prepared = self._prepared, None
         if staged is None or staged.directory != directory:
             staged = await asyncio.to_thread(self._engine.stage_weights, directory)
+        return staged
+
+    async def _update(self, body: UpdateWeightsBody) -> UpdateResult:
+        staged = await self._staged(Path(body.model_path))
         future = self._loop.update(
             staged,
             version=body.weight_version,
