@@ -1,23 +1,27 @@
 """Continuous batching of one causal language model, one decode step at a time.
 
     add() --> BatchScheduler --admit--> prefill (rectangle of new prompts) --+
-                                                                             +--> sample --> append --> RequestOutput
-                                every running row, one token per step -------+
+                                                                             +--> sample ==> read --> RequestOutput
+                                every running row, one token per step -------+      |
+                                          ^---------- DecodeRows (on the device) <--+
 
     RUNNING --pause(mode)--> PAUSED --resume()--> RUNNING
               abort:    every request ends now, with the tokens it has
               retract:  running requests lose their cache and are computed again, under the weights of then, at resume
               in_place: running requests keep their cache, made by the weights of before
 
-Requests join and leave between steps. Nothing here knows threads or sockets: loop.py runs it, http serves it.
+Requests join and leave between steps. A GPU computes a step while the tokens of the one before are read: what a request
+gets beyond its end is thrown away, so outputs, versions and counters are those of reading each step at once, which is
+what a CPU does. Nothing here knows threads or sockets: loop.py runs it, http serves it.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +30,7 @@ from corral.workers.engine.answer_text import DecodeText
 from corral.workers.engine.decoder.attention import TokenAttention
 from corral.workers.engine.decoder.chosen_experts import ChosenExperts
 from corral.workers.engine.decoder.decoder import Decoder
+from corral.workers.engine.limits import EngineLimits
 from corral.workers.engine.prefill import Prefill
 from corral.workers.engine.requests import AbortFinish, ActiveRequest, FinishReason, GenerationRequest, RequestOutput
 from corral.workers.engine.sampling.penalties import PenaltyBatch
@@ -33,6 +38,8 @@ from corral.workers.engine.sampling.sampling import SamplingBatch, SamplingParam
 from corral.workers.engine.sampling.stop_strings import StopStrings
 from corral.workers.engine.sampling.uniforms import TokenUniforms
 from corral.workers.engine.scheduler import BatchScheduler
+from corral.workers.engine.steps.rows import DecodeRows
+from corral.workers.engine.steps.unread import StepExperts, UnreadTokens
 
 
 class PauseMode(Enum):
@@ -41,60 +48,6 @@ class PauseMode(Enum):
     ABORT = "abort"
     RETRACT = "retract"
     IN_PLACE = "in_place"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """What a request must fit into; constant, so any thread may check against it."""
-
-    vocab_size: int
-    context_length: int
-    max_total_tokens: int
-    has_tokenizer: bool
-    has_experts: bool
-
-    def check_experts(self, request: GenerationRequest) -> None:
-        """ValueError if a request asks for experts that there are not."""
-        if request.experts_from is None:
-            return
-        if not self.has_experts:
-            raise ValueError("return_routed_experts needs a mixture of experts, and the model has no experts")
-        if request.experts_from > len(request.prompt):
-            raise ValueError(
-                f"routed_experts_start_len must be at most the prompt's {len(request.prompt)} tokens, got "
-                f"{request.experts_from}"
-            )
-
-    def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        """Refuse a request that the model cannot run.
-
-        Raises:
-            ValueError: naming the value and the limit.
-        """
-        if not prompt:
-            raise ValueError("the prompt is empty; input_ids needs at least one token id")
-        lowest, highest = min(prompt), max(prompt)
-        if lowest < 0 or highest >= self.vocab_size:
-            outside = lowest if lowest < 0 else highest
-            raise ValueError(
-                f"token id {outside} at position {list(prompt).index(outside)} of the prompt is outside the vocabulary "
-                f"[0, {self.vocab_size})"
-            )
-        if sampling.stop and not self.has_tokenizer:
-            raise ValueError(
-                f"stop={list(sampling.stop)} needs the text of the answer, and the model has no tokenizer.json; "
-                "send stop_token_ids"
-            )
-        asked = len(prompt) + sampling.max_new_tokens
-        for limit, name in (
-            (self.context_length, "the model's context length"),
-            (self.max_total_tokens, "max_total_tokens"),
-        ):
-            if asked > limit:
-                raise ValueError(
-                    f"a prompt of {len(prompt)} tokens with max_new_tokens={sampling.max_new_tokens} may reach {asked} "
-                    f"tokens, more than {name} of {limit}"
-                )
 
 
 class ContinuousBatch:
@@ -110,8 +63,14 @@ class ContinuousBatch:
         seed: int,
         version: str,
         load_text_decoder: Callable[[], DecodeText] | None = None,
+        read_lag: Literal[0, 1] | None = None,
     ) -> None:
-        """load_text_decoder: gives what turns tokens into text, ValueError if it cannot; from any thread."""
+        """
+        Args:
+            load_text_decoder: gives what turns tokens into text, ValueError if it cannot; from any thread.
+            read_lag: steps on the device whose tokens are not read yet when the next one is begun; None: 1 on a GPU,
+                which computes meanwhile, and 0 on a CPU.
+        """
         self.version = version
         self.tokens_generated = 0
         self.steps = 0
@@ -126,6 +85,9 @@ class ContinuousBatch:
         )
         self._cache = decoder.new_cache(max_rows=max_running_requests, max_total_tokens=max_total_tokens)
         self._prefill = Prefill(decoder, self._cache)
+        self._rows = DecodeRows(max_rows=max_running_requests, device=decoder.device)
+        self._read_lag = int(decoder.device.type != "cpu") if read_lag is None else read_lag
+        self._unread: deque[UnreadTokens] = deque()
         self._sampling: SamplingBatch | None = None
         self.limits = EngineLimits(
             vocab_size=decoder.vocab_size,
@@ -187,15 +149,14 @@ class ContinuousBatch:
         )
 
     def step(self) -> list[RequestOutput]:
-        """Admit and prefill what fits, then make one token for every running request; returns those that ended."""
+        """Admit and prefill what fits, then make one token for every running request; returns those known to have
+        ended."""
         if self.is_paused:
             return []
         self.steps += 1
         with torch.inference_mode():
             ended = self._admit()
-            if self._scheduler.running:
-                ended += self._decode()
-        return ended
+            return ended + self._decode()
 
     def outputs_so_far(self, request_ids: Container[str]) -> list[RequestOutput]:
         """What those of these requests have that are running."""
@@ -217,20 +178,34 @@ class ContinuousBatch:
         return [outputs[request_id] for request_id in order]
 
     def abort(self, request_ids: frozenset[str] | None) -> list[RequestOutput]:
-        """End these requests (None: all), running or queued, with the tokens they have. Unknown ids are ignored."""
+        """End these requests (None: all), running or queued, with the tokens they have. Unknown ids are ignored.
+
+        Returns:
+            Their outputs, and those of requests whose last token was still to be read.
+        """
         with torch.inference_mode():
-            return self._end_where(lambda active: request_ids is None or active.request.request_id in request_ids)
+            ended = self._read()
+            return ended + self._end_where(
+                lambda active: request_ids is None or active.request.request_id in request_ids
+            )
 
     def pause(self, mode: PauseMode) -> list[RequestOutput]:
-        """Stop stepping; returns the outputs of requests that the mode aborts. Pausing twice applies both modes."""
+        """Stop stepping, with all tokens read; whatever changes meanwhile, each has the version that made it.
+
+        Returns:
+            Outputs of requests that the mode aborts, or whose last token was still to be read. Pausing twice applies
+            both modes.
+        """
         self.is_paused = True
         if mode is PauseMode.ABORT:
             return self.abort(None)
+        with torch.inference_mode():
+            ended = self._read()
         if mode is PauseMode.RETRACT:
             for active in self._scheduler.retract():
                 active.num_retractions += 1
             self._sampling = None
-        return []
+        return ended
 
     def resume(self) -> None:
         self.is_paused = False
@@ -261,18 +236,24 @@ class ContinuousBatch:
             length=max(request.num_tokens for request in self._scheduler.running) + 1,
             longest_reserved=self._scheduler.longest_reserved,
         )
+        self._rows.join(admitted, first_row=first_row)
         logits = self._prefill.run(admitted, first_row=first_row)
-        return self._append(admitted, logits, self._sampling_batch(admitted), first_row=first_row)
+        self._sample(admitted, logits, self._sampling_batch(admitted), first_row=first_row)
+        return self._read(but=self._read_lag)
 
     def _decode(self) -> list[RequestOutput]:
+        ended: list[RequestOutput] = []
+        if self._sampling is None and any(active.request.sampling.is_penalized for active in self._scheduler.running):
+            ended += self._read()  # penalties begin with counts of the tokens that are known here
         running = self._scheduler.running
-        # The newest token of a row is known but not in the cache yet; its position is the number of tokens before it.
-        newest_positions = [request.num_tokens - 1 for request in running]
+        if not any(active.may_go_on for active in running):
+            return ended + self._read()
+        # The newest token of a row is sampled but not in the cache yet; its position is the number of tokens before it.
+        newest_positions = [active.newest_position for active in running]
         longest = max(newest_positions) + 1
         self._cache.reserve(num_rows=len(running), length=longest, longest_reserved=self._scheduler.longest_reserved)
         self._decoder.reserve_positions(longest)
-        positions = torch.tensor(newest_positions, device=self._decoder.device)
-        token_ids = torch.tensor([request.output_ids[-1] for request in running], device=self._decoder.device)
+        positions = self._rows.positions(len(running))
         attend = TokenAttention(
             self._cache,
             positions=positions,
@@ -282,14 +263,13 @@ class ContinuousBatch:
             softmax_scale=self._decoder.softmax_scale,
         )
         chosen: list[Tensor] | None = [] if any(active.experts is not None for active in running) else None
+        token_ids = self._rows.token_ids(len(running))
         logits = self._decoder.logits(self._decoder.hidden_states(token_ids, positions, attend, chosen=chosen))
-        if chosen is not None:
-            rows = self._decoder.expert_rows(chosen)
-            for row, active in enumerate(running):
-                active.note_experts(rows[row : row + 1], start=newest_positions[row])
+        experts = None if chosen is None else StepExperts(self._decoder.expert_rows(chosen), newest_positions)
         if self._sampling is None:
             self._sampling = self._sampling_batch(running)
-        return self._append(list(running), logits, self._sampling, first_row=0)
+        self._sample(running, logits, self._sampling, experts=experts)
+        return ended + self._read(but=self._read_lag)
 
     def _sampling_batch(self, requests: Sequence[ActiveRequest]) -> SamplingBatch:
         params = [active.request.sampling for active in requests]
@@ -308,44 +288,73 @@ class ContinuousBatch:
             return None
         return StopStrings(sampling.stop, self.load_text_decoder())
 
-    def _append(
-        self, requests: Sequence[ActiveRequest], logits: Tensor, sampling: SamplingBatch, *, first_row: int
-    ) -> list[RequestOutput]:
-        """Sample one token for each of `requests`, which hold the rows from `first_row` on; end those that are done."""
-        uniforms = [0.0 if sampling.is_all_greedy else active.next_uniform for active in requests]
-        sampled = sample_tokens(logits, sampling, torch.tensor(uniforms, device=logits.device))
-        originals = iter(() if sampled.original_logprobs is None else sampled.original_logprobs.tolist())
-        tokens = zip(sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True)
-        ended: list[tuple[int, FinishReason]] = []
-        for offset, (token_id, logprob) in enumerate(tokens):
-            original = next(originals) if requests[offset].request.wants_original_logprobs else None
-            if not math.isfinite(logprob):
-                self._cache.clear(first_row + offset)
-                ended.append((first_row + offset, AbortFinish("the model's logits are not finite")))
+    def _sample(
+        self,
+        requests: Sequence[ActiveRequest],
+        logits: Tensor,
+        sampling: SamplingBatch,
+        *,
+        first_row: int = 0,
+        experts: StepExperts | None = None,
+    ) -> None:
+        """Sample one token for each of `requests`, which hold the rows from `first_row` on."""
+        uniforms = self._rows.next_uniforms(len(requests), first_row=first_row)
+        sampled = sample_tokens(logits, sampling, uniforms)
+        self._rows.take(sampled.token_ids, first_row=first_row)
+        self._unread.append(UnreadTokens(sampled, requests, version=self.version, experts=experts))
+
+    def _read(self, *, but: int = 0) -> list[RequestOutput]:
+        """Take in the tokens of all steps but this many of the newest; ends the requests that are done."""
+        ended: list[RequestOutput] = []
+        while len(self._unread) > but:
+            ended += self._take_in(self._unread.popleft())
+        if not self._scheduler.running:
+            self._unread.clear()  # nothing but tokens beyond the ends of requests
+        return ended
+
+    def _take_in(self, unread: UnreadTokens) -> list[RequestOutput]:
+        reasons: dict[int, FinishReason] = {}
+        for token in unread.read():
+            active = token.active
+            if unread.experts is not None:
+                unread.experts.note(active, row=token.row)
+            if not math.isfinite(token.logprob):
+                reasons[id(active)] = AbortFinish("the model's logits are not finite")
                 continue
             self.tokens_generated += 1
-            if original is not None:
-                requests[offset].original_logprobs.append(original)
-            reason = requests[offset].append(token_id, logprob, version=self.version)
+            if token.original_logprob is not None:
+                active.original_logprobs.append(token.original_logprob)
+            reason = active.append(token.token_id, token.logprob, version=unread.version)
             if reason is not None:
-                ended.append((first_row + offset, reason))
-        return self._end_rows(ended)
+                reasons[id(active)] = reason
+        if not reasons:
+            return []
+        ended = [
+            (row, reasons[id(active)]) for row, active in enumerate(self._scheduler.running) if id(active) in reasons
+        ]
+        for row, reason in ended:
+            if isinstance(reason, AbortFinish):
+                self._cache.clear(row)
+        return self._end_rows(ended, version=unread.version)
 
     def _end_where(self, is_wanted: Callable[[ActiveRequest], bool]) -> list[RequestOutput]:
         queued = self._scheduler.withdraw(is_wanted)
         rows = [(row, AbortFinish()) for row, active in enumerate(self._scheduler.running) if is_wanted(active)]
-        ended = self._end_rows(rows)
+        ended = self._end_rows(rows, version=self.version)
         return ended + [active.output(AbortFinish(), version=self.version) for active in queued]
 
-    def _end_rows(self, ended: Sequence[tuple[int, FinishReason]]) -> list[RequestOutput]:
+    def _end_rows(self, ended: Sequence[tuple[int, FinishReason]], *, version: str) -> list[RequestOutput]:
         """Take rows (ascending) out of the batch; the last row fills each gap."""
         outputs = []
         for row, reason in reversed(ended):  # descending, so that the row that moves is never one about to end
-            outputs.append(self._scheduler.running[row].output(reason, version=self.version))
+            active = self._scheduler.running[row]
+            active.has_ended = True
+            outputs.append(active.output(reason, version=version))
             moved_from = self._scheduler.remove(row)
             if moved_from is not None:
-                length = self._scheduler.running[row].num_tokens - 1
+                length = self._scheduler.running[row].newest_position
                 self._cache.move(source=moved_from, target=row, length=length)
+                self._rows.move(source=moved_from, target=row)
             self._sampling = None
         outputs.reverse()
         return outputs

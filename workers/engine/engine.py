@@ -13,7 +13,7 @@ import copy
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -73,6 +73,7 @@ class GenerationEngine(ContinuousBatch):
         max_total_tokens: int = 131_072,
         seed: int = 0,
         version: str = "default",
+        read_lag: Literal[0, 1] | None = None,
     ) -> None:
         """Load a Hugging Face model directory; nothing is downloaded.
 
@@ -87,6 +88,7 @@ class GenerationEngine(ContinuousBatch):
             max_total_tokens: cache positions in all, rows x longest; bounds the cache's memory.
             seed: of requests that bring no seed of their own.
             version: tag of the weights that are loaded here.
+            read_lag: see `ContinuousBatch`.
 
         Raises:
             UnsupportedModelError: if the architecture cannot be run exactly.
@@ -109,6 +111,7 @@ class GenerationEngine(ContinuousBatch):
             seed=seed,
             version=version,
             load_text_decoder=cache(partial(text_decoder, model_directory)) if has_tokenizer else None,
+            read_lag=read_lag,
         )
         self._decoder.pack_weights()
 

@@ -101,6 +101,10 @@ class ActiveRequest:
     cached_tokens: int = 0
     experts: ChosenExperts | None = None
     """None where nobody asks."""
+    num_unread: int = 0
+    """Tokens that were sampled on the device, and are not known here yet."""
+    has_ended: bool = False
+    """Whether its output was given; what is still on its way then belongs to nobody."""
 
     @property
     def reserved_tokens(self) -> int:
@@ -116,9 +120,14 @@ class ActiveRequest:
         return (*self.request.prompt, *self.output_ids)
 
     @property
-    def next_uniform(self) -> float:
-        """The random number of the next token."""
-        return self.uniforms.at(self.num_tokens)
+    def newest_position(self) -> int:
+        """Where its newest token belongs in the cache, known here or not; all before it are in there."""
+        return self.num_tokens + self.num_unread - 1
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether one more token can be of use, as far as is known."""
+        return len(self.output_ids) + self.num_unread < self.request.sampling.max_new_tokens
 
     def append(self, token_id: int, logprob: float, *, version: str) -> FinishReason | None:
         """Record one token; returns the reason if it ends the request."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.workers.engine.sampling.sampling import SamplingBatch, SamplingParams, sample_tokens
-from corral.workers.engine.sampling.uniforms import TokenUniforms
+from corral.workers.engine.sampling.uniforms import TokenUniforms, token_uniforms
 
 LOGITS = [2.0, 1.5, 0.5, 0.0, -0.5, -1.0, -4.0, 1.0]
 NUM_DRAWS = 40_000
@@ -54,7 +54,8 @@ def exact_distribution(temperature: float, top_p: float, top_k: int, min_p: floa
 )
 def test_draws_follow_the_truncated_distribution(temperature: float, top_p: float, top_k: int, min_p: float) -> None:
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    uniforms = torch.tensor([TokenUniforms.of(seed).at(9) for seed in range(NUM_DRAWS)])  # of answers to one prompt
+    streams = [TokenUniforms.of(seed).on_device for seed in range(NUM_DRAWS)]  # of answers to one prompt
+    uniforms = token_uniforms(*torch.tensor(streams).unbind(1), torch.tensor(9)).float()
     logits = torch.tensor([LOGITS]).expand(NUM_DRAWS, -1)
     token_ids, logprobs = draw([params] * NUM_DRAWS, logits, uniforms)
     counts = token_ids.bincount(minlength=len(LOGITS)).tolist()
