@@ -13,6 +13,8 @@ from corral.experiments.errors import ConfigProblem, display_path
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.model_directory import read_config
 from corral.experiments.inputs.model_kinds import megatron_refusals
+from corral.experiments.inputs.parameters import adapted_layers
+from corral.scheduling.memory.decoder_sizes import tensor_shapes
 from corral.scheduling.parallel import ParallelDims
 
 _ALLOCATION = ("allocation",)
@@ -36,6 +38,7 @@ def _problems(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
         )
     if isinstance(model, TrainedModelConfig):
         yield from _of_training(role, model)
+        yield from _of_adapters(role, model, dims)
     yield from _of_sizes(role, model, dims)
     missing = [package for package in _PACKAGES if not _is_installed(package)]
     if missing:
@@ -47,17 +50,35 @@ def _problems(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
 
 
 def _of_training(role: str, model: TrainedModelConfig) -> Iterator[ConfigProblem]:
-    if model.lora is not None:
-        yield ConfigProblem(
-            message="adapters are trained by the fsdp backend only",
-            hint="use fsdp in the allocation, or leave lora out",
-            path=(role, "lora"),
-        )
     if model.optimizer.type != "adamw":
         yield ConfigProblem(
             message=f"the megatron backend trains with adamw, not with {model.optimizer.type}",
             hint="set adamw, or use fsdp in the allocation",
             path=(role, "optimizer", "type"),
+        )
+
+
+def _of_adapters(role: str, model: TrainedModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
+    sizes = decoder_sizes(model.path)
+    if model.lora is None or sizes is None:
+        return
+    if sizes.num_experts:
+        yield ConfigProblem(
+            message="adapters beside a mixture of experts are trained by the fsdp backend only",
+            hint="use fsdp in the allocation, or leave lora out",
+            path=(role, "lora"),
+        )
+        return
+    adapted = [name for name, _ in adapted_layers(model.lora, tensor_shapes(sizes))]
+    of_stage = sizes.num_layers // dims.pp
+    stages = {int(name.split(".")[2]) // of_stage for name in adapted} if adapted and of_stage else set(range(dims.pp))
+    if idle := sorted(set(range(dims.pp)) - stages):
+        first = idle[0] * of_stage
+        yield ConfigProblem(
+            message=f"p{dims.pp} has a stage with the layers {first} to {first + of_stage - 1}, none of which has an "
+            "adapter: it would train nothing",
+            hint="name a layer of each stage in lora.targets, or lower p",
+            path=(role, "lora", "targets"),
         )
 
 

@@ -209,6 +209,7 @@ def _model_of(role: ModelRoleSpec) -> RoleModel | MegatronModel | None:
             sizes,
             output="vocabulary" if role.head == "lm" else "score",
             is_trained=role.optimizer is not None,
+            adapters=_adapters(role, sizes),
             compute_bytes=NUMBER_BYTES[role.model.dtype],
             recompute=role.recompute,
         )

@@ -7,6 +7,8 @@
     optimizer    AdamW: two moments of a share of it, one for each of d x c ranks,  Megatron's distributed optimizer
                  of experts for each of d x c / e, and float32 weights beside,
                  where products are of another type
+    adapters     float32, the uncut half of each whole; gradients and optimizer     lora.py
+                 are of them, and of a score layer, alone
     activations  what autograd keeps of the stage's layers, less with recompute,    pipeline.py: 1F1B
                  for as many micro-batches as are under way in the first stage,     scheduling/memory/megatron_layers.py
                  and one layer's worth to work in; without gradients that alone
@@ -18,14 +20,19 @@ Each figure is that of the stage with most: the first or the last.
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from corral.scheduling.memory.activations import FLOAT32_BYTES, Recompute, head_bytes, share_of
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output, Shape, tensor_shapes
-from corral.scheduling.memory.fsdp import CallSizes
+from corral.scheduling.memory.fsdp import Adapters, CallSizes
 from corral.scheduling.memory.gpu import ModelOnGpu, Part, Parts
-from corral.scheduling.memory.megatron_layers import kept_bytes_per_token, layer_bytes_per_token
+from corral.scheduling.memory.megatron_layers import (
+    adapter_bytes_per_token,
+    kept_bytes_per_token,
+    layer_bytes_per_token,
+)
 from corral.scheduling.parallel import ParallelDims
 
 _Place = Literal["layer", "expert", "embedding", "output", "last norm"]
@@ -33,6 +40,7 @@ _Place = Literal["layer", "expert", "embedding", "output", "last norm"]
 _MATRIX = 2  # dimensions; norms and biases, which have one, count as whole on every rank
 _EMBEDDING, _OUTPUT, _SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 _EXPERTS, _ROUTER = ".mlp.experts.", ".mlp.gate.weight"
+_BY_COLUMNS = ("o_proj", "down_proj")  # the other linear layers are cut by rows
 
 
 class MegatronModel:
@@ -44,11 +52,13 @@ class MegatronModel:
         *,
         output: Output = "vocabulary",
         is_trained: bool,
+        adapters: Adapters | None = None,
         compute_bytes: int = FLOAT32_BYTES,
         recompute: Recompute = "none",
     ) -> None:
         """
         Args:
+            adapters: what is trained in place of the weights; a score layer is trained beside them.
             compute_bytes: of a number in matrix products: 4 or 2.
         """
         self.sizes = sizes
@@ -56,7 +66,11 @@ class MegatronModel:
         self._is_trained = is_trained
         self._compute_bytes = compute_bytes
         self._recompute = recompute
-        self._counts = Counter(_kind_of(name, shape) for name, shape in tensor_shapes(sizes, output).items())
+        self._has_adapters = adapters is not None
+        self._rank = adapters.rank if adapters is not None else 0
+        self._adapted_layers = adapters.layers if adapters is not None else frozenset[str]()
+        self._shapes = tensor_shapes(sizes, output)
+        self._counts = Counter(_kind_of(name, shape) for name, shape in self._shapes.items())
 
     def on_gpu(self, name: str, dims: ParallelDims, calls: list[CallSizes]) -> ModelOnGpu:
         """What each of the model's GPUs has to hold; the calls with the tokens of one data-parallel rank."""
@@ -66,7 +80,12 @@ class MegatronModel:
     def _held(self, dims: ParallelDims) -> Parts:
         stage = self._stage(dims)
         parts: dict[Part, int] = {"parameters": self._compute_bytes * stage.total}
-        if self._is_trained:
+        if self._has_adapters:
+            trained = self._most_adapters(dims) + math.prod(self._shapes.get(_SCORE, (0,)))
+            parts["parameters"] += FLOAT32_BYTES * trained
+            parts["gradients"] = FLOAT32_BYTES * trained
+            parts["optimizer"] = 2 * FLOAT32_BYTES * -(-trained // (dims.dp * dims.cp))
+        elif self._is_trained:
             master = FLOAT32_BYTES if self._compute_bytes < FLOAT32_BYTES else 0
             sharing = dims.dp * dims.cp
             share = -(-stage.shared // sharing) + -(-stage.experts // (sharing // dims.ep))
@@ -85,6 +104,23 @@ class MegatronModel:
             ends = max(own["embedding"], last + own["last norm"])
         return _Stage(shared=-(-own["layer"] // dims.pp) + ends, experts=-(-own["expert"] // (dims.pp * dims.ep)))
 
+    def _most_adapters(self, dims: ParallelDims) -> int:
+        """Numbers of the adapters of the stage with most."""
+        own: Counter[int] = Counter()
+        for layer, rows, columns in self._adapted(dims):
+            own[layer * dims.pp // self.sizes.num_layers] += rows + columns
+        return self._rank * max(own.values(), default=0)
+
+    def _adapted(self, dims: ParallelDims) -> Iterator[tuple[int, int, int]]:
+        """Of each adapter: its layer, and how long B and A are on one rank."""
+        for name in self._adapted_layers:
+            rows, columns = self._shapes[f"{name}.weight"]
+            if name.endswith(_BY_COLUMNS):
+                columns = share_of(columns, dims.tp)
+            else:
+                rows = share_of(rows, dims.tp)
+            yield int(name.split(".")[2]), rows, columns
+
     def _working(self, call: CallSizes, dims: ParallelDims) -> Parts:
         if call.kind == "generate":
             whole = sum(count * numbers for (_, numbers, _), count in self._counts.items())
@@ -98,16 +134,29 @@ class MegatronModel:
 
     def _layers_bytes_per_token(self, dims: ParallelDims, *, is_training: bool) -> int:
         sizes, recompute, compute_bytes = self.sizes, self._recompute, self._compute_bytes
+        trains_weights = not self._has_adapters
         works_in = max(
-            layer_bytes_per_token(sizes, layer, compute_bytes=compute_bytes, dims=dims) for layer in sizes.layer_kinds
+            layer_bytes_per_token(sizes, layer, compute_bytes=compute_bytes, dims=dims, trains_weights=trains_weights)
+            for layer in sizes.layer_kinds
         )
         if not is_training:
             return works_in
         kept = max(
-            kept_bytes_per_token(sizes, layer, recompute=recompute, compute_bytes=compute_bytes, dims=dims)
+            kept_bytes_per_token(
+                sizes,
+                layer,
+                recompute=recompute,
+                compute_bytes=compute_bytes,
+                dims=dims,
+                trains_weights=trains_weights,
+            )
             for layer in sizes.layer_kinds
         )
-        return kept * -(-sizes.num_layers // dims.pp) * dims.pp + works_in
+        of_adapters = sum(
+            adapter_bytes_per_token(rows, rank=self._rank, recompute=recompute, compute_bytes=compute_bytes)
+            for _, rows, _ in self._adapted(dims)
+        )
+        return kept * -(-sizes.num_layers // dims.pp) * dims.pp + of_adapters + works_in
 
     def _head(self, tokens: int, dims: ParallelDims, *, is_training: bool) -> int:
         return head_bytes(

@@ -15,6 +15,9 @@ which k are taken, X the inner size of one; float32 is 4 bytes, and numbers of t
     MLP                  gate and up 2 I, up, activated gate,  5 I / t        c
                          product
     router               chosen, weighed and sent              E (5 + c) / t
+    adapters             all of the two inputs of products, not a part of the      H (1 - 1 / t) each: c
+                         tokens; r between A and B of each; what is normalized     r: c
+                         is not kept, as no norm is trained
     experts, each of k   H in, gate and up 2 X, up, activated  H + 6 X / t    c; weight: c; where it came from: 16 / t
                          gate, product twice
 
@@ -29,27 +32,42 @@ from corral.scheduling.parallel import ParallelDims
 _INDEX_BYTES = 8  # of int64
 
 
-def layer_bytes_per_token(sizes: DecoderSizes, layer: int, *, compute_bytes: int, dims: ParallelDims) -> int:
+def layer_bytes_per_token(
+    sizes: DecoderSizes, layer: int, *, compute_bytes: int, dims: ParallelDims, trains_weights: bool = True
+) -> int:
     """What one layer keeps of one token of the row that a rank works on.
 
     Args:
         compute_bytes: of a number of the layer, in its products and between them: 4 or 2.
         dims: of whose c a rank has a part of the row, and keeps this of each token of the part.
+        trains_weights: not where adapters beside all linear layers are trained; what is between their halves is told by
+            `adapter_bytes_per_token`.
     """
     is_sparse = layer in sizes.sparse_layers
-    norms = 2 * FLOAT32_BYTES * (2 * sizes.hidden_size + 1)
+    norms = 2 * FLOAT32_BYTES * ((2 if trains_weights else 1) * sizes.hidden_size + 1)
     inputs = 2 * compute_bytes * sizes.hidden_size
-    whole = -(-(norms + inputs) // dims.tp)  # a part of the tokens have all of it
+    if trains_weights:
+        whole = -(-(norms + inputs) // dims.tp)  # a part of the tokens have all of it
+    else:
+        whole = -(-norms // dims.tp) + inputs
     mlp = _experts_bytes(sizes, compute_bytes, dims) if is_sparse else _mlp_bytes(sizes, compute_bytes, dims)
-    return whole + _attention_bytes(sizes, compute_bytes, dims) + mlp
+    return whole + _attention_bytes(sizes, compute_bytes, dims, trains_weights=trains_weights) + mlp
 
 
 def kept_bytes_per_token(
-    sizes: DecoderSizes, layer: int, *, recompute: Recompute, compute_bytes: int, dims: ParallelDims
+    sizes: DecoderSizes,
+    layer: int,
+    *,
+    recompute: Recompute,
+    compute_bytes: int,
+    dims: ParallelDims,
+    trains_weights: bool = True,
 ) -> int:
     """What one layer keeps of it until its backward pass: all, or less where it is computed again then."""
     if recompute == "none":
-        return layer_bytes_per_token(sizes, layer, compute_bytes=compute_bytes, dims=dims)
+        return layer_bytes_per_token(
+            sizes, layer, compute_bytes=compute_bytes, dims=dims, trains_weights=trains_weights
+        )
     own_input = compute_bytes * -(-sizes.hidden_size // dims.tp)
     if recompute == "full":
         return own_input
@@ -62,7 +80,16 @@ def kept_bytes_per_token(
     return own_input + compute_bytes * (attention + mlp) + FLOAT32_BYTES * heads
 
 
-def _attention_bytes(sizes: DecoderSizes, compute_bytes: int, dims: ParallelDims) -> int:
+def adapter_bytes_per_token(own_rows: int, *, rank: int, recompute: Recompute, compute_bytes: int) -> int:
+    """What one adapter keeps of a token; where its layer is computed again, what its two products gave, or nothing.
+
+    Args:
+        own_rows: of its B on this rank.
+    """
+    return {"none": rank, "selective": rank + own_rows, "full": 0}[recompute] * compute_bytes
+
+
+def _attention_bytes(sizes: DecoderSizes, compute_bytes: int, dims: ParallelDims, *, trains_weights: bool) -> int:
     heads, key_heads = sizes.num_heads // dims.tp, sizes.num_key_value_heads // dims.tp
     query, key = heads * sizes.head_dim, key_heads * sizes.head_dim
     seen_key = key * head_copies(heads, key_heads, dims.cp)
@@ -76,7 +103,8 @@ def _attention_bytes(sizes: DecoderSizes, compute_bytes: int, dims: ParallelDims
     if sizes.has_head_norms:
         # Queries of several heads of keys do not follow each other in what was projected, and are copied.
         inputs = query + key if is_rounded else (query if key_heads > 1 else 0)
-        head_norms = FLOAT32_BYTES * (query + key + inputs + heads + key_heads)
+        normalized = query + key if trains_weights else 0
+        head_norms = FLOAT32_BYTES * (normalized + inputs + heads + key_heads)
     return compute_bytes * numbers + FLOAT32_BYTES * heads + head_norms
 
 

@@ -587,10 +587,27 @@ CONTRADICTION_CASES = (
         line=4,
     ),
     BrokenCase(
-        name="adapters-with-megatron",
+        name="adapters-beside-experts-with-megatron",
         edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d1"),
         overrides=("actor.lora.rank=4", "actor.lora.alpha=8"),
-        words=("adapters are trained by the fsdp backend only", "leave lora out"),
+        files={
+            "model/config.json": '{"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, '
+            '"moe_intermediate_size": 8, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, '
+            '"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, "max_position_embeddings": 64, '
+            '"eos_token_id": 1}',
+        },
+        words=("adapters beside a mixture of experts are trained by the fsdp backend only", "leave lora out"),
+    ),
+    BrokenCase(
+        name="a-stage-of-megatron-without-adapters",
+        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:p2"),
+        overrides=("actor.lora.rank=4", "actor.lora.alpha=8", "actor.lora.targets=[layers.0.self_attn.q_proj]"),
+        files={
+            "model/config.json": '{"model_type": "qwen2", "hidden_size": 8, "intermediate_size": 16, '
+            '"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, '
+            '"max_position_embeddings": 64, "eos_token_id": 1}',
+        },
+        words=("p2 has a stage with the layers 1 to 1, none of which has an adapter", "or lower p"),
     ),
     BrokenCase(
         name="heads-that-context-parallel-ranks-cannot-share",

@@ -43,7 +43,7 @@ class AdaptedLinear(CastingLinear):
         with torch.device("meta"):  # torch would draw values of its own
             self.lora_A = nn.Linear(base.in_features, config.rank, bias=False).to_empty(device=base.weight.device)
             self.lora_B = nn.Linear(config.rank, base.out_features, bias=False).to_empty(device=base.weight.device)
-        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5.0), generator=generator)
+        draw_A(self.lora_A.weight, generator)
         nn.init.zeros_(self.lora_B.weight)
         self._scale = config.scale
         self._dropout = config.dropout
@@ -92,8 +92,7 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int, has_score_layer: 
             "name one in lora.targets, or leave it out to adapt all of them"
         )
     for name, module in found:
-        generator = torch.Generator().manual_seed(_seed_of(name, seed))
-        model.set_submodule(name, AdaptedLinear(module, config, generator))
+        model.set_submodule(name, AdaptedLinear(module, config, generator_of(name, seed)))
     if has_score_layer:
         model.score.requires_grad_(True)
 
@@ -111,8 +110,20 @@ def frozen_products(model: Any) -> list[Tensor]:
     ]
 
 
-def _seed_of(name: str, seed: int) -> int:
-    return int(np.random.SeedSequence([seed, zlib.crc32(name.encode())]).generate_state(1, np.uint64)[0] >> 1)
+def generator_of(layer: str, seed: int) -> torch.Generator:
+    """Of a layer's A: it depends on the layer's name, and not on who has the layer, or which part of it."""
+    state = np.random.SeedSequence([seed, zlib.crc32(layer.encode())]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0] >> 1))
+
+
+def draw_A(weight: Tensor, generator: torch.Generator) -> None:
+    """[r, in], whole, as peft draws it."""
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5.0), generator=generator)
+
+
+def layers_with_adapters(model: nn.Module) -> list[str]:
+    """Names of the linear layers that have one."""
+    return [name for name, module in model.named_modules() if isinstance(module, AdaptedLinear)]
 
 
 def trained(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -157,9 +168,14 @@ def sum_of_frozen(model: nn.Module, *, counts_copies: bool) -> int:
     total = 0
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and (counts_copies or is_cut_by_tensor(parameter)):
-            bits = local(parameter).contiguous().view(torch.int32 if parameter.element_size() == 4 else torch.int16)
-            total += zlib.crc32(name.encode()) * int(bits.sum(dtype=torch.int64))
+            total += sum_of_bits(name, local(parameter))
     return total % _SUM_MODULUS
+
+
+def sum_of_bits(name: str, part: Tensor) -> int:
+    """What a part of a frozen parameter of this name counts in `sum_of_frozen`."""
+    bits = part.contiguous().view(torch.int32 if part.element_size() == 4 else torch.int16)
+    return zlib.crc32(name.encode()) * int(bits.sum(dtype=torch.int64)) % _SUM_MODULUS
 
 
 def fold_sums(total: float) -> int:

@@ -91,6 +91,7 @@ class MeshEngine(ABC):
         self._optimizer: Any = None
         self._offloaded: Offloaded | None = None
         self._sum_of_frozen = 0
+        self._adapter_config: bytes | None = None  # adapter_config.json, where adapters are trained
         self._companions: dict[str, bytes] = {}
         self._has_told_of_deltas = False
 
@@ -252,6 +253,17 @@ class MeshEngine(ABC):
         if self._optimizer is None or self._config is None:
             raise ValueError(f"the model from {self._directory} was loaded without an optimizer and cannot be trained")
         return self._optimizer, self._config
+
+    def _require_trained_weights(self) -> None:
+        if self._adapter_config is not None:
+            raise ValueError(
+                f"the model from {self._directory} is trained by adapters, and its own weights stay as they are; let "
+                "another role take over weights, or leave lora out"
+            )
+
+    def _seed_of_step(self) -> int:
+        """63 bits of its own for every step."""
+        return int(np.random.SeedSequence([self._seed, self.step]).generate_state(1, np.uint64)[0] >> 1)
 
     # --- saving -----------------------------------------------------------------------------------------------------
 

@@ -179,6 +179,11 @@ class RoleModel:
         spec = self.spec
         updates_per_step = spec.ppo.updates_per_step if spec.ppo is not None else 1
         total_steps = self._total_steps * updates_per_step
+        lora = spec.lora
+        if lora is not None and directory != spec.model.path:
+            # A commit's weights are merged: adapters belong beside those that they were trained beside, and its state
+            # has what has become of those that training started from.
+            lora, directory = lora.model_copy(update={"adapter": None}), spec.model.path
         if spec.backend == "megatron":
             megatron = _megatron_engine()
             return megatron(
@@ -186,16 +191,12 @@ class RoleModel:
                 context=self.context,
                 head=spec.head,
                 optimizer=spec.optimizer,
+                lora=lora,
                 recompute=spec.recompute,
                 total_steps=total_steps,
                 seed=self._seed,
                 compute_dtype=_DTYPES[spec.model.dtype],
             )
-        lora = spec.lora
-        if lora is not None and directory != spec.model.path:
-            # A commit's weights are merged: adapters belong beside those that they were trained beside, and its state
-            # has what has become of those that training started from.
-            lora, directory = lora.model_copy(update={"adapter": None}), spec.model.path
         return FSDPEngine(
             directory,
             context=self.context,

@@ -5,7 +5,7 @@ cases ── make_variants: the same ─────► VariantScene ──► a
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,16 +62,26 @@ class Scene:
         return [self.ranks[rank][f"{kind} {layout}"] for rank in mesh_of(layout.split(">")[-1]).ranks]
 
 
-def make_scene(directory: Path, part: Part, *, make: MakeEngine = make_engine, world_size: int = 4) -> Scene:
+def make_scene(
+    directory: Path,
+    part: Part,
+    *,
+    save: Callable[[str, Path], Path] = save_tiny,
+    make: MakeEngine = make_engine,
+    plain: Callable[[Path], tuple[Any, Stats]] = plain_loop,
+    world_size: int = 4,
+) -> Scene:
     """
     Args:
+        save: writes a model of a kind into a directory.
         make: the backend's engine.
+        plain: trains the model of a directory without either.
         world_size: of the gang, of which a layout takes as many as it needs.
     """
-    paths = [save_tiny(kind, directory / kind) for kind in part.models]
+    paths = [save(kind, directory / kind) for kind in part.models]
     out = directory / "out"
     play(play_layouts, paths, part.layouts, part.resumes, out, make, world_size=world_size, directory=directory)
-    return Scene(out, _ranks(out, world_size), {path.name: plain_loop(path) for path in paths})
+    return Scene(out, _ranks(out, world_size), {path.name: plain(path) for path in paths})
 
 
 def _ranks(directory: Path, world_size: int) -> list[dict[str, Any]]:
@@ -156,7 +166,7 @@ def assert_like_one_rank(scene: VariantScene, name: str, layout: str) -> None:
             np.testing.assert_allclose(seen["said"][key], values, atol=variant.tolerance)
         if variant.dtype == torch.float32:
             assert seen.get("generated") == expected.get("generated")
-    for part in ("", "blend"):
+    for part in ("", "adapter", "blend"):
         saved = read_weights(scene.directory / f"{name} {layout}" / part)
         own_weights = read_weights(scene.directory / name / part)
         assert saved.keys() == own_weights.keys()

@@ -170,16 +170,18 @@ def _train_and_save(engine: AnyEngine, directory: Path) -> dict[str, Any]:
 def plain_loop(
     directory: Path,
     *,
+    wrap: Callable[[Any], Any] = lambda model: model,
     before_answer: Callable[[Any, torch.Tensor], None] = lambda model, tokens: None,
     before_step: Callable[[int, Any], None] = lambda step, model: None,
 ) -> tuple[Any, Stats]:
     """The trained model, and of each step the mean loss and the norm of the gradient before it was clipped.
 
     Args:
+        wrap: makes what is trained of the model.
         before_answer: is given the model and the tokens that it computes next.
         before_step: is given the number of each step and the model with its gradients, before they are clipped.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
+    model = wrap(AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32))
     decays = [[p for p in model.parameters() if (p.ndim > 1) is does] for does in (True, False)]
     groups = [
         {"params": parameters, "weight_decay": decay}
@@ -221,6 +223,9 @@ VARIANTS = {
     "muon": Variant(muon=True),
     "bfloat16": Variant(dtype=torch.bfloat16, tolerance=5e-2),
     "lora": Variant(lora=LoraConfig(rank=2, alpha=8.0)),
+    "lora of a critic": Variant(
+        head="value", lora=LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "up_proj"))
+    ),
     "lora with dropout": Variant(lora=LoraConfig(rank=2, alpha=8.0, dropout=0.3)),
 }
 

@@ -14,6 +14,7 @@ def make_megatron(model: Path, context: ParallelContext, variant: Variant) -> Me
         context=context,
         head=variant.head,
         optimizer=OPTIMIZER,
+        lora=variant.lora,
         recompute=variant.recompute,
         total_steps=100,
         micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=48),

@@ -11,32 +11,30 @@ its folder that ends in safetensors, and transformers takes a model with adapter
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from corral.experiments.config.model import LoraConfig
 from corral.experiments.trial.directory import fsync_directory
 from corral.workers.backends.files.tensors import write_tensors
-from corral.workers.backends.lora import AdaptedLinear
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 from corral.workers.checkpoint.low_rank import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_PREFIX, ADAPTER_TENSORS
 
 _TASKS: Final = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS", "scalar": "SEQ_CLS"}
 
 
-def adapter_config(model: nn.Module, config: LoraConfig, *, base: Path, head: str) -> bytes:
+def adapter_config(layers: Collection[str], config: LoraConfig, *, base: Path, head: str) -> bytes:
     """The content of adapter_config.json.
 
     Args:
-        model: with its adapters.
+        layers: names of those that have adapters.
         base: directory of the model without them.
     """
-    layers = [name for name, module in model.named_modules() if isinstance(module, AdaptedLinear)]
     content = {
         "peft_type": "LORA",
         "task_type": _TASKS[head],
@@ -84,11 +82,11 @@ def write_adapter(
 
 
 @torch.no_grad()
-def read_adapter(directory: Path, parameters: Mapping[str, nn.Parameter]) -> None:
+def read_adapter(directory: Path, parameters: Mapping[str, Tensor]) -> None:
     """Start from an adapter in peft's format; its rank and alpha were compared at submission.
 
     Args:
-        parameters: all that are trained, not cut over ranks yet.
+        parameters: all that are trained, whole; they are overwritten.
 
     Raises:
         ValueError: if its tensors are not exactly these, naming one that differs.
@@ -101,7 +99,7 @@ def read_adapter(directory: Path, parameters: Mapping[str, nn.Parameter]) -> Non
         raise ValueError(f"cannot read the adapter {path}: {error}; give a directory that peft has written") from error
 
 
-def _take_over(file: Any, path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
+def _take_over(file: Any, path: Path, parameters: Mapping[str, Tensor]) -> None:
     stored = set(file.keys())
     wanted = {f"{ADAPTER_PREFIX}{name}": parameter for name, parameter in parameters.items()}
     if missing := sorted(wanted.keys() - stored):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +27,7 @@ from corral.workers.backends.fsdp.tensor_parallel import squared_norm, sum_gradi
 from corral.workers.backends.lora import (
     count_parameters,
     fold_sums,
+    layers_with_adapters,
     merged_weights,
     sum_of_frozen,
     trained,
@@ -92,9 +92,9 @@ class FSDPEngine(MeshEngine):
         self.num_parameters, self.num_trained = count_parameters(self._model)
         own_sum = sum_of_frozen(self._model, counts_copies=context.coords.tp_rank == 0)
         self._sum_of_frozen = fold_sums(context.sum_over_mesh({"sum_of_frozen": float(own_sum)})["sum_of_frozen"])
-        self._adapter_config: bytes | None = None
         if lora is not None:
-            self._adapter_config = adapter_config(self._model, lora, base=model_directory, head=head)
+            layers = layers_with_adapters(self._model)
+            self._adapter_config = adapter_config(layers, lora, base=model_directory, head=head)
         if context.is_first:
             config: Any = self._model.config
             self._companions = companion_files(model_directory, config, self._head, dtype=compute_dtype)
@@ -118,7 +118,7 @@ class FSDPEngine(MeshEngine):
             yield micro_batch, self._scores(micro_batch, temperature)
 
     def _backward(self, micro_batches: Iterator[MicroBatch], loss: Loss, *, temperature: float) -> None:
-        torch.manual_seed(_step_seed(self._seed, self.step))
+        torch.manual_seed(self._seed_of_step())
         self._model.train()
         self._drop_gradients()
         for micro_batch, is_last in with_last(micro_batches):
@@ -196,11 +196,7 @@ class FSDPEngine(MeshEngine):
 
     def import_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
         """See `TrainEngine.import_weights`."""
-        if self._adapter_config is not None:
-            raise ValueError(
-                f"the model from {self._directory} is trained by adapters, and its own weights stay as they are; let "
-                "another role take over weights, or leave lora out"
-            )
+        self._require_trained_weights()
         take_over(self._parameters(), weights, eta=eta)
 
     def _own_tensors(self) -> list[Tensor]:
@@ -216,8 +212,3 @@ class FSDPEngine(MeshEngine):
     def _trained(self) -> dict[str, nn.Parameter]:
         """Those that a step changes: all of them, or adapters and a score layer."""
         return trained(self._parameters())
-
-
-def _step_seed(seed: int, step: int) -> int:
-    """A 63-bit seed of its own for every step."""
-    return int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0] >> 1)

@@ -22,6 +22,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from corral.experiments.inputs.model_kinds import megatron_refusals
+from corral.workers.backends.lora import is_adapter
 from corral.workers.backends.megatron.experts import expert_settings, has_experts
 
 _PRE_MLP_NORM: Final = "pre_mlp_layernorm.weight"
@@ -143,23 +144,32 @@ class Bridge:
         place = int(expert[2]) % per_rank
         return [(f"{expert[1]}{rank * per_rank + place}", rank) for rank in range(self.expert_ranks)]
 
+    def is_score_layer(self, name: str) -> bool:
+        """Whether a parameter is of the layer that gives the scores of a critic or a reward model."""
+        return self._head != "lm" and name in _SCORE_LAYER
+
     def stored_names(self, name: str) -> list[str]:
-        """The tensors of a Hugging Face directory that a parameter of the whole model is made of."""
-        if self._head != "lm" and name in _SCORE_LAYER:
+        """The tensors of a Hugging Face directory that a parameter of the whole model is made of.
+
+        Adapters have the same names and shapes on both sides.
+        """
+        if self.is_score_layer(name):
             return [_SCORE_LAYER[name]]
+        if is_adapter(name):
+            return [name]
         stored: list[str] = self._bridge._weight_name_mapping_mcore_to_hf(name)
         return stored
 
     def to_stored(self, name: str, whole: Tensor) -> list[tuple[str, Tensor]]:
         """A parameter of the whole model as the tensors of a directory."""
-        if name in _SCORE_LAYER:
+        if name in _SCORE_LAYER or is_adapter(name):
             return [(self.stored_names(name)[0], whole)]
         names, tensors = self._bridge._weight_to_hf_format(name, whole)
         return list(zip(names, tensors, strict=True))
 
     def from_stored(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         """The inverse of `to_stored`, for the tensors in the order of `stored_names`."""
-        if name in _SCORE_LAYER:
+        if name in _SCORE_LAYER or is_adapter(name):
             return tensors[0]
         whole: Tensor = self._bridge._weight_to_mcore_format(name, list(tensors))
         return whole

@@ -9,6 +9,7 @@ the optimizer.
 """
 
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,17 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from corral.experiments.config.model import OptimizerConfig, Recompute
+from corral.experiments.config.model import LoraConfig, OptimizerConfig, Recompute
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
+from corral.workers.backends.files.adapters import adapter_config
 from corral.workers.backends.files.companions import companion_files
+from corral.workers.backends.files.share import Adapter
+from corral.workers.backends.lora import fold_sums, sum_of_bits
 from corral.workers.backends.megatron.bridge import SCORE, SCORE_BIAS, Bridge
 from corral.workers.backends.megatron.experts import stack_experts, unstack_experts
 from corral.workers.backends.megatron.groups import process_groups
+from corral.workers.backends.megatron.lora import Adapters
 from corral.workers.backends.megatron.model import make_model
 from corral.workers.backends.megatron.optimizer import make_optimizer, with_gradients
 from corral.workers.backends.megatron.pipeline import Pipeline
@@ -46,7 +51,8 @@ class MegatronEngine(MeshEngine):
     """A `TrainEngine` over megatron-core's model with one of the `HEADS`.
 
     The optimizer's master weights and moments are float32; `compute_dtype` is that of the model's own weights, of its
-    products, and of the weights that `save_weights` writes.
+    products, and of the weights that `save_weights` writes. Adapters (`lora.py`), where there are any, are all that is
+    trained and resumed from, and what is exported is what the model and they amount to.
     """
 
     def __init__(
@@ -56,19 +62,22 @@ class MegatronEngine(MeshEngine):
         context: ParallelContext,
         head: str = "lm",
         optimizer: OptimizerConfig | None,
+        lora: LoraConfig | None = None,
         recompute: Recompute = "none",
         total_steps: int = 1,
         micro_batches: MicroBatchSpec | None = None,
         seed: int = 0,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Make this rank's part of the model, and read its weights; the arguments are told in `MeshEngine`.
+        """Make this rank's part of the model, and read its weights; what is not told here is told in `MeshEngine`.
 
-        The seed is kept for the state; nothing is drawn at random, since no layer has dropout.
+        Args:
+            lora: trains adapters in place of the weights. They alone draw at random: first values, and dropout.
 
         Raises:
             ValueError: if the model is of a kind that Megatron would compute otherwise, or its directory lacks weights.
         """
+        assert lora is None or optimizer is not None, "adapters that nothing trains"
         if context.device.type == "cpu":
             stand_in_for_gpu()
         super().__init__(
@@ -92,18 +101,37 @@ class MegatronEngine(MeshEngine):
             has_score_bias=_stores(model_directory, SCORE_BIAS),
             cp_group=context.cp_group,
         ).to(context.device)
-        self._weights = StageWeights(stage, self._bridge, self._groups, context.device)
+        if lora is not None and head != "lm" and stage.post_process:
+            stage.output_layer.float()  # trained beside adapters, and of their type
+        self._weights = StageWeights(self._bridge.names(stage), self._bridge, self._groups, context.device)
         recompute_layers(stage.decoder.layers, recompute)
         self._weights.take_over(_stored_tensors(model_directory, needed=self._weights.stored_shapes()))
+        self._adapters: Adapters | None = None
+        self._trained = self._weights
+        if lora is not None:
+            self._adapters = self._make_adapters(lora, stage)
+            self._trained = self._adapters.trained
+            self._adapter_config = adapter_config(self._adapters.layers, lora, base=model_directory, head=head)
         self._trainee: Any = stage
         if optimizer is not None:
             self._trainee = with_gradients(stage, self._groups)
             self._optimizer = make_optimizer(self._trainee, optimizer, self._groups)
             stage.config.finalize_model_grads_func = self._finish_gradients
         self._pipeline = Pipeline(stage, self._trainee, self._groups, context)
-        self.num_parameters = self.num_trained = self._weights.num_parameters
+        self.num_parameters, self.num_trained = self._weights.num_parameters, self._trained.num_parameters
         if context.is_first:
             self._companions = companion_files(model_directory, self._hf_config, self._head, dtype=compute_dtype)
+
+    def _make_adapters(self, lora: LoraConfig, stage: Any) -> Adapters:
+        adapters = Adapters(lora, stage, self._weights, self._bridge)
+        adapters.initialize(self._bridge, seed=self._seed)
+        frozen = {name: shape for name, shape in self._weights.stored_shapes().items() if adapters.is_frozen(name)}
+        ranks, place = self.context.world_size, self.context.place
+        own = {name: shape for name, shape in frozen.items() if zlib.crc32(name.encode()) % ranks == place}
+        parts = _stored_tensors(self._directory, needed=own)
+        own_sum = fold_sums(sum(sum_of_bits(name, part.to(self._compute_dtype)) for name, part in parts))
+        self._sum_of_frozen = fold_sums(self.context.sum_over_mesh({"sum_of_frozen": float(own_sum)})["sum_of_frozen"])
+        return adapters
 
     @property
     def model(self) -> nn.Module:
@@ -128,6 +156,7 @@ class MegatronEngine(MeshEngine):
         return zip(rows, map(_as_head_gives, all_scores), strict=True)
 
     def _backward(self, micro_batches: Iterator[MicroBatch], loss: Loss, *, temperature: float) -> None:
+        torch.manual_seed(self._seed_of_step() ^ self._groups.pp.rank())  # stages have other layers, which draw others
         self._trainee.train()
         self._drop_gradients()
         self._pipeline.backward(
@@ -165,11 +194,21 @@ class MegatronEngine(MeshEngine):
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def _stored_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._weights.export()
+        return ((name, tensor.to(self._compute_dtype)) for name, tensor in self._merged())
+
+    def _merged(self) -> Iterator[tuple[str, Tensor]]:
+        own = self._weights.export()
+        return own if self._adapters is None else self._adapters.merged(own)
+
+    def _adapter(self) -> Adapter | None:
+        if self._adapter_config is None:
+            return None
+        tensors = dict(self._trained.export())  # a collective
+        return Adapter(tensors=tensors, config=self._adapter_config) if self.context.is_first else None
 
     def _state_shard(self, header: train_state.TrainStateHeader) -> train_state.StateShard:
         optimizer, _ = self._require_optimizer()
-        return state_shard(self._weights.parameters, optimizer, self._bridge, header, rank=self.context.place)
+        return state_shard(self._trained.parameters, optimizer, self._bridge, header, rank=self.context.place)
 
     def _read_share(
         self, directory: Path, header: train_state.TrainStateHeader, on_progress: Callable[[], None]
@@ -178,7 +217,7 @@ class MegatronEngine(MeshEngine):
         optimizer, _ = self._require_optimizer()
         read_shares(
             directory,
-            self._weights.parameters,
+            self._trained.parameters,
             optimizer,
             self._bridge,
             num_files=header.num_ranks,
@@ -192,10 +231,11 @@ class MegatronEngine(MeshEngine):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.export_weights`."""
         self.onload()
-        yield from stack_experts(self._weights.export(), num_experts=self._bridge.num_experts)
+        yield from stack_experts(self._merged(), num_experts=self._bridge.num_experts)
 
     def import_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
         """See `TrainEngine.import_weights`."""
+        self._require_trained_weights()
         self.onload()
         self._weights.take_over(unstack_experts(weights), eta=eta)
         if self._optimizer is not None:

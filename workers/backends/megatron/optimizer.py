@@ -69,10 +69,11 @@ def make_optimizer(model: Any, config: OptimizerConfig, groups: ProcessGroupColl
     answer.
     """
     apart = {id(parameter) for buffer in model.expert_parallel_buffers for parameter in buffer.params}
-    shared = [parameter for parameter in model.parameters() if id(parameter) not in apart]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]  # beside adapters little
+    shared = [parameter for parameter in trained if id(parameter) not in apart]
     optimizers = [_distributed(model, shared, model.buffers, groups.dp_cp, config, groups)]
     if apart:
-        experts = [parameter for parameter in model.parameters() if id(parameter) in apart]
+        experts = [parameter for parameter in trained if id(parameter) in apart]
         optimizers.append(_distributed(model, experts, model.expert_parallel_buffers, groups.expt_dp, config, groups))
     return StageOptimizer(model, optimizers)
 

@@ -38,12 +38,23 @@ class StageWeights:
     All methods but `take_over` are collectives of the model's ranks.
     """
 
-    def __init__(self, model: nn.Module, bridge: Bridge, groups: ProcessGroupCollection, device: torch.device) -> None:
-        self.parameters: dict[str, nn.Parameter] = bridge.names(model)
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        bridge: Bridge,
+        groups: ProcessGroupCollection,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            parameters: of this rank, by their names within the whole model.
+        """
+        self.parameters = parameters
+        self.groups = groups
+        self.device = device
         self._bridge = bridge
-        self._groups = groups
-        self._device = device
         self.parts: list[Part] = self._agree()
+        self._part_by_name = {part.name: part for part in self.parts}
 
     @property
     def num_parameters(self) -> int:
@@ -63,6 +74,11 @@ class StageWeights:
         """Every tensor of the whole model, by its stored name, on every rank; each rank reads to the end."""
         for part in self.parts:
             yield from self._bridge.to_stored(part.name, self._on_every_rank(part))
+
+    @torch.no_grad()
+    def whole(self, name: str) -> Tensor:
+        """One parameter of the whole model, on every rank."""
+        return self._on_every_rank(self._part_by_name[name])
 
     @torch.no_grad()
     def take_over(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
@@ -111,12 +127,12 @@ class StageWeights:
 
     def _on_every_rank(self, part: Part) -> Tensor:
         """A whole parameter, given by the ranks that have it: within their stage first, then to the other stages."""
-        stages, experts = self._groups.pp, self._groups.ep
+        stages, experts = self.groups.pp, self.groups.ep
         if part.name in self.parameters:
             whole = self._joined(part.name, self.parameters[part.name]).contiguous()
         else:
             some = next(iter(self.parameters.values()))
-            whole = torch.empty(part.shape, dtype=some.dtype, device=self._device)
+            whole = torch.empty(part.shape, dtype=some.dtype, device=self.device)
         if experts.size() > 1 and part.expert_rank is not None and part.stage == stages.rank():
             dist.broadcast(whole, group=experts, group_src=part.expert_rank)
         if stages.size() > 1:
@@ -124,7 +140,7 @@ class StageWeights:
         return whole
 
     def _joined(self, name: str, parameter: nn.Parameter) -> Tensor:
-        group = self._groups.tp
+        group = self.groups.tp
         if group.size() == 1 or not is_cut(parameter):
             return parameter.detach()
         parts = [torch.empty_like(parameter) for _ in range(group.size())]
@@ -134,7 +150,7 @@ class StageWeights:
     def _agree(self) -> list[Part]:
         """What each stage has; of a parameter that two have, the first one's counts."""
         parts: dict[str, Part] = {}
-        for stage in range(self._groups.pp.size()):
+        for stage in range(self.groups.pp.size()):
             for name, expert_rank, shape in json.loads(self._text_from(stage, json.dumps(self._shapes_of_stage()))):
                 parts.setdefault(name, Part(name, tuple(shape), stage, expert_rank))
         return list(parts.values())
@@ -149,7 +165,7 @@ class StageWeights:
 
     def _text_from(self, stage: int, text: str) -> str:
         """The text of one stage, on all of them."""
-        group = self._groups.pp
+        group = self.groups.pp
         if group.size() == 1:
             return text
         content = torch.tensor(list(text.encode()), dtype=torch.uint8)

@@ -24,8 +24,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from corral.experiments.config.model import LoraConfig
 from corral.experiments.inputs.decoder_config import decoder_sizes
-from corral.scheduling.memory.megatron_layers import layer_bytes_per_token
+from corral.scheduling.memory.megatron_layers import adapter_bytes_per_token, layer_bytes_per_token
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
@@ -52,6 +53,8 @@ MODELS: dict[str, tuple[Any, Any, dict[str, int]]] = {
     "mixture": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
 }
 NUM_LAYERS = (2, 3)
+LORA = LoraConfig(rank=3, alpha=3.0)
+ADAPTERS = 7  # of a layer
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,10 @@ class Case:
     model: str
     layout: str
     dtype: torch.dtype
+    lora: LoraConfig | None = None
 
     def __str__(self) -> str:
-        return f"{self.model} {self.layout} {self.dtype}"
+        return f"{self.model} {self.layout} {self.dtype}{' adapters' if self.lora else ''}"
 
 
 CASES = (
@@ -74,6 +78,8 @@ CASES = (
     Case("mixture", "d1", torch.bfloat16),
     Case("mixture", "t2", torch.float32),
     Case("mixture", "d2e2", torch.bfloat16),
+    Case("qwen3", "t2", torch.float32, LORA),
+    Case("llama", "d1", torch.float32, LORA),
 )
 
 
@@ -101,6 +107,7 @@ def kept_bytes(case: Case, model: Path, context: ParallelContext) -> int:
         model,
         context=context,
         optimizer=optimizer_config(),
+        lora=case.lora,
         micro_batches=MicroBatchSpec(),
         compute_dtype=case.dtype,
     )
@@ -143,6 +150,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_a_layer_keeps_is_what_is_planned_for(case: Case, directory: Path) -> None:
     sizes, dims = decoder_sizes(directory / f"{case.model}-2"), ParallelDims.parse(case.layout)
     assert sizes is not None
-    of_token = layer_bytes_per_token(sizes, 0, compute_bytes=case.dtype.itemsize, dims=dims)
+    compute_bytes = case.dtype.itemsize
+    of_token = layer_bytes_per_token(sizes, 0, compute_bytes=compute_bytes, dims=dims, trains_weights=case.lora is None)
+    if case.lora is not None:
+        of_token += ADAPTERS * adapter_bytes_per_token(
+            0, rank=case.lora.rank, recompute="none", compute_bytes=compute_bytes
+        )
     seen = [json.loads((directory / f"rank-{rank}.json").read_text())[str(case)] for rank in range(dims.world_size)]
     assert mean(seen) == of_token * TOKENS / dims.cp

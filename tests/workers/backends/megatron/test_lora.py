@@ -1,0 +1,115 @@
+"""Adapters beside Megatron's layers: against a plain loop over peft's model, in every layout, and between layouts.
+
+peft's adapter of a tiny model ──► engine of each layout, 4 steps of AdamW ──► peft's files
+                             └──► PeftModel, one answer after the other, torch.optim.AdamW ──► peft's files
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from corral.experiments.config.model import LoraConfig
+from corral.workers.backends.megatron.engine import MegatronEngine
+from corral.workers.backends.parallel_context import ParallelContext
+from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.layout_checks import Part, Scene, assert_part_is_alike, make_scene
+from tests.workers.backends.layout_scene import Stats, Variant, plain_loop, save_tiny, train
+from tests.workers.backends.megatron_scene import make_megatron
+from tests.workers.backends.training_helpers import read_weights
+
+LORA = LoraConfig(rank=3, alpha=5.0)
+START, END = "start", "end"  # folders of peft's beside a model
+LAYOUTS = ("d1", "d2", "t2", "p2", "c2", "d2t2", "t2p2")
+KINDS = ("qwen2", "qwen3", "plain_llama")
+
+
+def save_with_adapter(kind: str, directory: Path) -> Path:
+    """A tiny model, and an adapter of peft's beside all of its linear layers, which changes it from the beginning."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
+    save_tiny(kind, directory)
+    torch.manual_seed(2)
+    settings = peft.LoraConfig(
+        r=LORA.rank, lora_alpha=int(LORA.alpha), target_modules="all-linear", init_lora_weights=False
+    )
+    peft.get_peft_model(load(directory), settings).save_pretrained(directory / START)
+    return directory
+
+
+def load(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def make_adapted(model: Path, context: ParallelContext, variant: Variant) -> MegatronEngine:
+    lora = LORA.model_copy(update={"adapter": model / START})
+    return make_megatron(model, context, Variant(lora=lora, recompute=variant.recompute))
+
+
+def peft_loop(directory: Path) -> tuple[Any, Stats]:
+    """The model that a plain loop has made, base and adapter in one; the adapter is written beside it."""
+    import peft
+
+    def wrap(model: Any) -> Any:
+        return peft.PeftModel.from_pretrained(model, directory / START, is_trainable=True)
+
+    adapted, stats = plain_loop(directory, wrap=wrap)
+    adapted.save_pretrained(directory / END)
+    return adapted.merge_and_unload(), stats
+
+
+def assert_adapters_are_alike(scene: Scene, directory: Path, part: Part) -> None:
+    for kind in part.models:
+        expected = read_weights(directory / kind / END)
+        for layout in part.layouts:
+            found = read_weights(scene.directory / kind / layout / "weights" / "adapter")
+            assert found.keys() == expected.keys()
+            for name, tensor in expected.items():
+                np.testing.assert_allclose(found[name], tensor, atol=1e-4, err_msg=f"{layout} {name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_trained_as_by_a_plain_loop_over_pefts_model(kind: str, tmp_path: Path) -> None:
+    part = Part(
+        models=(kind,),
+        layouts=dict.fromkeys(LAYOUTS, "none") | {"t2": "selective", "t2p2": "full"},
+        resumes=tuple(zip(LAYOUTS, (*LAYOUTS[3:], *LAYOUTS[:3]), strict=True)),
+    )
+    scene = make_scene(tmp_path, part, save=save_with_adapter, make=make_adapted, plain=peft_loop)
+    assert_part_is_alike(scene, part)
+    assert_adapters_are_alike(scene, tmp_path, part)
+
+
+def test_of_a_model_with_adapters_nothing_else_is_trained_kept_or_taken_over(tmp_path: Path) -> None:
+    play(train_adapters_alone, tmp_path, world_size=1, directory=tmp_path)
+
+
+def train_adapters_alone(_: ParallelContext, directory: Path) -> None:
+    model = save_tiny("qwen2", directory / "model")
+    base = read_weights(model)
+    engine = make_megatron(model, ParallelContext(), Variant(lora=LORA, dtype=torch.bfloat16))
+    shapes = [tensor.shape for name, tensor in base.items() if ".layers." in name and tensor.ndim == 2]
+    assert engine.num_trained == LORA.rank * sum(map(sum, shapes))
+    assert engine.num_parameters == sum(tensor.numel() for tensor in base.values())
+    train(engine, range(2))
+    optimizer, _config = engine._require_optimizer()
+    moments = [state[name] for state in optimizer.moments() for name in ("exp_avg", "exp_avg_sq")]
+    assert {moment.dtype for moment in moments} == {torch.float32}
+    assert sum(moment.numel() for moment in moments) == 2 * engine.num_trained
+    gradients = sum(buffer.grad_data.numel() for buffer in engine._trainee.buffers)
+    assert engine.num_trained <= gradients < engine.num_parameters / 4  # Megatron rounds its buffers up
+    for name, tensor in engine._weights.export():
+        assert torch.equal(tensor, base[name].bfloat16()), name
+    assert {tensor.dtype for tensor in engine.weight_share().adapter.tensors.values()} == {torch.float32}
+
+    engine.state_shard().write(directory / "state")
+    with pytest.raises(ValueError, match="its own weights stay as they are"):
+        engine.import_weights(base.items())
+    other = make_megatron(save_tiny("qwen2", directory / "other", seed=5), ParallelContext(), Variant(lora=LORA))
+    with pytest.raises(ValueError, match="trained beside other weights than those of .*other"):
+        other.load_state(directory / "state")
+    with pytest.raises(ValueError, match="no linear layer of the stage with layers 0 to 1 .* ends in 'w_q'"):
+        make_megatron(model, ParallelContext(), Variant(lora=LoraConfig(rank=2, alpha=2.0, targets=("w_q",))))
