@@ -134,8 +134,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 @pytest.mark.parametrize("folder", ("launcher", "workers"))
 def test_no_room_is_a_house_of_its_own(folder: str) -> None:
     lines = Counter[str]()
-    for path in modules(folder):
-        lines[room_of(path)] += len(path.read_text().splitlines())
+    for path in modules(folder):  # a room within a room counts by itself, as one can read it by itself
+        lines["/".join(path.relative_to(ROOT).parts[1:-1]) or room_of(path)] += len(path.read_text().splitlines())
     room, count = lines.most_common(1)[0]
     assert count < LARGEST_ROOM * lines.total(), f"{room} holds {count} of the {lines.total()} lines of {folder}"
 
