@@ -1,13 +1,18 @@
-"""What packing gains: training on packed rows beside padded batches, and how evenly ranks share the work.
+"""What packing gains: rows beside padded batches, prompts once beside once an answer, and how even the ranks' work is.
 
     python benchmarks/packing.py [--rounds 5] [--sequences 32] [--spread 0.9] [--dtype float32]
+                                 [--tables rows prompts balance]
 
 Lengths are log-normal. The first table: real tokens per CPU second of forward and backward passes of the same model on
 the same sequences, in one run, one thread, the ways taking turns: the engine's packed rows; sequences one at a time;
 padded batches of sequences of like length; padded batches in order of arrival. The gradients are compared with those of
 padded batches. The target is 2.5 times padded batches in order of arrival.
 
-The second table: floating-point operations of the busiest of 64 data-parallel ranks over those of the mean, by the true
+The second table: the same passes of the engine over groups of answers of one prompt, which `shared_prompts` computes
+once for all of them in a micro-batch. `by operations` is what a 7B model would gain if all operations took the same
+time. Answers have half to one and a half times their mean length. Peak bytes are those that one pass allocates.
+
+The third table: floating-point operations of the busiest of 64 data-parallel ranks over those of the mean, by the true
 shape of the model. `near owners` is how the master deals samples that lie on ranks at random, beside the share of the
 tokens that moves for it; `anew` deals them without regard to where they are; `equal numbers` leaves their work out of
 account. The target is 1.05.
@@ -20,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +65,7 @@ MODEL: dict[str, Any] = {  # 3.2 million parameters
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 512,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 32768,
 }
 BATCH = 8  # sequences of a padded batch
 MAX_TOKENS = 2048  # of a packed row
@@ -67,6 +73,10 @@ MEDIAN_TOKENS = 200.0
 SPREAD = 0.9  # standard deviation of the logarithm
 LONGEST = 1024
 TARGET_RATIO = 2.5
+TABLES = ("rows", "prompts", "balance")
+GROUPS = ((200, 800, 8), (1000, 1000, 4), (1000, 1000, 8), (4000, 500, 8))
+"""Tokens of the prompt, of an answer on average, and answers."""
+MAX_GROUP_TOKENS = 32768  # of a row
 NUM_RANKS = 64
 TARGET_BALANCE = 1.05
 
@@ -76,12 +86,13 @@ Way = Callable[[], Gradients]
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--spread", type=float, default=SPREAD)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
     options = parser.parse_args()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
@@ -91,11 +102,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="corral-packing-") as folder:
         torch.manual_seed(SEED)
         Qwen2ForCausalLM(Qwen2Config(**MODEL)).save_pretrained(folder)
-        ways = make_ways(Path(folder), sequences, dtype=getattr(torch, options.dtype))
-        print_speeds(ways, options.rounds, lengths, dtype=options.dtype)
+        dtype = getattr(torch, options.dtype)
+        if "rows" in options.tables:
+            print_speeds(make_ways(Path(folder), sequences, dtype=dtype), options.rounds, lengths, dtype=options.dtype)
+        if "prompts" in options.tables:
+            print_prompts(Path(folder), rng, options.rounds, dtype=dtype)
         shape = transformer_shape(Path(folder))
     assert shape is not None
-    print_balance(rng, {"7B": (TYPICAL_SHAPE, 2000.0, 32768), "3M": (shape, MEDIAN_TOKENS, LONGEST)})
+    if "balance" in options.tables:
+        print_balance(rng, {"7B": (TYPICAL_SHAPE, 2000.0, 32768), "3M": (shape, MEDIAN_TOKENS, LONGEST)})
 
 
 def log_normal(rng: np.random.Generator, count: int, *, median: float, spread: float, longest: int) -> list[int]:
@@ -123,12 +138,15 @@ def make_ways(folder: Path, sequences: Sequence[npt.NDArray[np.int64]], *, dtype
 
 def packed_way(folder: Path, sequences: Sequence[npt.NDArray[np.int64]], *, dtype: torch.dtype) -> Way:
     """The engine's own train step, stopped where the optimizer would step."""
+    return engine_way(folder, sequences, MicroBatchSpec(max_tokens_per_micro_batch=MAX_TOKENS), dtype=dtype)
+
+
+def engine_way(
+    folder: Path, sequences: Sequence[npt.NDArray[np.int64]], spec: MicroBatchSpec, *, dtype: torch.dtype
+) -> Way:
+    """An engine of its own, and the sequences as answers of one prompt."""
     engine = FSDPEngine(
-        folder,
-        context=ParallelContext(),
-        optimizer=OptimizerConfig(),
-        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=MAX_TOKENS),
-        compute_dtype=dtype,
+        folder, context=ParallelContext(), optimizer=OptimizerConfig(), micro_batches=spec, compute_dtype=dtype
     )
     answers = {"input_ids": list(sequences), "loss_mask": [np.ones(len(ids) - 1, np.bool_) for ids in sequences]}
     sample = SequenceSample.from_group("0:all", answers)
@@ -197,6 +215,58 @@ def print_speeds(ways: Mapping[str, Way], rounds: int, lengths: Sequence[int], *
 def largest_difference(actual: Gradients, expected: Gradients) -> float:
     """|actual - expected| / |expected| of the parameter that differs most."""
     return max(float((actual[name] - wanted).norm() / wanted.norm()) for name, wanted in expected.items())
+
+
+def print_prompts(folder: Path, rng: np.random.Generator, rounds: int, *, dtype: torch.dtype) -> None:
+    """Groups of several shapes, whose prompts are computed once, and once for each answer."""
+    print(f"groups of one prompt, {MAX_GROUP_TOKENS} tokens a micro-batch; answers' tokens / CPU s, median of {rounds}")
+    print(
+        f"{'prompt':>7}{'answer':>7}{'answers':>8}{'each':>9}{'once':>9}{'gain':>7}{'by operations':>15}"
+        f"{'peak each':>11}{'once':>9}{'gradients':>11}"
+    )
+    for prompt, answer, count in GROUPS:
+        lengths = [int(length) for length in rng.uniform(0.5 * answer, 1.5 * answer, count)]
+        beginning = rng.integers(0, MODEL["vocab_size"], prompt)
+        sequences = [np.concatenate([beginning, rng.integers(0, MODEL["vocab_size"], length)]) for length in lengths]
+        ways = {}
+        for shares_prompts in (False, True):
+            spec = MicroBatchSpec(max_tokens_per_micro_batch=MAX_GROUP_TOKENS, shares_prompts=shares_prompts)
+            ways[shares_prompts] = engine_way(folder, sequences, spec, dtype=dtype)
+        expected = {name: gradient.clone() for name, gradient in ways[False]().items()}
+        difference = largest_difference(ways[True](), expected)
+        peaks = {shares_prompts: peak_bytes(run) for shares_prompts, run in ways.items()}
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(rounds):
+            for shares_prompts, run in ways.items():
+                started = time.process_time()
+                run()
+                seconds[shares_prompts].append(time.process_time() - started)
+        each, once = (statistics.median(seconds[shares_prompts]) for shares_prompts in (False, True))
+        gain = statistics.median(a / b for a, b in zip(seconds[False], seconds[True], strict=True))
+        print(
+            f"{prompt:7}{answer:7}{count:8}{sum(lengths) / each:9,.0f}{sum(lengths) / once:9,.0f}{gain:6.2f}x"
+            f"{gain_by_operations(prompt, lengths):14.2f}x{peaks[False] / 1e6:8,.0f} MB{peaks[True] / 1e6:6,.0f} MB"
+            f"{difference:11.1e}",
+            flush=True,
+        )
+    print()
+
+
+def gain_by_operations(prompt: int, answers: Sequence[int]) -> float:
+    """Operations of a 7B model with the prompt before each answer, over those with the prompt once."""
+    (alone,), (each,) = (
+        forward_flops([group], [TYPICAL_SHAPE]) for group in ([prompt], [prompt + answer for answer in answers])
+    )
+    return each / (each - (len(answers) - 1) * alone)
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most that one call had at a time, of what it allocated."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def print_balance(rng: np.random.Generator, models: Mapping[str, tuple[TransformerShape, float, int]]) -> None:

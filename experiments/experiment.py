@@ -55,7 +55,6 @@ from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.keys import Key
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PostHook, PublishWeightsHook
-from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup
 from corral.scheduling.worker_information import WORKER_KINDS, WorkerKind
 
@@ -311,7 +310,7 @@ class Experiment(FrozenConfig):
             input_keys=tuple(input_keys),
             output_keys=tuple(outputs.values()),
             output_key_remap={own: name for own, name in outputs.items() if own != name},
-            micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=model.max_tokens_per_micro_batch),
+            micro_batches=model.micro_batches,
             post_hooks=tuple(post_hooks),
         )
 
@@ -340,7 +339,7 @@ class Experiment(FrozenConfig):
             n_seqs=self.train_batch_size,
             input_keys=tuple(input_keys),
             input_key_remap=dict(input_key_remap),
-            micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=model.max_tokens_per_micro_batch),
+            micro_batches=model.micro_batches,
             post_hooks=(*publish, *post_hooks),
         )
 

@@ -18,7 +18,6 @@ from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.worker_specs import RewardSpec
 from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
-from corral.scheduling.packing import MicroBatchSpec
 
 ROW_KEYS = ("input_ids", "prompt_mask")
 
@@ -53,7 +52,7 @@ class RowExperiment(Experiment):
             implementation=trains.implementation,
             n_seqs=self.evaluation.batch_size,
             input_keys=trains.input_keys,
-            micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=self.trained.max_tokens_per_micro_batch),
+            micro_batches=self.trained.micro_batches,
         )
         return [on_rows, *super().evaluate_calls()]
 

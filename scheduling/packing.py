@@ -24,6 +24,8 @@ class MicroBatchSpec(FrozenModel):
     """Most tokens in one micro-batch; None puts all of them into `n_min` micro-batches."""
     n_min: int = Field(default=1, ge=1)
     """Fewest micro-batches, as far as there are sequences (a pipeline needs at least its number of stages)."""
+    shares_prompts: bool = False
+    """Whether a micro-batch has once what answers of one prompt begin with, where backend and model can do that."""
 
 
 def pack_first_fit_decreasing(lengths: Sequence[int], *, max_tokens: int, min_bins: int = 1) -> list[list[int]]:

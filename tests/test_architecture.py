@@ -50,6 +50,7 @@ RANKS: dict[str, list[set[str]]] = {
     ],
     "workers": [
         {"checkpoint", "data", "streams"},
+        {"shared_prompts"},
         {"backends", "delivery", "engine", "lifecycle", "requests", "weight_transport"},
         {"algorithms", "generation", "rollout"},
         {"evaluation", "manager"},

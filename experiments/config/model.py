@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from corral.experiments.config.algorithm import CriticConfig, named_or_imported
 from corral.experiments.config.base import FrozenConfig
+from corral.scheduling.packing import MicroBatchSpec
 
 _NOT_ADAPTED = ("lm_head", "embed_tokens", "score")
 
@@ -74,11 +75,23 @@ class ModelConfig(FrozenConfig):
     """Type of the matrix products, and of the weights that are written and served; in memory weights are float32."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=16)
     """Token budget of one packed forward and backward pass; longer single sequences are an error."""
+    shared_prompts: Literal["off", "auto"] = "off"
+    """Whether what the answers of a prompt begin with is computed once for all of them that are in one micro-batch, and
+    not for each: `auto` does so where it can, and the log of the workers says when it cannot (backend megatron, context
+    parallel, sliding windows, dropout). The results are the same but for rounding; long prompts gain most
+    (docs/layouts.md)."""
     n_seqs: int | None = Field(default=None, ge=1)
     """Samples that an inference call on it takes at a time: with fewer than the batch, the calls that read what it
     makes begin earlier. None takes the whole batch."""
     offload: bool = False
     """Whether it leaves the device after each step's calls on it, to make room for others on the same ranks."""
+
+    @property
+    def micro_batches(self) -> MicroBatchSpec:
+        """How what it computes is cut."""
+        return MicroBatchSpec(
+            max_tokens_per_micro_batch=self.max_tokens_per_micro_batch, shares_prompts=self.shared_prompts == "auto"
+        )
 
     def weights_alone(self) -> "ModelConfig":
         """What every model has, without what its role adds."""

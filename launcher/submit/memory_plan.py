@@ -221,6 +221,7 @@ def _model_of(role: ModelRoleSpec) -> RoleModel | MegatronModel | None:
         compute_bytes=NUMBER_BYTES[role.model.dtype],
         recompute=role.recompute,
         sums_gradients_once=role.gradient_sums == "last_micro_batch",
+        shares_prompts=role.model.shared_prompts == "auto",
     )
 
 

@@ -20,7 +20,8 @@ Tensors of one layer, for each token, with H hidden, I intermediate, Q all heads
 Found with torch.autograd.graph.saved_tensors_hooks on tiny models, and counted again so by the tests. All of that is
 what a layer works in; where it is computed again in the backward pass, it keeps less until then:
 
-    recompute: selective  its input H (float32), and what products gave: Q + 2 K, Q, H | 2 I, H, or the router's (c)
+    recompute: selective  its input H (float32), and what products gave: Q + 2 K, Q, H | 2 I, H, or the router's (c);
+                          with shared prompts once more Q, and a head's logsumexp
     recompute: full       its input H (float32)
 """
 
@@ -89,8 +90,13 @@ def kept_bytes_per_token(
     recompute: Literal["selective", "full"],
     compute_bytes: int,
     tensor_parallel: int,
+    shares_prompts: bool = False,
 ) -> int:
-    """What a layer that is computed again in the backward pass keeps of one token until then."""
+    """What a layer that is computed again in the backward pass keeps of one token until then.
+
+    Args:
+        shares_prompts: whether attention has two results, of an answer and of its prompt, before they are one.
+    """
     own_input = FLOAT32_BYTES * sizes.hidden_size
     if recompute == "full":
         return own_input
@@ -99,6 +105,9 @@ def kept_bytes_per_token(
     mlp = 2 * share_of(sizes.intermediate_size, tensor_parallel) + sizes.hidden_size
     if layer in sizes.sparse_layers:
         mlp = sizes.num_experts  # products of experts are one operation for all of them, which is not kept
+    if shares_prompts:
+        attention += heads * sizes.head_dim
+        own_input += FLOAT32_BYTES * heads
     return own_input + compute_bytes * (attention + mlp) + FLOAT32_BYTES * heads
 
 

@@ -106,6 +106,7 @@ class RoleModel:
         compute_bytes: int = FLOAT32_BYTES,
         recompute: Recompute = "none",
         sums_gradients_once: bool = False,
+        shares_prompts: bool = False,
     ) -> None:
         """
         Args:
@@ -113,6 +114,7 @@ class RoleModel:
             adapters: what is trained in place of the weights; a score layer is trained beside them.
             compute_bytes: of a number in matrix products: 4 or 2.
             sums_gradients_once: whether a rank keeps whole gradients until the last micro-batch of a step.
+            shares_prompts: whether rows may have prompts once.
         """
         self.sizes = sizes
         self._output = output
@@ -121,6 +123,7 @@ class RoleModel:
         self._compute_bytes = compute_bytes
         self._recompute = recompute
         self._sums_gradients_once = sums_gradients_once
+        self._shares_prompts = shares_prompts
         self._shapes = tensor_shapes(sizes, output)
         counts = Counter(self._kinds())
         self._tensors = [
@@ -225,7 +228,12 @@ class RoleModel:
             return tokens * (layers + self._adapter_bytes_per_token() + ends + works_in)
         kept = sum(
             kept_bytes_per_token(
-                sizes, layer, recompute=recompute, compute_bytes=self._compute_bytes, tensor_parallel=dims.tp
+                sizes,
+                layer,
+                recompute=recompute,
+                compute_bytes=self._compute_bytes,
+                tensor_parallel=dims.tp,
+                shares_prompts=self._shares_prompts,
             )
             for layer in range(sizes.num_layers)
         )

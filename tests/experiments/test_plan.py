@@ -217,6 +217,13 @@ def test_calls_follow_from_the_decoupled_loss_and_the_reference_model(folder: Pa
     assert _levels(_plan(folder / "ppo.yaml", *ref, coupled)) == (("ref_inf",), ("actor_train",))
 
 
+def test_each_model_says_whether_its_micro_batches_share_prompts(folder: Path) -> None:
+    ref = [f"ref.path={folder / 'model'}", "ppo.kl.coef=0.1"]
+    plan = _plan(folder / "ppo.yaml", *ref, "actor.shared_prompts=auto")
+    shares = {call.name: call.micro_batches.shares_prompts for call in plan.master.calls}
+    assert [shares[name] for name in ("actor_inf", "actor_train", "ref_inf")] == [True, True, False]
+
+
 def test_train_step_reads_what_the_inferences_make(folder: Path) -> None:
     plan = _plan(folder / "ppo.yaml", f"ref.path={folder / 'model'}", "ppo.kl.coef=0.1")
     calls = {call.name: call for call in plan.master.calls}

@@ -69,9 +69,14 @@ class LanguageModelHead:
         install_chunked_head(model)
 
     def scores(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> TokenScores:
-        with chunked_head(model).asked(micro_batch.labels, temperature=temperature) as question:
-            output = forward_row(model, micro_batch, logits_to_keep=micro_batch.predicting)
-        return question.scores_in(output)
+        shared = micro_batch.shared
+        row = micro_batch if shared is None else shared
+        with chunked_head(model).asked(row.labels, temperature=temperature) as question:
+            output = forward_row(model, micro_batch, logits_to_keep=row.predicting)
+        scores = question.scores_in(output)
+        if shared is None:
+            return scores
+        return TokenScores(*(part.index_select(0, shared.questions) for part in (scores.logprobs, scores.entropy)))
 
     def joined(self, scores: TokenScores, join: Join) -> TokenScores:
         layout = KeyLayout.PER_SHIFTED_TOKEN
@@ -92,7 +97,7 @@ class ValueHead:
         """`load_model` gave it its score layer."""
 
     def scores(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
-        return forward_row(model, micro_batch)[0, :, 0].float()
+        return _by_token(forward_row(model, micro_batch), micro_batch)
 
     def joined(self, scores: Tensor, join: Join) -> Tensor:
         return join(scores, KeyLayout.PER_TOKEN)
@@ -113,7 +118,7 @@ class ScalarHead:
         """`load_model` gave it its score layer."""
 
     def scores(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
-        return forward_row(model, micro_batch)[0, micro_batch.last_tokens, 0].float()
+        return _by_token(forward_row(model, micro_batch), micro_batch)[micro_batch.last_tokens]
 
     def joined(self, scores: Tensor, join: Join) -> Tensor:
         return join(scores, KeyLayout.PER_ANSWER)
@@ -134,10 +139,17 @@ def forward_row(model: Any, micro_batch: MicroBatch, **arguments: Any) -> Tensor
         position_ids=micro_batch.position_ids[None],
         segment_lengths=micro_batch.segment_lengths,
         cu_seqlens=micro_batch.cu_seqlens,
+        prompt_groups=None if micro_batch.shared is None else micro_batch.shared.groups,
         use_cache=False,
         **arguments,
     ).logits
     return output
+
+
+def _by_token(output: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """[1, R, 1] of the row -> [T] float32 of the answers laid end to end."""
+    values = output[0, :, 0].float()
+    return values if micro_batch.shared is None else values.index_select(0, micro_batch.shared.places)
 
 
 HEADS: Mapping[str, Head[Any]] = MappingProxyType(

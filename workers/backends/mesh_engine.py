@@ -94,6 +94,8 @@ class MeshEngine(ABC):
         self._adapter_config: bytes | None = None  # adapter_config.json, where adapters are trained
         self._companions: dict[str, bytes] = {}
         self._has_told_of_deltas = False
+        self._unshared_because: str | None = "this backend computes whole answers"  # another one says otherwise
+        self._has_told_of_prompts = False
 
     # --- what a backend says ----------------------------------------------------------------------------------------
 
@@ -204,9 +206,24 @@ class MeshEngine(ABC):
 
     def _micro_batches(self, sample: SequenceSample, *, keeps_groups: bool = False) -> Iterator[MicroBatch]:
         """This rank's micro-batches, as many as the rank with the most has."""
-        plan = plan_micro_batches(sample, self.micro_batches, keeps_groups=keeps_groups)
+        shares = self._shares_prompts()
+        plan = plan_micro_batches(sample, self.micro_batches, keeps_groups=keeps_groups, shares_prompts=shares)
         count = int(self.context.max_over_ranks({"micro_batches": len(plan)})["micro_batches"])
-        return make_micro_batches(sample, plan, count=count, device=self.context.device)
+        return make_micro_batches(sample, plan, count=count, device=self.context.device, shares_prompts=shares)
+
+    def _shares_prompts(self) -> bool:
+        """Whether rows have prompts once; what is done is said when it is first asked for."""
+        if not self.micro_batches.shares_prompts:
+            return False
+        if not self._has_told_of_prompts:
+            self._has_told_of_prompts = True
+            if self._unshared_because is None:
+                logger.info("answers of one prompt share it in a micro-batch")
+            else:
+                logger.info(
+                    "each answer has its prompt to itself, though they may share it: %s", self._unshared_because
+                )
+        return self._unshared_because is None
 
     def _over_mesh(self, sums: DeviceSums) -> dict[str, float]:
         """The sums of all data-parallel ranks, and the squared norm, of which every rank has a part."""

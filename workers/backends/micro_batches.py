@@ -3,6 +3,9 @@
     answers of all samples ── pack_first_fit_decreasing ──► bins ──► MicroBatch | MicroBatch | ... | (padding)
     results of the micro-batches, in any layout ── scatter_to_answers ──► one array in the sample's order
 
+A row is its answers laid end to end, or has what the answers of a prompt begin with once (workers/shared_prompts);
+what an answer is asked and what losses read is the same for both.
+
 Collectives inside a forward pass must be met by every rank, so all ranks run the same number of micro-batches; a rank
 with fewer runs padding: a short answer whose loss mask is False throughout.
 """
@@ -19,13 +22,24 @@ from torch import Tensor
 from corral.scheduling.keys import ROUTED_EXPERTS, KeyLayout
 from corral.scheduling.packing import MicroBatchSpec, pack_first_fit_decreasing
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices, key_spec
+from corral.workers.shared_prompts.rows import (
+    Beginnings,
+    PromptGroup,
+    SharedRow,
+    groups_of_row,
+    pack_groups,
+    row_places,
+)
 
 _PADDING_TOKENS = 2  # the shortest answer that still predicts a token
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some answers, packed into one row of T tokens in n segments; T - n of the tokens have a next token to predict."""
+    """n answers of T tokens, of which T - n have a next token to predict, packed into one row of R tokens.
+
+    R is T, and the row is the answers laid end to end, unless `shared` says otherwise.
+    """
 
     answers: tuple[int, ...]
     """Number of each answer within the sample, counted over all groups; empty for padding."""
@@ -34,20 +48,22 @@ class MicroBatch:
     cu_seqlens: Tensor
     """[n + 1] int32: where segments begin and end in the row, from 0; all layers read it, on the device."""
     input_ids: Tensor
-    """[T] int64."""
+    """[R] int64: the row."""
     position_ids: Tensor
-    """[T] int64, from 0 in each segment."""
+    """[R] int64, from 0 in each answer."""
     predicting: Tensor
-    """[T - n] int64: the places in the row whose logits predict `labels`, all but the last of each segment."""
+    """[T - n] int64: which tokens of the answers, laid end to end, predict `labels`: all but the last of each."""
     labels: Tensor
     """[T - n] int64: the next tokens."""
     last_tokens: Tensor
-    """[n] int64: the place of each segment's last token in the row."""
+    """[n] int64: which token of the answers, laid end to end, is the last of each."""
     tensors: dict[str, Tensor]
     """Every key of the sample but input_ids and the experts, cut to these answers. Keys per shifted token align with
     `labels`."""
     routed_experts: Tensor | None = None
-    """[T, layers with experts, top_k] int16: who computes each token, -1 where the model chooses; None chooses all."""
+    """[R, layers with experts, top_k] int16: who computes each token, -1 where the model chooses; None chooses all."""
+    shared: SharedRow | None = None
+    """Where the tokens of the answers are, in a row that has prompts once."""
 
     @property
     def is_padding(self) -> bool:
@@ -55,19 +71,29 @@ class MicroBatch:
         return not self.answers
 
 
-def plan_micro_batches(sample: SequenceSample, spec: MicroBatchSpec, *, keeps_groups: bool = False) -> list[list[int]]:
+def plan_micro_batches(
+    sample: SequenceSample, spec: MicroBatchSpec, *, keeps_groups: bool = False, shares_prompts: bool = False
+) -> list[list[int]]:
     """Answers of each micro-batch, shorter ones first: attention takes neighbours of equal length together.
 
     Args:
         keeps_groups: whether all answers of a prompt go into one micro-batch, in their own order.
+        shares_prompts: whether rows will have once what the answers of a prompt begin with: then those are neighbours,
+            and it counts once in the budget of tokens.
     """
     lengths = sample.answer_lengths() if "input_ids" in sample.seqlens else []
     if not lengths:
         return []
+    max_tokens = max(1, sum(lengths) if (budget := spec.max_tokens_per_micro_batch) is None else budget)
     units = _groups(sample) if keeps_groups else [[answer] for answer in range(len(lengths))]
     sizes = [sum(lengths[answer] for answer in unit) for unit in units]
-    max_tokens = sum(sizes) if spec.max_tokens_per_micro_batch is None else spec.max_tokens_per_micro_batch
-    bins = pack_first_fit_decreasing(sizes, max_tokens=max(1, max_tokens), min_bins=spec.n_min)
+    if shares_prompts and max(lengths) <= max_tokens:
+        packed, packed_sizes = pack_groups(
+            _groups(sample), lengths, Beginnings(sample), max_tokens=max_tokens, is_cut=not keeps_groups
+        )
+        if len(packed) >= min(spec.n_min, len(units)):  # else there would be too few micro-batches
+            units, sizes = packed, packed_sizes
+    bins = pack_first_fit_decreasing(sizes, max_tokens=max_tokens, min_bins=spec.n_min)
     ordered = [sorted(bin_, key=lambda unit: (sizes[unit], unit)) for bin_ in bins]
     return [[answer for unit in bin_ for answer in units[unit]] for bin_ in ordered]
 
@@ -79,10 +105,22 @@ def _groups(sample: SequenceSample) -> list[list[int]]:
 
 
 def make_micro_batches(
-    sample: SequenceSample, plan: Sequence[Sequence[int]], *, count: int, device: torch.device
+    sample: SequenceSample,
+    plan: Sequence[Sequence[int]],
+    *,
+    count: int,
+    device: torch.device,
+    shares_prompts: bool = False,
 ) -> Iterator[MicroBatch]:
-    """The planned micro-batches, then padding until there are `count`."""
+    """The planned micro-batches, then padding until there are `count`.
+
+    Args:
+        shares_prompts: whether rows have once what neighbours of one prompt begin with.
+    """
     slices = {key: answer_slices(sample.answer_lengths(key)) for key in sample.data}
+    lengths = sample.answer_lengths() if plan else []
+    prompts = [number for number, group in enumerate(_groups(sample)) for _ in group] if plan else []
+    beginnings = Beginnings(sample) if shares_prompts and plan else None
     for answers in plan:
         tensors = {
             key: torch.cat([torch.as_tensor(array[slices[key][answer]]) for answer in answers])
@@ -90,8 +128,8 @@ def make_micro_batches(
         }
         if ROUTED_EXPERTS in tensors:
             tensors[ROUTED_EXPERTS] = tensors[ROUTED_EXPERTS].view(-1, *key_spec(ROUTED_EXPERTS, sample.specs).shape)
-        segment_lengths = tuple(slices["input_ids"][a].stop - slices["input_ids"][a].start for a in answers)
-        yield _pack(tuple(answers), segment_lengths, tensors, device)
+        groups = None if beginnings is None else groups_of_row(answers, lengths, prompts, beginnings)
+        yield _pack(tuple(answers), tuple(lengths[answer] for answer in answers), tensors, device, groups)
     for _ in range(count - len(plan)):
         yield _pack((), (_PADDING_TOKENS,), _padding_tensors(sample), device)
 
@@ -106,7 +144,11 @@ def _padding_tensors(sample: SequenceSample) -> dict[str, Tensor]:
 
 
 def _pack(
-    answers: tuple[int, ...], segment_lengths: tuple[int, ...], tensors: dict[str, Tensor], device: torch.device
+    answers: tuple[int, ...],
+    segment_lengths: tuple[int, ...],
+    tensors: dict[str, Tensor],
+    device: torch.device,
+    groups: tuple[PromptGroup, ...] | None = None,
 ) -> MicroBatch:
     input_ids = tensors.pop("input_ids").to(torch.int64)
     position_ids = torch.cat([torch.arange(length) for length in segment_lengths])
@@ -115,6 +157,12 @@ def _pack(
     last_tokens = torch.tensor(segment_lengths).cumsum(0) - 1
     has_next[last_tokens] = False
     predicting = has_next.nonzero().squeeze(1)
+    labels = input_ids[predicting + 1]
+    shared = None
+    if groups is not None:
+        (input_ids, position_ids, routed_experts), shared = _share(
+            groups, (input_ids, position_ids, routed_experts), device
+        )
     return MicroBatch(
         answers=answers,
         segment_lengths=segment_lengths,
@@ -122,11 +170,29 @@ def _pack(
         input_ids=_sent(input_ids, device),
         position_ids=_sent(position_ids, device),
         predicting=_sent(predicting, device),
-        labels=_sent(input_ids[predicting + 1], device),
+        labels=_sent(labels, device),
         last_tokens=_sent(last_tokens, device),
         tensors={key: _sent(tensor, device) for key, tensor in tensors.items()},
         routed_experts=None if routed_experts is None else _sent(routed_experts, device),
+        shared=shared,
     )
+
+
+def _share(
+    groups: tuple[PromptGroup, ...], by_token: tuple[Tensor, Tensor, Tensor | None], device: torch.device
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], SharedRow]:
+    """Ids, positions and experts of the tokens of a row, from those of answers laid end to end."""
+    sources, places, predicting, asked, questions = map(torch.from_numpy, row_places(groups))
+    input_ids, position_ids, experts = (None if tensor is None else tensor[sources] for tensor in by_token)
+    assert input_ids is not None and position_ids is not None
+    row = SharedRow(
+        groups=groups,
+        places=_sent(places, device),
+        predicting=_sent(predicting, device),
+        labels=_sent(input_ids[asked], device),
+        questions=_sent(questions, device),
+    )
+    return (input_ids, position_ids, experts), row
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:

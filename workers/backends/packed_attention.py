@@ -21,6 +21,8 @@ from transformers import AttentionInterface
 from corral.workers.backends.context_parallel import to_heads, to_tokens
 from corral.workers.backends.sharding import layers_of
 from corral.workers.backends.varlen_attention import attend_in_one_call, setting_of, takes_one_call
+from corral.workers.shared_prompts.attention import attend_with_shared_prompts
+from corral.workers.shared_prompts.rows import PromptGroup
 
 PACKED_ATTENTION = "corral_packed_sdpa"
 _GROUP = "context_parallel_group"  # of an attention layer
@@ -40,6 +42,7 @@ def packed_attention(
     *,
     segment_lengths: Sequence[int],
     cu_seqlens: Tensor,
+    prompt_groups: Sequence[PromptGroup] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -51,8 +54,9 @@ def packed_attention(
         module: the attention layer.
         query: [1, heads, T, head_dim]; `key` and `value` may have fewer heads.
         attention_mask: unused; the segments say it all.
-        segment_lengths: tokens of each sequence; they add up to T.
+        segment_lengths: tokens of each sequence; they add up to T, where nothing is shared.
         cu_seqlens: [segments + 1] int32 on the device: where they begin and end.
+        prompt_groups: the row, where it has prompts once; such rows have no dropout, window or group.
 
     Where `share_attention` gave the layer a group, T above is the tokens of this rank, and the segments are those of
     all its ranks: each computes some of the heads, over whole sequences.
@@ -60,6 +64,8 @@ def packed_attention(
     Returns:
         ([1, T, heads, head_dim], None).
     """
+    if prompt_groups is not None:
+        return attend_with_shared_prompts(query, key, value, groups=prompt_groups, scaling=scaling), None
     group: dist.ProcessGroup | None = getattr(module, _GROUP, None)
     if group is not None:
         query, key, value = to_heads(query, key, value, group)

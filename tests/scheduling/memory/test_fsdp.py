@@ -50,6 +50,15 @@ def test_a_layer_that_is_computed_again_keeps_its_input_and_at_most_what_product
     assert kept == {"selective": 4 * hidden + 2 * (products + queries) + 4 * heads, "full": 4 * hidden}
 
 
+def test_attention_to_a_shared_prompt_is_a_result_more_that_is_kept() -> None:
+    alone, shared = (
+        training("d1", recompute="selective", shares_prompts=shares_prompts)["activations"]
+        for shares_prompts in (False, True)
+    )
+    queries, heads, layers = 64, 4, 8
+    assert shared - alone == TOKENS * layers * (4 * queries + 4 * heads)
+
+
 @pytest.mark.parametrize("layout", ["d1", "t2", "c2"])
 def test_layers_that_are_computed_again_keep_less_and_work_as_before(layout: str) -> None:
     activations = {how: training(layout, recompute=how)["activations"] for how in ("none", "selective", "full")}

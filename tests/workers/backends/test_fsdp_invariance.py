@@ -35,6 +35,9 @@ from tests.workers.backends.training_helpers import (
     score_loss,
     value_loss,
 )
+from tests.workers.shared_prompts.scene import LAYOUTS as SHARING_LAYOUTS
+from tests.workers.shared_prompts.scene import NUM_STEPS_OF_LAYOUTS, train_actor, train_in_layouts
+from tests.workers.shared_prompts.scene import make_engine as make_shared_engine
 
 NUM_STEPS = 3
 LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12], [40, 8, 21, 6]]
@@ -174,6 +177,9 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
     # A critic and a reward model.
     for head in ("value", "scalar"):
         seen[head] = train_classifier(head, context, batch(0).select(UIDS_BY_RANK[rank]), model_directory, directory)
+
+    # Answers of a prompt that is computed once for them.
+    seen["shared prompts"] = train_in_layouts(context, model_directory, directory / "shared prompts")
     (directory / f"rank-{rank}.json").write_text(json.dumps(seen))
 
 
@@ -319,6 +325,21 @@ def test_weights_blend_over_two_ranks_as_on_one(scene: dict[str, Any]) -> None:
     assert blended.keys() == own.keys()
     for name, tensor in blended.items():
         np.testing.assert_allclose(tensor, 0.25 * given[name] + 0.75 * own[name], atol=1e-7, err_msg=name)
+
+
+def test_ranks_compute_a_prompt_once_for_its_answers_unless_they_share_rows(scene: dict[str, Any]) -> None:
+    alone = make_shared_engine(scene["directory"] / "model", shares_prompts=False)
+    expected = train_actor(alone, num_steps=NUM_STEPS_OF_LAYOUTS)
+    alone.save_weights(scene["directory"] / "each prompt")
+    for seen in scene["pair"]:
+        assert {layout: of_it["shares"] for layout, of_it in seen["shared prompts"].items()} == SHARING_LAYOUTS
+        for of_it in seen["shared prompts"].values():
+            for stats, wanted in zip(of_it["stats"], expected, strict=True):
+                assert stats == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+    for layout in SHARING_LAYOUTS:
+        assert_close_weights(
+            scene["directory"] / "each prompt", scene["directory"] / "shared prompts" / layout, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("head", ["value", "scalar"])

@@ -38,6 +38,7 @@ from corral.workers.backends.offload import own_parameters, own_state
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.recompute import recompute_layers
 from corral.workers.backends.sharding import layers_of, reshard, sum_gradients, take_over, whole
+from corral.workers.shared_prompts.rule import why_not_shared
 
 
 class FSDPEngine(MeshEngine):
@@ -86,6 +87,9 @@ class FSDPEngine(MeshEngine):
         )
         self._model: nn.Module = load_over_ranks(
             model_directory, self._head, context, lora, seed=seed, compute_dtype=compute_dtype
+        )
+        self._unshared_because = why_not_shared(
+            self._model, lora, ranks_of_row=context.cp_size, device=context.device, compute_dtype=compute_dtype
         )
         self._sums_once = gradient_sums == "last_micro_batch"
         recompute_layers(layers_of(self._model), recompute)
