@@ -27,9 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from corral.workers.engine.answer_text import DecodeText
-from corral.workers.engine.decoder.attention import TokenAttention
+from corral.workers.engine.decoder.attention import TokenAttention, call_cost
 from corral.workers.engine.decoder.chosen_experts import ChosenExperts
 from corral.workers.engine.decoder.decoder import Decoder
+from corral.workers.engine.decoder.row_spans import RowSpans
 from corral.workers.engine.limits import EngineLimits
 from corral.workers.engine.prefill import Prefill
 from corral.workers.engine.requests import AbortFinish, ActiveRequest, FinishReason, GenerationRequest, RequestOutput
@@ -84,6 +85,7 @@ class ContinuousBatch:
             max_running_requests=max_running_requests, max_total_tokens=max_total_tokens
         )
         self._cache = decoder.new_cache(max_rows=max_running_requests, max_total_tokens=max_total_tokens)
+        self._row_spans = RowSpans(call_cost=call_cost(self._cache))
         self._prefill = Prefill(decoder, self._cache)
         self._rows = DecodeRows(max_rows=max_running_requests, device=decoder.device)
         self._read_lag = int(decoder.device.type != "cpu") if read_lag is None else read_lag
@@ -257,8 +259,7 @@ class ContinuousBatch:
         attend = TokenAttention(
             self._cache,
             positions=positions,
-            shortest=min(newest_positions) + 1,
-            longest=longest,
+            spans=self._row_spans.of([position + 1 for position in newest_positions]),
             dtype=self._decoder.dtype,
             softmax_scale=self._decoder.softmax_scale,
         )

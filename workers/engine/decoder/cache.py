@@ -52,6 +52,15 @@ class KVCache:
         """Positions per row."""
         return int(self._keys[0].shape[2])
 
+    @property
+    def device(self) -> torch.device:
+        return self._keys[0].device
+
+    @property
+    def position_bytes(self) -> int:
+        """Key and value of one position, in one layer."""
+        return 2 * self._num_kv_heads * self._head_dim * self._keys[0].element_size()
+
     def reserve(self, *, num_rows: int, length: int, longest_reserved: int) -> None:
         """Make room for `num_rows` rows of `length` positions, knowing that none will pass `longest_reserved`."""
         if num_rows <= self.num_rows and length <= self.capacity:
@@ -90,10 +99,9 @@ class KVCache:
         for cache, new in ((self._keys[layer], keys), (self._values[layer], values)):
             cache.view(-1, self._head_dim).index_put_((slots,), new)
 
-    def read(self, layer: int, *, num_rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """Views (keys, values), each [num_rows, num_kv_heads, length, head_dim]."""
-        keys, values = (cache.narrow(0, 0, num_rows) for cache in (self._keys[layer], self._values[layer]))
-        return keys.narrow(2, 0, length), values.narrow(2, 0, length)
+    def read(self, layer: int, *, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
+        """Views (keys, values) of rows start..stop-1, each [stop - start, num_kv_heads, length, head_dim]."""
+        return self._keys[layer][start:stop, :, :length], self._values[layer][start:stop, :, :length]
 
     def clear(self, row: int) -> None:
         """Zero a row that may hold NaN, which would outlast its request: see `_resized`."""
