@@ -33,13 +33,19 @@ from corral.workers.engine.engine import DTYPES, GenerationEngine, GenerationReq
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.engine_parts import PARTS, clocked_parts  # noqa: E402 - found through the line above
-from benchmarks.generation_bounds import NEW_TOKENS, PROMPT_TOKENS, run_necessary, run_products  # noqa: E402 - as above
+from benchmarks.generation_bounds import (  # noqa: E402 - as above
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    run_necessary,
+    run_products,
+    run_reads,
+)
 from benchmarks.sglang_server import MeasuredSglang, serving_sglang  # noqa: E402 - as above
 from benchmarks.training import sizes  # noqa: E402 - as above
 
 VOCAB_SIZE = 1024
 BATCH_SIZES = (1, 16, 64)
-COLUMNS = ("engine", "transformers", "SGLang", "products", "necessary")
+COLUMNS = ("engine", "transformers", "SGLang", "products", "reads", "necessary")
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,7 @@ def compare(
         "engine": lambda: run_engine(engine, prompts, temperature=1.0),
         "transformers": lambda: run_transformers(model, prompts, temperature=1.0),
         "products": lambda: run_products(model, batch_size),
+        "reads": lambda: run_reads(model, batch_size),
         "necessary": lambda: run_necessary(model, batch_size),
     }
     rounds: dict[str, list[Speed]] = {name: [] for name in COLUMNS}
@@ -173,7 +180,8 @@ def shares_line(shares: dict[str, list[float]], *, batch_size: int) -> str:
 
 def print_head() -> None:
     print("tokens per second of CPU time and of wall time; the engine's divided by that of the others")
-    print("products: a step's matrix products; necessary: with attention and prompts (generation_bounds.py)")
+    print("products: a step's matrix products; reads: and one read of keys and values; necessary: with attention and")
+    print("prompts (generation_bounds.py)")
     divided = "engine divided by that of".center(13 * len(COLUMNS[1:]) - 1)
     print("      | " + " | ".join(f"{name:>17}" for name in COLUMNS) + f" | {divided} | same")
     columns = " | ".join(f"{'CPU':>8} {'wall':>8}" for _ in COLUMNS)

@@ -81,11 +81,13 @@ class ContinuousBatch:
         self._eos_token_ids = frozenset(eos_token_ids)
         self.load_text_decoder = load_text_decoder
         self._decoder = decoder
-        self._scheduler: BatchScheduler[ActiveRequest] = BatchScheduler(
-            max_running_requests=max_running_requests, max_total_tokens=max_total_tokens
-        )
         self._cache = decoder.new_cache(max_rows=max_running_requests, max_total_tokens=max_total_tokens)
         self._row_spans = RowSpans(call_cost=call_cost(self._cache))
+        self._scheduler: BatchScheduler[ActiveRequest] = BatchScheduler(
+            max_running_requests=max_running_requests,
+            max_total_tokens=max_total_tokens,
+            least_likeness=self._row_spans.least_likeness,
+        )
         self._prefill = Prefill(decoder, self._cache)
         self._rows = DecodeRows(max_rows=max_running_requests, device=decoder.device)
         self._read_lag = int(decoder.device.type != "cpu") if read_lag is None else read_lag
@@ -345,17 +347,16 @@ class ContinuousBatch:
         return ended + [active.output(AbortFinish(), version=self.version) for active in queued]
 
     def _end_rows(self, ended: Sequence[tuple[int, FinishReason]], *, version: str) -> list[RequestOutput]:
-        """Take rows (ascending) out of the batch; the last row fills each gap."""
+        """Take rows (ascending) out of the batch; others move into the gaps."""
         outputs = []
-        for row, reason in reversed(ended):  # descending, so that the row that moves is never one about to end
+        for row, reason in reversed(ended):  # descending, so that no row that moves is one about to end
             active = self._scheduler.running[row]
             active.has_ended = True
             outputs.append(active.output(reason, version=version))
-            moved_from = self._scheduler.remove(row)
-            if moved_from is not None:
-                length = self._scheduler.running[row].newest_position
-                self._cache.move(source=moved_from, target=row, length=length)
-                self._rows.move(source=moved_from, target=row)
+            for source, target in self._scheduler.remove(row):
+                length = self._scheduler.running[target].newest_position
+                self._cache.move(source=source, target=target, length=length)
+                self._rows.move(source=source, target=target)
             self._sampling = None
         outputs.reverse()
         return outputs

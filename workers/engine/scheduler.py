@@ -9,11 +9,15 @@ Admission is first come, first served, and never passes over a request: a long o
 be starved by short ones. The budget counts the rectangle that the cache will need, rows x the longest reservation, so
 memory is bounded whatever the lengths are.
 
+Rows stay roughly in order of length, longest first: those that came first have grown most. So that a gap does not end
+this, a row of like length moves into it, and one like that into the gap it leaves; where attention reads all rows at
+once and order is of no use, the last row fills the gap.
+
 Example:
     scheduler = BatchScheduler(max_running_requests=2, max_total_tokens=100)
     for request in (a, b, c): scheduler.add(request)      # each reserves 40 tokens
     scheduler.admit()                                     # [a, b]; c waits: 2 rows are the limit
-    scheduler.remove(0)                                   # 1: b, the last, is now row 0
+    scheduler.remove(0)                                   # [(1, 0)]: b, the last, is now row 0
 """
 
 from __future__ import annotations
@@ -28,6 +32,10 @@ class Schedulable(Protocol):
     def reserved_tokens(self) -> int:
         """Cache positions that the request may come to need: its prompt and all its new tokens."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Its length now."""
+
 
 RequestT = TypeVar("RequestT", bound=Schedulable)
 
@@ -35,13 +43,15 @@ RequestT = TypeVar("RequestT", bound=Schedulable)
 class BatchScheduler(Generic[RequestT]):
     """Orders requests and assigns rows; the engine moves the tensors accordingly."""
 
-    def __init__(self, *, max_running_requests: int, max_total_tokens: int) -> None:
+    def __init__(self, *, max_running_requests: int, max_total_tokens: int, least_likeness: float = 0.0) -> None:
+        """least_likeness: share of a row's length that another must have to move into its gap; 0.0 takes any."""
         if max_running_requests < 1:
             raise ValueError(f"max_running_requests must be at least 1, got {max_running_requests}")
         if max_total_tokens < 1:
             raise ValueError(f"max_total_tokens must be at least 1, got {max_total_tokens}")
         self.max_running_requests = max_running_requests
         self.max_total_tokens = max_total_tokens
+        self._least_likeness = least_likeness
         self.running: list[RequestT] = []
         self.waiting: deque[RequestT] = deque()
         self.held: deque[RequestT] = deque()
@@ -77,16 +87,27 @@ class BatchScheduler(Generic[RequestT]):
             admitted.append(request)
         return admitted
 
-    def remove(self, row: int) -> int | None:
-        """End the request in `row`; the last row moves into it, so that rows stay contiguous.
+    def remove(self, row: int) -> list[tuple[int, int]]:
+        """End the request in `row`; others move up, so that rows stay contiguous.
 
         Returns:
-            The row whose content must move to `row`; None where `row` was the last one.
+            (source, target) rows whose content must move, in this order; none where `row` was the last one.
         """
-        last = len(self.running) - 1
-        self.running[row] = self.running[last]
+        moves: list[tuple[int, int]] = []
+        gap = row
+        while gap < len(self.running) - 1:
+            source = self._row_like(gap)
+            self.running[gap] = self.running[source]
+            moves.append((source, gap))
+            gap = source
         self.running.pop()
-        return last if row != last else None
+        return moves
+
+    def _row_like(self, row: int) -> int:
+        """The last of the later rows that is of like length, or the next."""
+        least = self._least_likeness * self.running[row].num_tokens
+        later = range(len(self.running) - 1, row, -1)
+        return next((other for other in later if self.running[other].num_tokens >= least), row + 1)
 
     def retract(self) -> list[RequestT]:
         """Send every running request back to the front of the queue, in the order given by `running`."""

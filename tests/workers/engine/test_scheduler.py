@@ -14,9 +14,16 @@ class Item:
     name: int
     reserved_tokens: int
 
+    @property
+    def num_tokens(self) -> int:
+        """What it has reserved, as if all were made."""
+        return self.reserved_tokens
 
-def scheduler_of(*reserved: int, rows: int = 3, tokens: int = 100) -> BatchScheduler[Item]:
-    scheduler: BatchScheduler[Item] = BatchScheduler(max_running_requests=rows, max_total_tokens=tokens)
+
+def scheduler_of(*reserved: int, rows: int = 3, tokens: int = 100, least_likeness: float = 0.0) -> BatchScheduler[Item]:
+    scheduler: BatchScheduler[Item] = BatchScheduler(
+        max_running_requests=rows, max_total_tokens=tokens, least_likeness=least_likeness
+    )
     for name, size in enumerate(reserved):
         scheduler.add(Item(name, size))
     return scheduler
@@ -51,9 +58,37 @@ def test_a_long_request_is_not_passed_over_by_short_ones() -> None:
 def test_the_last_row_moves_into_the_gap() -> None:
     scheduler = scheduler_of(10, 10, 10)
     scheduler.admit()
-    assert scheduler.remove(0) == 2
+    assert scheduler.remove(0) == [(2, 0)]
     assert names(scheduler.running) == [2, 1]
-    assert scheduler.remove(1) is None
+    assert scheduler.remove(1) == []
+
+
+def test_rows_of_like_length_move_into_gaps_where_order_is_of_use() -> None:
+    scheduler = scheduler_of(90, 85, 80, 40, 39, 10, 9, rows=7, tokens=1000, least_likeness=0.75)
+    scheduler.admit()
+    # 80 is like 90, nothing later is like 80, so the next takes its place: 40 is followed by 39, 39 by the next, 10.
+    assert scheduler.remove(0) == [(2, 0), (3, 2), (4, 3), (5, 4), (6, 5)]
+    assert [item.num_tokens for item in scheduler.running] == [80, 85, 40, 39, 10, 9]
+    assert scheduler.remove(4) == [(5, 4)]
+    assert scheduler.remove(4) == []
+
+
+@given(
+    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=12),
+    rows=st.lists(st.integers(0, 11), max_size=12),
+    least_likeness=st.sampled_from([0.0, 0.5, 0.75, 1.0]),
+)
+def test_moves_take_what_rows_hold_to_where_their_requests_are(
+    lengths: list[int], rows: list[int], least_likeness: float
+) -> None:
+    scheduler = scheduler_of(*lengths, rows=12, tokens=2000, least_likeness=least_likeness)
+    scheduler.admit()
+    cache = names(scheduler.running)
+    for row in (row % len(scheduler.running) for row in rows[: len(lengths) - 1]):
+        for source, target in scheduler.remove(row):
+            assert source > target
+            cache[target] = cache[source]
+        assert cache[: len(scheduler.running)] == names(scheduler.running)
 
 
 def test_retracted_requests_go_before_those_that_waited() -> None:

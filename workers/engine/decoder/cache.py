@@ -5,8 +5,8 @@
              2 [. . . . . . . .]     free
               <---- capacity --->
 
-Rows 0..B-1 are always the running requests, so attention reads one contiguous slice without gathering. A request that
-leaves is replaced by the last row (`move`). The rectangle grows in powers of two and is bounded by `max_total_tokens`.
+Rows 0..B-1 are always the running requests, so attention reads contiguous slices without gathering. When a request
+leaves, other rows `move` into the gap. The rectangle grows in powers of two and is bounded by `max_total_tokens`.
 """
 
 from __future__ import annotations
