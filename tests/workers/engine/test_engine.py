@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from corral.workers.engine import batch
 from corral.workers.engine.engine import (
     GenerationEngine,
     GenerationRequest,
@@ -99,7 +100,11 @@ def test_sequences_that_outgrow_the_cache_again_and_again_stay_exact(
     assert_close(output.output_logprobs, reference_logprobs(references[0], [5, 9], output.output_ids))
 
 
-def test_requests_that_join_and_leave_do_not_change_the_others(directories: list[Path]) -> None:
+@pytest.mark.parametrize("call_cost", [None, 1], ids=["attended in one call", "attended in spans"])
+def test_requests_that_join_and_leave_do_not_change_the_others(
+    directories: list[Path], monkeypatch: pytest.MonkeyPatch, call_cost: int | None
+) -> None:
+    monkeypatch.setattr(batch, "call_cost", lambda cache: call_cost)
     requests = [
         request(str(index), prompt, temperature=temperature, sampling_seed=index, max_new_tokens=12 + 9 * index)
         for index, (prompt, temperature) in enumerate(zip(PROMPTS, [0, 1.0, 0.8, 0, 1.2], strict=True))
