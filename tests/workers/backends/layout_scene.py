@@ -226,6 +226,9 @@ VARIANTS = {
     "lora of a critic": Variant(
         head="value", lora=LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "up_proj"))
     ),
+    "lora of a critic in bfloat16": Variant(
+        head="value", lora=LoraConfig(rank=2, alpha=8.0), dtype=torch.bfloat16, tolerance=5e-2
+    ),
     "lora with dropout": Variant(lora=LoraConfig(rank=2, alpha=8.0, dropout=0.3)),
 }
 

@@ -27,6 +27,7 @@ class Part:
     name: str
     shape: tuple[int, ...]
     """Of the whole parameter."""
+    dtype: torch.dtype
     stage: int
     expert_rank: int | None
     """The expert-parallel rank that has it, if it is an expert's."""
@@ -131,8 +132,7 @@ class StageWeights:
         if part.name in self.parameters:
             whole = self._joined(part.name, self.parameters[part.name]).contiguous()
         else:
-            some = next(iter(self.parameters.values()))
-            whole = torch.empty(part.shape, dtype=some.dtype, device=self.device)
+            whole = torch.empty(part.shape, dtype=part.dtype, device=self.device)
         if experts.size() > 1 and part.expert_rank is not None and part.stage == stages.rank():
             dist.broadcast(whole, group=experts, group_src=part.expert_rank)
         if stages.size() > 1:
@@ -151,14 +151,14 @@ class StageWeights:
         """What each stage has; of a parameter that two have, the first one's counts."""
         parts: dict[str, Part] = {}
         for stage in range(self.groups.pp.size()):
-            for name, expert_rank, shape in json.loads(self._text_from(stage, json.dumps(self._shapes_of_stage()))):
-                parts.setdefault(name, Part(name, tuple(shape), stage, expert_rank))
+            for name, expert_rank, shape, dtype in json.loads(self._text_from(stage, json.dumps(self._own_parts()))):
+                parts.setdefault(name, Part(name, tuple(shape), getattr(torch, dtype), stage, expert_rank))
         return list(parts.values())
 
-    def _shapes_of_stage(self) -> list[tuple[str, int | None, list[int]]]:
-        """Names, which rank has each, and shapes of whole parameters, in the same order on all ranks of the stage."""
+    def _own_parts(self) -> list[tuple[str, int | None, list[int], str]]:
+        """Names, which rank has each, shapes and types of whole parameters, alike on all ranks of the stage."""
         return [
-            (counterpart, expert_rank, list(self._joined(name, parameter).shape))
+            (counterpart, expert_rank, list(self._joined(name, parameter).shape), str(parameter.dtype)[len("torch.") :])
             for name, parameter in self.parameters.items()
             for counterpart, expert_rank in self._bridge.counterparts(name)
         ]

@@ -16,8 +16,8 @@ from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.megatron.engine import MegatronEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from tests.workers.backends.gang_helpers import play
-from tests.workers.backends.layout_checks import Part, Scene, assert_part_is_alike, make_scene
-from tests.workers.backends.layout_scene import Stats, Variant, plain_loop, save_tiny, train
+from tests.workers.backends.layout_checks import Part, Scene, assert_part_is_alike, make_scene, make_variants
+from tests.workers.backends.layout_scene import VARIANTS, Stats, Variant, plain_loop, save_tiny, train
 from tests.workers.backends.megatron_scene import make_megatron
 from tests.workers.backends.training_helpers import read_weights
 
@@ -81,6 +81,22 @@ def test_adapters_are_trained_as_by_a_plain_loop_over_pefts_model(kind: str, tmp
     scene = make_scene(tmp_path, part, save=save_with_adapter, make=make_adapted, plain=peft_loop)
     assert_part_is_alike(scene, part)
     assert_adapters_are_alike(scene, tmp_path, part)
+
+
+@pytest.mark.slow
+def test_adapters_and_score_layer_stay_float32_where_stages_compute_in_bfloat16(tmp_path: Path) -> None:
+    name, layout = "lora of a critic in bfloat16", "t2p2"
+    scene = make_variants(tmp_path, ((name, layout),), make=make_megatron, world_size=4)
+    for rank in scene.ranks:
+        for stats, own in zip(rank[f"{name} {layout}"]["stats"], scene.alone[name]["stats"], strict=True):
+            assert stats["loss"] == pytest.approx(own["loss"], rel=VARIANTS[name].tolerance)
+    version = tmp_path / f"{name} {layout}"
+    adapter, expected = read_weights(version / "adapter"), read_weights(tmp_path / name / "adapter")
+    assert adapter.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert adapter[key].dtype == torch.float32
+        np.testing.assert_allclose(adapter[key], tensor, atol=VARIANTS[name].tolerance, err_msg=key)
+    assert {tensor.dtype for tensor in read_weights(version).values()} == {torch.bfloat16}
 
 
 def test_of_a_model_with_adapters_nothing_else_is_trained_kept_or_taken_over(tmp_path: Path) -> None:
