@@ -87,7 +87,8 @@ def run_rank(pipe: Connection, num_parameters: int) -> None:
     import torch
 
     from corral.workers.backends.files.weights import write_weights
-    from corral.workers.backends.train_state import TrainStateHeader, state_shard
+    from corral.workers.backends.fsdp.state import make_shard
+    from corral.workers.backends.train_state import TrainStateHeader
     from corral.workers.model.saves_behind import RoleSave, SavesBehind
     from corral.workers.requests.messages import SaveCheckpoint
 
@@ -114,10 +115,10 @@ def run_rank(pipe: Connection, num_parameters: int) -> None:
                 weights = ((name, parameter.detach().bfloat16()) for name, parameter in parameters.items())
                 files = write_weights(directory, weights, rank=0, num_ranks=1)
             elif kind == "written first":
-                files = state_shard(parameters, optimizer, header, rank=0).write(directory)
+                files = make_shard(parameters, optimizer, header, rank=0).write(directory)
             elif kind == "copy":
                 is_written.clear()
-                copy = RoleSave(state=state_shard(parameters, optimizer, header, rank=0), weights=None).copied()
+                copy = RoleSave(state=make_shard(parameters, optimizer, header, rank=0), weights=None).copied()
                 request = SaveCheckpoint(role=ROLE, state=str(directory), weights="", copies=True)
                 saves.begin(ROLE, partial(copy.write, request))
                 del copy

@@ -23,7 +23,7 @@ from corral.experiments.worker_specs import (
 )
 from corral.scheduling.scheduling import ExperimentScheduling
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 """Rises whenever a plan, or the checkpoints that a trial of it keeps, mean something else than before."""
 
 
@@ -43,7 +43,7 @@ class TrialIdentity(FrozenConfig):
 class RunPlan(FrozenConfig):
     """Everything that a trial's processes need to know."""
 
-    schema_version: Literal[2] = SCHEMA_VERSION
+    schema_version: Literal[3] = SCHEMA_VERSION
     trial: TrialIdentity
     mode: Mode
     """Where the workers run."""

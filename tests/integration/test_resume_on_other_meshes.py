@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.workers.checkpoint.checkpoint import committed_ledger, verify_checkpoint
 from tests.integration.four_roles import BATCH_SIZE, NUM_ROWS, Group, make_batches
 from tests.integration.trainer_half import TrainerTrial
+from tests.workers.backends.files.stored_states import whole_state
 
 NUM_STEPS = NUM_ROWS // BATCH_SIZE
 TWO, ONE = "fsdp:d2", "fsdp:d1"
@@ -100,15 +100,5 @@ def test_what_a_commit_holds_is_restored_exactly(before: str, after: str, four_r
 
 def read_state(directory: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, Any]]:
     """What training resumes from: whole tensors, put together from the pieces of all ranks, and the other numbers."""
-    whole: dict[str, torch.Tensor] = {}
-    for path in directory.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            boxes: Mapping[str, Sequence[Sequence[int]]] = json.loads(file.metadata()["boxes"])
-            for name in file.keys():
-                start, shape, size = boxes[name]
-                target = whole.setdefault(name, torch.full(size, torch.nan))
-                target[tuple(slice(at, at + length) for at, length in zip(start, shape, strict=True))] = (
-                    file.get_tensor(name)
-                )
     header = json.loads((directory / "train_state.json").read_text())
-    return whole, {name: value for name, value in header.items() if name != "num_ranks"}
+    return whole_state(directory), {name: value for name, value in header.items() if name != "num_ranks"}

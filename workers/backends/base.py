@@ -165,7 +165,7 @@ class TrainEngine(Protocol[ScoresT_co]):
     def load_state(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> Numbers:
         """Continue from what all ranks' `state_shard` wrote, possibly with another number of ranks.
 
-        `on_progress` is called for every parameter, since a large state takes longer than any deadline that is useful.
+        `on_progress` is called for every part that is read, since a large state takes longer than any useful deadline.
 
         Returns:
             The extra numbers that were saved.

@@ -333,7 +333,7 @@ class MeshEngine(ABC):
     def load_state(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> train_state.Numbers:
         """See `TrainEngine.load_state`; a collective, since ranks may give each other what they read."""
         header = train_state.read_header(directory)
-        if header.sum_of_frozen != self._sum_of_frozen:
+        if header.sum_of_frozen and self._sum_of_frozen and header.sum_of_frozen != self._sum_of_frozen:
             raise ValueError(
                 f"the adapters in {directory} were trained beside other weights than those of {self._directory}; put "
                 "those back, with the same dtype, or start a new trial"
@@ -342,6 +342,10 @@ class MeshEngine(ABC):
         self._read_share(directory, header, on_progress)
         self.step, self._seed = header.step, header.seed
         return header.extra
+
+    def _first_file(self, header: train_state.TrainStateHeader) -> int:
+        """The file where this rank's parts are most likely to be: its own, if as many ranks have written."""
+        return self.context.place * header.num_ranks // self.context.world_size
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

@@ -1,41 +1,44 @@
 """What training resumes from: trained parameters, what the optimizer keeps of each, and a role's own numbers.
 
-    train_state.json                        step, seed, number of files, numbers that belong to no parameter
-    train_state-00000-of-00002.safetensors  parameter.<name>, exp_avg.<name>, exp_avg_sq.<name>, step.<name>: rank 0
-    train_state-00001-of-00002.safetensors                         ... rank 1
+    train_state.json                        step, seed, number of files, sizes of all tensors, numbers without a tensor
+    train_state-00000-of-00002.safetensors  parameter.<name>[...], exp_avg.<name>[...], exp_avg_sq.<name>[...]: rank 0's
+    train_state-00001-of-00002.safetensors                         ... rank 1's
 
-A file holds one rank's pieces: each tensor's metadata say which box of the whole tensor it is. A reader takes the boxes
-that it lacks from whatever files have them, so another number of ranks, cut otherwise, can go on. Which tensors there
-are is the optimizer's business: AdamW keeps two moments and a step, others keep others.
+Names and tensors are those of the whole model, as `TrainEngine.export_weights` gives them, in float32; what a rank's
+file has of them are parts (files/parts.py). So a reader takes what it lacks from whatever files have it, whichever
+backend, layout and number of ranks wrote them. Which tensors there are besides parameters is the optimizer's business:
+AdamW keeps two moments and a step, Muon a momentum.
 
     engine ──► StateShard ──copied──► StateShard ──write──► files        a later step changes the first, never the copy
+    engine ◄── fill ── the parts that this rank holds now ◄── files      and those of no other rank
 
 There is no random state to keep: every step seeds itself from (seed, step).
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
-from safetensors import safe_open
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch import Tensor
 
 from corral.experiments.trial.directory import fsync_directory
+from corral.workers.backends.files.parts import Part, PartFiles, stored_name
 from corral.workers.backends.files.tensors import write_tensors
 from corral.workers.backends.host_copies import host_copies
-from corral.workers.backends.sharding import local
+from corral.workers.backends.lora import is_adapter
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 
 HEADER = "train_state.json"
-_FORMAT = 2
-_PARAMETER = "parameter"
-_BOXES = "boxes"  # in a file's metadata
+PARAMETER: Final = "parameter"
+"""What is kept of a parameter besides what its optimizer does."""
+ADAMW: Final = frozenset({"exp_avg", "exp_avg_sq", "step"})
+"""What AdamW keeps of a parameter, by torch's names."""
+_FORMAT = 3
 
 Numbers: TypeAlias = dict[str, float | list[float]]
 """What belongs to a role and to none of its parameters: a value normaliser's moments, a KL controller's coefficient."""
@@ -52,34 +55,33 @@ class TrainStateHeader:
     extra: Numbers = field(default_factory=dict)
     sum_of_frozen: int = 0
     """Tells apart the weights beside which adapters were trained (`lora.sum_of_frozen`); 0 where none are frozen."""
+    sizes: Mapping[str, list[int]] = field(default_factory=dict)
+    """Of the whole tensors, by kind and parameter: `exp_avg.model.norm.weight`."""
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    """What is kept as one number of a parameter: `step.model.norm.weight`."""
     format: int = _FORMAT
 
-
-class Box(NamedTuple):
-    """A part of a tensor."""
-
-    start: tuple[int, ...]
-    """Its first index, by dimension."""
-    shape: tuple[int, ...]
-    """Its own size."""
-    whole: tuple[int, ...]
-    """Size of the tensor that it is cut out of."""
+    def kinds(self) -> dict[str, set[str]]:
+        """What is kept of each parameter besides itself."""
+        kept: defaultdict[str, set[str]] = defaultdict(set)
+        for full_name in (*self.sizes, *self.scalars):
+            kind, _, name = full_name.partition(".")
+            kept[name].add(kind)
+        return {name: kinds - {PARAMETER} for name, kinds in kept.items()}
 
 
 def shard_name(rank: int, num_ranks: int) -> str:
-    """File of one rank's pieces."""
+    """File of one rank's parts."""
     return f"train_state-{rank:05d}-of-{num_ranks:05d}.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateShard:
-    """One rank's share of what training resumes from, and how its file describes it."""
+    """One rank's share of what training resumes from."""
 
     file: str
     tensors: Mapping[str, Tensor]
-    """As the file names them, each this rank's own part."""
-    metadata: Mapping[str, str]
-    """What the file says of where they belong."""
+    """This rank's parts, as the file names them."""
     header: TrainStateHeader | None
     """What is the same for all ranks; the first one has it and writes it."""
 
@@ -97,49 +99,25 @@ class StateShard:
             The files by name; they are on disk.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / self.file
-        files = {
-            self.file: write_tensors(path, self.tensors, metadata=self.metadata, on_progress=on_progress),
-        }
+        files = {self.file: write_tensors(directory / self.file, self.tensors, on_progress=on_progress)}
         if self.header is not None:
-            content = json.dumps(asdict(self.header), indent=1).encode()
+            content = json.dumps(asdict(self.header)).encode()
             files[HEADER] = write_durable(directory / HEADER, [content])
         fsync_directory(directory)
         return files
 
 
-def state_shard(
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer | None,
-    header: TrainStateHeader,
-    *,
-    rank: int,
-) -> StateShard:
-    """This rank's pieces of every parameter, and of everything that the optimizer, if any, keeps of it.
+def state_shard(parts: Iterable[Part], header: TrainStateHeader, *, rank: int) -> StateShard:
+    """What one rank keeps; parts without values need not be kept.
 
-    Raises:
-        ValueError: if the optimizer keeps something else than tensors.
+    Args:
+        header: of which the first rank's must say what all ranks together keep.
     """
-    pieces = dict(_pieces(parameters, optimizer))
-    boxes = {name: _box_of(tensor) for name, tensor in pieces.items()}
     return StateShard(
         file=shard_name(rank, header.num_ranks),
-        tensors={name: local(tensor) for name, tensor in pieces.items()},
-        metadata={_BOXES: json.dumps(boxes)},
+        tensors={stored_name(part.name, part.start): part.values for part in parts if part.values.numel()},
         header=header if rank == 0 else None,
     )
-
-
-def _pieces(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
-) -> Iterator[tuple[str, Tensor]]:
-    states = {} if optimizer is None else optimizer.state
-    for name, parameter in parameters.items():
-        yield f"{_PARAMETER}.{name}", parameter
-        for key, value in states.get(parameter, {}).items():
-            if not isinstance(value, Tensor):
-                raise ValueError(f"the optimizer keeps {key}={value!r} of {name}; only tensors are saved: make it one")
-            yield f"{key}.{name}", value
 
 
 def read_header(directory: Path) -> TrainStateHeader:
@@ -150,134 +128,71 @@ def read_header(directory: Path) -> TrainStateHeader:
     """
     fields: dict[str, Any] = json.loads((directory / HEADER).read_text(encoding="utf-8"))
     if fields.get("format") != _FORMAT:
-        raise ValueError(f"{directory / HEADER} has format {fields.get('format')}; this version reads {_FORMAT}")
+        raise ValueError(
+            f"{directory / HEADER} has format {fields.get('format')}, and this version of corral reads {_FORMAT}: "
+            "continue with the version that wrote it, or start a new trial from the weights beside it"
+        )
     return TrainStateHeader(**fields)
 
 
 @torch.no_grad()
-def read_shards(
+def fill(
     directory: Path,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer | None,
+    parts: Iterable[Part],
     *,
     num_files: int,
     first_file: int = 0,
     on_progress: Callable[[], None] = no_progress,
 ) -> None:
-    """Load parameters and optimizer state; each rank takes the pieces that it holds now, and reads no others.
+    """Read what this rank holds into the memory where it holds it; of other ranks' parts nothing is read.
 
     Args:
         num_files: that were written.
-        first_file: where to look first. A rank that looks into its own file, of ranks as many as before, opens no
-            other.
-        on_progress: called after every parameter.
+        first_file: where to look first. A rank that looks into its own file, of a layout as before, opens no other.
+        on_progress: called after every part.
 
     Raises:
-        ValueError: if the files' parameters are not exactly this model's.
+        ValueError: if files lack some of the values.
     """
     names = [shard_name(file, num_files) for file in range(num_files)]
     with ExitStack() as stack:
-        files = _Files([directory / name for name in names[first_file:] + names[:first_file]], stack)
-        stored = files.names()
-        _check_names(directory, {n.partition(".")[2] for n in stored if n.startswith(f"{_PARAMETER}.")}, parameters)
-        keys: dict[str, list[str]] = {name: [] for name in parameters}
-        for key, _, name in (stored_name.partition(".") for stored_name in sorted(stored)):
-            if key != _PARAMETER:
-                keys[name].append(key)
-        for name, parameter in parameters.items():
+        files = PartFiles([directory / name for name in names[first_file:] + names[:first_file]], stack)
+        for part in parts:
+            files.fill(part)
             on_progress()
-            local(parameter).copy_(local(files.read(f"{_PARAMETER}.{name}", like=parameter)))
-            if optimizer is None:
-                continue
-            optimizer.state.pop(parameter, None)
-            if keys[name]:
-                optimizer.state[parameter] = {key: files.read(f"{key}.{name}", like=parameter) for key in keys[name]}
 
 
-class _Files:
-    """The files of all ranks, opened when something is sought in them."""
+def check_contents(
+    directory: Path,
+    header: TrainStateHeader,
+    sizes: Mapping[str, Iterable[int]],
+    kept: Callable[[str], Collection[str]] | None,
+) -> None:
+    """Refuse a state that is not of this model, or not of its optimizer.
 
-    def __init__(self, paths: Sequence[Path], stack: ExitStack) -> None:
-        self._paths = paths
-        self._stack = stack
-        self._opened: list[tuple[Any, dict[str, Box]]] = []
+    Args:
+        sizes: of the whole model's trained parameters, by name.
+        kept: what the optimizer keeps of a parameter once it has made a step; None if there is no optimizer.
 
-    def names(self) -> set[str]:
-        """Of the stored tensors; every file has a piece of each, be it empty."""
-        return set(next(self._each())[1])
-
-    def read(self, name: str, *, like: Tensor) -> Tensor:
-        """A stored tensor, cut as `like` is, on its device; one without dimensions is the same for all.
-
-        Raises:
-            ValueError: if it is not of the same shape, or pieces of it are missing.
-        """
-        _, boxes = next(self._each())
-        if boxes[name].whole == ():
-            file, _ = next(self._each())
-            scalar: Tensor = file.get_tensor(name)
-            return scalar.to(like.device)
-        if boxes[name].whole != tuple(like.shape):
-            raise ValueError(f"stored {name} has shape {boxes[name].whole}, the model's has {tuple(like.shape)}")
-        piece = self._read_box(name, _box_of(like)).to(like.device)
-        if not isinstance(like, DTensor):
-            return piece
-        return DTensor.from_local(
-            piece, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-
-    def _read_box(self, name: str, wanted: Box) -> Tensor:
-        piece: Tensor | None = None
-        missing = torch.Size(wanted.shape).numel()
-        seen: set[Box] = set()
-        for file, boxes in self._each():
-            if boxes[name] in seen:  # ranks that hold the same have all written it
-                continue
-            seen.add(boxes[name])
-            source, target = _overlap(boxes[name], wanted)
-            values = file.get_slice(name)[source]
-            if piece is None:
-                piece = torch.empty(wanted.shape, dtype=values.dtype)
-            piece[target] = values
-            missing -= values.numel()
-            if not missing:
-                return piece
-        raise ValueError(f"{self._paths[0].parent} lacks {missing} of the values of {name}: shards are missing")
-
-    def _each(self) -> Iterator[tuple[Any, dict[str, Box]]]:
-        for index, path in enumerate(self._paths):
-            if index == len(self._opened):
-                file = self._stack.enter_context(safe_open(path, framework="pt"))
-                boxes = json.loads(file.metadata()[_BOXES])
-                self._opened.append((file, {name: Box(*map(tuple, box)) for name, box in boxes.items()}))
-            yield self._opened[index]
-
-
-def _overlap(stored: Box, wanted: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """What two boxes of one tensor have in common, as indices into each."""
-    source, target = [], []
-    for stored_start, stored_size, start, size in zip(
-        stored.start, stored.shape, wanted.start, wanted.shape, strict=True
-    ):
-        first = max(stored_start, start)
-        last = max(first, min(stored_start + stored_size, start + size))
-        source.append(slice(first - stored_start, last - stored_start))
-        target.append(slice(first - start, last - start))
-    return tuple(source), tuple(target)
-
-
-def _box_of(tensor: Tensor) -> Box:
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return Box((0,) * len(shape), shape, shape)
-    own, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Box(tuple(start), tuple(own), shape)
-
-
-def _check_names(directory: Path, stored: set[str], parameters: Mapping[str, nn.Parameter]) -> None:
-    missing, unknown = sorted(parameters.keys() - stored), sorted(stored - parameters.keys())
+    Raises:
+        ValueError: saying what is there, what is expected, and how to go on.
+    """
+    kinds = header.kinds()
+    missing, unknown = sorted(sizes.keys() - kinds.keys()), sorted(kinds.keys() - sizes.keys())
     if missing or unknown:
+        is_adapted = any(map(is_adapter, kinds))
+        of = "adapters" if is_adapted and not any(map(is_adapter, sizes)) else "another model"
         raise ValueError(
-            f"training state in {directory} is of another model: {len(missing)} parameters are missing there "
-            f"{missing[:3]}, {len(unknown)} are unknown here {unknown[:3]}"
+            f"training state in {directory} is of {of}: {len(missing)} parameters are missing there {missing[:3]}, "
+            f"{len(unknown)} are unknown here {unknown[:3]}; continue with the model and the lora settings of the trial"
         )
+    for name, size in sizes.items():
+        stored = header.sizes[f"{PARAMETER}.{name}"]
+        if stored != list(size):
+            raise ValueError(f"stored {name} has shape {tuple(stored)}, the model's has {tuple(size)}")
+        if kept is not None and kinds[name] and kinds[name] != set(kept(name)):
+            raise ValueError(
+                f"training state in {directory} keeps {', '.join(sorted(kinds[name]))} of {name}, and this optimizer "
+                f"keeps {', '.join(sorted(kept(name)))}: continue with the optimizer that it was written with, on a "
+                "backend that has it (Muon: fsdp)"
+            )

@@ -18,11 +18,19 @@ Part = Callable[..., None]
 """(world, *arguments) -> nothing: what one rank does; what it saw it writes to files."""
 
 
-def play(part: Part, *arguments: Any, world_size: int, directory: Path, device: str = "cpu") -> None:
+def play(
+    part: Part,
+    *arguments: Any,
+    world_size: int,
+    directory: Path,
+    device: str = "cpu",
+    deadline_s: float = DEADLINE_S,
+) -> None:
     """Have `world_size` processes play the part together, and end them with the deadline at the latest.
 
     Args:
         device: "cpu", or "cuda" for a GPU each.
+        deadline_s: for all of it, and for each wait of one for another.
 
     Raises:
         AssertionError: if one of them did not come to its end.
@@ -31,12 +39,12 @@ def play(part: Part, *arguments: Any, world_size: int, directory: Path, device: 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.workers.backends.imports_of_a_rank"])
     ranks = [
-        context.Process(target=_play_rank, args=(part, rank, world_size, directory, device, arguments))
+        context.Process(target=_play_rank, args=(part, rank, world_size, directory, device, deadline_s, arguments))
         for rank in range(world_size)
     ]
     for process in ranks:
         process.start()
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     for process in ranks:
         process.join(max(0.0, deadline - time.monotonic()))
     exit_codes = [process.exitcode for process in ranks]
@@ -48,7 +56,13 @@ def play(part: Part, *arguments: Any, world_size: int, directory: Path, device: 
 
 
 def _play_rank(
-    part: Part, rank: int, world_size: int, directory: Path, device: str, arguments: tuple[Any, ...]
+    part: Part,
+    rank: int,
+    world_size: int,
+    directory: Path,
+    device: str,
+    deadline_s: float,
+    arguments: tuple[Any, ...],
 ) -> None:
     if device != "cpu":  # a rank sees one GPU, as the launcher has it
         all_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(world_size)))
@@ -56,25 +70,25 @@ def _play_rank(
         device = "cuda:0"
     c10d._object_to_tensor = _refuse_objects
     torch.set_num_threads(1)
-    world = _rendezvous(rank, world_size, directory, device)
+    world = _rendezvous(rank, world_size, directory, device, deadline_s)
     part(world, *arguments)
     world.close()
 
 
-def _rendezvous(rank: int, world_size: int, directory: Path, device: str) -> ParallelContext:
+def _rendezvous(rank: int, world_size: int, directory: Path, device: str, timeout_s: float) -> ParallelContext:
     address_file = directory / "address"
     if rank == 0:
-        store, address = host_store("127.0.0.1", timeout_s=DEADLINE_S)
+        store, address = host_store("127.0.0.1", timeout_s=timeout_s)
         (directory / "address.part").write_text(address)
         (directory / "address.part").rename(address_file)
-        return init_parallel(rank=0, world_size=world_size, store=store, device=device, timeout_s=DEADLINE_S)
-    deadline = time.monotonic() + DEADLINE_S
+        return init_parallel(rank=0, world_size=world_size, store=store, device=device, timeout_s=timeout_s)
+    deadline = time.monotonic() + timeout_s
     while not address_file.exists():
         if time.monotonic() > deadline:
             raise TimeoutError("rank 0 published no address")
         time.sleep(0.02)
-    store = connect_store(address_file.read_text(), timeout_s=DEADLINE_S)
-    return init_parallel(rank=rank, world_size=world_size, store=store, device=device, timeout_s=DEADLINE_S)
+    store = connect_store(address_file.read_text(), timeout_s=timeout_s)
+    return init_parallel(rank=rank, world_size=world_size, store=store, device=device, timeout_s=timeout_s)
 
 
 def _refuse_objects(*_: Any, **__: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from corral.experiments.config.model import Recompute
 from corral.workers.backends.parallel_context import ParallelContext
+from tests.workers.backends.files.stored_states import whole_state
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_scene import (
     NUM_STEPS,
@@ -45,8 +46,8 @@ class Part:
     models: tuple[str, ...]
     layouts: Mapping[str, Recompute]
     """What each of them computes again."""
-    resumes: tuple[tuple[str, str], ...]
-    """(layout that saves, layout that goes on)."""
+    chains: tuple[tuple[str, ...], ...]
+    """Layouts, each of which goes on where the one before has stopped."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def make_scene(
     *,
     save: Callable[[str, Path], Path] = save_tiny,
     make: MakeEngine = make_engine,
+    make_fsdp: MakeEngine = make_engine,
     plain: Callable[[Path], tuple[Any, Stats]] = plain_loop,
     world_size: int = 4,
 ) -> Scene:
@@ -75,12 +77,14 @@ def make_scene(
     Args:
         save: writes a model of a kind into a directory.
         make: the backend's engine.
+        make_fsdp: that of layouts with `fsdp:` before them.
         plain: trains the model of a directory without either.
         world_size: of the gang, of which a layout takes as many as it needs.
     """
     paths = [save(kind, directory / kind) for kind in part.models]
     out = directory / "out"
-    play(play_layouts, paths, part.layouts, part.resumes, out, make, world_size=world_size, directory=directory)
+    arguments = (paths, part.layouts, part.chains, out, make, make_fsdp)
+    play(play_layouts, *arguments, world_size=world_size, directory=directory)
     return Scene(out, _ranks(out, world_size), {path.name: plain(path) for path in paths})
 
 
@@ -117,12 +121,19 @@ def _logprobs_of_share(model: Any, layout: str, dp_rank: int) -> list[float]:
     return numbers
 
 
-def assert_goes_on_alike(scene: Scene, kind: str, before: str, after: str) -> None:
-    """The next losses of a layout that took over from another one, against that one's own."""
-    expected = scene.seen(kind, before)[0]["stats"][SAVED_AFTER:]
-    for rank in scene.seen(kind, f"{before}>{after}"):
-        for own, stats in zip(expected, rank["stats"], strict=True):
-            assert stats["sft/loss"] == pytest.approx(own["sft/loss"], abs=1e-5)
+def assert_goes_on_alike(scene: Scene, kind: str, chain: Sequence[str]) -> None:
+    """The next losses of all layouts of a chain against those of its first one; the state is handed on bit for bit."""
+    expected = scene.seen(kind, chain[0])[0]["stats"][SAVED_AFTER:]
+    saved = whole_state(scene.directory / kind / chain[0] / "state")
+    for end in range(2, len(chain) + 1):
+        path = ">".join(chain[:end])
+        for rank in scene.seen(kind, path):
+            for own, stats in zip(expected, rank["stats"], strict=True):
+                assert stats["sft/loss"] == pytest.approx(own["sft/loss"], abs=1e-5), path
+        handed_on = whole_state(scene.directory / kind / path / "state")
+        assert handed_on.keys() == saved.keys()
+        for name, tensor in saved.items():
+            assert torch.equal(handed_on[name], tensor), (path, name)
 
 
 def assert_part_is_alike(scene: Scene, part: Part) -> None:
@@ -130,8 +141,8 @@ def assert_part_is_alike(scene: Scene, part: Part) -> None:
     for kind in part.models:
         for layout in part.layouts:
             assert_trained_alike(scene, kind, layout)
-        for before, after in part.resumes:
-            assert_goes_on_alike(scene, kind, before, after)
+        for chain in part.chains:
+            assert_goes_on_alike(scene, kind, chain)
 
 
 @dataclass(frozen=True)

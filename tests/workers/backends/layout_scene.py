@@ -86,7 +86,8 @@ def save_tiny(kind: str, directory: Path, *, seed: int = 1) -> Path:
 
 
 def mesh_of(layout: str) -> Mesh:
-    """The ranks of a layout among the four."""
+    """The ranks of a layout among the four; before a colon it may have a backend."""
+    layout = layout.rpartition(":")[2]
     dims = ParallelDims.parse(layout)
     return Mesh(ranks=_RANKS.get(layout, tuple(range(dims.world_size))), dims=dims)
 
@@ -128,17 +129,20 @@ def play_layouts(
     world: ParallelContext,
     models: Sequence[Path],
     layouts: Mapping[str, Recompute],
-    resumes: Sequence[tuple[str, str]],
+    chains: Sequence[Sequence[str]],
     directory: Path,
     make: MakeEngine = make_engine,
+    make_fsdp: MakeEngine = make_engine,
 ) -> None:
     """What one rank does.
 
     Args:
         layouts: with what each of them computes again.
-        resumes: (layout that saved, layout that goes on) of each resumption.
+        chains: layouts, each of which goes on from the state that the one before has saved, and saves it again before
+            it does; those with `fsdp:` before them are made by `make_fsdp`.
     """
-    contexts = mesh_contexts(world, {layout: mesh_of(layout) for layout in layouts})
+    all_layouts = dict.fromkeys([*layouts, *(layout for chain in chains for layout in chain)])
+    contexts = mesh_contexts(world, {layout: mesh_of(layout) for layout in all_layouts})
     seen: dict[str, Any] = {}
     for model in models:
         for layout, recompute in layouts.items():
@@ -146,15 +150,24 @@ def play_layouts(
             if context is not None:
                 engine = make(model, context, Variant(recompute=recompute))
                 seen[f"{model.name} {layout}"] = _train_and_save(engine, directory / model.name / layout)
-    dist.barrier(group=world.group)  # what one layout has saved, ranks of another one read
     for model in models:
-        for before, after in resumes:
-            context = contexts[after]
-            if context is not None:
-                engine = make(model, context, Variant(recompute=layouts[after]))
-                engine.load_state(directory / model.name / before / "state")
-                seen[f"{model.name} {before}>{after}"] = {"stats": train(engine, range(SAVED_AFTER, NUM_STEPS))}
+        for chain in chains:
+            for place in range(1, len(chain)):
+                dist.barrier(group=world.group)  # what one layout has saved, ranks of the next one read
+                context = contexts[chain[place]]
+                if context is not None:
+                    make_own = make_fsdp if chain[place].startswith("fsdp:") else make
+                    engine = make_own(model, context, Variant(recompute=layouts.get(chain[place], "none")))
+                    before, after = (">".join(chain[:end]) for end in (place, place + 1))
+                    stats = _go_on(engine, directory / model.name / before, directory / model.name / after)
+                    seen[f"{model.name} {after}"] = {"stats": stats}
     (directory / f"rank-{world.rank}.json").write_text(json.dumps(seen))
+
+
+def _go_on(engine: AnyEngine, before: Path, after: Path) -> Stats:
+    engine.load_state(before / "state")
+    engine.state_shard().write(after / "state")
+    return train(engine, range(SAVED_AFTER, NUM_STEPS))
 
 
 def _train_and_save(engine: AnyEngine, directory: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from corral.workers.backends.micro_batches import plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local, reshard
 from corral.workers.data.sequence_sample import SequenceSample
+from tests.workers.backends.files.stored_states import whole_state
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.training_helpers import (
     make_sample,
@@ -198,15 +199,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def gradient(directory: Path) -> dict[str, npt.NDArray[np.floating[Any]]]:
-    """The first step's gradient, from exp_avg = (1 - beta1) * gradient; the ranks' rows are joined."""
-    from safetensors.torch import load_file
-
-    shards = [load_file(path) for path in sorted((directory / "first").glob("*.safetensors"))]
-    return {
-        name: torch.cat([shard[name] for shard in shards]).numpy() * 10.0
-        for name in shards[0]
-        if name.startswith("exp_avg.")
-    }
+    """The first step's gradient, from exp_avg = (1 - beta1) * gradient."""
+    state = whole_state(directory / "first")
+    return {name: tensor.numpy() * 10.0 for name, tensor in state.items() if name.startswith("exp_avg.")}
 
 
 def assert_close_weights(left: Path, right: Path, *, atol: float) -> None:

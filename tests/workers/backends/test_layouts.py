@@ -9,7 +9,6 @@ from tests.workers.backends.layout_checks import (
     Part,
     Scene,
     VariantScene,
-    assert_goes_on_alike,
     assert_like_one_rank,
     assert_part_is_alike,
     assert_trained_alike,
@@ -21,18 +20,14 @@ LAYOUTS = ("d1", "d2", "t2", "c2", "c4", "d2t2", "d2c2", "t2c2")
 FEW = Part(
     models=("qwen3",),
     layouts={"t2": "selective", "d2t2": "full", "d2c2": "full", "t2c2": "selective"},
-    resumes=(("d2c2", "d2t2"), ("d2t2", "t2"), ("t2c2", "d2c2")),
+    chains=(),  # test_megatron.py has one, of both backends
 )
-RESUMES = {
-    "qwen2": tuple(zip(LAYOUTS, LAYOUTS[1:], strict=False)),
-    "qwen3": tuple((before, after) for before in LAYOUTS for after in LAYOUTS if before != after),
-    "llama": tuple(zip(LAYOUTS[1:], LAYOUTS, strict=False)),
-}
+ROUND = tuple(zip(LAYOUTS, (*LAYOUTS[1:], LAYOUTS[0]), strict=True))
 ALL = {
     f"{kind}, recompute {how}": Part(
-        models=(kind,), layouts=dict.fromkeys(LAYOUTS, how), resumes=RESUMES[kind] if how == "none" else ()
+        models=(kind,), layouts=dict.fromkeys(LAYOUTS, how), chains=ROUND if how == "none" else ()
     )
-    for kind in RESUMES
+    for kind in ("qwen2", "qwen3", "llama")
     for how in MODES
 }
 
@@ -45,11 +40,6 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 @pytest.mark.parametrize("layout", FEW.layouts)
 def test_a_layout_trains_like_a_plain_loop(layout: str, few: Scene) -> None:
     assert_trained_alike(few, "qwen3", layout)
-
-
-@pytest.mark.parametrize(("before", "after"), FEW.resumes)
-def test_a_layout_goes_on_where_another_one_stopped(before: str, after: str, few: Scene) -> None:
-    assert_goes_on_alike(few, "qwen3", before, after)
 
 
 @pytest.mark.slow

@@ -44,10 +44,10 @@ from tests.workers.backends.training_helpers import read_weights, value_loss
 FEW = Part(
     models=("qwen3",),
     layouts={"d2t2": "none", "t2p2": "full", "t2c2": "selective"},
-    resumes=(("d2t2", "t2c2"), ("t2c2", "t2p2"), ("t2p2", "d2t2")),
+    chains=(("d2t2", "fsdp:t2c2", "t2p2", "fsdp:d2t2", "t2c2"),),
 )
 LAYOUTS = ("d1", "d2", "t2", "p2", "c2", "d2t2", "d2p2", "d2c2", "t2p2", "t2c2", "c2p2", "d2t2p2")
-RESUMES = tuple(zip(LAYOUTS, (*LAYOUTS[3:], *LAYOUTS[:3]), strict=True))
+CHAINS = tuple(zip(LAYOUTS, (*LAYOUTS[3:], *LAYOUTS[:3]), strict=True))
 HEADS = (("value", "t2c2"), ("scalar", "c2"), ("scalar", "t2"), ("value", "p2"))
 ADAPTERS = (("lora", "t2p2"), ("lora with dropout", "d1"), ("lora of a critic", "t2c2"))
 LOW = ("bfloat16", "p2")
@@ -63,18 +63,16 @@ def test_a_layout_trains_like_a_plain_loop(layout: str, few: Scene) -> None:
     assert_trained_alike(few, "qwen3", layout)
 
 
-@pytest.mark.parametrize(("before", "after"), FEW.resumes)
-def test_a_layout_goes_on_where_another_one_stopped(before: str, after: str, few: Scene) -> None:
-    assert_goes_on_alike(few, "qwen3", before, after)
+@pytest.mark.parametrize("chain", FEW.chains)
+def test_a_layout_goes_on_where_another_one_stopped_on_either_backend(chain: tuple[str, ...], few: Scene) -> None:
+    assert_goes_on_alike(few, "qwen3", chain)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "plain_llama"])
 def test_every_layout_of_a_model_trains_and_goes_on_alike(kind: str, recompute: Recompute, tmp_path: Path) -> None:
-    part = Part(
-        models=(kind,), layouts=dict.fromkeys(LAYOUTS, recompute), resumes=RESUMES if recompute == "none" else ()
-    )
+    part = Part(models=(kind,), layouts=dict.fromkeys(LAYOUTS, recompute), chains=CHAINS if recompute == "none" else ())
     assert_part_is_alike(make_scene(tmp_path, part, make=make_megatron, world_size=8), part)
 
 

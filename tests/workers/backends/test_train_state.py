@@ -1,7 +1,7 @@
 """A training state, whatever the optimizer keeps and however its ranks cut it, is read back exactly by any others."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,14 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from corral.workers.backends.train_state import (
-    HEADER,
-    Numbers,
-    TrainStateHeader,
-    read_header,
-    read_shards,
-    state_shard,
-)
+from corral.workers.backends.fsdp.state import make_shard, read_state
+from corral.workers.backends.train_state import ADAMW, HEADER, Numbers, TrainStateHeader, check_contents, read_header
 from corral.workers.checkpoint.durable_file import FileEntry
 from tests.workers.checkpoint.sealing import describe
 
@@ -62,7 +56,7 @@ def trained(parameters: dict[str, nn.Parameter], part: Callable[[Tensor], Tensor
     for name in list(parameters)[:-1]:
         optimizer.state[parameters[name]] = {
             "exp_avg": part(whole_tensors(1)[name]),
-            "momentum_buffer": part(whole_tensors(2)[name]),
+            "exp_avg_sq": part(whole_tensors(2)[name]),
             "step": torch.tensor(5.0),
         }
     return optimizer
@@ -81,7 +75,7 @@ def write(
     num_ranks: int,
 ) -> dict[str, FileEntry]:
     header = TrainStateHeader(step=5, seed=0, num_ranks=num_ranks)
-    return state_shard(parameters, optimizer, header, rank=rank).write(directory)
+    return make_shard(parameters, optimizer, header, rank=rank).write(directory)
 
 
 @pytest.mark.parametrize("after", CUTS, ids=str)
@@ -103,7 +97,7 @@ def test_a_state_is_the_same_however_it_is_cut_before_and_after(before: Cut, aft
             # What was there before a fall-back must be gone.
             optimizer.state[parameters["head.weight"]] = {"exp_avg": torch.zeros(1)}
             first = rank * num_before // num_after
-            read_shards(tmp_path, parameters, optimizer, num_files=num_before, first_file=first)
+            read_state(tmp_path, read_header(tmp_path), parameters, optimizer, first_file=first)
             wanted = trained(expected, part)
             for name, parameter in parameters.items():
                 assert_same(parameter, expected[name])
@@ -131,7 +125,7 @@ def test_ranks_as_many_as_before_open_their_own_file_only(tmp_path: Path) -> Non
     with rank_of(cut, 1) as part:
         parameters = parameters_of(part, seed=9)
         optimizer = torch.optim.AdamW(list(parameters.values()))
-        read_shards(tmp_path, parameters, optimizer, num_files=3, first_file=1)
+        read_state(tmp_path, read_header(tmp_path), parameters, optimizer, first_file=1)
         for name, expected in parameters_of(part, seed=0).items():
             assert_same(parameters[name], expected)
 
@@ -143,7 +137,29 @@ def test_a_missing_piece_is_an_error_that_counts_what_is_missing(tmp_path: Path)
     with rank_of(WHOLE, 0) as part:
         parameters = parameters_of(part, seed=9)
         with pytest.raises(ValueError, match=r"lacks 12 of the values of parameter\.embed\.weight"):
-            read_shards(tmp_path, parameters, torch.optim.AdamW(list(parameters.values())), num_files=1)
+            read_state(tmp_path, read_header(tmp_path), parameters, torch.optim.AdamW(list(parameters.values())))
+
+
+@pytest.mark.parametrize(
+    ("stored", "problem"),
+    [
+        ({"parameter.w": [2]}, None),  # before the first step
+        ({"parameter.w": [2], "exp_avg.w": [2], "exp_avg_sq.w": [2], "step.w": []}, None),
+        (
+            {"parameter.w": [2], "momentum_buffer.w": [2]},
+            "keeps momentum_buffer of w, and this optimizer keeps exp_avg",
+        ),
+        ({"parameter.w": [3]}, r"stored w has shape \(3,\), the model's has \(2,\)"),
+        ({"parameter.v": [2]}, r"of another model: 1 parameters are missing there \['w'\], 1 are unknown here \['v'\]"),
+        ({"parameter.q_proj.lora_A.weight": [2]}, "is of adapters: 1 parameters are missing"),
+    ],
+)
+def test_a_state_of_another_model_or_optimizer_is_refused_by_name(
+    stored: dict[str, list[int]], problem: str | None, tmp_path: Path
+) -> None:
+    header = TrainStateHeader(step=1, seed=0, num_ranks=1, sizes=stored)
+    with nullcontext() if problem is None else pytest.raises(ValueError, match=problem):
+        check_contents(tmp_path, header, {"w": (2,)}, lambda _: ADAMW)
 
 
 def test_what_was_copied_is_written_as_it_was_whatever_the_steps_after_it_change(tmp_path: Path) -> None:
@@ -151,8 +167,8 @@ def test_what_was_copied_is_written_as_it_was_whatever_the_steps_after_it_change
         parameters = parameters_of(part, seed=0)
         optimizer = trained(parameters, part)
         header = TrainStateHeader(step=5, seed=0, num_ranks=2)
-        at_once = state_shard(parameters, optimizer, header, rank=1).write(tmp_path / "at once")
-        shard = state_shard(parameters, optimizer, header, rank=1)
+        at_once = make_shard(parameters, optimizer, header, rank=1).write(tmp_path / "at once")
+        shard = make_shard(parameters, optimizer, header, rank=1)
         copied = shard.copied()
         for tensor in shard.tensors.values():  # the engine's own, which a step changes in place
             tensor.data += 1
@@ -171,8 +187,8 @@ def test_what_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
 def test_numbers_of_a_role_come_back_exactly(tmp_path: Path) -> None:
     numbers: Numbers = {"mean": 0.1 + 0.2, "moments": [1e-300, float("inf"), -0.0]}
     header = TrainStateHeader(step=3, seed=2**62 + 1, num_ranks=2, extra=numbers)
-    assert state_shard({}, None, header, rank=0).write(tmp_path) == describe(tmp_path)
+    assert make_shard({}, None, header, rank=0).write(tmp_path) == describe(tmp_path)
     assert read_header(tmp_path) == header
     (tmp_path / HEADER).write_text('{"format": 1}')
-    with pytest.raises(ValueError, match="has format 1; this version reads 2"):
+    with pytest.raises(ValueError, match="has format 1, and this version of corral reads 3: continue with the version"):
         read_header(tmp_path)

@@ -23,6 +23,7 @@ from corral.workers.backends.files.share import Adapter
 from corral.workers.backends.files.weights import as_stored
 from corral.workers.backends.fsdp.optimizers import make_optimizer, set_learning_rate
 from corral.workers.backends.fsdp.over_ranks import load_over_ranks
+from corral.workers.backends.fsdp.state import make_shard, read_state
 from corral.workers.backends.fsdp.tensor_parallel import squared_norm, sum_gradients_of_own_parts
 from corral.workers.backends.lora import (
     count_parameters,
@@ -177,17 +178,17 @@ class FSDPEngine(MeshEngine):
         return Adapter(tensors=tensors, config=self._adapter_config) if self.context.is_first else None
 
     def _state_shard(self, header: train_state.TrainStateHeader) -> train_state.StateShard:
-        return train_state.state_shard(self._trained(), self._optimizer, header, rank=self.context.place)
+        return make_shard(self._trained(), self._optimizer, header, rank=self.context.place)
 
     def _read_share(
         self, directory: Path, header: train_state.TrainStateHeader, on_progress: Callable[[], None]
     ) -> None:
-        train_state.read_shards(
+        read_state(
             directory,
+            header,
             self._trained(),
             self._optimizer,
-            num_files=header.num_ranks,
-            first_file=self.context.place * header.num_ranks // self.context.world_size,
+            first_file=self._first_file(header),
             on_progress=on_progress,
         )
 

@@ -25,9 +25,11 @@ from torch.distributed.tensor import DTensor
 
 from corral.experiments.config.model import MuonConfig, OptimizerConfig
 from corral.workers.backends.sharding import cut_like, layers_of, local
+from corral.workers.backends.train_state import ADAMW
 
 _ADAMW_UPDATE = 0.2  # root mean square of AdamW's updates, in units of the learning rate, as Liu et al. measured it
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's: steepest at 0, and between 0.7 and 1.2 after five steps
+_MUON = frozenset({"momentum_buffer"})
 _TINY = 1e-7  # keeps a gradient of zeros at zero
 
 
@@ -66,6 +68,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Give every group its share of the rate of this step."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_ratio"]
+
+
+def kinds_kept(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], frozenset[str]]:
+    """What an optimizer of AdamW or Muon keeps of each parameter once it has made a step."""
+    orthogonalized = {
+        id(parameter)
+        for group in optimizer.param_groups
+        if group.get("is_orthogonalized")
+        for parameter in group["params"]
+    }
+    return lambda parameter: _MUON if id(parameter) in orthogonalized else ADAMW
 
 
 class _AdamWAndMuon(torch.optim.AdamW):

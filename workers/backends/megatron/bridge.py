@@ -179,13 +179,13 @@ class Bridge:
         if not is_cut(parameter):
             return parts[0]
         columns = zip(*(_halves(name, part) for part in parts), strict=True)
-        return torch.cat([torch.cat(column, dim=_cut_dimension(parameter)) for column in columns])
+        return torch.cat([torch.cat(column, dim=cut_dimension(parameter)) for column in columns])
 
     def cut(self, name: str, whole: Tensor, parameter: nn.Parameter, *, ranks: int) -> list[Tensor]:
         """The inverse of `join`."""
         if not is_cut(parameter):
             return [whole] * ranks
-        cuts = [half.chunk(ranks, dim=_cut_dimension(parameter)) for half in _halves(name, whole)]
+        cuts = [half.chunk(ranks, dim=cut_dimension(parameter)) for half in _halves(name, whole)]
         return [torch.cat(halves) for halves in zip(*cuts, strict=True)]
 
     def own_part(self, name: str, whole: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -203,7 +203,8 @@ def _halves(name: str, tensor: Tensor) -> Sequence[Tensor]:
     return tensor.chunk(2) if ".linear_fc1." in name and not name.endswith("layer_norm_weight") else (tensor,)
 
 
-def _cut_dimension(parameter: nn.Parameter) -> int:
+def cut_dimension(parameter: nn.Parameter) -> int:
+    """Along which tensor-parallel ranks have their parts of a parameter that is cut."""
     dimension: int = getattr(parameter, "partition_dim")  # noqa: B009 - Megatron sets it, nn.Parameter has none
     return dimension
 

@@ -11,6 +11,7 @@ the optimizer.
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from corral.workers.backends.megatron.lora import Adapters
 from corral.workers.backends.megatron.model import make_model
 from corral.workers.backends.megatron.optimizer import make_optimizer, with_gradients
 from corral.workers.backends.megatron.pipeline import Pipeline
-from corral.workers.backends.megatron.state import read_shares, state_shard
+from corral.workers.backends.megatron.state import OptimizerState
 from corral.workers.backends.megatron.weights import StageWeights
 from corral.workers.backends.megatron.without_gpu import stand_in_for_gpu
 from corral.workers.backends.mesh_engine import Loss, MeshEngine
@@ -193,6 +194,11 @@ class MegatronEngine(MeshEngine):
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _state(self) -> OptimizerState:
+        optimizer, _ = self._require_optimizer()
+        return OptimizerState(self._trained, self._bridge, optimizer)
+
     def _stored_weights(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor.to(self._compute_dtype)) for name, tensor in self._merged())
 
@@ -207,23 +213,14 @@ class MegatronEngine(MeshEngine):
         return Adapter(tensors=tensors, config=self._adapter_config) if self.context.is_first else None
 
     def _state_shard(self, header: train_state.TrainStateHeader) -> train_state.StateShard:
-        optimizer, _ = self._require_optimizer()
-        return state_shard(self._trained.parameters, optimizer, self._bridge, header, rank=self.context.place)
+        return self._state.shard(header, rank=self.context.place)
 
     def _read_share(
         self, directory: Path, header: train_state.TrainStateHeader, on_progress: Callable[[], None]
     ) -> None:
-        """A collective: each rank gives the others its share of the weights."""
+        """A collective: each rank gives the others its share of the weights, once it has read it."""
         optimizer, _ = self._require_optimizer()
-        read_shares(
-            directory,
-            self._trained.parameters,
-            optimizer,
-            self._bridge,
-            num_files=header.num_ranks,
-            step=header.step,
-            on_progress=on_progress,
-        )
+        self._state.read(directory, header, first_file=self._first_file(header), on_progress=on_progress)
         optimizer.take_shares()
 
     # --- weights ----------------------------------------------------------------------------------------------------

@@ -101,6 +101,17 @@ def unstack_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str
             yield name, tensor
 
 
+def place_in_module(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """A directory's tensor -> the module's tensor that `stack_experts` puts it in, and where it begins there."""
+    stored = _STORED.fullmatch(name)
+    if stored is None:
+        return name, (0,) * len(shape)
+    expert = int(stored["expert"])
+    if stored["kind"] == "down":
+        return f"{stored['layer']}.down_proj", (expert, 0, 0)
+    return f"{stored['layer']}.gate_up_proj", (expert, shape[0] if stored["kind"] == "up" else 0, 0)
+
+
 def expert_settings(config: Any) -> dict[str, Any]:
     """What of Megatron's configuration follows from a model's config.json besides what mbridge says; none if dense."""
     if not has_experts(config):

@@ -1,45 +1,40 @@
-"""What training resumes from: master weights and moments, each rank its share, in files that any layout can read.
+"""What a rank of the megatron backend keeps of a training state: master weights and moments, as parts of the model.
 
-    train_state.json                        as the fsdp backend writes it
-    train_state-00000-of-00004.safetensors  param.<name>, exp_avg.<name>, exp_avg_sq.<name>: rank 0's share
+    optimizer's share of a parameter, flat ──places.py──► boxes of q_proj, k_proj, ... ──► a file    (train_state.py)
+    optimizer's share of a parameter       ◄── filled, box by box ◄── files of any layout and backend
 
-Megatron's distributed optimizer cuts what a tensor-parallel rank has of a parameter, flattened, over the data-parallel
-ranks. A file's metadata say of each piece whose part it is of and where it begins, so that a reader of another layout
-puts whole parameters together, one at a time, and takes its own share. Names are those of the whole model, where each
-expert's matrix is a parameter.
+Megatron's distributed optimizer cuts what a tensor-parallel rank has of a parameter, flattened, over the ranks that
+have the same. An output that is tied to the embedding is a copy on the last stage, which is read there and not written.
 """
 
-import json
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from corral.workers.backends.megatron.bridge import Bridge, is_cut
+from corral.workers.backends.files.parts import Part
+from corral.workers.backends.megatron.bridge import Bridge
+from corral.workers.backends.megatron.experts import place_in_module
 from corral.workers.backends.megatron.optimizer import StageOptimizer
-from corral.workers.backends.train_state import StateShard, TrainStateHeader, shard_name
+from corral.workers.backends.megatron.places import Places
+from corral.workers.backends.megatron.weights import StageWeights
+from corral.workers.backends.train_state import (
+    ADAMW,
+    PARAMETER,
+    StateShard,
+    TrainStateHeader,
+    check_contents,
+    fill,
+    state_shard,
+)
 from corral.workers.checkpoint.durable_file import no_progress
 
-_PIECES: Final = "pieces"
 _STEP: Final = "step"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Where a flat tensor of a file belongs."""
-
-    tensor_rank: int
-    tensor_ranks: int
-    """Parts that its parameter was cut into; 1 if every tensor-parallel rank had it whole."""
-    shape: tuple[int, ...]
-    """Of the part that it is a share of."""
-    start: int
-    """Its first value within that part, flattened."""
+_MOMENTS: Final = sorted(ADAMW - {_STEP})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,133 +42,104 @@ class Share:
     """What this rank's optimizer keeps of one parameter."""
 
     start: int
+    """Its first value within the rank's part of the parameter, flattened."""
     tensors: Mapping[str, Tensor]
-    """Flat: `param`, `exp_avg`, `exp_avg_sq`."""
+    """Flat: `parameter`, `exp_avg`, `exp_avg_sq`."""
+    step: Tensor
+    """How many steps it has made: a scalar."""
 
 
-def shares(parameters: Mapping[str, nn.Parameter], optimizer: StageOptimizer) -> Iterator[tuple[str, Share]]:
-    """By name; a parameter that other data-parallel ranks keep has none. Moments that no step has made yet are zero."""
-    for name, parameter in parameters.items():
-        for part in optimizer.chained_optimizers:
-            if parameter in part.model_param_gbuf_map:
-                yield name, _share(parameter, part)
+class OptimizerState:
+    """The shares of one rank, and where they lie in the whole model."""
+
+    def __init__(self, weights: StageWeights, bridge: Bridge, optimizer: StageOptimizer) -> None:
+        self._weights = weights
+        self._optimizer = optimizer
+        whole = {part.name: part.shape for part in weights.parts}
+        self._places = Places(bridge, weights.parameters, whole)
+
+    def shard(self, header: TrainStateHeader, *, rank: int) -> StateShard:
+        """This rank's parts of every parameter and its moments; no rank waits for another one."""
+        if rank == 0:
+            sizes = self._sizes()
+            step = next((float(share.step) for _, share in self._shares()), float(header.step))  # all step together
+            header = replace(
+                header,
+                sizes={f"{kind}.{name}": list(size) for name, size in sizes.items() for kind in (PARAMETER, *_MOMENTS)},
+                scalars={f"{_STEP}.{name}": step for name in sizes},
+            )
+        own = (
+            part for name, share in self._shares() if self._weights.counts(name) for part in self._parts(name, share)
+        )
+        return state_shard(own, header, rank=rank)
+
+    @torch.no_grad()
+    def read(
+        self,
+        directory: Path,
+        header: TrainStateHeader,
+        *,
+        first_file: int = 0,
+        on_progress: Callable[[], None] = no_progress,
+    ) -> None:
+        """Fill this rank's shares, whoever has written them; moments that nobody has made yet are zero.
+
+        Raises:
+            ValueError: if the state is of another model or optimizer, or a part of it is missing.
+        """
+        check_contents(directory, header, self._sizes(), lambda _: ADAMW)
+        wanted = []
+        for name, share in self._shares():
+            share.step.fill_(self._stored_step(header, name))
+            for part in self._parts(name, share):
+                if part.name in header.sizes:
+                    wanted.append(part)
+                else:
+                    part.values.zero_()
+        fill(directory, wanted, num_files=header.num_ranks, first_file=first_file, on_progress=on_progress)
+
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        """Of the whole model's tensors, as modules of transformers have them."""
+        sizes: dict[str, tuple[int, ...]] = {}
+        for stored, shape in self._weights.stored_shapes().items():
+            name, start = place_in_module(stored, shape)
+            ends = (first + size for first, size in zip(start, (1,) * (len(start) - len(shape)) + shape, strict=True))
+            sizes[name] = tuple(map(max, ends, sizes.get(name, start)))
+        return sizes
+
+    def _shares(self) -> Iterator[tuple[str, Share]]:
+        """By name; a parameter that other data-parallel ranks keep has none."""
+        for name, parameter in self._weights.parameters.items():
+            for optimizer in self._optimizer.chained_optimizers:
+                if parameter in optimizer.model_param_gbuf_map:
+                    yield name, _share(parameter, optimizer)
+
+    def _parts(self, name: str, share: Share) -> Iterator[Part]:
+        length = share.tensors[PARAMETER].numel()
+        for box in self._places.boxes(name, share.start, length):
+            for kind, tensor in share.tensors.items():
+                values = tensor[box.offset : box.offset + math.prod(box.shape)].view(box.shape)
+                yield Part(f"{kind}.{box.name}", box.start, values)
+
+    def _stored_step(self, header: TrainStateHeader, name: str) -> float:
+        """Of the tensors that a parameter is made of, which have all made the same."""
+        steps = {tensor: header.scalars.get(f"{_STEP}.{tensor}", 0.0) for tensor in sorted(self._places.names(name))}
+        if len(set(steps.values())) > 1:
+            raise ValueError(
+                f"the stored optimizer has made unequal numbers of steps of tensors that are one to Megatron: {steps}; "
+                "continue on the fsdp backend"
+            )
+        return next(iter(steps.values()))
 
 
 def _share(parameter: nn.Parameter, optimizer: Any) -> Share:
+    """Moments that no step has made yet are zero."""
     index, kind, bucket = optimizer.model_param_gbuf_map[parameter]
     kept = optimizer.gbuf_ranges[index][kind][bucket]["param_map"][parameter]
     group, place = optimizer.model_param_group_index_map[parameter]
     main = optimizer.optimizer.param_groups[group]["params"][place]
-    moments = optimizer.optimizer.state[main]
-    for moment in ("exp_avg", "exp_avg_sq"):
-        moments.setdefault(moment, torch.zeros_like(main.detach()))
-    moments.setdefault(_STEP, torch.zeros((), dtype=torch.float32, device=main.device))
-    return Share(kept["param"].start, {"param": main.detach(), **_without_step(moments)})
-
-
-def _without_step(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in moments.items() if name != _STEP}
-
-
-def state_shard(
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: StageOptimizer,
-    bridge: Bridge,
-    header: TrainStateHeader,
-    *,
-    rank: int,
-) -> StateShard:
-    """This rank's shares of every parameter and its moments."""
-    tensors: dict[str, Tensor] = {}
-    pieces: dict[str, dict[str, Any]] = {}
-    for name, share in shares(parameters, optimizer):
-        parameter = parameters[name]
-        piece = Piece(
-            tensor_rank=bridge.tensor_rank if is_cut(parameter) else 0,
-            tensor_ranks=bridge.tensor_ranks if is_cut(parameter) else 1,
-            shape=tuple(parameter.shape),
-            start=share.start,
-        )
-        for kind, tensor in share.tensors.items():
-            tensors[f"{kind}.{name}"] = tensor
-            pieces[f"{kind}.{name}"] = asdict(piece)
-    return StateShard(
-        file=shard_name(rank, header.num_ranks),
-        tensors=tensors,
-        metadata={_PIECES: json.dumps(pieces)},
-        header=header if rank == 0 else None,
-    )
-
-
-@torch.no_grad()
-def read_shares(
-    directory: Path,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: StageOptimizer,
-    bridge: Bridge,
-    *,
-    num_files: int,
-    step: int,
-    on_progress: Callable[[], None] = no_progress,
-) -> None:
-    """Fill this rank's share of every parameter and moment, whatever layout has written them.
-
-    Args:
-        step: optimizer steps made so far, which AdamW corrects its moments by.
-
-    Raises:
-        ValueError: if the files are of another model, or some are missing.
-    """
-    with ExitStack() as stack:
-        stored = _Stored(directory, num_files, stack)
-        if unknown := sorted(parameters.keys() - stored.names()):
-            raise ValueError(
-                f"training state in {directory} is of another model, or of the fsdp backend: it lacks {len(unknown)} "
-                f"parameters, such as {unknown[0]!r}"
-            )
-        for name, share in shares(parameters, optimizer):
-            for kind, tensor in share.tensors.items():
-                part = stored.part(kind, name, parameters[name], bridge).flatten()
-                tensor.copy_(part[share.start : share.start + tensor.numel()])
-            on_progress()
-    for moments in optimizer.moments():
-        moments[_STEP].fill_(step)
-
-
-class _Stored:
-    """The files of all ranks, and where in them what is."""
-
-    def __init__(self, directory: Path, num_files: int, stack: ExitStack) -> None:
-        self._directory = directory
-        self._found: dict[str, list[tuple[Any, Piece]]] = {}
-        for rank in range(num_files):
-            file: Any = stack.enter_context(safe_open(directory / shard_name(rank, num_files), framework="pt"))
-            for tensor, piece in json.loads(file.metadata()[_PIECES]).items():
-                self._found.setdefault(tensor, []).append((file, Piece(**piece | {"shape": tuple(piece["shape"])})))
-
-    def names(self) -> set[str]:
-        """Parameters of the whole model."""
-        return {tensor.partition(".")[2] for tensor in self._found}
-
-    def part(self, kind: str, name: str, parameter: nn.Parameter, bridge: Bridge) -> Tensor:
-        """What this tensor-parallel rank has of a parameter, or of a moment, under the present layout."""
-        pieces = self._found[f"{kind}.{name}"]
-        num_parts = pieces[0][1].tensor_ranks
-        if num_parts == bridge.tensor_ranks or not is_cut(parameter):
-            return self._assembled(kind, name, bridge.tensor_rank if num_parts > 1 else 0)
-        whole = bridge.join(name, [self._assembled(kind, name, rank) for rank in range(num_parts)], parameter)
-        return bridge.own_part(name, whole, parameter)
-
-    def _assembled(self, kind: str, name: str, tensor_rank: int) -> Tensor:
-        """One tensor-parallel rank's part, from the shares of its data-parallel ranks."""
-        pieces = [(file, piece) for file, piece in self._found[f"{kind}.{name}"] if piece.tensor_rank == tensor_rank]
-        flat: Tensor | None = None
-        missing = torch.Size(pieces[0][1].shape).numel()
-        for start, file in {piece.start: file for file, piece in pieces}.items():  # some ranks have written the same
-            values = file.get_tensor(f"{kind}.{name}")
-            flat = torch.empty(torch.Size(pieces[0][1].shape).numel(), dtype=values.dtype) if flat is None else flat
-            flat[start : start + values.numel()] = values
-            missing -= values.numel()
-        if flat is None or missing:
-            raise ValueError(f"{self._directory} lacks {missing} of the values of {kind}.{name}: shards are missing")
-        return flat.view(pieces[0][1].shape)
+    state: dict[str, Tensor] = optimizer.optimizer.state[main]
+    for moment in _MOMENTS:
+        state.setdefault(moment, torch.zeros_like(main.detach()))
+    step = state.setdefault(_STEP, torch.zeros((), dtype=torch.float32, device=main.device))
+    return Share(kept["param"].start, {PARAMETER: main.detach(), **{name: state[name] for name in _MOMENTS}}, step)

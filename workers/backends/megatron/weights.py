@@ -56,6 +56,11 @@ class StageWeights:
         self._bridge = bridge
         self.parts: list[Part] = self._agree()
         self._part_by_name = {part.name: part for part in self.parts}
+        self._copies = {part.name for part in self.parts if part.stage != groups.pp.rank()}
+
+    def counts(self, name: str) -> bool:
+        """Whether a parameter of this stage is not a copy of an earlier one's."""
+        return name not in self._copies
 
     @property
     def num_parameters(self) -> int:

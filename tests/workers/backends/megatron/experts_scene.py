@@ -22,7 +22,6 @@ from corral.scheduling.keys import routed_experts_key
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelDims
 from corral.workers.backends.megatron.engine import MegatronEngine
-from corral.workers.backends.megatron.state import shares
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.layout_scene import (
@@ -121,9 +120,6 @@ def play_experts(
     alone = contexts["d1"]
     if alone is not None:
         engine = make_engine(model, alone, "none")
-        for layout in layouts:
-            engine.load_state(directory / layout / "first")
-            save_file(_first_moments(engine), directory / layout / "first_moments.safetensors")
         engine.import_weights(read_weights(directory / next(iter(layouts)) / "weights").items())
         logits = engine.model(input_ids=PROMPT).logits.detach()
         save_file({"logits": logits.contiguous()}, directory / "logits.safetensors")
@@ -144,17 +140,6 @@ def _train_and_save(engine: MegatronEngine, make: Callable[[int], SequenceSample
     engine.import_weights(engine.export_weights())  # as models of any backend give them to each other
     engine.save_weights(directory / "weights")
     return stats
-
-
-def _first_moments(engine: MegatronEngine) -> dict[str, Tensor]:
-    """Of every weight, by its stored name; of an engine that has the whole model."""
-    optimizer, _ = engine._require_optimizer()
-    parameters = engine._weights.parameters
-    return {
-        stored: tensor.contiguous()
-        for name, share in shares(parameters, optimizer)
-        for stored, tensor in engine._bridge.to_stored(name, share.tensors["exp_avg"].view(parameters[name].shape))
-    }
 
 
 def forced_loop(model: Path, *, replays: bool) -> tuple[Any, Stats, dict[str, Tensor]]:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from corral.experiments.config.model import Recompute
 from corral.workers.backends.files.weights import as_stored
 from corral.workers.backends.megatron.experts import Replay, stack_experts, unstack_experts
+from tests.workers.backends.files.stored_states import whole_state
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_scene import NUM_STEPS, OPTIMIZER, SAVED_AFTER
 from tests.workers.backends.megatron.experts_scene import PROMPT, forced_loop, play_experts, save_tiny_mixture
@@ -46,12 +47,11 @@ def assert_trained_alike(scene: Scene, layout: str) -> None:
         for step in range(NUM_STEPS):
             for name, value in expected[step].items():
                 assert stats[step][name] == pytest.approx(value, rel=1e-4, abs=1e-5), (step, name)
-    moments = load_file(scene.directory / layout / "first_moments.safetensors")
+    state = whole_state(scene.directory / layout / "first")
     kept = (1 - OPTIMIZER.beta1) * min(1.0, OPTIMIZER.gradient_clipping / expected[0]["train/grad_norm"])
-    first = dict(as_stored(model, gradients.items(), dtype=torch.float32))
-    assert moments.keys() == first.keys()
-    for name, gradient in first.items():
-        np.testing.assert_allclose(moments[name] / kept, gradient, atol=1e-6, err_msg=name)
+    assert len(state) == 4 * len(gradients)  # parameter, two moments, number of steps
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(state[f"exp_avg.{name}"] / kept, gradient, atol=1e-6, err_msg=name)
     saved = read_weights(scene.directory / layout / "weights")
     trained = dict(as_stored(model, model.named_parameters(), dtype=torch.float32))
     assert saved.keys() == trained.keys()

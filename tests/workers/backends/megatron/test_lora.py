@@ -13,11 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from corral.experiments.config.model import LoraConfig
+from corral.workers.backends.base import AnyEngine
 from corral.workers.backends.megatron.engine import MegatronEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_checks import Part, Scene, assert_part_is_alike, make_scene, make_variants
-from tests.workers.backends.layout_scene import VARIANTS, Stats, Variant, plain_loop, save_tiny, train
+from tests.workers.backends.layout_scene import VARIANTS, Stats, Variant, make_engine, plain_loop, save_tiny, train
 from tests.workers.backends.megatron_scene import make_megatron
 from tests.workers.backends.training_helpers import read_weights
 
@@ -48,6 +49,11 @@ def make_adapted(model: Path, context: ParallelContext, variant: Variant) -> Meg
     return make_megatron(model, context, Variant(lora=lora, recompute=variant.recompute))
 
 
+def make_adapted_fsdp(model: Path, context: ParallelContext, variant: Variant) -> AnyEngine:
+    lora = LORA.model_copy(update={"adapter": model / START})
+    return make_engine(model, context, Variant(lora=lora, recompute=variant.recompute))
+
+
 def peft_loop(directory: Path) -> tuple[Any, Stats]:
     """The model that a plain loop has made, base and adapter in one; the adapter is written beside it."""
     import peft
@@ -76,9 +82,14 @@ def test_adapters_are_trained_as_by_a_plain_loop_over_pefts_model(kind: str, tmp
     part = Part(
         models=(kind,),
         layouts=dict.fromkeys(LAYOUTS, "none") | {"t2": "selective", "t2p2": "full"},
-        resumes=tuple(zip(LAYOUTS, (*LAYOUTS[3:], *LAYOUTS[:3]), strict=True)),
+        chains=(
+            *zip(LAYOUTS, (*LAYOUTS[3:], *LAYOUTS[:3]), strict=True),
+            ("t2p2", "fsdp:d2t2", "d2", "fsdp:c2", "t2"),
+        ),
     )
-    scene = make_scene(tmp_path, part, save=save_with_adapter, make=make_adapted, plain=peft_loop)
+    scene = make_scene(
+        tmp_path, part, save=save_with_adapter, make=make_adapted, make_fsdp=make_adapted_fsdp, plain=peft_loop
+    )
     assert_part_is_alike(scene, part)
     assert_adapters_are_alike(scene, tmp_path, part)
 
