@@ -1,4 +1,4 @@
-"""RunPlan: the frozen result of an experiment file, written once as plan.json and read by everybody.
+"""RunPlan: the frozen result of an experiment file, written as plan.json at submission and read by everybody.
 
 experiment.yaml --load_experiment--> Experiment --make_run_plan--> RunPlan --plan.json--> supervisor, workers, rl-status
 

@@ -1,7 +1,7 @@
 """The trial directory: the one place that survives every process, every node and Redis.
 
     {fileroot}/{experiment}/{trial}/
-        config.yaml plan.json trial.sbatch rdzv.json      written once, at submission or at the start of an attempt
+        config.yaml plan.json trial.sbatch rdzv.json      written whole, at submission or at the start of an attempt
         events.jsonl metrics.jsonl trajectories.jsonl     appended to
         secrets/ (0700)   log/ (the trial log)            see secrets.py and log.py
         logs/attempt-N/{kind}-{index}.log  logs/latest    what workers print

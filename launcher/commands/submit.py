@@ -66,7 +66,10 @@ def submit(
     wait: Annotated[bool, typer.Option("--wait", help="Show progress until the trial has ended.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Print what the workers print until it has ended.")] = False,
     resume: Annotated[
-        str | None, typer.Option("--resume", metavar="TRIAL", help="Continue this trial from its last commit.")
+        str | None,
+        typer.Option(
+            "--resume", metavar="TRIAL", help="Continue this trial from its last commit; -s allocation=... moves it."
+        ),
     ] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the call of sbatch.")] = False,
     fileroot: Fileroot = None,
@@ -79,9 +82,9 @@ def submit(
             raise typer.BadParameter("--no-checks is about a cluster; with --local there is none")
         cluster_shape = _cluster_shape(shape, is_dry=dry_run is not None, local=local, resumes=resume is not None)
         if resume is not None:
-            options = (experiment, trial, override, profile, layout, sbatch_arg, local or None)
+            options = (experiment, trial, profile, layout, sbatch_arg, local or None)
             has_others = any(option for option in options)
-            prepare = partial(_prepared_resume, resume, fileroot, has_other_options=has_others)
+            prepare = partial(_prepared_resume, resume, fileroot, override or [], has_other_options=has_others)
         elif experiment is None:
             raise typer.BadParameter("name an experiment file, or a trial to --resume")
         else:
@@ -181,14 +184,21 @@ def _checked_arguments(arguments: Sequence[str]) -> Sequence[str]:
     return arguments
 
 
-def _prepared_resume(name: str, fileroot: Path | None, *, has_other_options: bool, has_checks: bool) -> "Submission":
+def _prepared_resume(
+    name: str, fileroot: Path | None, overrides: Sequence[str], *, has_other_options: bool, has_checks: bool
+) -> "Submission":
     from corral.launcher.submit.prepare import AlreadyCompleteError, prepare_resume
     from corral.launcher.trial.find import default_fileroot, find_trial
 
-    if has_other_options:
-        raise typer.BadParameter("--resume continues a trial as it was planned; it takes no experiment, name or -s")
+    keys = [override.partition("=")[0] for override in overrides]
+    if has_other_options or keys not in ([], ["allocation"]):
+        raise typer.BadParameter(
+            "--resume continues a trial as it was planned; it takes no experiment, name or -s, but -s allocation=NEW"
+        )
+    allocation = overrides[0].partition("=")[2] if overrides else None
     try:
-        return prepare_resume(find_trial(name, fileroot or default_fileroot()), has_checks=has_checks)
+        facts = find_trial(name, fileroot or default_fileroot())
+        return prepare_resume(facts, allocation=allocation, has_checks=has_checks)
     except AlreadyCompleteError as complete:
         print(complete)
         raise typer.Exit(0) from None

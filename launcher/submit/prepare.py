@@ -1,7 +1,7 @@
 """From a file to what can be started: everything is checked, and nothing is written.
 
 experiment.yaml --load_with_source--> Experiment --make_run_plan--> RunPlan --checks--> Submission
-a trial that has ended --its plan, its log--> Submission of the next attempt
+a trial that has ended --its plan, its log--> Submission of the next attempt, on other ranks if so asked for
 """
 
 import os
@@ -31,6 +31,7 @@ from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import share_gpus, visible_gpus
 from corral.launcher.submit.imagined import check_on_shape
 from corral.launcher.submit.preflight import Preflight, check_on_slurm
+from corral.launcher.submit.reallocate import reallocated
 from corral.launcher.trial.find import TrialFacts, default_fileroot
 from corral.launcher.trial.lock import is_locked
 from corral.scheduling.cluster_shape import ClusterShape
@@ -135,13 +136,16 @@ def prepare(
     )
 
 
-def prepare_resume(facts: TrialFacts, *, has_checks: bool = True) -> Submission:
+def prepare_resume(facts: TrialFacts, *, allocation: str | None = None, has_checks: bool = True) -> Submission:
     """Checks that a trial can go on from its last commit.
+
+    Args:
+        allocation: another one than the trial has had; None for the same.
 
     Raises:
         AlreadyCompleteError: if it is done.
         SubmissionError: if it still runs, or has a damaged trial log.
-        ConfigError: if its plan does not fit the machine any more.
+        ConfigError: if its plan does not fit the machine any more, or the allocation not the experiment.
     """
     directory = facts.directory
     try:
@@ -155,6 +159,8 @@ def prepare_resume(facts: TrialFacts, *, has_checks: bool = True) -> Submission:
         raise SubmissionError(f"trial {facts.name} cannot be resumed: {error}") from error
     if log.is_done:
         raise AlreadyCompleteError(f"trial {facts.name} is complete; there is nothing to resume")
+    if allocation is not None:
+        plan = reallocated(plan, directory, allocation)
     found = _CHECK_BY_MODE[plan.mode](plan, directory, has_checks=has_checks)
     return Submission(
         plan=plan,

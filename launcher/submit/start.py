@@ -52,8 +52,7 @@ def create(submission: Submission) -> None:
     except OSError as error:
         raise SubmissionError(str(error)) from error
     try:
-        atomic_write(directory.config_path, _config_text(submission.plan))
-        atomic_write(directory.plan_path, submission.plan.to_json())
+        _write_plan(submission)
     except BaseException:
         shutil.rmtree(directory.path)
         raise
@@ -77,9 +76,17 @@ def start(
         with submitting(submission.directory):
             # It was looked at before, but of two who look at the same time both see that nobody is there.
             refuse_living(submission.plan, submission.directory)
+            if submission.directory.plan_path.read_bytes() != submission.plan.to_json():  # another allocation
+                _write_plan(submission)
             return _start(submission, cluster, supervisor_command, resume=True)
     except SubmissionRunsError as error:
         raise SubmissionError(str(error)) from error
+
+
+def _write_plan(submission: Submission) -> None:
+    # The plan first: whoever comes between the two finds that what people read is behind, and nothing else.
+    atomic_write(submission.directory.plan_path, submission.plan.to_json())
+    atomic_write(submission.directory.config_path, _config_text(submission.plan))
 
 
 def _start(submission: Submission, cluster: Cluster | None, supervisor_command: Sequence[str], *, resume: bool) -> str:

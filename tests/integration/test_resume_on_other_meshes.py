@@ -1,7 +1,6 @@
 """A trial of four roles goes on from a commit on other meshes as if it had never stopped, or been killed in a save.
 
-The plan of a trial fixes its allocation, and `rl-submit --resume` takes no other one: each attempt here has a plan of
-its own, for the same directory.
+Each attempt has a plan of its own for the same directory, as `rl-submit --resume` makes it for another allocation.
 """
 
 import json

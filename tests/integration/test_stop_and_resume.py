@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from tests.integration.evidence import (
     History,
     check_every_sample_was_consumed_once,
@@ -43,6 +45,26 @@ def test_a_stopped_trial_goes_on_from_its_last_commit(start_trial: Callable[...,
     assert trial.train_steps()[-1] == 23  # 180 prompts by 8
     assert [entry["kind"] for entry in History.of(trial).entries.values()].count("claim") == 3
     assert "trial grpo/trial is complete" in trial.run_resume()
+
+
+@pytest.mark.slow
+def test_a_stopped_trial_goes_on_with_other_ranks_on_the_other_backend(start_trial: Callable[..., Trial]) -> None:
+    trial = start_trial(
+        num_rows=48,
+        pause_s=0.1,
+        overrides={"allocation": "hf:d1+fsdp:d2", "control.commit_every_steps": 2, "evaluation.every_steps": 1000},
+    )
+    trial.wait_for_steps(3)
+    assert "STOPPED" in trial.run("rl-stop")
+    assert last_committed_step(trial) == trial.train_steps()[-1]
+    trial.run_resume("-s", "allocation=hf:d2+megatron:t2p2")
+    trial.wait_for_steps(1)
+    assert len(trial.workers()) == 1 + 4 + 2 + 1 + 2  # rollout workers are as many as before
+    trial.full_speed()
+    trial.wait_for_end()
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
+    assert trial.train_steps() == [1, 2, 3, 4, 5, 6]
 
 
 def check_stopped(trial: Trial, *, by_epoch: int | None) -> None:

@@ -107,9 +107,9 @@ class Trial:
         except subprocess.TimeoutExpired as error:
             raise AssertionError(f"{error}\n{self.tails()}") from None
 
-    def run_resume(self) -> str:
+    def run_resume(self, *options: str) -> str:
         """`rl-submit --resume`; what it printed."""
-        command = ["rl-submit", "--resume", str(self.directory.path)]
+        command = ["rl-submit", "--resume", str(self.directory.path), *options]
         return run_program(command, environment=self.environment)
 
     def logs(self, *arguments: str) -> str:

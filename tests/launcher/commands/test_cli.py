@@ -287,7 +287,10 @@ def test_wait_tells_failure_and_resume_does_nothing_for_a_trial_that_is_done(
     _use_stub_workers(monkeypatch, {"master_worker/0": ["exit 2", "finish 0.1"]})
     assert _submit(monkeypatch, experiment, "--local", "--wait", "-n", "f", fileroot=root) == 6
     assert "FAILED: master_worker/0 exit 2" in capsys.readouterr().out
-    assert _submit(monkeypatch, "--resume", "f", "--wait", fileroot=root) == 0
+    assert _submit(monkeypatch, "--resume", "f", "-s", "seed=4", fileroot=root) == 2
+    assert "it takes no experiment, name or -s, but -s allocation=NEW" in capsys.readouterr().err
+    assert _submit(monkeypatch, "--resume", "f", "-s", "allocation=hf:d1+fsdp:d2", "--wait", fileroot=root) == 0
+    assert len(list(root.glob("*/f/logs/attempt-1/model_worker-*"))) == 2
     assert "attempt 1" in run("rl-status", "f", fileroot=root).stdout
     assert _submit(monkeypatch, "--resume", "f", fileroot=root) == 0
     assert "is complete; there is nothing to resume" in capsys.readouterr().out
