@@ -1,59 +1,22 @@
 """Attention over a row that has prompts once, beside a softmax over what each token may see."""
 
-import math
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
 
-from corral.workers.shared_prompts.attention import attend_with_shared_prompts
+from corral.workers.shared_prompts.attention import _SharedPromptAttention, attend_with_shared_prompts
 from corral.workers.shared_prompts.rows import PromptGroup
+from tests.workers.shared_prompts.reference import HEAD_DIM, HEADS, KEY_HEADS, inputs_of, is_seen, plain_attention
 
-HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
 ROWS = {
     "ragged": (PromptGroup(7, (3, 5, 1)),),
     "equal": (PromptGroup(4, (4, 4, 4)),),
     "several": (PromptGroup(1, (2, 2)), PromptGroup(6, (9, 9, 3)), PromptGroup(0, (5, 5, 8))),
-    "long": (PromptGroup(700, (40, 600)),),  # more than a block of the kernel
+    "long": (PromptGroup(300, (40, 280)),),  # more than a block of the kernel
 }
 
 
-def inputs_of(groups: Sequence[PromptGroup], *, requires_grad: bool = True) -> list[Tensor]:
-    """Queries, keys and values as a layer has them: views of [1, R, heads, head_dim]."""
-    generator = torch.Generator().manual_seed(3)
-    width = sum(group.num_tokens for group in groups)
-    sizes = (HEADS, KEY_HEADS, KEY_HEADS)
-    rows = [torch.randn(1, width, heads, HEAD_DIM, generator=generator) for heads in sizes]
-    return [row.requires_grad_(requires_grad) for row in rows]
-
-
-def is_seen(groups: Sequence[PromptGroup]) -> Tensor:
-    """[R, R]: whether a token (row) may see another (column), one answer after the other."""
-    width = sum(group.num_tokens for group in groups)
-    seen = torch.zeros(width, width, dtype=torch.bool)
-    start = 0
-    for shared, own in groups:
-        prompt = list(range(start, start + shared))
-        at = start + shared
-        for length in own:
-            answer = prompt + list(range(at, at + length))
-            for number, token in enumerate(answer):
-                seen[token, answer[: number + 1]] = True
-            at += length
-        start = at
-    return seen
-
-
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """[1, R, heads, head_dim], from the whole table of weights."""
-    repeated = [tensor.repeat_interleave(HEADS // KEY_HEADS, dim=2) for tensor in (key, value)]
-    weights = torch.einsum("bqhd,bkhd->bhqk", query, repeated[0]) * scale
-    return torch.einsum("bhqk,bkhd->bqhd", weights.masked_fill(~seen, -math.inf).softmax(-1), repeated[1])
-
-
-@pytest.mark.parametrize("scaling", [None, 0.7])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(("row", "scaling"), [*((row, None) for row in ROWS), ("several", 0.7)])
 def test_results_and_gradients_are_those_of_a_softmax_over_what_each_token_may_see(
     row: str, scaling: float | None
 ) -> None:
@@ -96,3 +59,11 @@ def test_no_more_is_kept_for_the_backward_pass_than_of_one_call_over_the_row() -
     width = groups[0].num_tokens
     numbers = width * (2 * HEADS * HEAD_DIM + 2 * KEY_HEADS * HEAD_DIM + HEADS)
     assert sum(kept.values()) == 4 * numbers
+
+
+def test_on_a_gpu_its_kernel_gets_what_torch_says_that_it_takes() -> None:
+    groups = ROWS["several"]
+    inputs = [tensor.transpose(1, 2) for tensor in inputs_of(groups, dtype=torch.bfloat16, device="meta")]
+    output = _SharedPromptAttention.apply(*inputs, groups, None)  # type: ignore[no-untyped-call]
+    gradients = torch.autograd.grad(output, inputs, torch.empty_like(output))
+    assert [output.shape, *(g.shape for g in gradients)] == [inputs[0].shape, *(t.shape for t in inputs)]
