@@ -19,9 +19,12 @@ from tests.integration.trial_helpers import WORKERS, Trial
 TORCH_FREE = ("master_worker/0", "gserver_manager/0", "rollout_worker/0")
 
 
-@pytest.mark.parametrize(("eta", "commit_every_steps", "transport"), [(1, 1, "shared_memory"), (0, 3, "broadcast")])
+@pytest.mark.parametrize(
+    ("eta", "commit_every_steps", "transport", "shared_prompts"),
+    [(1, 1, "shared_memory", "off"), (0, 3, "broadcast", "auto")],
+)
 def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
-    start_trial: Callable[..., Trial], eta: int, commit_every_steps: int, transport: str
+    start_trial: Callable[..., Trial], eta: int, commit_every_steps: int, transport: str, shared_prompts: str
 ) -> None:
     trial = start_trial(
         num_rows=44,  # no multiple of the batch: the last one is smaller
@@ -32,6 +35,7 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
             "control.commit_every_steps": commit_every_steps,
             "evaluation.every_steps": 5,
             "weights.transport": transport,
+            "actor.shared_prompts": shared_prompts,
         },
     )
     trial.wait_for_steps(1)
@@ -61,6 +65,7 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
     evaluated = [line["step"] for line in trial.metrics() if "eval/accuracy" in line]
     assert evaluated == [0, 5, 10, 11]
     assert "eval/accuracy" in trial.metrics()[0]
+    assert ("answers of one prompt share it" in trial.logs("model_worker/0")) == (shared_prompts == "auto")
     assert [event["returncode"] for event in trial.events("worker_exited")] == [0] * len(WORKERS)
     assert (trial.directory.exports_path / "final" / "model.safetensors").exists()
 
