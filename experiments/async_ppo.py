@@ -13,6 +13,7 @@ from typing import ClassVar
 from corral.experiments.checks.algorithm import check_concurrency, check_imports
 from corral.experiments.checks.allocation import check_allocation
 from corral.experiments.checks.generation import (
+    check_embedded_model,
     check_heads,
     check_mixture,
     check_parallel_flags,
@@ -201,6 +202,8 @@ class AsyncPPOExperiment(PolicyExperiment):
             yield from check_parallel_flags(self.sglang.flags, gpus_per_server=gpus, has_gpus=has_gpus)
             yield from check_heads(self.actor.path, self.sglang.flags, gpus_per_server=gpus)
             yield from check_mixture(self.actor.path)
+        elif engine.backend == "hf":
+            yield from check_embedded_model(self.actor.path, remedy="use SGLang: sglang:d1 in place of hf:d1")
 
     def find_warnings(self) -> Iterator[str]:
         yield from super().find_warnings()

@@ -30,7 +30,8 @@ from corral.experiments.errors import ConfigProblem, dotted
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.declared_keys import names_of_keys
 from corral.experiments.inputs.decoder_config import decoder_sizes
-from corral.experiments.inputs.model_directory import ModelFacts, model_type
+from corral.experiments.inputs.model_directory import ModelFacts, model_type, read_config
+from corral.experiments.inputs.model_kinds import MIXTURES, is_mixture
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.worker_specs import ModelRoleSpec, RewardSpec, RoutedExpertsSpec
 from corral.scheduling.keys import ROUTED_EXPERTS, Key
@@ -43,8 +44,6 @@ from corral.scheduling.model_function_call import (
     PushWeightsHook,
 )
 
-REPLAYED_MODELS = ("qwen3_moe",)
-"""Mixtures of experts whose routers a trainer can tell whom to choose, by their model_type."""
 TRAJECTORY_KEYS = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask")
 MODEL_REWARDS = "model_rewards"
 """What the graph calls the scores of a reward model, beside the `rewards` of the reward function."""
@@ -83,7 +82,7 @@ class PolicyExperiment(Experiment):
     def routed_experts(self) -> RoutedExpertsSpec | None:
         """The experts that samples carry from who makes them to who trains on them; None where they carry none."""
         sizes = decoder_sizes(self.actor.path) if self.ppo.router_replay else None
-        if sizes is None or not sizes.sparse_layers or model_type(self.actor.path) not in REPLAYED_MODELS:
+        if sizes is None or not sizes.sparse_layers or model_type(self.actor.path) not in MIXTURES:
             return None
         return RoutedExpertsSpec(
             num_layers=sizes.num_layers,
@@ -95,8 +94,7 @@ class PolicyExperiment(Experiment):
     @property
     def routes_anew(self) -> bool:
         """Whether the actor is a mixture that is not told whom the generator chose."""
-        sizes = decoder_sizes(self.actor.path)
-        return sizes is not None and bool(sizes.sparse_layers) and self.routed_experts is None
+        return self.routed_experts is None and is_mixture(read_config(self.actor.path) or {})
 
     @property
     def trajectory_keys(self) -> tuple[str, ...]:
@@ -282,7 +280,7 @@ class PolicyExperiment(Experiment):
             yield (
                 f"ppo.router_replay has no effect on models of type {model_type(self.actor.path)}: the trainer chooses "
                 "the experts of each token anew, and other ones than the generator here and there; it replays "
-                f"{', '.join(REPLAYED_MODELS)}"
+                f"{', '.join(MIXTURES)}"
             )
         if not self.ppo.use_decoupled_loss and "behav_imp_weight_cap" in self.ppo.model_fields_set:
             yield "ppo.behav_imp_weight_cap has no effect without ppo.use_decoupled_loss"

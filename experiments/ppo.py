@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from corral.experiments.checks.algorithm import check_imports
+from corral.experiments.checks.generation import check_embedded_model
 from corral.experiments.config.rollout import EngineConfig, GenerationConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig
@@ -108,4 +109,5 @@ class PPOExperiment(PolicyExperiment):
 
     def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
         yield from super().find_own_problems(num_rows=num_rows)
+        yield from check_embedded_model(self.actor.path, remedy="take async_ppo, whose servers may be SGLang's")
         yield from check_imports(self.rollout)

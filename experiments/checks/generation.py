@@ -15,6 +15,7 @@ from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangCon
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, show_value, split_remedy
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.model_directory import attention_heads, model_type
+from corral.experiments.inputs.model_kinds import EMBEDDED_ENGINE_MODELS, MIXTURES
 from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
 from corral.scheduling.allocation import Allocation
 
@@ -207,24 +208,41 @@ def check_heads(model: Path, flags: Mapping[str, FlagValue], *, gpus_per_server:
         )
 
 
+def check_embedded_model(model: Path, *, remedy: str) -> Iterator[ConfigProblem]:
+    """A model that the embedded engine does not compute, where it is to generate."""
+    kind = model_type(model)
+    if kind is not None and kind not in EMBEDDED_ENGINE_MODELS:
+        yield ConfigProblem(
+            message=f"{display_path(model)} is a {kind}, and the embedded engine runs "
+            f"{', '.join(EMBEDDED_ENGINE_MODELS)}",
+            hint=remedy,
+            path=("actor", "path"),
+        )
+
+
 def check_mixture(model: Path) -> Iterator[ConfigProblem]:
     """A mixture of which SGLang would compute another model: layers with experts only, and an output of its own."""
-    sizes = decoder_sizes(model)
-    if sizes is None or model_type(model) != "qwen3_moe":
+    sizes, kind = decoder_sizes(model), model_type(model)
+    if sizes is None or kind not in MIXTURES:
         return
-    name, hint = display_path(model), "use the embedded engine: hf:d1 in place of sglang:d1"
+    name = display_path(model)
+    hint = (
+        "use the embedded engine: hf:d1 in place of sglang:d1"
+        if kind in EMBEDDED_ENGINE_MODELS
+        else "nothing here generates with it"
+    )
     dense = sorted(set(range(sizes.num_layers)) - sizes.sparse_layers)
     if dense:
         yield ConfigProblem(
             message=f"layers {', '.join(map(str, dense[:3]))}{' ...' if len(dense) > 3 else ''} of {name} have no "
-            "experts, and SGLang computes every layer of a qwen3_moe with experts",
+            f"experts, and SGLang computes every layer of a {kind} with experts",
             hint=hint,
             path=("allocation",),
         )
     if sizes.is_tied:
         yield ConfigProblem(
-            message=f"the output of {name} is its embedding (tie_word_embeddings), and SGLang gives a qwen3_moe an "
-            "output of its own, which no file would fill",
+            message=f"the output of {name} is its embedding (tie_word_embeddings), and SGLang gives a {kind} an output "
+            "of its own, which no file would fill",
             hint=hint,
             path=("allocation",),
         )

@@ -14,7 +14,7 @@ from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.model_directory import read_config
 from corral.experiments.inputs.model_kinds import megatron_refusals
 from corral.experiments.inputs.parameters import adapted_layers
-from corral.scheduling.memory.decoder_sizes import tensor_shapes
+from corral.scheduling.memory.decoder_sizes import DecoderSizes, tensor_shapes
 from corral.scheduling.parallel import ParallelDims
 
 _ALLOCATION = ("allocation",)
@@ -93,11 +93,10 @@ def _of_sizes(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
             message=f"e{dims.ep} spreads experts over ranks, and {name} has none ({role})", hint="leave e out"
         )
         return
-    columns, what = (sizes.expert_size, "an expert") if sizes.num_experts else (sizes.intermediate_size, "the MLP")
     divided = (
         ("t", dims.tp, "key and value heads", sizes.num_key_value_heads),
         ("t", dims.tp, "tokens of the vocabulary", sizes.vocab_size),
-        ("t", dims.tp, f"columns of {what}", columns),
+        *(("t", dims.tp, f"columns of {what}", columns) for what, columns in _inner_sizes(sizes)),
         ("p", dims.pp, "layers", sizes.num_layers),
         ("c", dims.cp, f"attention heads{left_by_t}", sizes.num_heads // dims.tp),
         ("e", dims.ep, "experts", sizes.num_experts),
@@ -109,6 +108,16 @@ def _of_sizes(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
                 message=f"{letter}{size} cannot divide the {number} {what} of {name} ({role})",
                 hint=f"{letter} may be {', '.join(nearest)}",
             )
+
+
+def _inner_sizes(sizes: DecoderSizes) -> Iterator[tuple[str, int]]:
+    """What ranks of t share of the layers that there are."""
+    if len(sizes.sparse_layers) < sizes.num_layers:
+        yield "the MLP", sizes.intermediate_size
+    if sizes.sparse_layers:
+        yield "an expert", sizes.expert_size
+    if sizes.shared_expert_size:
+        yield "the shared expert", sizes.shared_expert_size
 
 
 def _is_installed(package: str) -> bool:

@@ -66,25 +66,39 @@ def _with_head_norms(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"has_query_biases": has_biases, "has_attention_output_bias": has_biases, "has_head_norms": True}
 
 
-def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
-    step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
-    layers = range(_positive(config["num_hidden_layers"]))
-    sparse = frozenset(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
-    return _with_head_norms(config) | {
-        "num_experts": _positive(config.get("num_experts") or config["num_local_experts"]),
-        "experts_per_token": _positive(config["num_experts_per_tok"]),
-        "expert_size": _positive(config["moe_intermediate_size"]),
-        "sparse_layers": sparse,
+def _qwen2_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    return _mixture(config, expert_size=config["moe_intermediate_size"]) | {
+        "has_query_biases": config.get("qkv_bias", True) is True,
+        "shared_expert_size": _positive(config["shared_expert_intermediate_size"]),
     }
+
+
+def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    return _with_head_norms(config) | _mixture(config, expert_size=config["moe_intermediate_size"])
 
 
 def _mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
+    return _mixture(config, expert_size=config["intermediate_size"])
+
+
+def _mixture(config: Mapping[str, Any], *, expert_size: Any) -> dict[str, Any]:
     return {
-        "num_experts": _positive(config["num_local_experts"]),
+        "num_experts": _positive(config.get("num_experts") or config["num_local_experts"]),
         "experts_per_token": _positive(config["num_experts_per_tok"]),
-        "expert_size": _positive(config["intermediate_size"]),
-        "sparse_layers": frozenset(range(_positive(config["num_hidden_layers"]))),
+        "expert_size": _positive(expert_size),
+        "sparse_layers": sparse_layers(config),
     }
+
+
+def sparse_layers(config: Mapping[str, Any]) -> frozenset[int]:
+    """The layers of a mixture that have experts, from 0.
+
+    Args:
+        config: the content of its config.json, or what transformers makes of it.
+    """
+    step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
+    layers = range(_positive(config["num_hidden_layers"]))
+    return frozenset(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
 
 
 _TRAITS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = MappingProxyType(
@@ -93,6 +107,7 @@ _TRAITS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = MappingPr
         "mistral": _mistral,
         "mixtral": _mixtral,
         "qwen2": _qwen2,
+        "qwen2_moe": _qwen2_moe,
         "qwen3": _qwen3,
         "qwen3_moe": _qwen3_moe,
     }

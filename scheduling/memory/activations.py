@@ -12,6 +12,7 @@ Tensors of one layer, for each token, with H hidden, I intermediate, Q all heads
                                                                           and kept only for a weight that is trained
     MLP                  gate, activated gate, up, product: 4 I           c
     experts, each of k   gate and up 2 I, activated, product, H in, H out float32: their product is not under autocast
+    shared expert        as an MLP; result H, how much of it 1            c; rounded: 3 more copies of the input
 
     adapters             r between A and B; a rounded copy of its own     c
                          of the input where that is float32: q, k, v,
@@ -105,6 +106,8 @@ def kept_bytes_per_token(
     mlp = 2 * share_of(sizes.intermediate_size, tensor_parallel) + sizes.hidden_size
     if layer in sizes.sparse_layers:
         mlp = sizes.num_experts  # products of experts are one operation for all of them, which is not kept
+        if sizes.shared_expert_size:
+            mlp += 2 * sizes.shared_expert_size + sizes.hidden_size + 1
     if shares_prompts:
         attention += heads * sizes.head_dim
         own_input += FLOAT32_BYTES * heads
@@ -120,7 +123,11 @@ def head_copies(queries: int, keys: int, ranks: int) -> int:
 
 def _experts_bytes(sizes: DecoderSizes, *, compute_bytes: int) -> int:
     of_one = FLOAT32_BYTES * (4 * sizes.expert_size + 2 * sizes.hidden_size) + _INDICES_PER_EXPERT * _INDEX_BYTES
-    return sizes.experts_per_token * (of_one + compute_bytes) + FLOAT32_BYTES * sizes.num_experts
+    shared = 0
+    if sizes.shared_expert_size:
+        copies = 3 if compute_bytes < FLOAT32_BYTES else 0
+        shared = compute_bytes * (4 * sizes.shared_expert_size + (1 + copies) * sizes.hidden_size + 1)
+    return sizes.experts_per_token * (of_one + compute_bytes) + FLOAT32_BYTES * sizes.num_experts + shared
 
 
 def ends_bytes_per_token(sizes: DecoderSizes) -> int:

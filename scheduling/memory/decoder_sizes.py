@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSizes:
-    """A decoder as transformers' Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE are: how large everything is."""
+    """A decoder as transformers' Llama, Mistral, Qwen2, Qwen3 and their mixtures are: how large everything is."""
 
     num_layers: int
     hidden_size: int
@@ -40,6 +40,8 @@ class DecoderSizes:
     experts_per_token: int = 0
     expert_size: int = 0
     """What `intermediate_size` is in one expert."""
+    shared_expert_size: int = 0
+    """The same in the expert that every token goes to, beside those that are chosen; 0 if there is none."""
     sparse_layers: frozenset[int] = frozenset()
     """Layers with experts in place of one MLP."""
 
@@ -89,6 +91,11 @@ def _layer(sizes: DecoderSizes, layer: int) -> Iterator[tuple[str, Shape]]:
         yield "mlp.experts.gate_up_proj", (sizes.num_experts, 2 * sizes.expert_size, hidden)
         yield "mlp.experts.down_proj", (sizes.num_experts, hidden, sizes.expert_size)
         yield "mlp.gate.weight", (sizes.num_experts, hidden)
+        if sizes.shared_expert_size:
+            for name in ("gate_proj", "up_proj"):
+                yield f"mlp.shared_expert.{name}.weight", (sizes.shared_expert_size, hidden)
+            yield "mlp.shared_expert.down_proj.weight", (hidden, sizes.shared_expert_size)
+            yield "mlp.shared_expert_gate.weight", (1, hidden)
     else:
         for name in ("gate_proj", "up_proj"):
             yield from _linear(f"mlp.{name}", (sizes.intermediate_size, hidden), has_bias=sizes.has_mlp_biases)

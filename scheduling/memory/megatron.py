@@ -19,10 +19,10 @@ Each figure is that of the stage with most: the first or the last.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from corral.scheduling.memory.activations import FLOAT32_BYTES, Recompute, head_bytes, share_of
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output, Shape, tensor_shapes
@@ -38,9 +38,12 @@ from corral.scheduling.parallel import ParallelDims
 _Place = Literal["layer", "expert", "embedding", "output", "last norm"]
 """Of a parameter within the model."""
 _MATRIX = 2  # dimensions; norms and biases, which have one, count as whole on every rank
+_LAYERS = "model.layers."
 _EMBEDDING, _OUTPUT, _SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
-_EXPERTS, _ROUTER = ".mlp.experts.", ".mlp.gate.weight"
+_EXPERTS, _ROUTER, _SHARED_GATE = ".mlp.experts.", ".mlp.gate.weight", ".mlp.shared_expert_gate.weight"
 _BY_COLUMNS = ("o_proj", "down_proj")  # the other linear layers are cut by rows
+_Counts: TypeAlias = Counter[tuple[_Place, int, bool]]
+"""How many parameters there are of each kind: see `_kind_of`."""
 
 
 class MegatronModel:
@@ -70,7 +73,12 @@ class MegatronModel:
         self._rank = adapters.rank if adapters is not None else 0
         self._adapted_layers = adapters.layers if adapters is not None else frozenset[str]()
         self._shapes = tensor_shapes(sizes, output)
-        self._counts = Counter(_kind_of(name, shape) for name, shape in self._shapes.items())
+        by_layer: defaultdict[int | None, _Counts] = defaultdict(Counter)
+        for name, shape in self._shapes.items():
+            by_layer[_layer_of(name)][_kind_of(name, shape)] += 1
+        self._ends = by_layer.pop(None)
+        self._layers = {layer in sizes.sparse_layers: by_layer[layer] for layer in sizes.layer_kinds}
+        self._num_parameters = sum(_numbers(counts) for counts in (self._ends, *by_layer.values()))
 
     def on_gpu(self, name: str, dims: ParallelDims, calls: list[CallSizes]) -> ModelOnGpu:
         """What each of the model's GPUs has to hold; the calls with the tokens of one data-parallel rank."""
@@ -94,15 +102,24 @@ class MegatronModel:
         return parts
 
     def _stage(self, dims: ParallelDims) -> "_Stage":
-        """The parameters of the stage with most."""
+        """The parameters of the stage with most; where experts are in some layers only, stages differ."""
+        return max((self._parameters_of(stage, dims) for stage in range(dims.pp)), key=lambda stage: stage.total)
+
+    def _parameters_of(self, stage: int, dims: ParallelDims) -> "_Stage":
+        sizes = self.sizes
+        layers = range(stage * sizes.num_layers // dims.pp, (stage + 1) * sizes.num_layers // dims.pp)
         own: Counter[_Place] = Counter()
-        for (place, numbers, is_cut), count in self._counts.items():
-            own[place] += count * (share_of(numbers, dims.tp) if is_cut else numbers)
-        ends = own["embedding"] + own["output"] + own["last norm"]
-        if dims.pp > 1:
-            last = own["output"] or own["embedding"]  # a tied output is a copy of the embedding, in the last stage
-            ends = max(own["embedding"], last + own["last norm"])
-        return _Stage(shared=-(-own["layer"] // dims.pp) + ends, experts=-(-own["expert"] // (dims.pp * dims.ep)))
+        for is_sparse, times in Counter(layer in sizes.sparse_layers for layer in layers).items():
+            for place, numbers in _own_numbers(self._layers[is_sparse], dims).items():
+                own[place] += times * numbers
+        ends = _own_numbers(self._ends, dims)
+        if dims.pp == 1:
+            shared = ends["embedding"] + ends["output"] + ends["last norm"]
+        else:
+            shared = ends["embedding"] if stage == 0 else 0
+            if stage == dims.pp - 1:  # a tied output is a copy of the embedding there
+                shared += (ends["output"] or ends["embedding"]) + ends["last norm"]
+        return _Stage(shared=own["layer"] + shared, experts=-(-own["expert"] // dims.ep))
 
     def _most_adapters(self, dims: ParallelDims) -> int:
         """Numbers of the adapters of the stage with most."""
@@ -123,8 +140,7 @@ class MegatronModel:
 
     def _working(self, call: CallSizes, dims: ParallelDims) -> Parts:
         if call.kind == "generate":
-            whole = sum(count * numbers for (_, numbers, _), count in self._counts.items())
-            return {"buffers": self._compute_bytes * whole}
+            return {"buffers": self._compute_bytes * self._num_parameters}
         is_training = call.kind == "train"
         tokens = -(-call.tokens // dims.cp)
         return {
@@ -183,16 +199,32 @@ class _Stage:
         return self.shared + self.experts
 
 
+def _numbers(counts: _Counts) -> int:
+    return sum(count * numbers for (_, numbers, _), count in counts.items())
+
+
+def _own_numbers(counts: _Counts, dims: ParallelDims) -> "Counter[_Place]":
+    """What one rank of t has of them."""
+    own: Counter[_Place] = Counter()
+    for (place, numbers, is_cut), count in counts.items():
+        own[place] += count * (share_of(numbers, dims.tp) if is_cut else numbers)
+    return own
+
+
+def _layer_of(name: str) -> int | None:
+    return int(name.split(".")[2]) if name.startswith(_LAYERS) else None
+
+
 def _kind_of(name: str, shape: Shape) -> tuple[_Place, int, bool]:
     """Where a parameter is, how many numbers it has, and whether ranks of t have parts of it."""
-    is_cut = len(shape) >= _MATRIX and name != _SCORE and not name.endswith(_ROUTER)
+    is_cut = len(shape) >= _MATRIX and name != _SCORE and not name.endswith((_ROUTER, _SHARED_GATE))
     return _place_of(name), math.prod(shape), is_cut
 
 
 def _place_of(name: str) -> _Place:
     if _EXPERTS in name:
         return "expert"
-    if name.startswith("model.layers."):
+    if name.startswith(_LAYERS):
         return "layer"
     if name == _EMBEDDING:
         return "embedding"

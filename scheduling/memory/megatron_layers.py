@@ -2,7 +2,7 @@
 
 Each rank of t has all tokens of a row where heads and the MLP are cut, and a part of the tokens where they are not
 (sequence parallel). With H hidden, I intermediate, Q all heads of queries, K those of keys, D one head, E experts of
-which k are taken, X the inner size of one; float32 is 4 bytes, and numbers of the layer take c:
+which k are taken, X the inner size of one, S that of a shared one; float32 is 4 bytes, and numbers of the layer take c:
 
     2 norms              2 x (input H, normalized H, scale)    / t            4: torch's norm computes in float32
     inputs of products   q, k, v in one; gate and up: H each   / t            c
@@ -20,6 +20,8 @@ which k are taken, X the inner size of one; float32 is 4 bytes, and numbers of t
                          is not kept, as no norm is trained
     experts, each of k   H in, gate and up 2 X, up, activated  H + 6 X / t    c; weight: c; where it came from: 16 / t
                          gate, product twice
+    shared expert, S     as an MLP; result H, how much of it   5 S / t,       c
+                                                               (H + 1) / t
 
 Found with torch.autograd.graph.saved_tensors_hooks on tiny models without a GPU, and counted again so by the tests.
 Tokens are taken to be spread evenly over experts: a rank whose experts are chosen more often keeps more.
@@ -77,6 +79,8 @@ def kept_bytes_per_token(
     if layer in sizes.sparse_layers:
         of_expert = 2 * share_of(sizes.expert_size, dims.tp) + sizes.hidden_size
         mlp = sizes.experts_per_token * of_expert + -(-sizes.num_experts // dims.tp)
+        if sizes.shared_expert_size:
+            mlp += 2 * share_of(sizes.shared_expert_size, dims.tp) + sizes.hidden_size + 1
     return own_input + compute_bytes * (attention + mlp) + FLOAT32_BYTES * heads
 
 
@@ -116,4 +120,8 @@ def _experts_bytes(sizes: DecoderSizes, compute_bytes: int, dims: ParallelDims) 
     """Of a token's k experts, wherever they are: a rank has as many tokens of others as others have of its own."""
     own = sizes.num_experts * (FLOAT32_BYTES + 1 + compute_bytes) + sizes.experts_per_token * 2 * _INDEX_BYTES
     numbers = sizes.hidden_size + 6 * share_of(sizes.expert_size, dims.tp) + 1
-    return -(-own // dims.tp) + sizes.experts_per_token * compute_bytes * numbers
+    shared = 0
+    if sizes.shared_expert_size:
+        result = -(-compute_bytes * (sizes.hidden_size + 1) // dims.tp)
+        shared = 5 * compute_bytes * share_of(sizes.shared_expert_size, dims.tp) + result
+    return -(-own // dims.tp) + sizes.experts_per_token * compute_bytes * numbers + shared

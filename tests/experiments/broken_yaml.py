@@ -425,6 +425,15 @@ CONTRADICTION_CASES = (
         words=("layers 1 of", "have no experts, and SGLang computes every layer", "hf:d1 in place of sglang:d1"),
     ),
     BrokenCase(
+        name="a-mixture-that-the-embedded-engine-does-not-run",
+        files={
+            "model/config.json": '{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, '
+            '"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_local_experts": 4, '
+            '"num_experts_per_tok": 2, "max_position_embeddings": 64, "eos_token_id": 1, "model_type": "mixtral"}',
+        },
+        words=("is a mixtral, and the embedded engine runs llama", "sglang:d1 in place of hf:d1"),
+    ),
+    BrokenCase(
         name="a-tied-output-in-a-mixture-for-sglang",
         edit=("hf:d1+fsdp:d1", "sglang:d1+fsdp:d1"),
         files={
@@ -552,15 +561,15 @@ CONTRADICTION_CASES = (
         line=4,
     ),
     BrokenCase(
-        name="experts-in-some-layers-with-megatron",
-        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d2e2"),
+        name="columns-of-layers-without-experts-with-megatron",
+        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:t2"),
         files={
             "model/config.json": '{"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 8, '
             '"intermediate_size": 15, "moe_intermediate_size": 4, "num_experts": 6, "num_experts_per_tok": 2, '
             '"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, "decoder_sparse_step": 2, '
             '"max_position_embeddings": 64, "eos_token_id": 1}',
         },
-        words=("does not compute a model with decoder_sparse_step 2 as transformers does", "use the fsdp backend"),
+        words=("t2 cannot divide the 15 columns of the MLP", "t may be 1, 3"),
         line=4,
     ),
     BrokenCase(

@@ -12,7 +12,8 @@ from corral.experiments.config.control import TrainControl
 from corral.experiments.errors import ConfigError
 from corral.experiments.experiment_config import ExperimentConfig
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
-from corral.experiments.registry import load_experiment
+from corral.experiments.policy import PolicyExperiment
+from corral.experiments.registry import load_experiment, load_with_source
 from corral.experiments.worker_specs import (
     GenerationServerSpec,
     MasterWorkerSpec,
@@ -108,11 +109,13 @@ def test_the_experts_of_a_mixture_go_with_its_samples_to_whoever_computes_its_po
 
 def test_a_mixture_whose_routers_cannot_be_told_is_warned_of(folder: Path) -> None:
     config = json.loads((folder / "model" / "config.json").read_text())
-    other = MIXTURE | {"model_type": "mixtral", "num_local_experts": 4}
+    other = MIXTURE | {"model_type": "olmoe"}
     (folder / "model" / "config.json").write_text(json.dumps(config | other))
-    assert not readers_of_experts(_plan(folder / "ppo.yaml"))
-    warnings = list(load_experiment(folder / "ppo.yaml", ()).find_warnings())
-    assert any("no effect on models of type mixtral" in warning for warning in warnings)
+    by_sglang = ("allocation=sglang:d1+fsdp:d1", "groups.generation_server.scheduling.gpu=0")
+    experiment = load_with_source(folder / "ppo.yaml", by_sglang, is_to_run=False).experiment
+    assert isinstance(experiment, PolicyExperiment) and experiment.routed_experts is None and experiment.routes_anew
+    warnings = list(experiment.find_warnings())
+    assert any("no effect on models of type olmoe" in warning for warning in warnings)
 
 
 def test_equal_experiments_have_equal_digests_and_others_not(folder: Path) -> None:

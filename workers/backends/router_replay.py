@@ -11,13 +11,16 @@ Every router finds its rows by its layer, each time that it is asked: so a layer
 backward pass gets the same experts, whatever has been computed in between.
 """
 
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+_Router: TypeAlias = MixtralTopKRouter | Qwen2MoeTopKRouter | Qwen3MoeTopKRouter
 _ROUTED: Final = "routed_experts_of_the_present_row"  # of a model whose routers can be told
 
 
@@ -36,7 +39,7 @@ class RoutedExperts:
 class ReplayingRouter(nn.Module):
     """Chooses as the router that it replaces, whose weight it has, but where it is told whom to choose."""
 
-    def __init__(self, router: Qwen3MoeTopKRouter, routed: RoutedExperts, *, layer: int) -> None:
+    def __init__(self, router: _Router, routed: RoutedExperts, *, layer: int) -> None:
         """
         Args:
             layer: among those with experts, counted from 0.
@@ -44,13 +47,15 @@ class ReplayingRouter(nn.Module):
         super().__init__()
         self.weight: nn.Parameter = router.weight
         self._top_k = int(router.top_k)
-        self._normalizes = bool(router.norm_topk_prob)
+        # A Mixtral's weights add up to 1 without being asked to, and stay in float32.
+        self._is_mixtral = isinstance(router, MixtralTopKRouter)
+        self._normalizes = self._is_mixtral or bool(router.norm_topk_prob)
         self._routed = routed
         self._layer = layer
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, H] -> (logits [T, E], weights [T, k] in their dtype, experts [T, k] int64)."""
-        logits = F.linear(hidden_states, self.weight)
+        """hidden [..., H] of T tokens -> (logits [T, E], weights [T, k], experts [T, k] int64)."""
+        logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
         probabilities = F.softmax(logits, dtype=torch.float32, dim=-1)
         experts = torch.topk(probabilities, self._top_k, dim=-1).indices
         if (told := self._routed.of_layer(self._layer)) is not None:
@@ -59,12 +64,12 @@ class ReplayingRouter(nn.Module):
         weights = probabilities.gather(-1, experts)
         if self._normalizes:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        return logits, weights.to(logits.dtype), experts
+        return logits, weights if self._is_mixtral else weights.to(logits.dtype), experts
 
 
 def install_router_replay(model: Any) -> None:
     """Give a model routers that can be told whom to choose, if it has any; before it is cut over ranks."""
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, Qwen3MoeTopKRouter)]
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, _Router)]
     if not found:
         return
     routed = RoutedExperts()

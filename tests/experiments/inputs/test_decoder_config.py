@@ -57,6 +57,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3 mixture": TINY | EXPERTS | {"model_type": "qwen3_moe", "head_dim": 16},
     "mixture in some layers": TINY | EXPERTS | {"model_type": "qwen3_moe", "decoder_sparse_step": 2},
     "mixture but for one layer": TINY | EXPERTS | {"model_type": "qwen3_moe", "mlp_only_layers": [1]},
+    "mixture with a shared expert": TINY | EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 40},
+    "shared expert and no biases": TINY
+    | EXPERTS
+    | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 40, "qkv_bias": False, "mlp_only_layers": [0]},
     "Qwen3-32B": QWEN3_32B,
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
 }
@@ -103,6 +107,7 @@ def test_a_score_layer_takes_the_place_of_the_output(name: str, tmp_path: Path) 
         TINY | {"model_type": "llama", "vocab_size": "50"},
         {"model_type": "llama"},
         TINY | {"model_type": "qwen3_moe"},
+        TINY | EXPERTS | {"model_type": "qwen2_moe"},
     ],
     ids=str,
 )

@@ -32,6 +32,11 @@ def test_plain_models_are_computed_whichever_version_wrote_their_config(kind: st
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window 4096"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 1}, "one expert for each token that always counts 1"),
+        ({"model_type": "qwen3_moe", "num_experts_per_tok": 1, "norm_topk_prob": True}, "one expert for each token"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_named(change: dict[str, Any], refused: str) -> None:

@@ -7,17 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from corral.experiments.config.model import Recompute
 from corral.scheduling.keys import ROUTED_EXPERTS
 from corral.workers.algorithms.base import compute_logprobs, response_mask
 from corral.workers.algorithms.ppo_stats import batch_stats
 from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.router_replay import ReplayingRouter, RoutedExperts
 from corral.workers.engine.batch import generate_greedily
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.replay_scene import (
     GREEDY_PROMPTS,
+    NUM_EXPERTS,
     make_engine,
     plain_logprobs,
     plain_loop,
@@ -123,3 +128,34 @@ def test_layouts_of_two_ranks_take_the_experts_that_samples_name(
             if layout == "d2":
                 own = own.select([uid for number, uid in enumerate(own.uids) if number % 2 == seen["dp_rank"]])
             np.testing.assert_allclose(responses_of(seen["logprobs"]), expected_logprobs(before, own), atol=1e-5)
+
+
+ROUTERS: dict[str, Any] = {
+    "mixtral": MixtralTopKRouter(MixtralConfig(hidden_size=16, num_local_experts=NUM_EXPERTS, num_experts_per_tok=2)),
+    "qwen2_moe": Qwen2MoeTopKRouter(Qwen2MoeConfig(hidden_size=16, num_experts=NUM_EXPERTS, num_experts_per_tok=2)),
+    "qwen3_moe": Qwen3MoeTopKRouter(
+        Qwen3MoeConfig(hidden_size=16, num_experts=NUM_EXPERTS, num_experts_per_tok=2, norm_topk_prob=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_a_router_of_each_kind_weighs_whom_it_is_told_to_choose_as_its_own_choice(kind: str) -> None:
+    torch.manual_seed(0)
+    router, routed = ROUTERS[kind], RoutedExperts()
+    torch.nn.init.normal_(router.weight)
+    replaying = ReplayingRouter(router, routed, layer=0)
+    hidden = torch.randn(5, 16)
+    for own, expected in zip(replaying(hidden), router(hidden), strict=True):
+        assert torch.equal(own, expected)
+    told = torch.tensor([[0, 3], [5, 1], [-1, -1], [2, 4], [3, 2]], dtype=torch.int16)
+    routed.rows = told[:, None]
+    logits, weights, experts = replaying(hidden)
+    for token, (row, chosen) in enumerate(zip(told.tolist(), experts.tolist(), strict=True)):
+        if row[0] < 0:
+            assert chosen == router(hidden)[2][token].tolist()
+            continue
+        assert chosen == row
+        probabilities = [float(logits[token].exp()[expert] / logits[token].exp().sum()) for expert in row]
+        total = 1.0 if kind == "qwen2_moe" else sum(probabilities)
+        assert weights[token].tolist() == pytest.approx([probability / total for probability in probabilities])

@@ -17,13 +17,14 @@ from typing import Any, Final
 import torch
 from mbridge import AutoBridge
 from mbridge.core.parallel_states import ParallelStates
+from mbridge.models.qwen2 import Qwen2Bridge
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from corral.experiments.inputs.model_kinds import megatron_refusals
 from corral.workers.backends.lora import is_adapter
-from corral.workers.backends.megatron.experts import expert_settings, has_experts
+from corral.workers.backends.megatron.experts import expert_settings, has_experts, stored_names
 
 _PRE_MLP_NORM: Final = "pre_mlp_layernorm.weight"
 _FUSED_NAMES: Final = {
@@ -79,7 +80,10 @@ class Bridge:
         check_model(config.to_dict())
         config = copy.deepcopy(config)
         config.rope_theta = config.rope_parameters["rope_theta"]  # where mbridge looks for it
+        if getattr(config, "head_dim", 0) is None:  # a Mixtral may leave it open, and mbridge computes with it
+            config.head_dim = config.hidden_size // config.num_attention_heads
         self._head = head
+        self.expert_names = stored_names(config)
         self.has_tied_output = bool(config.tie_word_embeddings) and head == "lm"
         self.tensor_ranks: int = groups.tp.size()
         self.tensor_rank: int = groups.tp.rank()
@@ -103,6 +107,8 @@ class Bridge:
             ),
         )
         self._bridge.set_extra_args(**_PLAIN, **expert_settings(config))
+        if self.num_experts:  # mbridge's mixtures know no layers without experts; these are named as in dense models
+            self._bridge._MLP_MAPPING = Qwen2Bridge._MLP_MAPPING | self._bridge._MLP_MAPPING
         self.config: TransformerConfig = self._bridge.config
         self.model_arguments: dict[str, Any] = self._bridge._get_gptmodel_args()
 

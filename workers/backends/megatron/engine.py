@@ -173,9 +173,8 @@ class MegatronEngine(MeshEngine):
     def _squared_norm(self) -> Tensor:
         optimizer, _ = self._require_optimizer()
         optimizer.prepare_grads()
-        norm = float(optimizer.get_grad_norm())  # of the whole gradient, on every rank
-        part = norm**2 if self.context.is_first else 0.0
-        return torch.tensor(part, dtype=torch.float64, device=self.context.device)
+        norm: Tensor = optimizer.squared_norm()
+        return norm.to(self.context.device)
 
     def _trained_tensors(self) -> list[Tensor]:
         optimizer, _ = self._require_optimizer()
@@ -228,13 +227,14 @@ class MegatronEngine(MeshEngine):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.export_weights`."""
         self.onload()
-        yield from stack_experts(self._merged(), num_experts=self._bridge.num_experts)
+        names, num_experts = self._bridge.expert_names, self._bridge.num_experts
+        yield from stack_experts(self._merged(), names, num_experts=num_experts)
 
     def import_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
         """See `TrainEngine.import_weights`."""
         self._require_trained_weights()
         self.onload()
-        self._weights.take_over(unstack_experts(weights), eta=eta)
+        self._weights.take_over(unstack_experts(weights, self._bridge.expert_names), eta=eta)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
 

@@ -12,14 +12,38 @@ the router's present logits, so that the router learns.
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
-_STORED: Final = re.compile(r"(?P<layer>.+\.mlp\.experts)\.(?P<expert>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
+from corral.experiments.inputs.decoder_config import sparse_layers
+from corral.experiments.inputs.model_kinds import MIXTURES
+
 _GATE_UP, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNames:
+    """How a kind of mixture names in its files what transformers' modules call `mlp`, and the matrices of an expert."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+    def of_expert(self, name: str) -> re.Match[str] | None:
+        """Layer, expert and matrix of a stored name, if it is an expert's."""
+        return re.fullmatch(
+            rf"(?P<layer>.+)\.{self.block}\.experts\.(?P<expert>\d+)\.(?P<matrix>{self.gate}|{self.up}|{self.down})\.weight",
+            name,
+        )
+
+
+QWEN_NAMES: Final = StoredNames("mlp", "gate_proj", "up_proj", "down_proj")
+MIXTRAL_NAMES: Final = StoredNames("block_sparse_moe", "w1", "w3", "w2")
 
 
 class Replay:
@@ -65,65 +89,88 @@ def mend_router() -> None:
         moe_utils.te_general_gemm = None
 
 
-def stack_experts(weights: Iterable[tuple[str, Tensor]], *, num_experts: int) -> Iterator[tuple[str, Tensor]]:
+def stack_experts(
+    weights: Iterable[tuple[str, Tensor]], names: StoredNames, *, num_experts: int
+) -> Iterator[tuple[str, Tensor]]:
     """Weights as a directory has them -> as transformers' modules do: the matrices of a layer's experts in two tensors.
 
     Holds one layer's matrices at a time, if weights come layer by layer. Others pass as they are.
     """
     waiting: defaultdict[str, dict[tuple[str, int], Tensor]] = defaultdict(dict)
     for name, tensor in weights:
-        stored = _STORED.fullmatch(name)
+        stored = names.of_expert(name)
         if stored is None:
-            yield name, tensor
+            yield _in_module(name, names), tensor
             continue
-        matrices = waiting[stored["layer"]]
-        matrices[stored["kind"], int(stored["expert"])] = tensor
+        layer, experts = stored["layer"], range(num_experts)
+        matrices = waiting[layer]
+        matrices[stored["matrix"], int(stored["expert"])] = tensor
         if len(matrices) == 3 * num_experts:
-            experts = range(num_experts)
-            gates_and_ups = [torch.cat([matrices["gate", expert], matrices["up", expert]]) for expert in experts]
-            yield f"{stored['layer']}.gate_up_proj", torch.stack(gates_and_ups)
-            yield f"{stored['layer']}.down_proj", torch.stack([matrices["down", expert] for expert in experts])
-            del waiting[stored["layer"]], matrices
+            gates_and_ups = [torch.cat([matrices[names.gate, e], matrices[names.up, e]]) for e in experts]
+            yield f"{layer}{_GATE_UP}", torch.stack(gates_and_ups)
+            yield f"{layer}{_DOWN}", torch.stack([matrices[names.down, expert] for expert in experts])
+            del waiting[layer], matrices
 
 
-def unstack_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def unstack_experts(weights: Iterable[tuple[str, Tensor]], names: StoredNames) -> Iterator[tuple[str, Tensor]]:
     """The inverse of `stack_experts`."""
     for name, tensor in weights:
+        experts = f"{name.partition('.mlp.')[0]}.{names.block}.experts"
         if name.endswith(_GATE_UP):
             for expert, matrix in enumerate(tensor):
                 gate, up = matrix.chunk(2)
-                yield f"{name.removesuffix('gate_up_proj')}{expert}.gate_proj.weight", gate
-                yield f"{name.removesuffix('gate_up_proj')}{expert}.up_proj.weight", up
+                yield f"{experts}.{expert}.{names.gate}.weight", gate
+                yield f"{experts}.{expert}.{names.up}.weight", up
         elif name.endswith(_DOWN):
             for expert, matrix in enumerate(tensor):
-                yield f"{name.removesuffix('down_proj')}{expert}.down_proj.weight", matrix
+                yield f"{experts}.{expert}.{names.down}.weight", matrix
         else:
-            yield name, tensor
+            yield name.replace(".mlp.", f".{names.block}."), tensor
 
 
-def place_in_module(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+def stored_names(config: Any) -> StoredNames:
+    """Those of a model's kind."""
+    return MIXTRAL_NAMES if config.model_type == "mixtral" else QWEN_NAMES
+
+
+def place_in_module(name: str, shape: tuple[int, ...], names: StoredNames) -> tuple[str, tuple[int, ...]]:
     """A directory's tensor -> the module's tensor that `stack_experts` puts it in, and where it begins there."""
-    stored = _STORED.fullmatch(name)
+    stored = names.of_expert(name)
     if stored is None:
-        return name, (0,) * len(shape)
+        return _in_module(name, names), (0,) * len(shape)
     expert = int(stored["expert"])
-    if stored["kind"] == "down":
-        return f"{stored['layer']}.down_proj", (expert, 0, 0)
-    return f"{stored['layer']}.gate_up_proj", (expert, shape[0] if stored["kind"] == "up" else 0, 0)
+    if stored["matrix"] == names.down:
+        return f"{stored['layer']}{_DOWN}", (expert, 0, 0)
+    return f"{stored['layer']}{_GATE_UP}", (expert, shape[0] if stored["matrix"] == names.up else 0, 0)
+
+
+def _in_module(name: str, names: StoredNames) -> str:
+    """Of what belongs to no expert."""
+    return name.replace(f".{names.block}.", ".mlp.")
 
 
 def expert_settings(config: Any) -> dict[str, Any]:
     """What of Megatron's configuration follows from a model's config.json besides what mbridge says; none if dense."""
     if not has_experts(config):
         return {}
-    return {
+    sparse = sparse_layers(config.to_dict())
+    settings: dict[str, Any] = {
         # One matrix for each expert: the grouped product needs a kernel that torch alone does not have.
         "moe_grouped_gemm": False,
-        # Whether the shares of a token's experts add up to 1.
-        "moe_router_pre_softmax": not config.norm_topk_prob,
+        # Whether the shares of a token's experts add up to 1; those of a Mixtral always do.
+        "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
+        "moe_layer_freq": [int(layer in sparse) for layer in range(config.num_hidden_layers)],
     }
+    if config.model_type == "qwen2_moe":
+        settings |= {
+            "add_qkv_bias": config.qkv_bias,
+            "moe_shared_expert_gate": True,
+            # Beside the exchange of tokens it would run on a stream of its own, in pieces of Transformer Engine.
+            "moe_shared_expert_overlap": False,
+        }
+    return settings
 
 
 def has_experts(config: Any) -> bool:
-    """Whether the layers of a model have experts."""
-    return bool(config.model_type == "qwen3_moe")
+    """Whether layers of a model have experts."""
+    return config.model_type in MIXTURES

@@ -21,8 +21,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor, nn
 
 from corral.scheduling.keys import KeyLayout
@@ -44,7 +45,7 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
     cu_seqlens: Tensor = field(kw_only=True)
     """[segments + 1] int32 on the device; Megatron's own, above, say where a rank's tokens begin and end."""
     routed_experts: Tensor | None = None
-    """[tokens of this rank's layers, layers, k]: experts of each token in each layer of the model, or negative."""
+    """[tokens of this rank's layers, layers with experts, k]: where each token goes in each of them, or negative."""
 
     @classmethod
     def of(cls, micro_batch: MicroBatch) -> "PackedRow":
@@ -95,7 +96,8 @@ class ReplayedLayer(TransformerLayer):  # type: ignore[misc]
 
     def forward(self, *arguments: Any, packed_seq_params: PackedRow, **options: Any) -> Any:
         experts = packed_seq_params.routed_experts
-        self.mlp.router.router_replay = None if experts is None else Replay(experts[:, self.layer_number - 1])
+        place = sum(self.config.moe_layer_freq[: self.layer_number - 1])  # among the layers with experts
+        self.mlp.router.router_replay = None if experts is None else Replay(experts[:, place])
         return super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
 
 
@@ -140,13 +142,14 @@ class ScoringModel(GPTModel):  # type: ignore[misc]
         return embedded, angles[position_ids[0]], *others
 
     def _experts_of_own_tokens(self, experts: Tensor | None) -> Tensor | None:
-        """[tokens of this rank, layers, k] -> of those that it routes: with sequence parallelism a part of them."""
+        """[tokens of this rank, layers with experts, k] -> of those that it routes: of a cut row a part."""
         if experts is None or self.config.num_moe_experts is None:
             return None
-        if experts.shape[1] != self.config.num_layers:
+        num_sparse = sum(self.config.moe_layer_freq)
+        if experts.shape[1] != num_sparse:
             raise ValueError(
-                f"routed_experts have {experts.shape[1]} layers, and the model has {self.config.num_layers} with "
-                "experts: they were recorded with another model"
+                f"routed_experts have {experts.shape[1]} layers, and the model has {num_sparse} with experts: they "
+                "were recorded with another model"
             )
         tensor_ranks = self.pg_collection.tp
         parts: tuple[Tensor, ...] = experts.chunk(tensor_ranks.size())
@@ -242,7 +245,7 @@ def make_model(
     model = ScoringModel(
         Scoring(head, bridge.config, groups, vocabulary=arguments["vocab_size"]),
         config=bridge.config,
-        transformer_layer_spec=_layer_spec(bridge.config, groups),
+        transformer_layer_spec=_layer_specs(bridge.config, groups),
         pre_process=stage == 0,
         post_process=stage == num_stages - 1,
         share_embeddings_and_output_weights=bridge.has_tied_output,
@@ -258,18 +261,26 @@ def make_model(
     return model
 
 
-def _layer_spec(config: TransformerConfig, groups: ProcessGroupCollection) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
+def _layer_specs(config: TransformerConfig, groups: ProcessGroupCollection) -> TransformerBlockSubmodules:
+    """The layers of this stage, those with experts and those without in their places."""
+    stage = groups.pp.rank()
+    first = get_transformer_layer_offset(config, vp_stage=None, pp_rank=stage)
+    dense = _layer_spec(config, num_experts=None)
+    layers = [dense] * get_num_layers_to_build(config, vp_stage=None, pp_rank=stage)
     if config.num_moe_experts is not None:
         mend_router()
-        layer.module = ReplayedLayer
+        sparse = _layer_spec(config, num_experts=config.num_moe_experts)
+        sparse.module = ReplayedLayer
+        layers = [sparse if config.moe_layer_freq[first + number] else dense for number in range(len(layers))]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RowNorm)
+
+
+def _layer_spec(config: TransformerConfig, *, num_experts: int | None) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RowNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedCoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RowNorm
-    num_layers = get_num_layers_to_build(config, vp_stage=None, pp_rank=groups.pp.rank())
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RowNorm)
+    return layer

@@ -48,6 +48,16 @@ class StageOptimizer(ChainedOptimizer):  # type: ignore[misc]
             yield from optimizer.optimizer.state.values()
 
     @torch.no_grad()
+    def squared_norm(self) -> torch.Tensor:
+        """Of the gradients of this rank's shares, each number of which one rank of the mesh counts: a float64 scalar.
+
+        Megatron's own norm takes a collective for each of its optimizers, and a stage without experts has one less.
+        """
+        gradients = [grad for part in self.chained_optimizers for grad in part.get_main_grads_for_grad_norm()]
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+        return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+
+    @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Update the shares, then gather all parameters once; each optimizer alone would gather those of the other."""
         for optimizer in self.chained_optimizers:

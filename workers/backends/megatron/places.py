@@ -79,7 +79,7 @@ class Places:
         stored_names = self._bridge.stored_names(name)
         for first, end in zip(bounds, bounds[1:], strict=False):
             number = int(tensors[first])
-            home, start = place_in_module(stored_names[number], shapes[number])
+            home, start = place_in_module(stored_names[number], shapes[number], self._bridge.expert_names)
             yield Stretch(first, end - first, home, moved(start, int(rows[first]), column, ndim=len(whole)))
 
     def _own_rows(self, name: str, whole: tuple[int, ...], parameter: nn.Parameter) -> tuple[Tensor, int]:

@@ -57,6 +57,7 @@ class OptimizerState:
         self._optimizer = optimizer
         whole = {part.name: part.shape for part in weights.parts}
         self._places = Places(bridge, weights.parameters, whole)
+        self._expert_names = bridge.expert_names
 
     def shard(self, header: TrainStateHeader, *, rank: int) -> StateShard:
         """This rank's parts of every parameter and its moments; no rank waits for another one."""
@@ -102,7 +103,7 @@ class OptimizerState:
         """Of the whole model's tensors, as modules of transformers have them."""
         sizes: dict[str, tuple[int, ...]] = {}
         for stored, shape in self._weights.stored_shapes().items():
-            name, start = place_in_module(stored, shape)
+            name, start = place_in_module(stored, shape, self._expert_names)
             ends = (first + size for first, size in zip(start, (1,) * (len(start) - len(shape)) + shape, strict=True))
             sizes[name] = tuple(map(max, ends, sizes.get(name, start)))
         return sizes

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from corral.experiments.inputs.model_kinds import EMBEDDED_ENGINE_MODELS
 from corral.workers.engine.decoder.cache import KVCache
 from corral.workers.engine.decoder.chosen_experts import Rows, experts_by_layer
 from corral.workers.engine.decoder.int8_linear import DTYPES as QUANTIZABLE_DTYPES
@@ -26,7 +27,6 @@ from corral.workers.engine.decoder.linear import Linear
 from corral.workers.engine.decoder.mlp import Mixture
 
 Quantization = Literal["int8"]
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 # Types whose frequencies do not depend on the sequence length, so one table serves every request.
 _STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -48,9 +48,9 @@ def check_supported(config: Any) -> None:
     Raises:
         UnsupportedModelError: naming the property of the model that is not supported.
     """
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
+    if config.model_type not in EMBEDDED_ENGINE_MODELS:
         raise UnsupportedModelError(
-            f"the embedded engine runs model types {', '.join(SUPPORTED_MODEL_TYPES)}, not {config.model_type!r}; "
+            f"the embedded engine runs model types {', '.join(EMBEDDED_ENGINE_MODELS)}, not {config.model_type!r}; "
             "choose a model of one of these types"
         )
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])

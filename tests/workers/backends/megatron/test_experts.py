@@ -14,11 +14,18 @@ from safetensors.torch import load_file
 
 from corral.experiments.config.model import Recompute
 from corral.workers.backends.files.weights import as_stored
-from corral.workers.backends.megatron.experts import Replay, stack_experts, unstack_experts
+from corral.workers.backends.megatron.experts import (
+    MIXTRAL_NAMES,
+    QWEN_NAMES,
+    Replay,
+    StoredNames,
+    stack_experts,
+    unstack_experts,
+)
 from tests.workers.backends.files.stored_states import whole_state
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_scene import NUM_STEPS, OPTIMIZER, SAVED_AFTER
-from tests.workers.backends.megatron.experts_scene import PROMPT, forced_loop, play_experts, save_tiny_mixture
+from tests.workers.backends.megatron.experts_scene import KINDS, PROMPT, forced_loop, play_experts, save_tiny_mixture
 from tests.workers.backends.training_helpers import read_weights
 
 FEW: dict[str, Recompute] = {"d2t2e2": "selective", "c2p2e2": "full"}
@@ -34,8 +41,8 @@ class Scene:
     plain: tuple[Any, Any, dict[str, torch.Tensor]]
 
 
-def make_scene(directory: Path, layouts: Any, resumes: Any, *, replays: bool) -> Scene:
-    model = save_tiny_mixture(directory / "model")
+def make_scene(kind: str, directory: Path, layouts: Any, resumes: Any, *, replays: bool) -> Scene:
+    model = save_tiny_mixture(kind, directory / "model")
     play(play_experts, model, layouts, resumes, directory, replays, world_size=4, directory=directory)
     ranks = [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(4)]
     return Scene(directory, ranks, forced_loop(model, replays=replays))
@@ -70,7 +77,7 @@ def assert_goes_on_alike(scene: Scene, before: str, after: str) -> None:
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    return make_scene(tmp_path_factory.mktemp("experts"), FEW, (), replays=True)
+    return make_scene("mixed and shared", tmp_path_factory.mktemp("experts"), FEW, (), replays=True)
 
 
 @pytest.mark.parametrize("layout", FEW)
@@ -83,7 +90,8 @@ def test_experts_over_ranks_compute_what_a_plain_loop_does_with_tokens_sent_wher
 def test_a_copy_of_the_model_for_generation_says_what_the_trained_model_says(few: Scene) -> None:
     model, _, _ = few.plain
     for layer in model.model.layers:
-        del layer.mlp.gate.forward  # tokens go where they did in training only there
+        if hasattr(layer.mlp, "gate"):
+            del layer.mlp.gate.forward  # tokens go where they did in training only there
     with torch.no_grad():
         expected = model(input_ids=PROMPT).logits
     np.testing.assert_allclose(load_file(few.directory / "logits.safetensors")["logits"], expected, atol=1e-3)
@@ -108,26 +116,31 @@ def test_experts_that_were_recorded_with_another_model_are_refused(told: torch.T
         Replay(told).get_replay_topk(torch.zeros(3, 4), 2, default_compute_topk=topk)
 
 
-@given(st.integers(1, 3), st.integers(1, 4), st.randoms(use_true_random=False))
+@given(
+    st.sampled_from([QWEN_NAMES, MIXTRAL_NAMES]),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)
 def test_matrices_of_experts_are_stacked_in_their_order_however_they_come(
-    layers: int, experts: int, random: Any
+    names: StoredNames, layers: int, experts: int, random: Any
 ) -> None:
-    stored = {"model.norm.weight": torch.ones(3)} | {
-        f"model.layers.{layer}.mlp.experts.{expert}.{kind}_proj.weight": torch.randn(shape)
+    stored = {"model.norm.weight": torch.ones(3), f"model.layers.0.{names.block}.gate.weight": torch.ones(2)} | {
+        f"model.layers.{layer}.{names.block}.experts.{expert}.{matrix}.weight": torch.randn(shape)
         for layer in range(layers)
         for expert in range(experts)
-        for kind, shape in {"gate": (2, 3), "up": (2, 3), "down": (3, 2)}.items()
+        for matrix, shape in {names.gate: (2, 3), names.up: (2, 3), names.down: (3, 2)}.items()
     }
-    stacked = dict(stack_experts(random.sample(list(stored.items()), len(stored)), num_experts=experts))
-    assert len(stacked) == 1 + 2 * layers
+    stacked = dict(stack_experts(random.sample(list(stored.items()), len(stored)), names, num_experts=experts))
+    assert len(stacked) == 2 + 2 * layers and "model.layers.0.mlp.gate.weight" in stacked
     for layer in range(layers):
-        prefix = f"model.layers.{layer}.mlp.experts"
+        own, prefix = f"model.layers.{layer}.{names.block}.experts", f"model.layers.{layer}.mlp.experts"
         for expert in range(experts):
             gate, up = stacked[f"{prefix}.gate_up_proj"][expert].chunk(2)
-            assert torch.equal(gate, stored[f"{prefix}.{expert}.gate_proj.weight"])
-            assert torch.equal(up, stored[f"{prefix}.{expert}.up_proj.weight"])
-            assert torch.equal(stacked[f"{prefix}.down_proj"][expert], stored[f"{prefix}.{expert}.down_proj.weight"])
-    again = dict(unstack_experts(stacked.items()))
+            assert torch.equal(gate, stored[f"{own}.{expert}.{names.gate}.weight"])
+            assert torch.equal(up, stored[f"{own}.{expert}.{names.up}.weight"])
+            assert torch.equal(stacked[f"{prefix}.down_proj"][expert], stored[f"{own}.{expert}.{names.down}.weight"])
+    again = dict(unstack_experts(stacked.items(), names))
     assert again.keys() == stored.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in stored.items())
 
@@ -135,12 +148,13 @@ def test_matrices_of_experts_are_stacked_in_their_order_however_they_come(
 @pytest.mark.slow
 @pytest.mark.parametrize("replays", [False, True])
 @pytest.mark.parametrize("layouts", PARTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_layout_of_a_mixture_trains_and_goes_on_alike(
-    layouts: tuple[str, ...], replays: bool, tmp_path: Path
+    kind: str, layouts: tuple[str, ...], replays: bool, tmp_path: Path
 ) -> None:
     resumes = tuple(zip(layouts, (*layouts[1:], layouts[0]), strict=True))
     recompute: Recompute = "full" if replays else "none"
-    scene = make_scene(tmp_path, dict.fromkeys(layouts, recompute), resumes, replays=replays)
+    scene = make_scene(kind, tmp_path, dict.fromkeys(layouts, recompute), resumes, replays=replays)
     for layout in layouts:
         assert_trained_alike(scene, layout)
     for before, after in resumes:

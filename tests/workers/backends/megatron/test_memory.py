@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -51,6 +53,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, int]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "mixture": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
+    "shared": (Qwen2MoeForCausalLM, Qwen2MoeConfig, EXPERTS | {"shared_expert_intermediate_size": 28}),
 }
 NUM_LAYERS = (2, 3)
 LORA = LoraConfig(rank=3, alpha=3.0)
@@ -78,6 +81,7 @@ CASES = (
     Case("mixture", "d1", torch.bfloat16),
     Case("mixture", "t2", torch.float32),
     Case("mixture", "d2e2", torch.bfloat16),
+    Case("shared", "t2", torch.bfloat16),
     Case("qwen3", "t2", torch.float32, LORA),
     Case("llama", "d1", torch.float32, LORA),
 )
