@@ -18,7 +18,7 @@ which k are taken, X the inner size of one, S that of a shared one; float32 is 4
     adapters             all of the two inputs of products, not a part of the      H (1 - 1 / t) each: c
                          tokens; r between A and B of each; what is normalized     r: c
                          is not kept, as no norm is trained
-    experts, each of k   H in, gate and up 2 X, up, activated  H + 6 X / t    c; weight: c; where it came from: 16 / t
+    experts, each of k   H in, gate and up 2 X, activated      H + 5 X / t    c; weight: c; where it came from: 16 / t
                          gate, product twice
     shared expert, S     as an MLP; result H, how much of it   5 S / t,       c
                                                                (H + 1) / t
@@ -77,8 +77,7 @@ def kept_bytes_per_token(
     attention = 2 * (heads + key_heads) * sizes.head_dim + sizes.hidden_size
     mlp = 2 * share_of(sizes.intermediate_size, dims.tp) + sizes.hidden_size
     if layer in sizes.sparse_layers:
-        of_expert = 2 * share_of(sizes.expert_size, dims.tp) + sizes.hidden_size
-        mlp = sizes.experts_per_token * of_expert + -(-sizes.num_experts // dims.tp)
+        mlp = -(-sizes.num_experts // dims.tp)  # grouped products are not kept (workers/backends/recompute.py)
         if sizes.shared_expert_size:
             mlp += 2 * share_of(sizes.shared_expert_size, dims.tp) + sizes.hidden_size + 1
     return own_input + compute_bytes * (attention + mlp) + FLOAT32_BYTES * heads
@@ -119,7 +118,7 @@ def _mlp_bytes(sizes: DecoderSizes, compute_bytes: int, dims: ParallelDims) -> i
 def _experts_bytes(sizes: DecoderSizes, compute_bytes: int, dims: ParallelDims) -> int:
     """Of a token's k experts, wherever they are: a rank has as many tokens of others as others have of its own."""
     own = sizes.num_experts * (FLOAT32_BYTES + 1 + compute_bytes) + sizes.experts_per_token * 2 * _INDEX_BYTES
-    numbers = sizes.hidden_size + 6 * share_of(sizes.expert_size, dims.tp) + 1
+    numbers = sizes.hidden_size + 5 * share_of(sizes.expert_size, dims.tp) + 1
     shared = 0
     if sizes.shared_expert_size:
         result = -(-compute_bytes * (sizes.hidden_size + 1) // dims.tp)

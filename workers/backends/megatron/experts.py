@@ -155,7 +155,7 @@ def expert_settings(config: Any) -> dict[str, Any]:
         return {}
     sparse = sparse_layers(config.to_dict())
     settings: dict[str, Any] = {
-        # One matrix for each expert: the grouped product needs a kernel that torch alone does not have.
+        # One matrix for each expert: Megatron's own grouped product is Transformer Engine's (grouped_experts.py).
         "moe_grouped_gemm": False,
         # Whether the shares of a token's experts add up to 1; those of a Mixtral always do.
         "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
