@@ -54,28 +54,27 @@ MakeEngine = Callable[[Path, ParallelContext, Variant], AnyEngine]
 
 
 def save_tiny(kind: str, directory: Path, *, seed: int = 1) -> Path:
-    """A random model of two layers.
+    """A random model of two layers; of a deep one twelve.
 
     The embedding of qwen3 is its output, too, and its heads are wider than their share; llama has a bias everywhere,
     and a vocabulary that two ranks cannot halve; plain_llama has neither.
     """
-    config_class: Any = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "plain_llama": LlamaConfig}[
-        kind
-    ]
+    is_qwen3 = kind.endswith("qwen3")
+    config_class: Any = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[kind.split("_")[-1]]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.manual_seed(seed)
     config = config_class(
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=12 if kind.startswith("deep_") else 2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16 if kind == "qwen3" else 8,
+        head_dim=16 if is_qwen3 else 8,
         vocab_size=VOCAB_SIZE + (kind == "llama"),
         attention_bias=kind == "llama",
         mlp_bias=kind == "llama",
         max_position_embeddings=64,
-        tie_word_embeddings=kind == "qwen3",
+        tie_word_embeddings=is_qwen3,
     )
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

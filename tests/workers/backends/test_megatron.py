@@ -76,6 +76,13 @@ def test_every_layout_of_a_model_trains_and_goes_on_alike(kind: str, recompute: 
     assert_part_is_alike(make_scene(tmp_path, part, make=make_megatron, world_size=8), part)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["deep_qwen3", "deep_plain_llama"])
+def test_more_than_two_stages_train_and_go_on_with_tied_and_untied_outputs(kind: str, tmp_path: Path) -> None:
+    part = Part(models=(kind,), layouts={"p3": "none", "p4": "full"}, resumes=(("p3", "p4"), ("p4", "p3")))
+    assert_part_is_alike(make_scene(tmp_path, part, make=make_megatron), part)
+
+
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> VariantScene:
     return make_variants(tmp_path_factory.mktemp("heads"), (*HEADS, *ADAPTERS, LOW), make=make_megatron, world_size=4)
