@@ -66,7 +66,9 @@ def check_what_a_kill_in_a_save_leaves(trial: TrainerTrial, batches: Sequence[Se
     return half
 
 
-@pytest.mark.parametrize(("before", "after"), [(TWO, ONE), (ONE, SPLIT)], ids=["2 to 1", "1 to 2"])
+@pytest.mark.parametrize(
+    ("before", "after"), [pytest.param(TWO, ONE, marks=pytest.mark.slow), (ONE, SPLIT)], ids=["2 to 1", "1 to 2"]
+)
 def test_what_a_commit_holds_is_restored_exactly(before: str, after: str, four_roles: Path) -> None:
     batches = make_batches(NUM_STEPS)
     settings = ("ref.dtype=bfloat16", "actor.dtype=bfloat16")  # weights of a commit are rounded, its state must not be

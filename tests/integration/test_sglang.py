@@ -28,16 +28,16 @@ def schedulers(trial: Trial) -> list[int]:
 
 def test_a_trial_goes_on_after_the_scheduler_of_sglang_was_killed(start_trial: Callable[..., Trial]) -> None:
     trial = start_trial(
-        num_rows=64,
+        num_rows=48,
         pause_s=0.1,
         overrides={"allocation": "sglang:d1+fsdp:d1", "evaluation.every_steps": 1000, "sglang.probe_timeout_s": 20},
     )
     secrets = [secret.reveal() for secret in TrialSecrets.load(trial.directory.secrets_path).values()]
-    trial.wait_for_steps(2, timeout_s=_START_S)
+    trial.wait_for_steps(1, timeout_s=_START_S)
     [scheduler] = schedulers(trial)
     os.kill(scheduler, signal.SIGKILL)
     trial.wait_for(lambda: schedulers(trial) not in ([], [scheduler]), "SGLang to be started again", timeout_s=_START_S)
-    trial.wait_for_steps(2, timeout_s=_START_S)
+    trial.wait_for_steps(1, timeout_s=_START_S)
     rows = trial.wait_until_running()
     assert {worker: row["restarts"] for worker, row in rows.items()} == dict.fromkeys(WORKERS, 0)
     assert find_secrets(trial.directory, secrets) == {"secrets/secrets.json"}
@@ -47,7 +47,7 @@ def test_a_trial_goes_on_after_the_scheduler_of_sglang_was_killed(start_trial: C
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
     check_no_token_was_too_old(trial, eta=1)
-    assert trial.train_steps() == list(range(1, 9))
+    assert trial.train_steps() == list(range(1, 7))
     check_generator_and_trainer_agreed(trial)
     log = trial.directory.worker_log(0, "sglang", 0).read_text()
     assert log.count("The server is fired up and ready to roll!") == 2

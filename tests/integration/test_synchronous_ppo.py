@@ -1,6 +1,6 @@
 """Generation as a call of the graph: the same machine, one thing after the other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.integration.evidence import (
     check_no_token_was_too_old,
     check_nothing_is_left,
 )
-from tests.integration.trial_helpers import RECIPES, Trial
+from tests.integration.trial_helpers import RECIPES, Material, Trial, submit
 
 NUM_STEPS = 5
 ALIKE = {"control.max_steps": NUM_STEPS, "evaluation": "null", "actor.optimizer.lr": 1e-3, "ppo.n_minibatches": 2}
@@ -53,14 +53,25 @@ def check_same_training(first: Trial, second: Trial) -> None:
     assert len(set(losses(first))) == NUM_STEPS
 
 
+@pytest.fixture(scope="module")
+def in_turns(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
+    """A synchronous trial that has ended."""
+    folder = tmp_path_factory.mktemp("in_turns")
+    alarmed = ALIKE | {"ppo.gap_alarm": 1e-9}  # by rounding alone
+    trial = submit("grpo", folder, material, num_rows=40, overrides=alarmed, file=synchronous(folder))
+    try:
+        trial.wait_for_end()
+        yield trial
+    finally:
+        trial.close()
+
+
 def test_synchronous_ppo_and_asynchronous_ppo_at_eta_0_are_the_same_training(
-    start_trial: Callable[..., Trial], tmp_path: Path
+    start_trial: Callable[..., Trial], in_turns: Trial
 ) -> None:
     asynchronous = start_trial("grpo", num_rows=40, overrides=ALIKE | {"rollout.max_head_offpolicyness": 0})
-    alarmed = ALIKE | {"ppo.gap_alarm": 1e-9}  # by rounding alone
-    in_turns = start_trial("grpo", num_rows=40, overrides=alarmed, file=synchronous(tmp_path))
+    asynchronous.wait_for_end()
     for trial in (asynchronous, in_turns):
-        trial.wait_for_end()
         check_nothing_is_left(trial)
         check_every_sample_was_consumed_once(trial)
         check_no_token_was_too_old(trial, eta=0)
@@ -72,13 +83,13 @@ def test_synchronous_ppo_and_asynchronous_ppo_at_eta_0_are_the_same_training(
 
 
 def test_a_replica_on_ranks_of_its_own_generates_what_the_policy_would(
-    start_trial: Callable[..., Trial], tmp_path: Path
+    start_trial: Callable[..., Trial], in_turns: Trial, tmp_path: Path
 ) -> None:
-    file = synchronous(tmp_path)
-    alone = start_trial("grpo", num_rows=40, overrides=ALIKE, file=file)
     apart = start_trial(
-        "grpo", num_rows=40, overrides=ALIKE | {"allocation": "actor=fsdp:d1,generation=fsdp:d1"}, file=file
+        "grpo",
+        num_rows=40,
+        overrides=ALIKE | {"allocation": "actor=fsdp:d1,generation=fsdp:d1"},
+        file=synchronous(tmp_path),
     )
-    for trial in (alone, apart):
-        trial.wait_for_end()
-    check_same_training(apart, alone)
+    apart.wait_for_end()
+    check_same_training(apart, in_turns)

@@ -257,7 +257,7 @@ SelectTypeParameters=CR_Core_Memory
 GresTypes=gpu
 AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides
-SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
+SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
 MailProg=/bin/true
 MpiDefault=none
 ReturnToService=2

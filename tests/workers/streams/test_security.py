@@ -203,14 +203,14 @@ def test_servers_survive_a_thousand_connections_of_garbage(as_role: AsRole) -> N
         TrajectoryReceiver(worker, address=LOOPBACK, capacity_records=4, capacity_bytes=10_000) as receiver,
     ):
         for index, endpoint in enumerate([control.endpoint, receiver.endpoint]):
-            send_garbage(endpoint, count=1000, seed=index)
+            send_garbage(endpoint, count=350, seed=index)
         ping = control_call(control.endpoint, "ping", master, worker="model_worker/0", deadline_s=10)
         assert asyncio.run(ping) == {"said": "ping"}
         assert receiver.drain(1) == []
 
         async def master_goes_on() -> None:
             with RequestClient(master, address=LOOPBACK, epoch=1) as client:
-                await asyncio.to_thread(send_garbage, client.endpoint, count=1000, seed=2)
+                await asyncio.to_thread(send_garbage, client.endpoint, count=350, seed=2)
                 with WorkerRequestStream(
                     worker,
                     lambda: client.endpoint,
@@ -220,7 +220,7 @@ def test_servers_survive_a_thousand_connections_of_garbage(as_role: AsRole) -> N
                 ) as stream:
                     await client.wait_for_workers([stream.worker_id], timeout_s=120)
                     assert await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10) == OkReply()
-                    await asyncio.to_thread(send_garbage, client.endpoint, count=100, seed=3)
+                    await asyncio.to_thread(send_garbage, client.endpoint, count=50, seed=3)
                     assert await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10) == OkReply()
 
         asyncio.run(master_goes_on())
