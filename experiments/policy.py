@@ -161,15 +161,19 @@ class PolicyExperiment(Experiment):
         self, name: str, role: str, implementation: str, input_keys: tuple[str, ...], **outputs: str
     ) -> ModelFunctionCall:
         """A call that makes `outputs`: the graph's names by the interface's."""
-        leaves = self.models[role].offload and role not in ("actor", "critic")  # which are called again
+        leaves = self._leaves(role) and role not in ("actor", "critic")  # which are called again
         hooks = [OffloadHook()] if leaves else []
         return self.inference_call(name, role, implementation, input_keys=input_keys, outputs=outputs, post_hooks=hooks)
+
+    def _leaves(self, role: str) -> bool:
+        """Whether it makes room for other models after its last call of a step."""
+        return self.models[role].offload == "between_calls"
 
     def _train(self, role: str, implementation: str, keys: Sequence[str]) -> ModelFunctionCall:
         after: list[PostHook] = []
         if role == "actor" and self.ref is not None and self.ref.ema is not None:
             after.append(PushWeightsHook(target=ModelName("ref"), eta=self.ref.ema))
-        if self.models[role].offload:
+        if self._leaves(role):
             after.append(OffloadHook())
         return self.train_call(
             implementation,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from corral.experiments.checks.megatron import check_megatron
-from corral.experiments.config.model import ModelConfig
+from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem, display_path, split_remedy
 from corral.experiments.inputs.model_directory import attention_heads, model_type, transformer_shape
 from corral.experiments.inputs.model_kinds import TENSOR_PARALLEL_MODELS
@@ -60,11 +60,30 @@ def check_layouts(
     """
     for role, model in models.items():
         dims = meshes[role].dims
+        yield from _of_offload(role, model, backend=allocation.training_of(role).backend)
         if allocation.training_of(role).backend == "megatron":
             yield from check_megatron(role, model, dims)
             continue
         for problem in (*_of_sizes(model, dims), *_of_kind(model, dims)):
             yield replace(problem, message=f"{problem.message} ({role}, {dims.short})", path=_ALLOCATION)
+
+
+def _of_offload(role: str, model: ModelConfig, *, backend: str) -> Iterator[ConfigProblem]:
+    """A state of an optimizer that is to lie in host memory, and is not there, or not the fsdp backend's."""
+    if model.offload != "optimizer":
+        return
+    if not isinstance(model, TrainedModelConfig):
+        yield ConfigProblem(
+            message=f"{role} is not trained, and has no optimizer whose state could lie in host memory",
+            hint="set none or between_calls",
+            path=("reward_model" if role == "reward" else role, "offload"),
+        )
+    elif backend != "fsdp":
+        yield ConfigProblem(
+            message=f"the {backend} backend keeps the state of its optimizer on the device while it trains",
+            hint="use fsdp in the allocation, or set none or between_calls",
+            path=(role, "offload"),
+        )
 
 
 def _of_sizes(model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:

@@ -15,6 +15,8 @@ Recompute: TypeAlias = Literal["none", "selective", "full"]
 """What of a layer is computed again in the backward pass, in place of being kept."""
 GradientSums: TypeAlias = Literal["each_micro_batch", "last_micro_batch"]
 """After which backward passes ranks add their gradients up."""
+Offload: TypeAlias = Literal["none", "between_calls", "optimizer"]
+"""What of a model lies in host memory, and when."""
 
 
 class MuonConfig(FrozenConfig):
@@ -83,8 +85,10 @@ class ModelConfig(FrozenConfig):
     n_seqs: int | None = Field(default=None, ge=1)
     """Samples that an inference call on it takes at a time: with fewer than the batch, the calls that read what it
     makes begin earlier. None takes the whole batch."""
-    offload: bool = False
-    """Whether it leaves the device after each step's calls on it, to make room for others on the same ranks."""
+    offload: Offload = "none"
+    """What lies in host memory: `between_calls` all of the model after each step's calls on it, to make room for others
+    on the same ranks; `optimizer` what the optimizer of a trained model keeps, with AdamW 8 bytes for each parameter,
+    which come to the device parameter by parameter while a step is made (fsdp). The numbers are the same."""
 
     @property
     def micro_batches(self) -> MicroBatchSpec:

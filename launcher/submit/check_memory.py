@@ -9,7 +9,7 @@ is certain, and warned of the rest: an estimate must not keep a trial from runni
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from corral.experiments.checks.allocation import check_allocation
@@ -144,6 +144,8 @@ class _Checks:
         enough = next((how for how, changed in less if self._fits(changed.peak(names, fixed))), None)
         if enough is not None:
             yield f"recompute {enough} of {trained} fits this layout"
+        else:
+            yield from self._hosting_hints(memory, names, fixed, trained)
         if mesh is not None and found is None and enough is None and less:
             how, changed = less[-1]
             if with_less := self._nearest_for(use, changed, names, mesh):
@@ -151,6 +153,18 @@ class _Checks:
         largest = self._largest_tokens(lambda tokens: self._fits(memory.peak(names, fixed, max_tokens=tokens)), names)
         if largest:
             yield f"max_tokens_per_micro_batch {largest} fits this layout"
+
+    def _hosting_hints(
+        self, memory: TrainingMemory, names: Sequence[ModelName], fixed: Mapping[ModelName, ParallelDims], trained: str
+    ) -> Iterator[str]:
+        """What the state of optimizers in host memory would be good for, alone or with as little kept as can be."""
+        if not memory.could_host_optimizer(names):
+            return
+        hosted = memory.with_optimizer_on_host()
+        if self._fits(hosted.peak(names, fixed)):
+            yield f"offload optimizer of {trained} fits this layout"
+        elif hosted.could_recompute(names, "full") and self._fits(hosted.with_recompute("full").peak(names, fixed)):
+            yield f"offload optimizer with recompute full of {trained} fits this layout"
 
     def _nearest_for(self, use: GpuUse, memory: TrainingMemory, names: Sequence[ModelName], mesh: Mesh) -> str | None:
         """The allocation with the nearest layout of these models that fits."""

@@ -47,10 +47,11 @@ def _models(step: StepPlan, roles: Mapping[ModelName, ModelRoleSpec]) -> Iterato
 
 
 def _trained_by(role: ModelRoleSpec) -> str:
-    """'adamw, lr 2e-05, recompute full'."""
+    """'adamw in host memory, lr 2e-05, recompute full'."""
     if role.optimizer is None:
         return "-"
-    by = f"{role.optimizer.type}, lr {role.optimizer.lr:g}"
+    place = " in host memory" if role.model.offload == "optimizer" else ""
+    by = f"{role.optimizer.type}{place}, lr {role.optimizer.lr:g}"
     return by if role.recompute == "none" else f"{by}, recompute {role.recompute}"
 
 

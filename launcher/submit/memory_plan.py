@@ -104,8 +104,30 @@ class TrainingMemory:
             name: role.model_copy(update={"recompute": how}) if self.could_recompute([name], how) else role
             for name, role in self.roles.items()
         }
+        return self._with(roles)
+
+    def with_optimizer_on_host(self) -> "TrainingMemory":
+        """The same trial, if the state of every optimizer lay in host memory where its backend can do that."""
+        return self._with(
+            {
+                name: role.model_copy(update={"model": role.model.model_copy(update={"offload": "optimizer"})})
+                if self.could_host_optimizer([name])
+                else role
+                for name, role in self.roles.items()
+            }
+        )
+
+    def _with(self, roles: Mapping[ModelName, ModelRoleSpec]) -> "TrainingMemory":
         models = {name: _model_of(role) for name, role in roles.items()}
         return TrainingMemory(plan=self.plan, roles=roles, models=models)
+
+    def could_host_optimizer(self, names: Iterable[ModelName]) -> bool:
+        """Whether the state of the optimizer of one of these models could lie in host memory, and does not."""
+        roles = [self.roles[name] for name in names]
+        return any(
+            role.optimizer is not None and role.backend == "fsdp" and role.model.offload != "optimizer"
+            for role in roles
+        )
 
     def could_recompute(self, names: Iterable[ModelName], how: Recompute) -> bool:
         """Whether one of these models is trained and computes less than that again."""
@@ -222,6 +244,7 @@ def _model_of(role: ModelRoleSpec) -> RoleModel | MegatronModel | None:
         recompute=role.recompute,
         sums_gradients_once=role.gradient_sums == "last_micro_batch",
         shares_prompts=role.model.shared_prompts == "auto",
+        hosts_optimizer=role.model.offload == "optimizer",
     )
 
 

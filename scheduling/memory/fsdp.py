@@ -6,6 +6,7 @@
     gradients    float32, cut alike, of what is trained; let go after each step     MeshEngine.train_batch
     optimizer    AdamW: two moments, and a step count per tensor                    workers/backends/fsdp/optimizers.py
                  Muon: one moment for the matrices of the layers
+                 in host memory: that of two tensors at a time, in a train step         workers/backends/hosted_state.py
     activations  what autograd keeps of all layers, less with recompute, and one    scheduling/memory/activations.py
                  layer's worth to work in; without gradients that alone
     buffers      where a model is cut: its ends whole from the beginning of a       FSDP2: the outermost module stays
@@ -92,6 +93,10 @@ class _Tensors:
         rows, *others = self.part(dims)
         return -(-rows // _num_cuts(dims)) * math.prod(others)
 
+    def moments(self, dims: ParallelDims) -> int:
+        """Bytes that the optimizer keeps of one such tensor on one rank."""
+        return (2 if self.has_two_moments else 1) * FLOAT32_BYTES * self.numbers(dims)
+
 
 class RoleModel:
     """The model of a role, whatever its layout: computed once, asked for many layouts."""
@@ -107,6 +112,7 @@ class RoleModel:
         recompute: Recompute = "none",
         sums_gradients_once: bool = False,
         shares_prompts: bool = False,
+        hosts_optimizer: bool = False,
     ) -> None:
         """
         Args:
@@ -115,6 +121,7 @@ class RoleModel:
             compute_bytes: of a number in matrix products: 4 or 2.
             sums_gradients_once: whether a rank keeps whole gradients until the last micro-batch of a step.
             shares_prompts: whether rows may have prompts once.
+            hosts_optimizer: whether moments lie in host memory.
         """
         self.sizes = sizes
         self._output = output
@@ -124,6 +131,7 @@ class RoleModel:
         self._recompute = recompute
         self._sums_gradients_once = sums_gradients_once
         self._shares_prompts = shares_prompts
+        self._hosts_optimizer = hosts_optimizer
         self._shapes = tensor_shapes(sizes, output)
         counts = Counter(self._kinds())
         self._tensors = [
@@ -179,7 +187,9 @@ class RoleModel:
     def _held(self, dims: ParallelDims) -> Parts:
         parts: dict[Part, int] = {"parameters": self._sum(dims, trained_only=False)}
         if self._optimizer is not None:
-            parts["optimizer"] = self._optimizer_bytes(dims)
+            parts["optimizer"] = self._step_count_bytes()
+            if not self._hosts_optimizer:
+                parts["optimizer"] += sum(tensors.count * tensors.moments(dims) for tensors in self._trained())
         return parts
 
     def _sum(self, dims: ParallelDims, *, trained_only: bool) -> int:
@@ -189,14 +199,17 @@ class RoleModel:
             if tensors.is_trained or not trained_only
         )
 
-    def _optimizer_bytes(self, dims: ParallelDims) -> int:
-        total = 0
-        for tensors in self._tensors:
-            if tensors.is_trained:
-                moments = 2 if tensors.has_two_moments else 1
-                step = _STEP_COUNT_BYTES if tensors.has_two_moments else 0
-                total += tensors.count * (moments * FLOAT32_BYTES * tensors.numbers(dims) + step)
-        return total
+    def _trained(self) -> list[_Tensors]:
+        return [tensors for tensors in self._tensors if tensors.is_trained]
+
+    def _step_count_bytes(self) -> int:
+        return sum(tensors.count * _STEP_COUNT_BYTES for tensors in self._trained() if tensors.has_two_moments)
+
+    def _moments_on_their_way(self, dims: ParallelDims) -> int:
+        """Of the tensor that is stepped, and of the next one; at worst the largest two follow each other."""
+        by_size = sorted(((tensors.moments(dims), tensors.count) for tensors in self._trained()), reverse=True)
+        largest = [size for size, count in by_size for _ in range(min(2, count))]
+        return sum(largest[:2])
 
     def _working(self, call: CallSizes, dims: ParallelDims) -> Parts:
         if call.kind == "generate":
@@ -210,6 +223,8 @@ class RoleModel:
         }
         if is_training:
             parts["gradients"] = self._gradient_bytes(dims)
+            if self._hosts_optimizer:
+                parts["optimizer"] = self._moments_on_their_way(dims)
         return parts
 
     def _gradient_bytes(self, dims: ParallelDims) -> int:

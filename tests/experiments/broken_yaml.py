@@ -619,6 +619,17 @@ CONTRADICTION_CASES = (
         words=("p2 has a stage with the layers 1 to 1, none of which has an adapter", "or lower p"),
     ),
     BrokenCase(
+        name="optimizer-state-in-host-memory-with-megatron",
+        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d1"),
+        overrides=("actor.offload=optimizer",),
+        words=("the megatron backend keeps the state of its optimizer on the device", "set none or between_calls"),
+    ),
+    BrokenCase(
+        name="optimizer-state-in-host-memory-of-a-model-without-one",
+        overrides=("ref.path=model", "ref.offload=optimizer", "ppo.kl.coef=0.1"),
+        words=("ref is not trained, and has no optimizer", "set none or between_calls"),
+    ),
+    BrokenCase(
         name="heads-that-context-parallel-ranks-cannot-share",
         edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d2c3"),
         files={

@@ -18,7 +18,11 @@ def test_a_stopped_trial_goes_on_from_its_last_commit(start_trial: Callable[...,
         num_rows=90,
         num_passes=2,
         pause_s=0.05,
-        overrides={"control.commit_every_steps": 4, "evaluation.every_steps": 1000},
+        overrides={
+            "control.commit_every_steps": 4,
+            "evaluation.every_steps": 1000,
+            "actor.offload": "optimizer",  # what is resumed from lies in host memory
+        },
     )
 
     trial.wait_for_steps(6)

@@ -30,7 +30,7 @@ class Offloaded:
         """Take the memory again, with the content that it had."""
         for storage, copy in self._copies:
             storage.resize_(copy.numel())
-            _bytes_of(storage).copy_(copy)
+            bytes_of(storage).copy_(copy)
 
 
 def offload(tensors: Iterable[Tensor]) -> Offloaded:
@@ -40,7 +40,7 @@ def offload(tensors: Iterable[Tensor]) -> Offloaded:
     """
     copies: list[tuple[torch.UntypedStorage, Tensor]] = []
     for storage in _storages(tensors):
-        copies.append((storage, _bytes_of(storage).to("cpu", copy=True)))
+        copies.append((storage, bytes_of(storage).to("cpu", copy=True)))
         storage.resize_(0)
     if any(storage.device.type == "cuda" for storage, _ in copies):
         torch.cuda.empty_cache()  # torch would keep it for itself, and others share the device
@@ -54,7 +54,7 @@ def own_parameters(model: nn.Module) -> list[Tensor]:
     it moved to another device, so that FSDP2 hears of it.
     """
     if not all(_is_own(parameter) for parameter in model.parameters()):
-        model._apply(lambda tensor: tensor if _is_own(tensor) else tensor.clone())  # type: ignore[no-untyped-call]
+        model._apply(owned)  # type: ignore[no-untyped-call]
     return list(model.parameters())
 
 
@@ -63,9 +63,14 @@ def own_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     states: Iterable[dict[str, Any]] = optimizer.state.values()
     for state in states:
         for name, value in state.items():
-            if isinstance(value, Tensor) and not _is_own(value):
-                state[name] = value.clone()
+            if isinstance(value, Tensor):
+                state[name] = owned(value)
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def owned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if its memory cannot be given back."""
+    return tensor if _is_own(tensor) else tensor.clone()
 
 
 def _is_own(tensor: Tensor) -> bool:
@@ -78,6 +83,6 @@ def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """The storage as [nbytes] uint8, without a copy."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -205,6 +205,7 @@ class RoleModel:
             lora=lora,
             recompute=spec.recompute,
             gradient_sums=spec.gradient_sums,
+            hosts_optimizer=spec.model.offload == "optimizer",
             total_steps=total_steps,
             seed=self._seed,
             compute_dtype=_DTYPES[spec.model.dtype],

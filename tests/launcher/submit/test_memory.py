@@ -124,6 +124,17 @@ def test_more_gpus_are_proposed_where_the_state_alone_is_too_large() -> None:
     )
 
 
+def test_moments_in_host_memory_are_proposed_where_computing_again_is_not_enough() -> None:
+    crowded = ("allocation=sglang:d4t2+fsdp:d4t2", "actor.recompute=full")
+    problem = problem_of(plan_of(DENSE, *crowded), ClusterShape.parse("2x8x80G"))
+    assert "or offload optimizer of actor fits this layout" in problem.hint
+    plan = plan_of(DENSE, *crowded, "actor.offload=optimizer")
+    assert check_on_shape(plan, ClusterShape.parse("2x8x80G"), source=NO_SOURCE).layout is not None
+    keeps_all = (crowded[0], "actor.recompute=none")
+    problem = problem_of(plan_of(DENSE, *keeps_all), ClusterShape.parse("2x8x80G"))
+    assert "offload optimizer with recompute full of actor fits this layout" in problem.hint
+
+
 def test_fewer_tokens_are_proposed_beside_a_layout() -> None:
     tokens = ("actor.max_tokens_per_micro_batch=16384",)
     problem = problem_of(plan_of(DENSE, *tokens), ClusterShape.parse("4x8x96G"))

@@ -66,3 +66,18 @@ def test_layers_that_are_computed_again_keep_less_and_work_as_before(layout: str
     dims = ParallelDims.parse(layout)
     layer = layer_bytes_per_token(SIZES, 0, compute_bytes=4, context_parallel=dims.cp, tensor_parallel=dims.tp)
     assert activations["none"] - activations["full"] == TOKENS // dims.cp * 8 * (layer - 4 * 64)
+
+
+def test_moments_in_host_memory_take_those_of_two_tensors_while_a_step_is_made() -> None:
+    largest = 1024 * 64  # input and output, which this model does not tie
+    for layout, ranks in (("d1", 1), ("d4", 4)):
+        there, hosted = (
+            RoleModel(SIZES, optimizer="adamw", hosts_optimizer=is_hosted).on_gpu(
+                "actor", ParallelDims.parse(layout), [TRAIN]
+            )
+            for is_hosted in (False, True)
+        )
+        assert there.held["optimizer"] - hosted.held["optimizer"] == 8 * num_parameters(SIZES) // ranks
+        assert there.held["parameters"] == hosted.held["parameters"]
+        assert "optimizer" not in there.working["train"]
+        assert hosted.working["train"]["optimizer"] == 2 * 8 * largest // ranks

@@ -62,6 +62,7 @@ def make_engine(
     head: str = "lm",
     compute_dtype: torch.dtype = torch.float32,
     gradient_sums: GradientSums = "each_micro_batch",
+    hosts_optimizer: bool = False,
 ) -> FSDPEngine:
     return FSDPEngine(
         directory,
@@ -72,6 +73,7 @@ def make_engine(
         micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=max_tokens),
         compute_dtype=compute_dtype,
         gradient_sums=gradient_sums,
+        hosts_optimizer=hosts_optimizer,
     )
 
 
@@ -131,8 +133,8 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
         seen["sums"].append(sums.call_count)
     summing.state_shard().write(directory / "summed once" / "first")
 
-    # The state of two ranks, loaded by two ranks.
-    resumed = make_engine(model_directory, context, max_tokens=48)
+    # The state of two ranks, loaded by two ranks that keep it in host memory.
+    resumed = make_engine(model_directory, context, max_tokens=48, hosts_optimizer=True)
     resumed.load_state(directory / "trained" / "first")
     actor = PPOActorInterface(PPO)
     for step in range(1, NUM_STEPS):

@@ -25,6 +25,7 @@ from corral.workers.backends.fsdp.optimizers import make_optimizer, set_learning
 from corral.workers.backends.fsdp.over_ranks import load_over_ranks
 from corral.workers.backends.fsdp.state import make_shard, read_state
 from corral.workers.backends.fsdp.tensor_parallel import squared_norm, sum_gradients_of_own_parts
+from corral.workers.backends.hosted_state import HostedState
 from corral.workers.backends.lora import (
     count_parameters,
     fold_sums,
@@ -60,6 +61,7 @@ class FSDPEngine(MeshEngine):
         lora: LoraConfig | None = None,
         recompute: Recompute = "none",
         gradient_sums: GradientSums = "each_micro_batch",
+        hosts_optimizer: bool = False,
         total_steps: int = 1,
         micro_batches: MicroBatchSpec | None = None,
         seed: int = 0,
@@ -72,6 +74,7 @@ class FSDPEngine(MeshEngine):
             recompute: what of a layer is computed again in the backward pass.
             gradient_sums: when ranks add their gradients up; after the last micro-batch alone, each has a whole one
                 until then.
+            hosts_optimizer: whether the state of the optimizer lies in host memory (hosted_state.py).
 
         The others are told in `MeshEngine`.
         """
@@ -103,8 +106,12 @@ class FSDPEngine(MeshEngine):
         if context.is_first:
             config: Any = self._model.config
             self._companions = companion_files(model_directory, config, self._head, dtype=compute_dtype)
+        self._hosted: HostedState | None = None
         if optimizer is not None:
-            self._optimizer = make_optimizer(self._model, optimizer, compute_dtype=compute_dtype)
+            self._optimizer = make_optimizer(
+                self._model, optimizer, compute_dtype=compute_dtype, is_hosted=hosts_optimizer
+            )
+            self._hosted = self._optimizer.hosted
 
     @property
     def model(self) -> nn.Module:
@@ -178,7 +185,7 @@ class FSDPEngine(MeshEngine):
         return Adapter(tensors=tensors, config=self._adapter_config) if self.context.is_first else None
 
     def _state_shard(self, header: train_state.TrainStateHeader) -> train_state.StateShard:
-        return make_shard(self._trained(), self._optimizer, header, rank=self.context.place)
+        return make_shard(self._trained(), self._optimizer, header, rank=self.context.place, hosted=self._hosted)
 
     def _read_share(
         self, directory: Path, header: train_state.TrainStateHeader, on_progress: Callable[[], None]
@@ -190,6 +197,7 @@ class FSDPEngine(MeshEngine):
             self._optimizer,
             first_file=self._first_file(header),
             on_progress=on_progress,
+            hosted=self._hosted,
         )
 
     # --- weights ----------------------------------------------------------------------------------------------------

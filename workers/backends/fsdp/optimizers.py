@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from corral.experiments.config.model import MuonConfig, OptimizerConfig
+from corral.workers.backends.hosted_state import HostedState
 from corral.workers.backends.sharding import cut_like, layers_of, local
 from corral.workers.backends.train_state import ADAMW
 
@@ -33,12 +34,15 @@ _MUON = frozenset({"momentum_buffer"})
 _TINY = 1e-7  # keeps a gradient of zeros at zero
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig, *, compute_dtype: torch.dtype) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, config: OptimizerConfig, *, compute_dtype: torch.dtype, is_hosted: bool = False
+) -> "AdamWAndMuon":
     """The optimizer of the parameters that are trained; `set_learning_rate` must be called before each step.
 
     Args:
         model: cut over the ranks already, where it is.
         compute_dtype: of Muon's matrix products.
+        is_hosted: whether its state lies in host memory but for the moments in which it is used.
     """
     in_layers = {parameter for layer in layers_of(model) for parameter in layer.parameters()}
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
@@ -48,7 +52,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, *, compute_dtype: 
         is_cut = isinstance(parameter, DTensor)  # torch steps either kind in one call, and not both
         groups.setdefault((is_orthogonalized, decays, is_cut), []).append(parameter)
     muon = config.muon or MuonConfig()
-    return _AdamWAndMuon(
+    return AdamWAndMuon(
         [
             {
                 "params": parameters,
@@ -61,6 +65,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, *, compute_dtype: 
         config,
         muon,
         compute_dtype=compute_dtype,
+        is_hosted=is_hosted,
     )
 
 
@@ -81,7 +86,7 @@ def kinds_kept(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], fro
     return lambda parameter: _MUON if id(parameter) in orthogonalized else ADAMW
 
 
-class _AdamWAndMuon(torch.optim.AdamW):
+class AdamWAndMuon(torch.optim.AdamW):
     """AdamW, except for the groups that are orthogonalized; without any of those it is AdamW.
 
     torch.optim.Muon is not used: its products are bfloat16 whatever the model's are, and over parameters that are cut
@@ -95,19 +100,39 @@ class _AdamWAndMuon(torch.optim.AdamW):
         muon: MuonConfig,
         *,
         compute_dtype: torch.dtype,
+        is_hosted: bool,
     ) -> None:
         super().__init__(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+        self.hosted = HostedState(self.state) if is_hosted else None
+        """Where the state lies, if not on the device."""
         self._muon = muon
         self._compute_dtype = compute_dtype
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all parameters that have a gradient; a collective where they are cut."""
-        for group in self.param_groups:
+        if self.hosted is None:
+            return self._step_groups(self.param_groups)
+        groups = {
+            parameter: group
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        }
+        for parameter in self.hosted.visited(list(groups)):
+            self._step_groups([{**groups[parameter], "params": [parameter]}])
+        return None
+
+    def _step_groups(self, groups: list[dict[str, Any]]) -> Any:
+        for group in groups:
             if group["is_orthogonalized"]:
                 for parameter in group["params"]:
                     self._orthogonal_step(parameter, lr=group["lr"], weight_decay=group["weight_decay"])
-        return super().step(closure)
+        every, self.param_groups = self.param_groups, groups
+        try:
+            return super().step()
+        finally:
+            self.param_groups = every
 
     def _orthogonal_step(self, parameter: nn.Parameter, *, lr: float, weight_decay: float) -> None:
         gradient = parameter.grad

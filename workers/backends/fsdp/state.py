@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from corral.workers.backends.files.parts import Part
 from corral.workers.backends.fsdp.optimizers import kinds_kept
+from corral.workers.backends.hosted_state import HostedState
 from corral.workers.backends.sharding import local
 from corral.workers.backends.train_state import (
     PARAMETER,
@@ -33,8 +34,12 @@ def make_shard(
     header: TrainStateHeader,
     *,
     rank: int,
+    hosted: HostedState | None = None,
 ) -> StateShard:
     """This rank's parts of every parameter, and of everything that the optimizer, if any, keeps of it.
+
+    Args:
+        hosted: where that lies, if not on the device.
 
     Raises:
         ValueError: if the optimizer keeps something else than tensors.
@@ -48,7 +53,7 @@ def make_shard(
             sizes={name: list(tensor.shape) for name, tensor in whole.items()},
             scalars=dict(zip(scalars, _numbers(list(scalars.values())), strict=True)),
         )
-    return state_shard((_part(name, tensor) for name, tensor in whole.items()), header, rank=rank)
+    return state_shard((_part(name, tensor, hosted) for name, tensor in whole.items()), header, rank=rank)
 
 
 def read_state(
@@ -59,12 +64,14 @@ def read_state(
     *,
     first_file: int = 0,
     on_progress: Callable[[], None] = no_progress,
+    hosted: HostedState | None = None,
 ) -> None:
     """Load parameters and optimizer state, whoever wrote them; each rank reads what it holds now, and nothing else.
 
     Args:
         first_file: where to look first.
         on_progress: called after every tensor.
+        hosted: where optimizer state is to lie, if not on the device, which never has more than one parameter's.
 
     Raises:
         ValueError: if the state is of another model or optimizer, or a part of it is missing.
@@ -75,13 +82,16 @@ def read_state(
     else:
         kept = kinds_kept(optimizer)
         check_contents(directory, header, sizes, lambda name: kept(parameters[name]))
-        _make_place(header, parameters, optimizer)
-    parts = (_part(name, tensor) for name, tensor in _kept(parameters, optimizer) if tensor.ndim)
+        _make_place(header, parameters, optimizer, hosted)
+    parts = (_part(name, tensor, hosted) for name, tensor in _kept(parameters, optimizer) if tensor.ndim)
     fill(directory, parts, num_files=header.num_ranks, first_file=first_file, on_progress=on_progress)
 
 
 def _make_place(
-    header: TrainStateHeader, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    header: TrainStateHeader,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    hosted: HostedState | None,
 ) -> None:
     """Give each parameter the state that is stored of it, to be filled; what was there before is gone."""
     for name, kinds in header.kinds().items():
@@ -89,6 +99,8 @@ def _make_place(
         optimizer.state.pop(parameter, None)
         if kinds:
             optimizer.state[parameter] = {kind: _empty(header, f"{kind}.{name}", parameter) for kind in kinds}
+            if hosted is not None:
+                hosted.put_away(parameter)
 
 
 def _empty(header: TrainStateHeader, full_name: str, parameter: nn.Parameter) -> Tensor:
@@ -111,11 +123,11 @@ def _kept(
             yield f"{kind}.{name}", value
 
 
-def _part(name: str, tensor: Tensor) -> Part:
+def _part(name: str, tensor: Tensor, hosted: HostedState | None) -> Part:
     start = (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Part(name, tuple(start), local(tensor))
+    return Part(name, tuple(start), local(tensor) if hosted is None else hosted.memory_of(tensor))
 
 
 def _numbers(scalars: list[Tensor]) -> list[float]:

@@ -1,0 +1,144 @@
+"""An optimizer whose state lies in host memory: the bits of one whose state stays, and no memory between its steps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from corral.experiments.config.model import LoraConfig, OptimizerConfig
+from corral.workers.backends.fsdp.engine import FSDPEngine
+from corral.workers.backends.hosted_state import HostedState
+from corral.workers.backends.parallel_context import ParallelContext
+from tests.workers.backends.test_optimizers import likelihood, sample_of
+from tests.workers.backends.training_helpers import optimizer_config, read_weights, save_tiny_model
+
+MUON = {"type": "muon"}
+LORA = LoraConfig(rank=2, alpha=4.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "qwen2")
+
+
+def make_engine(
+    directory: Path, *, is_hosted: bool = True, lora: LoraConfig | None = None, **optimizer: Any
+) -> FSDPEngine:
+    config = OptimizerConfig.model_validate(optimizer_config(weight_decay=0.1).model_dump() | optimizer)
+    return FSDPEngine(
+        directory,
+        context=ParallelContext(),
+        optimizer=config,
+        lora=lora,
+        hosts_optimizer=is_hosted,
+        total_steps=10,
+    )
+
+
+def train(engine: FSDPEngine, *seeds: int) -> list[dict[str, float]]:
+    return [engine.train_batch(sample_of(seed), loss_fn=likelihood) for seed in seeds]
+
+
+def moments(engine: FSDPEngine) -> list[Tensor]:
+    """What the optimizer keeps, but for scalars."""
+    return [value for state in engine._optimizer.state.values() for value in state.values() if value.ndim]
+
+
+def held_bytes(tensors: list[Tensor]) -> list[int]:
+    return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+
+def saved(engine: FSDPEngine, directory: Path) -> dict[str, Tensor]:
+    engine.state_shard().copied().write(directory)
+    return read_weights(directory)
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "lora"), [({}, None), (MUON, None), ({}, LORA)], ids=["adamw", "muon", "adapters"]
+)
+def test_steps_are_those_of_a_state_that_stays_bit_for_bit(
+    optimizer: dict[str, Any], lora: LoraConfig | None, model: Path, tmp_path: Path
+) -> None:
+    engines = [make_engine(model, is_hosted=is_hosted, lora=lora, **optimizer) for is_hosted in (True, False)]
+    hosted, staying = (train(engine, 1, 2, 3) for engine in engines)
+    assert hosted == staying
+    assert_same(*(saved(engine, tmp_path / str(number)) for number, engine in enumerate(engines)))
+    assert sum(held_bytes(moments(engines[0]))) == 0 < min(held_bytes(moments(engines[1])))
+
+
+def test_a_step_has_the_state_of_two_parameters_on_the_device_at_most(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(model)
+    train(engine, 1)
+    state = engine._optimizer.state
+    seen: list[set[int]] = []
+    step_groups = engine._optimizer._step_groups
+
+    def step(groups: list[dict[str, Any]]) -> Any:
+        present = [index for index, each in enumerate(state.values()) if each["exp_avg"].untyped_storage().nbytes()]
+        [parameter] = groups[0]["params"]
+        assert state[parameter]["exp_avg"].untyped_storage().nbytes()
+        seen.append(set(present))
+        return step_groups(groups)
+
+    monkeypatch.setattr(engine._optimizer, "_step_groups", step)
+    train(engine, 2)
+    assert len(seen) == len(state) > 2
+    assert {len(present) for present in seen[:-1]} == {2} and len(seen[-1]) == 1
+
+
+def test_training_goes_on_from_a_saved_state_wherever_it_lies(model: Path, tmp_path: Path) -> None:
+    first = make_engine(model)
+    train(first, 1, 2)
+    first.state_shard().write(tmp_path / "saved")
+    others = [make_engine(model, is_hosted=is_hosted) for is_hosted in (True, False)]
+    train(others[0], 7)  # has state already, which is another one's
+    for engine in others:
+        engine.load_state(tmp_path / "saved")
+    assert sum(held_bytes(moments(others[0]))) == 0
+    expected = train(first, 3, 4)
+    for engine in others:
+        assert train(engine, 3, 4) == expected
+    wanted = saved(first, tmp_path / "wanted")
+    for number, engine in enumerate(others):
+        assert_same(saved(engine, tmp_path / f"found-{number}"), wanted)
+
+
+def test_what_was_copied_for_a_file_does_not_change_with_the_next_step(model: Path, tmp_path: Path) -> None:
+    engine = make_engine(model)
+    train(engine, 1)
+    copied = engine.state_shard().copied()
+    before = {name: tensor.clone() for name, tensor in copied.tensors.items()}
+    train(engine, 2)
+    assert_same(dict(copied.tensors), before)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in engine.state_shard().tensors.items())
+
+
+def test_parameters_may_leave_the_device_besides(model: Path) -> None:
+    engine, staying = make_engine(model), make_engine(model, is_hosted=False)
+    train(engine, 1)
+    train(staying, 1)
+    engine.offload()
+    assert sum(held_bytes([*engine._model.parameters(), *moments(engine)])) == 0
+    assert train(engine, 2) == train(staying, 2)
+    assert sum(held_bytes(moments(engine))) == 0 < min(held_bytes(list(engine.model.parameters())))
+
+
+def test_the_memory_of_what_was_replaced_is_let_go() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    state: dict[Any, dict[str, Any]] = {}
+    hosted = HostedState(state)
+    for value in (1.0, 2.0):
+        state[parameter] = {"exp_avg": torch.full((3,), value), "step": torch.tensor(value)}
+        hosted.put_away(parameter)
+        assert hosted.memory_of(state[parameter]["exp_avg"]).tolist() == [value] * 3
+        assert hosted.memory_of(state[parameter]["step"]).item() == value
+    assert len(hosted._copies) == 1
