@@ -311,7 +311,9 @@ def test_a_trial_that_is_submitted_from_inside_a_job_is_none_of_its_steps(
 
 
 def test_steps_that_ignore_sigterm_do_not_hold_up_the_end(make_slurm_trial: Any) -> None:
-    trial = make_slurm_trial({"master_worker/0": ["finish 0"], "model_worker/0": ["stubborn"]}, **ONE_NODE)
+    trial = make_slurm_trial(
+        {"master_worker/0": ["finish 0"], "model_worker/0": ["stubborn"]}, **ONE_NODE, supervision={"stop_grace_s": 1.0}
+    )
     trial.submit()
     wait_for_end(trial, "COMPLETE")
     wait_until(lambda: not alive(trial), "an empty queue")
