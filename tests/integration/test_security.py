@@ -66,8 +66,8 @@ def target(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "grpo",
         tmp_path_factory.mktemp("target"),
         material,
-        num_rows=160,
-        pause_s=0.5,
+        num_rows=88,
+        pause_s=0.2,
         overrides={"evaluation.every_steps": 1000},
     )
     try:
