@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from corral.experiments.config.model import LoraConfig
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelDims
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
@@ -28,6 +29,7 @@ from tests.workers.backends.training_helpers import read_weights
 
 pytestmark = pytest.mark.gpu
 FLOAT32, BFLOAT16 = Variant(), Variant(dtype=torch.bfloat16, tolerance=5e-2)
+ADAPTERS = Variant(lora=LoraConfig(rank=2, alpha=8.0))
 
 
 @pytest.fixture(params=["fsdp", "megatron"])
@@ -103,6 +105,19 @@ def test_bfloat16_products_lose_little(make: MakeEngine, model: Path, device: st
     for own, plain in zip(seen["stats"], expected, strict=True):
         assert own["sft/loss"] == pytest.approx(plain["sft/loss"], rel=BFLOAT16.tolerance)
     assert {tensor.dtype for tensor in read_weights(tmp_path / "weights").values()} == {torch.bfloat16}
+
+
+def test_adapters_train_on_the_device_as_on_the_cpu(make: MakeEngine, model: Path, device: str, tmp_path: Path) -> None:
+    play(train_on_all, model, ADAPTERS, make, "d1", tmp_path, world_size=1, directory=tmp_path, device=device)
+    reference = make_engine(model, ParallelContext(), ADAPTERS)
+    expected = train(reference, range(NUM_STEPS))
+    reference.save_weights(tmp_path / "expected")
+    [seen] = seen_by_rank(tmp_path, 1)
+    for own, other in zip(seen["stats"], expected, strict=True):
+        assert own == pytest.approx(other, rel=1e-3, abs=1e-5)
+    adapter = read_weights(tmp_path / "weights" / "adapter")
+    for name, tensor in read_weights(tmp_path / "expected" / "adapter").items():
+        np.testing.assert_allclose(adapter[name], tensor, atol=2e-4, err_msg=name)
 
 
 def give_weights(world: ParallelContext, models: tuple[Path, Path], make: MakeEngine, directory: Path) -> None:
