@@ -60,6 +60,7 @@ SPLIT = "workers/master/test_split_placement.py"
 DEFERRED = "workers/requests/test_deferred_answers.py"
 FLUSHES = "workers/requests/test_flush_queue.py"
 PLANE = "workers/model/test_data_plane.py"
+SHARED = "workers/shared_prompts/test_engine.py"
 SYNCHRONOUS = "integration/test_synchronous_ppo.py"
 SAME_TRAINING = f"{SYNCHRONOUS}::synchronous_ppo_and_asynchronous_ppo_at_eta_0_are_the_same_training"
 
@@ -94,7 +95,8 @@ SHOWN_BY: Mapping[type, Mapping[str, str]] = {
     ModelName: dict.fromkeys(("role", "replica_id"), f"{CALLS}::role_and_replica_say_which_ranks_are_asked"),
     MicroBatchSpec: dict.fromkeys(
         ("max_tokens_per_micro_batch", "n_min"), f"{MODELS}::each_call_cuts_its_samples_as_it_says"
-    ),
+    )
+    | {"shares_prompts": f"{SHARED}::steps_with_shared_prompts_are_those_with_a_prompt_for_each_answer"},
     PullWeightsHook: dict.fromkeys(("type", "source"), f"{CALLS}::weights_are_pulled_before_the_call"),
     PushWeightsHook: dict.fromkeys(("type", "target", "eta"), NEW_WEIGHTS),
     PublishWeightsHook: {"type": NEW_WEIGHTS},
