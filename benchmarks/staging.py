@@ -4,12 +4,14 @@
 
     files in the page cache ──shared_memory──► host directory          another process ──broadcast, over TCP──► the same
           │      └──disk──► only compared with their digests                  │
-          └──plain copy──► host directory                                     └──plain copy, over TCP──► the same
+          ├──delta, lora──► the same                                          └──plain copy, over TCP──► the same
+      └──plain copy──► host directory
 
 `weight_update.py` measures the same beside a server that answers requests, and then both compete for cores. Copies and
 stagings take turns; seconds are medians of the rounds, of the wall clock and of this process's CPU, and a ratio is the
 median of the ratios of the rounds. What is staged is also all that belongs to it: locks, the manifest, and that the
-version before the last one is removed. With `--cold` files are read from their disk each time.
+version before the last one is removed. `delta` and `lora` make a whole version, of little that they read, so they stand
+beside a copy of the whole version, too. With `--cold` files are read from their disk each time.
 """
 
 from __future__ import annotations
@@ -26,25 +28,27 @@ from statistics import median
 
 from transformers.utils.logging import disable_progress_bar
 
+from corral.experiments.config.rollout import WeightsConfig
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.another_host import AnotherHost, another_host  # noqa: E402
 from benchmarks.weight_update import (  # noqa: E402
+    CHANGED_SHARES,
     SHAPES,
     Version,
     drop_from_page_cache,
+    make_adapted,
+    make_lineage,
     make_versions,
     plain_copy,
 )
-from corral.workers.weight_transport.disk import DiskTransport  # noqa: E402
-from corral.workers.weight_transport.host_weights import HostWeights  # noqa: E402
-from corral.workers.weight_transport.peers import Peers  # noqa: E402
-from corral.workers.weight_transport.shared_memory import SharedMemoryTransport  # noqa: E402
 from corral.workers.weight_transport.transport import WeightTransport  # noqa: E402
+from corral.workers.weight_transport.transports import make_transport  # noqa: E402
 from tests.workers.generation.servers import ADMIN_KEY, DEADLINE_S  # noqa: E402
 
-TRANSPORTS = ("disk", "shared_memory", "broadcast")
+TRANSPORTS = ("disk", "shared_memory", "broadcast", "delta", "lora")
 Seconds = tuple[float, float]
 """Of the wall clock, and of this process's CPU."""
 
@@ -61,9 +65,9 @@ def main() -> None:
     disable_progress_bar()
     print("    MB | transport     |     raw  staged  ratio | CPU raw  staged  ratio")
     for megabytes in options.megabytes:
-        with tempfile.TemporaryDirectory() as folder:
-            versions = make_versions(Path(folder), megabytes=megabytes)
-            for name in options.transports:
+        for name in options.transports:
+            with tempfile.TemporaryDirectory() as folder:
+                versions = versions_for(name, Path(folder), megabytes=megabytes)
                 rounds = measure(name, versions, options.host_directory, rounds=options.rounds, is_cold=options.cold)
                 print(line(name, versions[0].size_bytes, rounds), flush=True)
 
@@ -92,12 +96,19 @@ def measure(
     return costs[1:]
 
 
+def versions_for(name: str, folder: Path, *, megabytes: int) -> list[Version]:
+    """Two in turns, of which each leads to the other as the transport wants it."""
+    if name == "delta":
+        return make_lineage(folder, megabytes=megabytes, share=CHANGED_SHARES[0])
+    if name == "lora":
+        return make_adapted(folder, megabytes=megabytes)
+    return make_versions(folder, megabytes=megabytes)
+
+
 def make(name: str, host_directory: Path) -> WeightTransport:
     """A worker's end, of a trial of its own."""
-    if name == "disk":
-        return DiskTransport()
-    host = HostWeights(host_directory, uuid.uuid4().hex, owner="benchmark")
-    return SharedMemoryTransport(host, peers=Peers(ADMIN_KEY) if name == "broadcast" else None)
+    config = WeightsConfig.model_validate({"transport": name, "host_directory": host_directory})
+    return make_transport(config, trial_uuid=uuid.uuid4().hex, worker="benchmark", admin_key=ADMIN_KEY)
 
 
 def copied(version: Version, into: Path, other: AnotherHost | None) -> Seconds:

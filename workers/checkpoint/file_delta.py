@@ -92,19 +92,19 @@ def encode_piece(base: memoryview, new: memoryview, *, itemsize: int) -> bytes:
     return _CHECKSUM.pack(_checksum(compressed, new.nbytes)) + compressed
 
 
-def apply_piece(base: memoryview, frame: bytes | memoryview, *, itemsize: int) -> memoryview:
-    """The `new` of which `encode_piece(base, new)` is `frame`.
+def apply_piece(piece: memoryview, frame: bytes | memoryview, *, itemsize: int) -> None:
+    """Turn `piece`, the base, into the `new` of which `encode_piece(base, new)` is `frame`.
 
     Raises:
         DeltaError: saying what is wrong with the frame.
     """
-    new = _elements(base, itemsize).copy()
     compressed = memoryview(frame)[_CHECKSUM.size :]
-    if bytes(frame[: _CHECKSUM.size]) != _CHECKSUM.pack(_checksum(compressed, base.nbytes)):
+    if bytes(frame[: _CHECKSUM.size]) != _CHECKSUM.pack(_checksum(compressed, piece.nbytes)):
         raise DeltaError(f"a frame of {len(frame)} bytes is damaged: its checksum is another one")
     if not compressed:
-        return _as_bytes(new)
-    max_bytes = _COUNTS.size + new.size * (3 + _LARGE_DTYPE.itemsize)
+        return
+    elements = _elements(piece, itemsize)
+    max_bytes = _COUNTS.size + elements.size * (3 + _LARGE_DTYPE.itemsize)
     payload = _decompress(compressed, max_bytes=max_bytes)
     if len(payload) < _COUNTS.size:
         raise DeltaError(f"a frame of {len(payload)} bytes says nothing")
@@ -117,19 +117,14 @@ def apply_piece(base: memoryview, frame: bytes | memoryview, *, itemsize: int) -
     if not places.size == differences.size == count or len(large) != is_large.sum() * _LARGE_DTYPE.itemsize:
         raise DeltaError(f"a frame that says {count} changes has {len(payload)} bytes, not as many as they need")
     differences[is_large] = np.frombuffer(large, _LARGE_DTYPE)
-    if count and places[-1] >= new.size:
-        raise DeltaError(f"a frame changes element {places[-1]} of a piece that has {new.size}")
-    new[places] += _undone(differences.astype(new.dtype))
-    return _as_bytes(new)
+    if count and places[-1] >= elements.size:
+        raise DeltaError(f"a frame changes element {places[-1]} of a piece that has {elements.size}")
+    elements[places] += _undone(differences.astype(elements.dtype))
 
 
 def _elements(piece: memoryview, itemsize: int) -> Numbers:
     elements: Numbers = np.frombuffer(piece, _UNSIGNED[itemsize])
     return elements
-
-
-def _as_bytes(elements: Numbers) -> memoryview:
-    return elements.view(np.uint8).data
 
 
 def _small_if_near_zero(differences: Numbers) -> Numbers:
@@ -255,7 +250,7 @@ def read_header(delta: BinaryIO) -> DeltaHeader:
 
 
 def apply_delta(base: Readable, delta: BinaryIO, header: DeltaHeader) -> Iterator[memoryview]:
-    """The new file, piece by piece; whoever writes it compares its digest with `header.result`.
+    """The new file, in pieces that are valid until the next; who writes it compares its digest with `header.result`.
 
     Args:
         base: unbuffered, at its beginning; or a `PieceFile` of what another delta gives.
@@ -273,7 +268,8 @@ def apply_delta(base: Readable, delta: BinaryIO, header: DeltaHeader) -> Iterato
         piece = buffer[:covered]
         if (size := _fill(base, piece)) < covered:
             raise DeltaError(f"expected a base of {header.base.size} bytes, got {done + size}")
-        yield apply_piece(piece, _exactly(delta, length), itemsize=header.itemsize)
+        apply_piece(piece, _exactly(delta, length), itemsize=header.itemsize)
+        yield piece
         done += covered
     if delta.read(1):
         raise DeltaError(f"expected the end of the delta after {done} bytes of its result, got more")

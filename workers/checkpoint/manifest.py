@@ -12,7 +12,6 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path, PurePosixPath
@@ -23,13 +22,13 @@ import msgspec
 from corral.experiments.trial.directory import atomic_write, fsync_directory
 from corral.workers.checkpoint.content_digest import DIGEST_NAME, ContentDigest, digest_of, mismatch
 from corral.workers.checkpoint.durable_file import PIECE_BYTES, FileEntry, no_progress
+from corral.workers.checkpoint.file_threads import for_each_file
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MANIFEST_NAME: Final = "manifest.json"
-_HASH_THREADS: Final = 4  # hashing releases the interpreter lock; more threads saturate the file system instead
 _RETRY_PAUSES_S: Final = (1.0, 5.0, 20.0)  # a file server that failed over, or a handle that went stale
 
 
@@ -140,13 +139,12 @@ def verify_manifest(directory: Path, digest: str | None, *, on_progress: Callabl
         raise CorruptCheckpointError(f"{directory / name}: expected no such file, got one; move it elsewhere")
     for name in sorted(manifest.files.keys() - present):
         raise CorruptCheckpointError(f"{directory / name}: expected {manifest.files[name].size} bytes, got no file")
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        problems = pool.map(
-            lambda name: _problem_of(directory / name, manifest.files[name], on_progress), manifest.files
-        )
-        for problem in problems:
-            if problem:
-                raise CorruptCheckpointError(problem)
+
+    def check(name: str) -> None:
+        if problem := _problem_of(directory / name, manifest.files[name], on_progress):
+            raise CorruptCheckpointError(problem)
+
+    for_each_file(check, manifest.files)
     return manifest
 
 

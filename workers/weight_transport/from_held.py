@@ -12,23 +12,21 @@ compared with what was published.
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
 import msgspec
 
 from corral.workers.checkpoint.content_digest import ContentDigest, mismatch
 from corral.workers.checkpoint.durable_file import FileEntry
+from corral.workers.checkpoint.file_threads import for_each_file
 from corral.workers.checkpoint.manifest import CorruptCheckpointError, Manifest, read_manifest
 from corral.workers.weight_transport.patience import Patience
-from corral.workers.weight_transport.verified_copy import copy_verified
+from corral.workers.weight_transport.verified_copy import copy_verified, write_hashed
 
 logger = logging.getLogger(__name__)
-
-_THREADS: Final = 4  # files at a time, each in one thread
 
 
 class NoWayError(Exception):
@@ -100,8 +98,7 @@ def fill_from_held(
         manifest: of the files that servers read.
     """
     maker = _Maker(weights, manifest.files, into, held, find_way, patience.check)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        read_by_name = dict(zip(manifest.files, pool.map(maker.make, manifest.files), strict=True))
+    read_by_name = for_each_file(maker.make, manifest.files)
     missing = {name: manifest.files[name] for name, num_bytes in read_by_name.items() if num_bytes is None}
     logger.info(
         "%s/%s: %d of %d files from the version before, %d read whole",
@@ -151,9 +148,7 @@ class _Maker:
         digest = ContentDigest()
         with open(self.into / name, "xb", buffering=0) as file, closing(way.pieces) as pieces:
             for piece in pieces:
-                digest.update(piece)
-                while piece:  # one write(2) may take less on a nearly full disk
-                    piece = piece[file.write(piece) :]
+                write_hashed(file, piece, digest)
                 self.on_progress()
         if (actual := digest.hexdigest()) != self.files[name].digest:
             raise NoWayError(mismatch(self.files[name].digest, actual))

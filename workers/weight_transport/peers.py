@@ -12,7 +12,6 @@ import http.client
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from corral.workers.checkpoint.durable_file import FileEntry
+from corral.workers.checkpoint.file_threads import for_each_file
 from corral.workers.checkpoint.manifest import CorruptCheckpointError, Manifest
 from corral.workers.weight_transport.patience import Patience
 from corral.workers.weight_transport.transport import Arrived
@@ -29,7 +29,6 @@ from corral.workers.weight_transport.verified_copy import check_names, copy_file
 
 logger = logging.getLogger(__name__)
 
-_THREADS: Final = 4  # files at a time, each over a connection
 _SILENCE_S: Final = 20.0  # longer than a host that computes leaves a socket alone, shorter than any version takes
 
 
@@ -65,8 +64,7 @@ class Peers:
         """
         check_names(weights, manifest)
         fetching = _Fetching(self, digest, sources, manifest, into, patience)
-        with ThreadPoolExecutor(_THREADS) as pool:
-            is_there_by_name = dict(zip(manifest.files, pool.map(fetching.fetch, manifest.files), strict=True))
+        is_there_by_name = for_each_file(fetching.fetch, manifest.files)
         missing = {name: entry for name, entry in manifest.files.items() if not is_there_by_name[name]}
         if missing:
             logger.warning(

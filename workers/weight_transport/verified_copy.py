@@ -7,16 +7,16 @@ file, or another host ──read──► piece ──write──► the copy
 import os
 import stat
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Final, Protocol
 
 from corral.workers.checkpoint.content_digest import ContentDigest, mismatch
-from corral.workers.checkpoint.durable_file import PIECE_BYTES, FileEntry
+from corral.workers.checkpoint.durable_file import FileEntry
+from corral.workers.checkpoint.file_threads import for_each_file
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, CorruptCheckpointError, Manifest
 
-_COPY_THREADS: Final = 4  # files at a time; a piece of each is hashed where it was read, while the kernel reads ahead
+_CACHED_BYTES: Final = 256 * 2**10  # what is read, hashed and written does not leave a core's own cache in between
 
 
 class Reader(Protocol):
@@ -48,8 +48,7 @@ def copy_verified(weights: Path, manifest: Manifest, into: Path, *, on_progress:
             copy_file(reading, into / name, expected, origin=str(weights / name), on_progress=on_progress)
 
     check_names(weights, manifest)
-    with ThreadPoolExecutor(_COPY_THREADS) as pool:
-        list(pool.map(copy, manifest.files))
+    for_each_file(copy, manifest.files)
     data = (weights / MANIFEST_NAME).read_bytes()
     (into / MANIFEST_NAME).write_bytes(data)
     return sum(entry.size for entry in manifest.files.values()) + len(data)
@@ -79,16 +78,22 @@ def copy_file(
     """
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     digest = ContentDigest()
-    buffer = memoryview(bytearray(min(PIECE_BYTES, expected.size + 1)))
+    buffer = memoryview(bytearray(min(_CACHED_BYTES, expected.size + 1)))
     with open(target, "xb", buffering=0) as writing:
         while size := reading.readinto(buffer):
-            remaining = piece = buffer[:size]
-            digest.update(piece)
-            while remaining:  # one write(2) may take less on a nearly full disk
-                remaining = remaining[writing.write(remaining) :]
+            write_hashed(writing, buffer[:size], digest)
             on_progress()
     if (actual := digest.hexdigest()) != expected.digest:
         raise CorruptCheckpointError(f"{origin}: {mismatch(expected.digest, actual)}")
+
+
+def write_hashed(file: FileIO, piece: memoryview, digest: ContentDigest) -> None:
+    """Append bytes to a file, and to the digest of it."""
+    for start in range(0, piece.nbytes, _CACHED_BYTES):
+        part = remaining = piece[start : start + _CACHED_BYTES]
+        digest.update(part)
+        while remaining:  # one write(2) may take less on a nearly full disk
+            remaining = remaining[file.write(remaining) :]
 
 
 def _opened(source: Path, expected: FileEntry) -> FileIO:

@@ -23,7 +23,7 @@ def built(base: Path, version: Path) -> Iterator[tuple[bytes, bytes]]:
         with open(path, "rb") as delta, open(base / name, "rb", buffering=0) as old:
             header = read_header(delta)
             assert header.base == describe(base)[name] and header.result == describe(version)[name]
-            yield b"".join(apply_delta(old, delta, header)), (version / name).read_bytes()
+            yield b"".join(map(bytes, apply_delta(old, delta, header))), (version / name).read_bytes()
 
 
 @pytest.mark.parametrize(("num_ranks", "max_shard_bytes"), [(1, 2**30), (2, SHARD_BYTES), (3, 1)])
