@@ -19,7 +19,7 @@ copy come before the update in one round, and after it in the next. A ratio is t
     staged     copied and verified by the worker, or only verified; the server generates on
     prepared   then read by the embedded engine into memory of its own; it generates on
     stop       as the server has it, see `GenerationBackend.swap`; beside it as a share of a plain read
-    gap        the longest time without a new token of any request, from the order for the update to a second after, as
+    gap        the longest time without a new token of any request, from the order for the update to half a second after, as
                seen from outside: the stop, the step before it, and, but for `in_place`, the prefixes read again
     step       the same over as long without an update: what of the gap is a decode step beside all else
 """
@@ -72,7 +72,7 @@ CHANGED_SHARES = (0.01, 0.03)  # of the values, from one version to the next
 ADAPTER_RANK = 8
 NUM_REQUESTS = 4
 NUM_NEW_TOKENS = 4000  # more than come while all is measured
-SETTLE_S = 1.0
+SETTLE_S = 0.5
 _POLL_S = 0.002
 TRANSPORTS: tuple[str, ...] = get_args(WeightsConfig.model_fields["transport"].annotation)
 

@@ -9,6 +9,7 @@ went wrong in between; and no byte is ever read to be sealed.
 
 import os
 from collections.abc import Callable, Iterable
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -16,9 +17,8 @@ import msgspec
 
 from corral.workers.checkpoint.content_digest import ContentDigest
 
-PIECE_BYTES: Final = (
-    4 * 2**20
-)  # hashed in 1 ms; half of it is in a core's cache still, and calls cost nothing beside it
+PIECE_BYTES: Final = 4 * 2**20  # hashed in 1 ms: often enough to look at a deadline
+CACHED_BYTES: Final = 256 * 2**10  # what is read, hashed and written does not leave a core's own cache in between
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,6 +32,15 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def no_progress() -> None:
     """For callers without a deadline."""
+
+
+def write_hashed(file: FileIO, piece: memoryview, digest: ContentDigest) -> None:
+    """Append bytes to a file, and to the digest of it."""
+    for start in range(0, piece.nbytes, CACHED_BYTES):
+        part = remaining = piece[start : start + CACHED_BYTES]
+        digest.update(part)
+        while remaining:  # one write(2) may take less on a nearly full disk
+            remaining = remaining[file.write(remaining) :]
 
 
 def write_durable(
@@ -52,10 +61,7 @@ def write_durable(
         for piece in pieces:
             view = memoryview(piece)
             for start in range(0, view.nbytes, PIECE_BYTES):
-                part = remaining = view[start : start + PIECE_BYTES]
-                while remaining:  # one write(2) may take less on a nearly full disk
-                    remaining = remaining[file.write(remaining) :]
-                digest.update(part)
+                write_hashed(file, view[start : start + PIECE_BYTES], digest)
                 on_progress()
             size += view.nbytes
         os.fsync(descriptor)

@@ -21,7 +21,7 @@ import msgspec
 
 from corral.experiments.trial.directory import atomic_write, fsync_directory
 from corral.workers.checkpoint.content_digest import DIGEST_NAME, ContentDigest, digest_of, mismatch
-from corral.workers.checkpoint.durable_file import PIECE_BYTES, FileEntry, no_progress
+from corral.workers.checkpoint.durable_file import CACHED_BYTES, FileEntry, no_progress
 from corral.workers.checkpoint.file_threads import for_each_file
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ def _patiently(read: Callable[[], T]) -> T:
 
 def _digest(file: RawIOBase, on_progress: Callable[[], None]) -> str:
     digest = ContentDigest()
-    piece = memoryview(bytearray(PIECE_BYTES))
+    piece = memoryview(bytearray(CACHED_BYTES))
     while size := file.readinto(piece):
         digest.update(piece[:size])
         on_progress()

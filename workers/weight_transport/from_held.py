@@ -20,11 +20,11 @@ from typing import Protocol
 import msgspec
 
 from corral.workers.checkpoint.content_digest import ContentDigest, mismatch
-from corral.workers.checkpoint.durable_file import FileEntry
+from corral.workers.checkpoint.durable_file import FileEntry, write_hashed
 from corral.workers.checkpoint.file_threads import for_each_file
 from corral.workers.checkpoint.manifest import CorruptCheckpointError, Manifest, read_manifest
 from corral.workers.weight_transport.patience import Patience
-from corral.workers.weight_transport.verified_copy import copy_verified, write_hashed
+from corral.workers.weight_transport.verified_copy import copy_verified
 
 logger = logging.getLogger(__name__)
 

@@ -9,14 +9,12 @@ import stat
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path, PurePosixPath
-from typing import Final, Protocol
+from typing import Protocol
 
 from corral.workers.checkpoint.content_digest import ContentDigest, mismatch
-from corral.workers.checkpoint.durable_file import FileEntry
+from corral.workers.checkpoint.durable_file import CACHED_BYTES, FileEntry, write_hashed
 from corral.workers.checkpoint.file_threads import for_each_file
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, CorruptCheckpointError, Manifest
-
-_CACHED_BYTES: Final = 256 * 2**10  # what is read, hashed and written does not leave a core's own cache in between
 
 
 class Reader(Protocol):
@@ -78,22 +76,13 @@ def copy_file(
     """
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     digest = ContentDigest()
-    buffer = memoryview(bytearray(min(_CACHED_BYTES, expected.size + 1)))
+    buffer = memoryview(bytearray(min(CACHED_BYTES, expected.size + 1)))
     with open(target, "xb", buffering=0) as writing:
         while size := reading.readinto(buffer):
             write_hashed(writing, buffer[:size], digest)
             on_progress()
     if (actual := digest.hexdigest()) != expected.digest:
         raise CorruptCheckpointError(f"{origin}: {mismatch(expected.digest, actual)}")
-
-
-def write_hashed(file: FileIO, piece: memoryview, digest: ContentDigest) -> None:
-    """Append bytes to a file, and to the digest of it."""
-    for start in range(0, piece.nbytes, _CACHED_BYTES):
-        part = remaining = piece[start : start + _CACHED_BYTES]
-        digest.update(part)
-        while remaining:  # one write(2) may take less on a nearly full disk
-            remaining = remaining[file.write(remaining) :]
 
 
 def _opened(source: Path, expected: FileEntry) -> FileIO:

@@ -248,7 +248,7 @@ def test_forgetting_to_fall_back_is_noticed_by_the_ledger(trial: TrialDirectory)
 
 
 def test_every_piece_that_is_hashed_counts_as_progress(trial: TrialDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifests, "PIECE_BYTES", 100)
+    monkeypatch.setattr(manifests, "CACHED_BYTES", 100)
     monkeypatch.setattr(durable_file, "PIECE_BYTES", 100)
     folder = trial.checkpoints_path / "sealed"
     folder.mkdir()

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.workers.checkpoint.durable_file import PIECE_BYTES, no_progress
+from corral.workers.checkpoint.durable_file import CACHED_BYTES, no_progress
 from corral.workers.checkpoint.manifest import CorruptCheckpointError, Manifest, read_manifest
 from corral.workers.weight_transport.verified_copy import copy_verified
 from tests.workers.weight_transport.versions import content_of, flip_a_byte, make_version
 
-SIZES = st.sampled_from([0, 1, 17, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES + 3])
+SIZES = st.sampled_from([0, 1, 17, CACHED_BYTES - 1, CACHED_BYTES, CACHED_BYTES + 1, 5 * CACHED_BYTES + 3])
 
 
 @settings(max_examples=20, deadline=None)
