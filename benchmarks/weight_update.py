@@ -19,8 +19,8 @@ copy come before the update in one round, and after it in the next. A ratio is t
     staged     copied and verified by the worker, or only verified; the server generates on
     prepared   then read by the embedded engine into memory of its own; it generates on
     stop       as the server has it, see `GenerationBackend.swap`; beside it as a share of a plain read
-    gap        the longest time without a new token of any request, from the order for the update to half a second after, as
-               seen from outside: the stop, the step before it, and, but for `in_place`, the prefixes read again
+    gap        the longest time without a new token of any request, from the order for the update to half a second
+               after, as seen from outside: the stop, the step before it and, but for `in_place`, the prefixes read anew
     step       the same over as long without an update: what of the gap is a decode step beside all else
 """
 
