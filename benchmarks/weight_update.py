@@ -354,7 +354,7 @@ def measure(kind: str, transport: str, name: str, versions: list[Version], argum
         f"{median(lambda u: u.raw_copy_s):7.3f} {median(lambda u: u.staged_s):7.3f} "
         f"{median(lambda u: u.staged_s / u.raw_copy_s):6.2f} {median(lambda u: u.prepared_s):8.3f} | "
         f"{median(lambda u: u.raw_read_s):7.3f} "
-        f"{median(lambda u: u.stopped_s):7.3f} {median(lambda u: u.stopped_s / u.raw_read_s):6.1%} | "
+        f"{median(lambda u: u.stopped_s):7.4f} {median(lambda u: u.stopped_s / u.raw_read_s):6.1%} | "
         f"{median(lambda u: u.gap_s):7.3f} {median(lambda u: u.step_s):7.3f}"
     )
 
