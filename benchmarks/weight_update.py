@@ -74,6 +74,7 @@ NUM_REQUESTS = 4
 NUM_NEW_TOKENS = 4000  # more than come while all is measured
 SETTLE_S = 0.5
 _POLL_S = 0.002
+MODES: tuple[UpdateMode, ...] = ("retract", "in_place")  # with `abort` nothing is under way afterwards
 TRANSPORTS: tuple[str, ...] = get_args(WeightsConfig.model_fields["transport"].annotation)
 
 
@@ -364,7 +365,7 @@ def main() -> None:
     parser.add_argument("--sglang", action="store_true", help="a real server of SGLang instead of the embedded engine")
     parser.add_argument("--megabytes", type=int, nargs="+", choices=sorted(SHAPES), default=sorted(SHAPES))
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
-    parser.add_argument("--mode", choices=get_args(UpdateMode), default="retract", help="as weights.update_mode")
+    parser.add_argument("--mode", choices=MODES, default="retract", help="as weights.update_mode")
     parser.add_argument("--rounds", type=int, default=5, help="updates that count, for each line")
     parser.add_argument("--hot", action="store_true", help="leave the files in the page cache")
     parser.add_argument("--folder", type=Path, default=None, help="on the file system that versions are read from")

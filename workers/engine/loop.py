@@ -298,6 +298,7 @@ class EngineLoop:
     def _change_over(
         self, pending: _PendingUpdate, mode: PauseMode, check: Callable[[], None], future: Future[ChangeOver]
     ) -> None:
+        self._deliver(self.engine.pause(PauseMode.IN_PLACE))  # reads the tokens of a step that a GPU is still at
         began = time.monotonic()
         self._deliver(self.engine.pause(mode))
         self._begin_update(pending, abort_all_requests=False)
